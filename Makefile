@@ -1,0 +1,40 @@
+# Two commands do everything: `make pretrain` (the main job on real data) and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN := runs/mru_shakespeare
+# python -m and torchrun -m would put the root, with its folders named data and kernels, on sys.path.
+export PYTHONSAFEPATH := 1
+
+.PHONY: pretrain test test-all lint format clean help
+help:
+	@echo "make pretrain   install into .venv, prepare the bundled corpus, train, evaluate, sample and export"
+	@echo "make test       install into .venv and run the tests (test-all adds the slow ones)"
+	@echo "make lint       ruff and the contract between the rooms"
+
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "matmix needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+	  { echo "Python's venv module is incomplete; on Debian or Ubuntu run: apt-get install python3-venv"; exit 2; }
+	@echo "Installing the pinned set into .venv (about 6 GB on disk, a few minutes) ..."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	@touch $@
+
+pretrain: .venv/installed
+	@$(BIN)/matmix quickstart
+
+test: .venv/installed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" tests
+
+test-all: .venv/installed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests
+
+lint: .venv/installed
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+
+format: .venv/installed
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
