@@ -1,0 +1,30 @@
+"""Side effects of training: what is shown, recorded, watched."""
+
+from __future__ import annotations
+
+from matmix.train.callbacks.base import Callback, StepRecord
+from matmix.train.callbacks.garbage import GarbageCollection
+from matmix.train.callbacks.metrics_file import MetricsFile
+from matmix.train.callbacks.nan_guard import NanGuard, NonFiniteError
+from matmix.train.callbacks.profiler import Profiler
+from matmix.train.callbacks.progress import Progress
+from matmix.train.callbacks.signals import StopSignals
+from matmix.train.callbacks.tensorboard import TensorBoard
+from matmix.train.config import RunConfig
+
+__all__ = ["Callback", "NonFiniteError", "StepRecord", "StopSignals", "make_callbacks"]
+
+
+def make_callbacks(config: RunConfig, rank: int) -> list[Callback]:
+    """The callbacks a rank runs, in order: those that may end the run come last, after everything was recorded."""
+    callbacks: list[Callback] = [MetricsFile()]
+    if config.logging.progress:
+        callbacks.append(Progress())
+    if config.logging.tensorboard:
+        callbacks.append(TensorBoard())
+    if config.logging.profile_start:
+        callbacks.append(Profiler(config.logging.profile_start, config.logging.profile_steps))
+    if config.gc_every:
+        callbacks.append(GarbageCollection(config.gc_every))
+    callbacks += [StopSignals(), NanGuard(config.max_bad_steps)]
+    return [callback for callback in callbacks if rank == 0 or not callback.main_rank_only]

@@ -1,0 +1,55 @@
+"""What a callback may observe. Callbacks have side effects only: nothing they do changes the numbers of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matmix.train.loop import Trainer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One reporting interval: `steps` optimizer steps that end at `step`. Losses are means over all ranks' targets."""
+
+    step: int
+    steps: int
+    loss: float  # nats per target
+    accuracy: float  # share of targets predicted right (of the masked tokens for masked_lm)
+    grad_norm: float  # of the last step, before clipping
+    lr: float
+    tokens: int  # seen since the start of the run, padding not counted
+    tokens_per_second: float  # over all ranks
+    seconds_per_step: float
+    data_wait: float  # share of the time spent waiting for data
+    memory: float  # peak GiB of this rank: device memory on CUDA, resident memory on CPU
+    mfu: float | None  # share of the device's peak FLOP/s, where that is known
+    skipped: int  # steps skipped since the start for a NaN or infinite gradient
+
+    def numbers(self) -> dict[str, float]:
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+
+class Callback:
+    """All methods are optional. `main` callbacks live on rank 0 only."""
+
+    main_rank_only: bool = True
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step; the state has been restored."""
+
+    def on_step(self, trainer: Trainer) -> None:
+        """After every optimizer step."""
+
+    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
+        """Every `logging.every` steps and after the last."""
+
+    def on_evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """After an evaluation."""
+
+    def on_message(self, trainer: Trainer, text: str) -> None:
+        """Something a person should read."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Always, also after an error."""

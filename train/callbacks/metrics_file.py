@@ -1,0 +1,38 @@
+"""metrics.jsonl: one JSON object per record, in the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from matmix.train.callbacks.base import Callback, StepRecord
+
+
+class MetricsFile(Callback):
+    """Appends records. Records of steps that a resumed run does again are dropped first, so that none appears twice."""
+
+    def on_start(self, trainer) -> None:
+        self.path = trainer.run.path / "metrics.jsonl"
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= trainer.state.step:
+                    kept.append(line)
+            except (ValueError, KeyError):
+                continue  # the last line of a process that was killed while writing it
+        temporary = self.path.with_name(".metrics.jsonl.tmp")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    def on_record(self, trainer, record: StepRecord) -> None:
+        self._append({"kind": "train", **record.numbers()})
+
+    def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
+        self._append({"kind": "validation", "step": trainer.state.step, **metrics})
+
+    def _append(self, record: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")

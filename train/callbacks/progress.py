@@ -1,0 +1,86 @@
+"""A progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from matmix.train.callbacks.base import Callback, StepRecord
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def short_number(value: float) -> str:
+    """1234567 -> "1.23M"."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(value) < 1000 or unit == "T":
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def short_time(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class Progress(Callback):
+    """Shows steps, loss, learning rate, tokens per second and the time left."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+        self.last_line = 0.0
+
+    def on_start(self, trainer) -> None:
+        if sys.stderr.isatty() and trainer.state.step < trainer.config.last_step:
+            self.bar = tqdm(
+                total=trainer.config.last_step,
+                initial=trainer.state.step,
+                desc=trainer.run.path.name,
+                unit="step",
+                dynamic_ncols=True,
+            )
+
+    def on_step(self, trainer) -> None:
+        if self.bar is not None:
+            self.bar.update(1)
+
+    def on_record(self, trainer, record: StepRecord) -> None:
+        speed = f"{short_number(record.tokens_per_second)} tokens/s"
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {record.loss:.3f}, lr {record.lr:.2e}, {speed}", refresh=False)
+            return
+        now, last = time.monotonic(), trainer.config.last_step
+        if now - self.last_line < _SECONDS_BETWEEN_LINES and record.step != last:
+            return
+        self.last_line = now
+        left = short_time((last - record.step) * record.seconds_per_step)
+        self._write(
+            f"step {record.step}/{last}  loss {record.loss:.4f}  lr {record.lr:.2e}  "
+            f"grad norm {record.grad_norm:.3g}  {speed}  {left} left"
+        )
+
+    def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
+        parts = [f"validation loss {metrics['loss']:.4f}", f"perplexity {metrics['perplexity']:.2f}"]
+        if "masked_accuracy" in metrics:
+            parts.append(f"masked accuracy {metrics['masked_accuracy']:.1%}")
+        if "bits_per_byte" in metrics:
+            parts.append(f"{metrics['bits_per_byte']:.3f} bits per byte")
+        self._write(f"step {trainer.state.step}: {', '.join(parts)}")
+
+    def on_message(self, trainer, text: str) -> None:
+        self._write(text)
+
+    def on_end(self, trainer) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def _write(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)

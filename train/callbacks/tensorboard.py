@@ -1,0 +1,42 @@
+"""TensorBoard scalars: loss, lr, gradient norm, tokens/s, model FLOPs utilisation, memory, data wait, validation."""
+
+from __future__ import annotations
+
+from matmix.train.callbacks.base import Callback, StepRecord
+
+_NAMES = {
+    "loss": "train/loss",
+    "accuracy": "train/accuracy",
+    "lr": "train/lr",
+    "grad_norm": "train/grad_norm",
+    "tokens": "train/tokens",
+    "skipped": "train/skipped_steps",
+    "tokens_per_second": "speed/tokens_per_second",
+    "seconds_per_step": "speed/seconds_per_step",
+    "mfu": "speed/model_flops_utilisation",
+    "data_wait": "speed/data_wait_share",
+    "memory": "memory/peak_gib",
+}
+
+
+class TensorBoard(Callback):
+    """Writes to RUN/tensorboard; a resumed run hides the events of the steps that it does again."""
+
+    def on_start(self, trainer) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # two seconds of import that only this callback needs
+
+        self.writer = SummaryWriter(str(trainer.run.path / "tensorboard"), purge_step=trainer.state.step + 1)
+
+    def on_record(self, trainer, record: StepRecord) -> None:
+        for key, value in record.numbers().items():
+            if key in _NAMES:
+                self.writer.add_scalar(_NAMES[key], value, record.step)
+
+    def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            self.writer.add_scalar(f"validation/{key}", value, trainer.state.step)
+        self.writer.flush()
+
+    def on_end(self, trainer) -> None:
+        if hasattr(self, "writer"):
+            self.writer.close()

@@ -1,0 +1,220 @@
+"""The configuration of a run: frozen dataclasses whose field docstrings are the command line's help.
+
+Order of precedence: the defaults here, then the recipe (TOML), then the command line. Validation lives in
+``__post_init__`` only, so that a config that exists is a config that is valid. Reading and writing: `matmix.train.recipe`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from matmix.data.config import DataConfig
+from matmix.data.masking import MaskingConfig
+from matmix.model.config import ModelConfig
+from matmix.train.engine.config import EngineConfig
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveConfig:
+    """What is learned."""
+
+    name: Literal["causal_lm", "masked_lm"] = "causal_lm"
+    """Next-token prediction for language models, or prediction of masked tokens for encoders."""
+    z_loss: float = 0.0
+    """Weight of the mean squared log-partition function (PaLM, arXiv 2204.02311); 0 = off, 1e-4 is usual."""
+    masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
+    """How training batches are masked (masked_lm only)."""
+    evaluation_masking: MaskingConfig = dataclasses.field(default_factory=lambda: MaskingConfig(probability=0.15))
+    """How validation batches are masked (masked_lm only)."""
+
+    def __post_init__(self) -> None:
+        _require(self.z_loss >= 0, f"objective.z_loss must be >= 0, got {self.z_loss}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101). Norm weights, biases, A_log, dt_bias and D are never decayed."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices and embeddings."""
+    fully_decoupled: bool = False
+    """True: a step shrinks weights by weight_decay * lr_t / lr instead of weight_decay * lr_t (the paper's own form)."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm; 0 = not clipped."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
+        _require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            f"optimizer.betas must be two numbers in [0, 1), got {self.betas}",
+        )
+        _require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps}")
+        _require(self.weight_decay >= 0, f"optimizer.weight_decay must be >= 0, got {self.weight_decay}")
+        _require(self.max_grad_norm >= 0, f"optimizer.max_grad_norm must be >= 0, got {self.max_grad_norm}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Learning rate over steps, as a share of optimizer.lr."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Shape after warm-up; wsd = warm-up, stable, decay (arXiv 2404.06395)."""
+    warmup: float = 0.02
+    """Linear warm-up from 0: a share of all steps if below 1, else a number of steps."""
+    final: float = 0.1
+    """Share of the peak that is left at the last step."""
+    decay: float = 0.1
+    """wsd only: length of the final decay, a share of all steps if below 1, else a number of steps."""
+
+    def __post_init__(self) -> None:
+        _require(self.warmup >= 0, f"schedule.warmup must be >= 0, got {self.warmup}")
+        _require(0 <= self.final <= 1, f"schedule.final must lie in [0, 1], got {self.final}")
+        _require(self.decay >= 0, f"schedule.decay must be >= 0, got {self.decay}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    """Evaluation on the validation split."""
+
+    every: int = 500
+    """Steps between evaluations; 0 = only after the last step."""
+    batches: int = 0
+    """Global batches of each evaluation; 0 = the whole split."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, f"evaluation.every must be >= 0, got {self.every}")
+        _require(self.batches >= 0, f"evaluation.batches must be >= 0, got {self.batches}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When checkpoints are written and how long they are kept."""
+
+    every: int = 1000
+    """Steps between checkpoints; the last step is always saved; 0 = only the last."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Checkpoints at multiples of this many steps are kept for ever; 0 = none."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, f"checkpoint.every must be >= 0, got {self.every}")
+        _require(self.keep_last >= 1, f"checkpoint.keep_last must be >= 1, got {self.keep_last}")
+        _require(self.keep_every >= 0, f"checkpoint.keep_every must be >= 0, got {self.keep_every}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoggingConfig:
+    """What is shown and recorded while training."""
+
+    every: int = 10
+    """Steps between records in metrics.jsonl and TensorBoard."""
+    tensorboard: bool = True
+    """Write TensorBoard events into the run directory."""
+    progress: bool = True
+    """Show a progress bar (plain lines when the output is not a terminal)."""
+    profile_start: int = 0
+    """First step of a profiler trace written to RUN/profile; 0 = no trace."""
+    profile_steps: int = 3
+    """Length of the trace in steps."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 1, f"logging.every must be >= 1, got {self.every}")
+        _require(self.profile_start >= 0, f"logging.profile_start must be >= 0, got {self.profile_start}")
+        _require(self.profile_steps >= 1, f"logging.profile_steps must be >= 1, got {self.profile_steps}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything that defines a run."""
+
+    run_dir: str = ""
+    """Where the run lives; empty = runs/<name of the recipe>. Starting the same command again resumes the run."""
+    seed: int = 0
+    """Seed of weights, data order, masking and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto = CUDA where there is one."""
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    stop_step: int = 0
+    """Save and stop at this step although the schedule goes on to `steps`; 0 = run to the end."""
+    global_batch_size: int = 32
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: int = 0
+    """Sequences per rank and forward pass; 0 = a rank's whole share in one pass."""
+    max_bad_steps: int = 10
+    """Steps in a row with a NaN or infinite loss or gradient that are skipped before the run stops."""
+    gc_every: int = 100
+    """Python's garbage collector runs every so many steps, on all ranks at once; 0 = left to Python."""
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    """The model."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    """The data."""
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    """The objective."""
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    """The learning-rate schedule."""
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    """How the model is spread over devices."""
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    """Evaluation."""
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+    """Logging."""
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 1, f"steps must be >= 1, got {self.steps}")
+        _require(
+            0 <= self.stop_step <= self.steps,
+            f"stop_step must lie between 0 and steps = {self.steps}, got {self.stop_step}",
+        )
+        _require(self.global_batch_size >= 1, f"global_batch_size must be >= 1, got {self.global_batch_size}")
+        _require(self.micro_batch_size >= 0, f"micro_batch_size must be >= 0, got {self.micro_batch_size}")
+        _require(self.max_bad_steps >= 1, f"max_bad_steps must be >= 1, got {self.max_bad_steps}")
+        _require(self.gc_every >= 0, f"gc_every must be >= 0, got {self.gc_every}")
+        _require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
+        needs = {"causal_lm": "language_model", "masked_lm": "encoder"}[self.objective.name]
+        _require(
+            self.model.architecture == needs,
+            f'objective.name = "{self.objective.name}" trains model.architecture = "{needs}", '
+            f'but the model is "{self.model.architecture}"; change one of the two',
+        )
+
+    @property
+    def last_step(self) -> int:
+        return self.stop_step or self.steps
+
+    def micro_batch(self, world_size: int) -> int:
+        """Sequences per rank and forward pass. Raises ValueError where the global batch does not divide."""
+        per_rank, rest = divmod(self.global_batch_size, world_size)
+        if rest or per_rank == 0:
+            low = self.global_batch_size // world_size * world_size
+            allowed = f"{low} or {low + world_size}" if low else f"{world_size}"
+            raise ValueError(
+                f"global_batch_size = {self.global_batch_size} does not divide over {world_size} ranks; use {allowed}"
+            )
+        micro = self.micro_batch_size or per_rank
+        if per_rank % micro:
+            divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+            nearest = min(divisors, key=lambda d: (abs(math.log(d / micro)), d))
+            raise ValueError(
+                f"micro_batch_size = {micro} does not divide a rank's share of {per_rank} sequences "
+                f"(global_batch_size {self.global_batch_size} over {world_size} ranks); use {nearest}"
+            )
+        return micro

@@ -1,0 +1,184 @@
+"""Reads run configurations (defaults < recipe TOML < command line) and writes them back so that they can run again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import os
+import tomllib
+import typing
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import dacite
+import tomli_w
+import tyro
+
+from matmix.train.config import RunConfig
+
+# A TOML integer is a fine value for a float field; a TOML array is a tuple.
+_DACITE = dacite.Config(
+    strict=True,
+    cast=[tuple],
+    type_hooks={float: lambda value: float(value) if type(value) is int else value},
+)
+_TYRO = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
+
+
+def bundled_recipes() -> dict[str, Path]:
+    """Name -> path of the recipes that come with the package."""
+    folder = Path(str(resources.files("matmix.train.recipes")))
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def find_recipe(name_or_path: str) -> Path:
+    """A recipe's path from a path or from a bundled recipe's name. Raises FileNotFoundError naming the nearest."""
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    if path.is_dir() and (path / "config.toml").is_file():
+        return path / "config.toml"
+    recipes = bundled_recipes()
+    if path.stem in recipes and path.parent in (Path(), Path("train/recipes")):
+        return recipes[path.stem]
+    near = difflib.get_close_matches(path.stem, recipes, n=1)
+    hint = f'did you mean "{near[0]}"?' if near else f"bundled recipes: {', '.join(recipes)}"
+    raise FileNotFoundError(f"recipe not found: {name_or_path} ({hint})")
+
+
+def field_names(cls: type, prefix: str = "") -> list[str]:
+    """All dotted keys of a config class, tables included."""
+    names = []
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        names.append(prefix + field.name)
+        if dataclasses.is_dataclass(hints[field.name]):
+            names += field_names(hints[field.name], f"{prefix}{field.name}.")
+    return names
+
+
+def _unknown_key(key: str, where: str) -> ValueError:
+    known = field_names(RunConfig)
+    # The same last word in another table is a likelier slip than a similar spelling of the whole key.
+    same_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or same_leaf[:1]
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return ValueError(f'{where}: unknown key "{key}"; the nearest known key is "{near[0]}"')
+
+
+def _check_keys(values: dict[str, Any], cls: type, where: str, prefix: str = "") -> None:
+    hints = typing.get_type_hints(cls)
+    for key, value in values.items():
+        if key not in hints:
+            raise _unknown_key(prefix + key, where)
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, dict):
+                raise ValueError(f'{where}: "{prefix}{key}" is a table, got {value!r}')
+            _check_keys(value, hints[key], where, f"{prefix}{key}.")
+
+
+def config_from_dict(values: dict[str, Any], where: str) -> RunConfig:
+    """Builds a config from nested dicts. Raises ValueError (one line, starting with `where`)."""
+    _check_keys(values, RunConfig, where)
+    try:
+        return dacite.from_dict(RunConfig, values, _DACITE)
+    except dacite.WrongTypeError as error:
+        wanted = getattr(error.field_type, "__name__", None) or str(error.field_type)
+        if typing.get_origin(error.field_type) is typing.Literal:
+            wanted = " or ".join(repr(choice) for choice in typing.get_args(error.field_type))
+        raise ValueError(f'{where}: "{error.field_path}" should be {wanted}, got {error.value!r}') from None
+    except dacite.DaciteError as error:
+        raise ValueError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Nested dicts of a TOML file. Raises ValueError naming file and line."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 (byte {error.start})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+
+
+def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """The run's config from a recipe (path or bundled name) and command-line overrides such as ``--optimizer.lr 3e-4``.
+
+    Raises FileNotFoundError for a missing recipe and ValueError (one line) for a bad key, type or value.
+    """
+    path = find_recipe(recipe)
+    config = config_from_dict(read_toml(path), str(path))
+    config = parse_overrides(config, list(overrides))
+    if not config.run_dir:
+        config = dataclasses.replace(config, run_dir=f"runs/{path.stem}")
+    return config
+
+
+def parse_overrides(config: RunConfig, arguments: list[str]) -> RunConfig:
+    """Applies command-line arguments to a config. Raises ValueError (one line); ``--help`` prints and exits."""
+    known = {name.replace("_", "-") for name in field_names(RunConfig)}
+    for argument in arguments:
+        if argument.startswith("--") and argument not in ("--help",):
+            key = argument[2:].split("=", 1)[0]
+            if key.replace("_", "-") not in known:
+                raise _unknown_key(key.replace("-", "_"), "command line")
+    message = io.StringIO()
+    environment = os.environ.get("COLUMNS")
+    try:
+        if "--help" not in arguments and "-h" not in arguments:
+            os.environ["COLUMNS"] = "1000"  # one error, one line: tyro wraps to the terminal's width
+            with contextlib.redirect_stderr(message):
+                return tyro.cli(RunConfig, default=config, args=arguments, config=_TYRO)
+        return tyro.cli(RunConfig, default=config, args=arguments, config=_TYRO, prog="matmix train RECIPE")
+    except SystemExit as stop:
+        if not message.getvalue():
+            raise
+        lines = [line.strip("│ ") for line in message.getvalue().splitlines()]
+        text = next((line for line in lines[1:] if line), f"arguments not understood ({stop})")
+        raise ValueError(f"command line: {text}") from None
+    finally:
+        if environment is None:
+            os.environ.pop("COLUMNS", None)
+        else:
+            os.environ["COLUMNS"] = environment
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """Nested plain dicts, ready for TOML and JSON."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, tuple | list):
+            return [plain(item) for item in value]
+        return value
+
+    return plain(dataclasses.asdict(config))
+
+
+def write_config(config: RunConfig, path: Path) -> None:
+    """Writes the resolved config; the file is itself a recipe."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(tomli_w.dumps(config_to_dict(config)), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of every field that differs."""
+
+    def walk(a: Any, b: Any, prefix: str) -> list[tuple[str, Any, Any]]:
+        found = []
+        for key in sorted({*a, *b}):
+            x, y = a.get(key), b.get(key)
+            if isinstance(x, dict) and isinstance(y, dict):
+                found += walk(x, y, f"{prefix}{key}.")
+            elif x != y:
+                found.append((prefix + key, x, y))
+        return found
+
+    return walk(config_to_dict(old), config_to_dict(new), "")
