@@ -1,0 +1,307 @@
+"""One face for sentencepiece models and `tokenizers` files (tokenizer.json), and the training of the former.
+
+Models trained here give the ids 0 to 6 to ``<pad> <unk> <s> </s> <cls> <sep> <mask>``, 7 to the line break, 8 to 263
+to the 256 bytes (with byte fallback), the rest to pieces of text. They keep the text as it is: no normalisation by
+default, spaces and line breaks kept, no space put in front, so that ``decode(encode(text)) == text`` for every text
+without U+2581, which sentencepiece itself uses for the space.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import sentencepiece
+
+SPECIAL_NAMES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
+NEWLINE_ID = 7
+
+# What the special tokens are called, best first, in the tokenizers one meets.
+_COMMON_NAMES: dict[str, tuple[str, ...]] = {
+    "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|padding|>"),
+    "unk": ("<unk>", "[UNK]", "<|unk|>"),
+    "bos": ("<s>", "[BOS]", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "<|endoftext|>"),
+    "eos": ("</s>", "[EOS]", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|eos|>"),
+    "cls": ("<cls>", "[CLS]", "<|cls|>"),
+    "sep": ("<sep>", "[SEP]", "<|sep|>"),
+    "mask": ("<mask>", "[MASK]", "<|mask|>"),
+}
+Normalization = Literal["identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"]
+
+# Sums of floats in the unigram trainer depend on the number of threads; a fixed one gives every machine the same model.
+_TRAINING_THREADS = 8
+# Longer lines are cut for training only; the trainer would drop them.
+_LONGEST_LINE = 16_384
+
+
+class Tokenizer:
+    """Text to ids and back. Special tokens are never produced from text, whatever the text says.
+
+    Attributes:
+        kind: "sentencepiece" or "tokenizers".
+        path: the file it was read from.
+        sha256: hex digest of that file.
+        vocab_size: largest id + 1.
+        special: ids of pad, unk, bos, eos, cls, sep, mask; None where there is no such token.
+        special_ids: every id that stands for no text (ascending).
+    """
+
+    kind: Literal["sentencepiece", "tokenizers"]
+    file_name: str
+
+    def __init__(self, path: Path, raw: bytes) -> None:
+        self.path = path
+        self.sha256 = hashlib.sha256(raw).hexdigest()
+        self.vocab_size: int = 0
+        self.special: dict[str, int | None] = {}
+        self.special_ids: list[int] = []
+
+    @staticmethod
+    def load(path: str | Path) -> Tokenizer:
+        """Read a sentencepiece model (.model), a tokenizer.json, or a folder that holds one of them: a tokenizer's,
+        an export's or a prepared dataset's.
+
+        Raises FileNotFoundError or ValueError, each with one line that says what is wrong.
+        """
+        file = _find_file(Path(path))
+        raw = file.read_bytes()
+        if file.suffix == ".json":
+            return FastTokenizer(file, raw)
+        return SentencePieceTokenizer(file, raw)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without any special token."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts, in this thread only."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; special tokens give no text."""
+        raise NotImplementedError
+
+    def piece(self, index: int) -> str:
+        """The vocabulary's name of an id, to show to people."""
+        raise NotImplementedError
+
+    @cached_property
+    def _unused(self) -> set[int]:
+        return set()
+
+    def ordinary_ids(self) -> np.ndarray:
+        """Ids that stand for text (int64, ascending): what masking may draw from."""
+        ordinary = np.ones(self.vocab_size, dtype=bool)
+        ordinary[self.special_ids] = False
+        ordinary[list(self._unused)] = False
+        return np.flatnonzero(ordinary)
+
+    def save(self, directory: str | Path) -> Path:
+        """Copy the file into a folder as tokenizer.model or tokenizer.json; returns the copy's path."""
+        target = Path(directory) / self.file_name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.tmp")
+        shutil.copyfile(self.path, temporary)
+        os.replace(temporary, target)
+        return target
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.kind}, {self.vocab_size:,} ids, {self.path})"
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece model; `processor` is the library's own object."""
+
+    kind = "sentencepiece"
+    file_name = "tokenizer.model"
+
+    def __init__(self, path: Path, raw: bytes) -> None:
+        super().__init__(path, raw)
+        try:
+            self.processor = sentencepiece.SentencePieceProcessor(model_proto=raw)
+            self.vocab_size = self.processor.vocab_size()
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"{path} is not a sentencepiece model, or it is damaged") from error
+        if self.vocab_size == 0:
+            raise ValueError(f"{path} is not a sentencepiece model, or it is damaged")
+        sp = self.processor
+        known = {"pad": sp.pad_id(), "unk": sp.unk_id(), "bos": sp.bos_id(), "eos": sp.eos_id()}
+        for name in SPECIAL_NAMES:
+            found: int | None = known.get(name, -1)
+            if found == -1:
+                ids = (sp.piece_to_id(piece) for piece in _COMMON_NAMES[name])
+                found = next((i for i in ids if i != sp.unk_id() and sp.is_control(i)), None)
+            self.special[name] = found
+        self.special_ids = [i for i in range(self.vocab_size) if sp.is_control(i) or sp.is_unknown(i)]
+
+    @cached_property
+    def _unused(self) -> set[int]:
+        return {i for i in range(self.vocab_size) if self.processor.is_unused(i)}
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.processor.encode(list(texts), num_threads=1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        special = set(self.special_ids)
+        return self.processor.decode([int(i) for i in ids if int(i) not in special])
+
+    def piece(self, index: int) -> str:
+        return self.processor.id_to_piece(index)
+
+
+class FastTokenizer(Tokenizer):
+    """A tokenizer.json of the `tokenizers` library; `backend` is the library's own object."""
+
+    kind = "tokenizers"
+    file_name = "tokenizer.json"
+
+    def __init__(self, path: Path, raw: bytes) -> None:
+        super().__init__(path, raw)
+        import tokenizers
+
+        try:
+            self.backend = tokenizers.Tokenizer.from_buffer(raw)
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{path} is not a tokenizer.json that `tokenizers` can read: {error}") from error
+        # The file's own truncation and padding would silently change documents.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = True
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"{path} has an empty vocabulary")
+        self.vocab_size = max(vocabulary.values()) + 1
+        for name in SPECIAL_NAMES:
+            self.special[name] = next((vocabulary[n] for n in _COMMON_NAMES[name] if n in vocabulary), None)
+        if self.special["mask"] is not None and self.special["cls"] is None and self.special["sep"] is None:
+            # RoBERTa and its kin: the sentence marks serve as [CLS] and [SEP].
+            self.special["cls"], self.special["sep"] = self.special["bos"], self.special["eos"]
+        added = json.loads(raw).get("added_tokens") or []
+        marked = {token["id"] for token in added if token.get("special")}
+        self.special_ids = sorted(marked | {i for i in self.special.values() if i is not None})
+        self._known = set(vocabulary.values())
+
+    @cached_property
+    def _unused(self) -> set[int]:
+        return set(range(self.vocab_size)) - self._known
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.backend.encode(text, add_special_tokens=False).ids for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        special = set(self.special_ids)
+        return self.backend.decode([int(i) for i in ids if int(i) not in special], skip_special_tokens=False)
+
+    def piece(self, index: int) -> str:
+        return self.backend.id_to_token(index) or f"<unused {index}>"
+
+
+def train_sentencepiece(
+    texts: Iterable[str],
+    out_path: str | Path,
+    *,
+    vocab_size: int,
+    model_type: Literal["bpe", "unigram"] = "bpe",
+    byte_fallback: bool = True,
+    normalization: Normalization = "identity",
+    character_coverage: float = 0.9995,
+) -> Tokenizer:
+    """Train a sentencepiece model and write it to `out_path` (through a temporary name).
+
+    Args:
+        texts: documents; each line of a document is one training sentence.
+        vocab_size: number of ids, special tokens and bytes included.
+        byte_fallback: spell characters outside the vocabulary as bytes; without it they become <unk>.
+        character_coverage: share of the characters in `texts` that get a piece of their own.
+
+    Raises ValueError if `texts` is empty or cannot support `vocab_size` (the message names the bound).
+    """
+    lines = _lines(texts)
+    first = next(lines, None)
+    if first is None:
+        raise ValueError("there is no text to train a tokenizer on")
+    buffer = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_chain(first, lines),
+            model_writer=buffer,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=byte_fallback,
+            character_coverage=character_coverage,
+            normalization_rule_name=normalization,
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            max_sentence_length=8 * _LONGEST_LINE,
+            pad_id=0,
+            unk_id=1,
+            bos_id=2,
+            eos_id=3,
+            control_symbols=["<cls>", "<sep>", "<mask>"],
+            # Without a piece of its own a line break would be spelled as a byte, or lost without byte fallback.
+            user_defined_symbols=["\n"],
+            num_threads=_TRAINING_THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ValueError(_explain(str(error), vocab_size)) from error
+    out_path = Path(out_path)
+    out_path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out_path.with_name(f".{out_path.name}.tmp")
+    temporary.write_bytes(buffer.getvalue())
+    os.replace(temporary, out_path)
+    return Tokenizer.load(out_path)
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for line in text.split("\n"):
+            for start in range(0, len(line), _LONGEST_LINE):
+                # The trainer takes NUL for the end of the sentence.
+                piece = line[start : start + _LONGEST_LINE].replace("\0", "")
+                if piece.strip():
+                    yield piece
+
+
+def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest
+
+
+def _explain(message: str, vocab_size: int) -> str:
+    """The trainer's complaint as a sentence."""
+    if found := re.search(r"set it to a value <= (\d+)", message):
+        return (
+            f"a vocabulary of {vocab_size:,} is larger than this text supports: the largest possible is "
+            f"{int(found[1]):,}; lower the vocabulary size or give more text"
+        )
+    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return (
+            f"a vocabulary of {vocab_size:,} is too small for the characters of this text: it needs at least "
+            f"{int(found[1]):,} with the special tokens and bytes; raise the vocabulary size or lower the "
+            "character coverage"
+        )
+    return f"sentencepiece could not train a tokenizer: {message}"
+
+
+def _find_file(path: Path) -> Path:
+    if path.is_file():
+        if path.suffix not in (".model", ".json"):
+            raise ValueError(f"{path} is neither a sentencepiece .model nor a tokenizer.json")
+        return path
+    if not path.exists():
+        raise FileNotFoundError(f"tokenizer {path} does not exist")
+    for folder in (path / "tokenizer", path):
+        for name in ("tokenizer.model", "tokenizer.json", "spiece.model", "sentencepiece.bpe.model"):
+            if (folder / name).is_file():
+                return folder / name
+    raise FileNotFoundError(f"{path} holds neither tokenizer.model nor tokenizer.json")
