@@ -1,0 +1,110 @@
+"""Configuration: precedence, round trip, and errors that name the nearest key."""
+
+import dataclasses
+
+import pytest
+
+from matmix.train.recipe import bundled_recipes, differences, find_recipe, load_config, write_config
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text: str):
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("name", list(bundled_recipes()))
+def test_bundled_recipes_are_valid_and_survive_a_round_trip(name, tmp_path):
+    config = load_config(name)
+    write_config(config, tmp_path / "config.toml")
+    assert load_config(str(tmp_path / "config.toml")) == config
+
+
+def test_command_line_wins_over_recipe_and_recipe_over_defaults(recipe):
+    path = recipe("steps = 7\n[optimizer]\nlr = 0.5\nweight_decay = 0\n")
+    config = load_config(path, ["--optimizer.lr", "3e-4", "--data.mixture", "a", "1", "b", "2.5"])
+    assert (config.steps, config.optimizer.lr, config.optimizer.weight_decay) == (7, 3e-4, 0.0)
+    assert isinstance(config.optimizer.weight_decay, float)
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.data.mixture == {"a": 1.0, "b": 2.5}
+    assert config.run_dir == "runs/mine"
+
+
+@pytest.mark.parametrize("underscored", [True, False])
+def test_keys_may_be_written_with_underscores_or_hyphens(recipe, underscored):
+    flag = "--optimizer.weight_decay" if underscored else "--optimizer.weight-decay"
+    assert load_config(recipe(""), [flag, "0.5"]).optimizer.weight_decay == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[optimizer]\nlearning_rate = 1", ['unknown key "optimizer.learning_rate"', "nearest", "optimizer."]),
+        ("stesp = 3", ['unknown key "stesp"', '"steps"']),
+        ("[optimzer]\nlr = 1", ['unknown key "optimzer"', '"optimizer"']),
+        ("lr = 1", ['unknown key "lr"', '"optimizer.lr"']),
+        ("[optimizer]\nlr = 'fast'", ['"optimizer.lr"', "float", "'fast'"]),
+        ("steps = 2.5", ['"steps"', "int", "2.5"]),
+        ("optimizer = 3", ['"optimizer" is a table']),
+        ("[objective]\nname = 'causal'", ['"objective.name"', "'causal_lm'", "'masked_lm'"]),
+        ("steps = 0", ["steps must be >= 1"]),
+        ("steps = \n", ["not valid TOML", "line 1"]),
+        ("[data]\nseqlen = 0", ["seqlen"]),
+        ("[model.mixers.mru]\nhead = 3", ['"model.mixers.mru.head"', "nearest"]),
+        ("[objective]\nname = 'masked_lm'", ["masked_lm", "encoder", "language_model"]),
+    ],
+)
+def test_a_bad_recipe_is_one_line_that_names_file_and_key(recipe, text, words):
+    path = recipe(text)
+    with pytest.raises(ValueError, match="mine.toml") as error:
+        load_config(path)
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--optimizer.lrr", "1"], ["optimizer.lrr", "optimizer.lr"]),
+        (["--optimizer.lr", "fast"], ["--optimizer.lr", "fast"]),
+        (["--optimizer.lr"], ["--optimizer.lr"]),
+        (["--objective.name", "x"], ["objective.name", "causal_lm"]),
+        (["surprise"], ["surprise"]),
+        (["--steps", "0"], ["steps must be >= 1"]),
+    ],
+)
+def test_a_bad_argument_is_one_line(recipe, arguments, words):
+    with pytest.raises(ValueError, match="command line") as error:
+        load_config(recipe(""), arguments)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_missing_recipe_names_the_nearest():
+    with pytest.raises(FileNotFoundError, match="mru_shakespeare"):
+        find_recipe("mru_shakespear")
+
+
+def test_differences_are_listed_by_dotted_key(recipe):
+    config = load_config(recipe(""))
+    other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=1.0))
+    assert differences(config, other) == [("optimizer.lr", config.optimizer.lr, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "micro", "ranks", "words"),
+    [(10, 0, 4, ["10", "4 ranks", "8 or 12"]), (16, 3, 2, ["3", "share of 8", "use 4"]), (2, 0, 4, ["use 4"])],
+)
+def test_a_batch_that_does_not_divide_names_sizes_that_do(recipe, global_batch, micro, ranks, words):
+    config = load_config(recipe(f"global_batch_size = {global_batch}\nmicro_batch_size = {micro}"))
+    with pytest.raises(ValueError, match="does not divide") as error:
+        config.micro_batch(ranks)
+    for word in words:
+        assert word in str(error.value)

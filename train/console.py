@@ -1,0 +1,53 @@
+"""How commands end: the user's mistakes are one line and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from matmix.train.callbacks.nan_guard import NonFiniteError
+
+USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+def leave_source_tree() -> None:
+    """Takes this repository's root off sys.path.
+
+    `python -m` and `torchrun -m` put the working directory there; from the root of a checkout our folders `data` and
+    `kernels` would then answer imports that other packages make for themselves.
+    """
+    root = Path(__file__).resolve().parent.parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != root]
+
+
+def report(error: BaseException, *, every_rank: bool = False) -> None:
+    """Prints an error as one line: once, or with the rank's number where ranks may fail for different reasons."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank and not every_rank:
+        return
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        text = f"{error.strerror}: {error.filename}"
+    print(f"matmix: error: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr, flush=True)
+
+
+def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
+    """Runs a command and returns its exit code: 2 for the user's mistakes, 1 for a diverged run, 130 for Ctrl-C.
+
+    MATMIX_TRACEBACK=1 lets errors through with their tracebacks.
+    """
+    if os.environ.get("MATMIX_TRACEBACK"):
+        return command()
+    try:
+        return command()
+    except USER_ERRORS as error:
+        report(error, every_rank=every_rank)
+        return 2
+    except NonFiniteError as error:
+        report(error)
+        return 1
+    except KeyboardInterrupt:
+        print("matmix: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,51 @@
+"""Evaluation on the validation split: every token once, the same result for any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import torch
+
+from matmix.data.loader import Loader
+from matmix.train.config import RunConfig
+from matmix.train.engine.base import Engine
+from matmix.train.objectives import compute_loss, count_targets
+
+
+def unigram_entropy(histogram: np.ndarray) -> float:
+    """Entropy in nats of the token frequencies: the loss of the best model that ignores context."""
+    share = histogram[histogram > 0] / histogram.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, loader: Loader, config: RunConfig) -> dict[str, float]:
+    """Mean loss (nats per target), perplexity, and accuracy of masked tokens or bits per byte.
+
+    loader: a one-pass loader that gives each rank the same number of micro-batches (rows without data have no
+    targets), so that sharded models can gather their weights together.
+    """
+    engine.eval()
+    sums = torch.zeros(3, dtype=torch.float64)
+    limit = None
+    if config.evaluation.batches:
+        limit = config.evaluation.batches * config.global_batch_size // loader.micro_batch_size // engine.world_size
+        limit = max(limit, 1)
+    for batch in itertools.islice(loader, limit):
+        targets = count_targets(batch)
+        loss = compute_loss(engine.model, batch.to(engine.device), config.objective)
+        sums += torch.tensor([loss.loss.item(), loss.correct.item(), float(targets)], dtype=torch.float64)
+    engine.train()
+    total, correct, count = engine.all_reduce_sum(sums.to(engine.device)).tolist()
+    if count == 0:
+        raise ValueError("the validation split holds no target to evaluate; prepare more validation data")
+    loss = total / count
+    metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+    if config.objective.name == "masked_lm":
+        metrics["masked_accuracy"] = correct / count
+    else:
+        metrics["accuracy"] = correct / count
+        metrics["bits_per_byte"] = loss / math.log(2) / loader.bytes_per_token
+    return metrics

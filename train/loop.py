@@ -1,0 +1,257 @@
+"""The training loop. `train(config)` reads top to bottom: set up, restore, step, evaluate, save, finish."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+
+from matmix.data.loader import Loader, build_loader
+from matmix.model import build_model, initialize
+from matmix.model.flops import flops_per_token
+from matmix.train import rng
+from matmix.train.callbacks import Callback, StopSignals, make_callbacks
+from matmix.train.checkpoint import CheckpointManager
+from matmix.train.config import RunConfig
+from matmix.train.distributed import Distributed
+from matmix.train.engine import Engine, build_engine
+from matmix.train.evaluate import evaluate, unigram_entropy
+from matmix.train.objectives import compute_loss, count_targets
+from matmix.train.optimizer import make_optimizer
+from matmix.train.recipe import config_to_dict
+from matmix.train.run import RunDirectory, git_revision
+from matmix.train.schedule import rate_share
+from matmix.train.speed import Speedometer
+
+
+@dataclasses.dataclass(slots=True)
+class TrainState:
+    """Where a run stands. Everything else that a checkpoint holds belongs to the engine or the loader."""
+
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """What a call of `train` did."""
+
+    step: int
+    steps_done: int  # by this call; 0 if the run had already finished
+    finished: bool
+    signal: int  # the signal that ended it early, or 0
+    metrics: dict[str, float]  # of the last evaluation
+    unigram_entropy: float  # of the training split, nats per token
+
+
+class Trainer:
+    """Holds the parts of a run together; callbacks see it. Use `train` unless you need the parts."""
+
+    def __init__(self, config: RunConfig, distributed: Distributed) -> None:
+        self.run = RunDirectory(config.run_dir)
+        self.run.check(config)
+        rank, world_size = distributed.rank, distributed.world_size
+        self.loader = build_train_loader(config, rank, world_size)
+        self.config = config = with_data_facts(config, self.loader)
+        self.state = TrainState()
+        self.accumulation = config.global_batch_size // (world_size * config.micro_batch(world_size))
+        self.callbacks = make_callbacks(config, rank)
+        self.signals = next(callback for callback in self.callbacks if isinstance(callback, StopSignals))
+        rng.seed_all(config.seed, rank)
+        self.engine: Engine = build_engine(config.engine, distributed)
+        self.engine.prepare(
+            build_model(config.model, device="meta"),
+            initialize=functools.partial(initialize, seed=config.seed),
+            make_optimizer=functools.partial(make_optimizer, config=config.optimizer),
+        )
+        self.checkpoints = CheckpointManager(
+            self.run.checkpoints, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
+        )
+        self.speed = Speedometer(
+            flops_per_token(config.model, config.data.seqlen), distributed.device, world_size
+        )
+        self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
+        self.metrics: dict[str, float] = {}
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def train_step(self, batches: Any) -> None:
+        """One optimizer step over a whole global batch."""
+        config, engine, state = self.config, self.engine, self.state
+        with self.speed.waiting_for_data():
+            micro_batches = [next(batches) for _ in range(self.accumulation)]
+        targets, tokens = sum(map(count_targets, micro_batches)), sum(batch.n_tokens for batch in micro_batches)
+        # One reduction carries what all ranks must agree on before the step: the divisor, and whether to stop after it.
+        counts = torch.tensor([targets, tokens, bool(self.signals.received)], dtype=torch.float64)
+        targets, tokens, stop = engine.all_reduce_sum(counts.to(engine.device)).tolist()
+
+        lr = config.optimizer.lr * rate_share(state.step + 1, config.steps, config.schedule)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+        sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        for index, batch in enumerate(micro_batches):
+            loss = compute_loss(engine.model, batch.to(engine.device), config.objective)
+            engine.backward(loss.total / max(targets, 1), last=index == self.accumulation - 1)
+            sums += torch.stack([loss.loss.detach(), loss.correct]).double()
+        norm = engine.step(config.optimizer.max_grad_norm)
+
+        loss_sum, correct = engine.all_reduce_sum(sums).tolist()
+        state.step += 1
+        state.tokens += int(tokens)
+        self.last_loss, self.last_norm = loss_sum / max(targets, 1), float(norm)
+        self.step_was_finite = math.isfinite(self.last_norm) and math.isfinite(self.last_loss)
+        state.skipped += not self.step_was_finite
+        if self.step_was_finite:
+            self.speed.count(loss_sum, correct, targets, tokens)
+        self.stop_agreed = bool(stop)
+        self.call("on_step")
+        if state.step % config.logging.every == 0 or state.step == config.last_step:
+            counters = dataclasses.asdict(state)
+            self.call("on_record", self.speed.record(**counters, grad_norm=self.last_norm, lr=lr))
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def fit(self) -> Result:
+        """Trains from the newest checkpoint, or from the start, to the last step."""
+        config = self.config
+        self.stop_agreed = False
+        try:
+            self.restore()
+            state, first = self.state, self.state.step
+            self.call("on_start")
+            batches = iter(self.loader)
+            self.speed.start()
+            while state.step < config.last_step and not self.stop_agreed:
+                self.train_step(batches)
+                if config.evaluation.every and state.step % config.evaluation.every == 0:
+                    self.evaluate()
+                if config.checkpoint.every and state.step % config.checkpoint.every == 0:
+                    self.save()
+            self.save()
+            if state.step == config.steps and not self.is_summarised():
+                self.finish()
+        finally:
+            self.call("on_end")
+        return Result(
+            step=state.step,
+            steps_done=state.step - first,
+            finished=state.step == config.steps,
+            signal=self.signals.received,
+            metrics=self.metrics,
+            unigram_entropy=unigram_entropy(self.loader.token_histogram),
+        )
+
+    def restore(self) -> None:
+        """Loads the newest valid checkpoint, if there is one. Raises ValueError if there are only damaged ones."""
+        newest = self.checkpoints.latest_valid(self.tell)
+        if self.engine.rank == 0:
+            self.run.begin(self.config)
+        if newest is None:
+            return
+        extra = self.checkpoints.load(newest, self.engine)
+        self.state = TrainState(**extra["train_state"])
+        self.loader.load_state_dict(extra["data"])
+        self.tell(f"resumed from {newest.name}: {self.config.last_step - self.state.step} steps to go")
+
+    def save(self) -> None:
+        """Writes a checkpoint of the current step unless there is one."""
+        if self.checkpoints.has(self.state.step):
+            return
+        with self.speed.paused():
+            extra = {
+                "train_state": dataclasses.asdict(self.state),
+                "data": self.loader.state_dict(),
+                "config": config_to_dict(self.config),
+                "git_revision": git_revision(),
+            }
+            self.checkpoints.save(self.state.step, self.engine, extra, self.tell)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluates once per step: the last step's scheduled evaluation is also the final one."""
+        if self.metrics.get("step") != self.state.step:
+            with self.speed.paused():
+                loader = build_validation_loader(self.config, self.engine.rank, self.engine.world_size)
+                metrics = evaluate(self.engine, loader, self.config)
+                self.call("on_evaluation", metrics)
+            self.metrics = {"step": self.state.step, **metrics}
+        return self.metrics
+
+    def is_summarised(self) -> bool:
+        summary = self.run.read_summary()
+        if summary is not None and summary["step"] == self.state.step:
+            self.metrics = summary["validation"]
+            return True
+        return False
+
+    def finish(self) -> None:
+        """The final evaluation, and the summary that says the run is complete."""
+        self.evaluate()
+        if self.engine.rank == 0:
+            entropy = unigram_entropy(self.loader.token_histogram)
+            summary = {"step": self.state.step, "tokens": self.state.tokens, "validation": self.metrics}
+            self.run.write_summary({**summary, "unigram_entropy": entropy})
+
+    # -- callbacks -----------------------------------------------------------------------------------------------
+
+    def call(self, event: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *arguments)
+
+    def tell(self, text: str) -> None:
+        """Shows a message once, on the main rank."""
+        if self.engine.rank == 0:
+            shown = [c for c in self.callbacks if type(c).on_message is not Callback.on_message]
+            if not shown:
+                print(text, flush=True)
+            for callback in shown:
+                callback.on_message(self, text)
+
+
+def build_train_loader(config: RunConfig, rank: int, world_size: int) -> Loader:
+    return _build_loader(config, "train", rank, world_size)
+
+
+def build_validation_loader(config: RunConfig, rank: int, world_size: int) -> Loader:
+    return _build_loader(config, "validation", rank, world_size)
+
+
+def _build_loader(config: RunConfig, split: str, rank: int, world_size: int) -> Loader:
+    objective, training = config.objective, split == "train"
+    masking = objective.masking if training else objective.evaluation_masking
+    return build_loader(
+        config.data,
+        split=split,
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=config.micro_batch(world_size),
+        rank=rank,
+        world_size=world_size,
+        seed=config.seed,
+        masking=masking if objective.name == "masked_lm" else None,
+        one_pass=not training,
+    )
+
+
+def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
+    """Fills in what the data decides: the vocabulary size, where the recipe leaves it at 0."""
+    vocab_size, needed = config.model.vocab_size, loader.tokenizer.vocab_size
+    if vocab_size == 0:
+        vocab_size = -(-needed // 64) * 64  # matrix units like multiples of 64; the rows on top are never a target
+    elif vocab_size < needed:
+        raise ValueError(
+            f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {needed} pieces; "
+            f"set it to at least {needed}, or to 0 to take it from the data"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+
+
+def train(config: RunConfig) -> Result:
+    """Runs `config` to its last step, resuming where its run directory stands.
+
+    Raises ValueError for a config, data or checkpoint that cannot be used and NonFiniteError when training diverged.
+    """
+    with Distributed.from_environment(config.device) as distributed:
+        return Trainer(config, distributed).fit()

@@ -1,0 +1,98 @@
+"""The run directory: config.toml, checkpoints/, tensorboard/, metrics.jsonl, summary.json, export/."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from matmix.train.config import RunConfig
+from matmix.train.recipe import config_from_dict, differences, read_toml, write_config
+
+# What may change when a run is started again: how it is watched, spread and kept, but nothing that defines its numbers.
+# (Another engine word is refused because the two engines' checkpoints have different layouts.)
+_MAY_CHANGE = ("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every", "logging.", "checkpoint.")
+_MAY_CHANGE += ("evaluation.", "data.workers", "data.cache_dir", "engine.")
+_MAY_NOT_CHANGE = ("engine.name", "engine.precision")
+
+
+def _is_free(key: str) -> bool:
+    return key not in _MAY_NOT_CHANGE and any(
+        key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in _MAY_CHANGE
+    )
+
+
+class RunDirectory:
+    """One run on disk."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def read_config(self) -> RunConfig:
+        """The config of an existing run. Raises FileNotFoundError or ValueError."""
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"run directory not found: {self.path}")
+        if not self.config_path.is_file():
+            raise ValueError(f"{self.path} is not a run directory: it has no config.toml")
+        return config_from_dict(read_toml(self.config_path), str(self.config_path))
+
+    def check(self, config: RunConfig) -> None:
+        """Raises ValueError if the directory holds something other than a run of `config` (showing the difference)."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise ValueError(f"run_dir {self.path} is a file; choose another run_dir")
+        if not self.config_path.is_file():
+            if any(self.path.iterdir()):
+                raise ValueError(f"run_dir {self.path} is not empty and not a run; choose another run_dir")
+            return
+        refused = [d for d in differences(self.read_config(), config) if not _is_free(d[0])]
+        if refused:
+            text = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in refused)
+            raise ValueError(
+                f"run_dir {self.path} belongs to a run with another config ({text}); "
+                f"choose another --run-dir, or start that config again to resume it"
+            )
+
+    def begin(self, config: RunConfig) -> None:
+        """Makes the directory and writes the resolved config (rank 0 only)."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_config(config, self.config_path)
+
+    def read_summary(self) -> dict[str, Any] | None:
+        path = self.path / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        temporary = self.path / ".summary.json.tmp"
+        temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, self.path / "summary.json")
+
+
+def git_revision() -> str:
+    """Revision of the working copy that holds this package, "-dirty" added where it has changes; "" outside git."""
+    here = Path(__file__).resolve().parent
+    try:
+        head = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        changes = subprocess.run(
+            ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""  # installed without git or outside a checkout: the package's version is all there is
+    return f"{head}-dirty" if changes else head
