@@ -1,0 +1,405 @@
+"""From a `DataConfig` to micro-batches: the same sequence of global batches on any ranks and workers.
+
+How sample n maps to tokens. Every training sample has a number n = 0, 1, 2, ... for ever. `mixture` turns n into
+(dataset, epoch, slot), `packing` turns (epoch, slot) into a row of tokens, `order` says which documents lie there, and
+`masking` draws from (seed, epoch, n). Each step is a function of the data, the config and the seed, so
+
+- global batch b is the samples [b G, (b + 1) G), G = global_batch_size;
+- rank r of R takes the r-th contiguous piece of G / R of them, cut into micro-batches in order;
+- a worker is handed the numbers of one whole micro-batch and reads, masks and collates it;
+- the position in the data is one number, the samples that have been used. It is saved as `state_dict` and can be
+  taken up by another number of ranks or workers, another micro-batch size, and also another G (the next global batch
+  then begins at that number).
+
+A training loader goes on for ever, epoch after epoch. A one-pass loader (evaluation) reads the split once, in order:
+its last global batch is filled with rows of padding without labels, so that every rank has the same number of
+micro-batches and every token counts once.
+"""
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from matmix.data.batch import Batch, causal_batch, masked_batch
+from matmix.data.config import DataConfig
+from matmix.data.masking import Masker, MaskingConfig
+from matmix.data.mixture import Mixture
+from matmix.data.packing import ConcatPacking, DocumentPacking, Packing
+from matmix.data.streams import TokenShards, open_dataset
+
+if TYPE_CHECKING:
+    from matmix.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class _Failure:
+    """An error of the data on its way from a worker: torch would wrap it into a page of traceback."""
+
+    def __init__(self, error: Exception) -> None:
+        self.kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        self.message = str(error)
+
+
+class MicroBatches(Dataset):
+    """Map-style dataset whose item is a whole micro-batch: `__getitems__` takes the sample numbers of its rows.
+
+    Numbers at or above `limit` (one-pass reading) give rows of padding.
+    """
+
+    def __init__(
+        self, packings: list[Packing], mixture: Mixture, masker: Masker | None, *, pad_id: int, limit: int | None
+    ) -> None:
+        self.packings = packings
+        self.mixture = mixture
+        self.masker = masker
+        self.pad_id = pad_id
+        self.limit = limit
+
+    def __getitems__(self, samples: list[int]) -> Batch | _Failure:
+        try:
+            return self.batch(np.asarray(samples, dtype=np.int64))
+        except (ValueError, FileNotFoundError) as error:
+            return _Failure(error)
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        """The micro-batch of sample numbers int64 (B,)."""
+        width = self.packings[0].width
+        tokens = np.full((len(samples), width), self.pad_id, dtype=np.int64)
+        begins = np.zeros((len(samples), width), dtype=bool)
+        counts = np.zeros(len(samples), dtype=np.int64)
+        dataset, epoch, slot = (part.tolist() for part in self.mixture.locate(samples))
+        for row, sample in enumerate(samples.tolist()):
+            if self.limit is None or sample < self.limit:
+                packing = self.packings[dataset[row]]
+                counts[row] = packing.fill(epoch[row], slot[row], tokens[row], begins[row])
+        padded = isinstance(self.packings[0], DocumentPacking)
+        if self.masker is None:
+            return causal_batch(tokens, begins, counts, padded=padded)
+        input_ids, labels = self.masker.apply(tokens, counts, self.mixture.epoch(samples), samples)
+        return masked_batch(input_ids, labels, begins, counts, padded=padded)
+
+
+class _Plan:
+    """Batch sampler: the sample numbers of this rank's micro-batches, from where the loader stands."""
+
+    def __init__(self, loader: "Loader") -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        loader = self.loader
+        start = loader.samples
+        rank_size = loader.global_batch_size // loader.world_size
+        while loader.limit is None or start < loader.limit:
+            first = start + loader.rank * rank_size
+            for begin in range(first, first + rank_size, loader.micro_batch_size):
+                yield list(range(begin, begin + loader.micro_batch_size))
+            start += loader.global_batch_size
+
+
+class Loader:
+    """Iterates micro-batches of one rank; made by `build_loader`.
+
+    `samples` counts the samples, over all ranks, of the global batches handed out in full (batches that workers have
+    prepared ahead do not count). A new iteration goes on from there; a one-pass loader begins anew after its end.
+    """
+
+    def __init__(
+        self,
+        dataset: MicroBatches,
+        shards: list[TokenShards],
+        config: DataConfig,
+        *,
+        fingerprint: dict[str, Any],
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self.dataset = dataset
+        self.shards = shards
+        self.config = config
+        self.fingerprint = fingerprint
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.samples = 0
+        self._loader: DataLoader | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Samples of a one-pass loader; None for one without end."""
+        return self.dataset.limit
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.dataset.mixture.samples_per_epoch
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches of this rank in one global batch."""
+        return self.global_batch_size // (self.micro_batch_size * self.world_size)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Global batches in an epoch: of a one-pass loader all of them, else the whole ones (at least 1)."""
+        if self.limit is not None:
+            return math.ceil(self.samples_per_epoch / self.global_batch_size)
+        return max(1, self.samples_per_epoch // self.global_batch_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.shards[0].manifest.tokenizer.vocab_size
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of the text for each token of it (special tokens not counted): bits per byte = loss in nats
+        per token / ln 2 / this. With a suffix token and no prefix a causal pass predicts exactly as many tokens."""
+        return sum(s.info.bytes for s in self.shards) / max(1, sum(s.info.tokens for s in self.shards))
+
+    @cached_property
+    def tokenizer(self) -> "Tokenizer":
+        return _tokenizer(self.shards[0])
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.limit is not None and self.samples >= self.limit:
+            self.samples = 0
+        if self._loader is None:
+            self._loader = self._make_loader()
+        done = 0
+        for batch in self._loader:
+            if isinstance(batch, _Failure):
+                raise batch.kind(batch.message)
+            done += 1
+            if done == self.micro_batches_per_step:
+                self.samples += self.global_batch_size
+                done = 0
+            yield batch
+
+    def _make_loader(self) -> DataLoader:
+        workers = self.config.workers
+        options = {}
+        if workers:
+            options = {
+                "multiprocessing_context": self.config.worker_start,
+                "persistent_workers": True,
+                "prefetch_factor": self.config.prefetch,
+            }
+        return DataLoader(
+            self.dataset,
+            batch_sampler=_Plan(self),
+            collate_fn=_as_is,
+            num_workers=workers,
+            pin_memory=torch.cuda.is_available(),
+            **options,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data, JSON-serialisable: {"samples": number of the next sample, "fingerprint": {...}}."""
+        return {"samples": self.samples, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up a saved position; the next iteration begins there.
+
+        Raises ValueError if it was saved with other data, or with settings that make other sequences.
+        """
+        saved = state["fingerprint"]
+        for key in self.fingerprint.keys() | saved.keys():
+            if saved.get(key) != self.fingerprint.get(key):
+                raise ValueError(
+                    f"the saved data position belongs to other data: {key} was {saved.get(key)!r} and is now "
+                    f"{self.fingerprint.get(key)!r}; go back to the old setting or start a new run"
+                )
+        self.samples = int(state["samples"])
+
+    def close(self) -> None:
+        """Ends the reading processes; a later iteration starts new ones."""
+        self._loader = None
+
+
+def _as_is(batch: Batch | _Failure) -> Batch | _Failure:
+    return batch
+
+
+def build_loader(
+    config: DataConfig,
+    *,
+    split: str = "train",
+    global_batch_size: int,
+    micro_batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    masking: MaskingConfig | None = None,
+    one_pass: bool = False,
+    tokenizer_sha256: str | None = None,
+) -> Loader:
+    """Opens the data and makes the loader of one rank.
+
+    global_batch_size: sequences in one optimizer step over all ranks; micro_batch_size: sequences in one `Batch`.
+    masking: masked-LM batches; None = causal ones. one_pass: read the split once, in order.
+    tokenizer_sha256: refuse data prepared with another tokenizer than this.
+
+    Raises FileNotFoundError where files are missing, ValueError where something is damaged, does not fit together,
+    or there are too few tokens for one sequence.
+    """
+    check_batch_sizes(global_batch_size, micro_batch_size, world_size)
+    assert 0 <= rank < world_size
+    sources = dict(config.mixture) or {config.path: 1.0}
+    if split == "validation" and config.validation_path:
+        sources = {config.validation_path: 1.0}
+    if "" in sources:
+        raise ValueError("no data given: set data.path to a prepared dataset, or data.mixture")
+    shards = [
+        open_dataset(
+            path,
+            split,
+            cache_dir=config.cache_dir,
+            verify=config.verify,
+            # A sequence may cross into the next block: keep two blocks open.
+            keep_open=2 * config.shuffle_block + 2,
+            tokenizer_sha256=tokenizer_sha256,
+        )
+        for path in sources
+    ]
+    _check_same_tokenizer(shards)
+    shuffle = config.shuffle and not one_pass
+    packings = [_packing(s, config, shuffle, seed, masking is None, one_pass) for s in shards]
+    mixture = Mixture([len(p) for p in packings], None if one_pass else list(sources.values()))
+    masker = None if masking is None else _masker(shards[0], masking, seed)
+    pad_id = shards[0].manifest.tokenizer.special.get("pad")
+    dataset = MicroBatches(
+        packings,
+        mixture,
+        masker,
+        pad_id=0 if pad_id is None else pad_id,
+        limit=mixture.samples_per_epoch if one_pass else None,
+    )
+    fingerprint = {
+        "data": [_digest(s) for s in shards],
+        "weights": list(sources.values()),
+        "split": split,
+        "seqlen": config.seqlen,
+        "packing": config.packing,
+        "prefix": config.prefix,
+        "suffix": config.suffix,
+        "shuffle": shuffle,
+        "shuffle_block": config.shuffle_block,
+        "seed": seed,
+        "objective": "causal" if masking is None else "masked",
+    }
+    return Loader(
+        dataset,
+        shards,
+        config,
+        fingerprint=fingerprint,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def check_batch_sizes(global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
+    """Raises ValueError unless the global batch is a whole number of micro-batches on every rank."""
+    for name, value in (("global batch", global_batch_size), ("micro-batch", micro_batch_size)):
+        if value < 1:
+            raise ValueError(f"the {name} must hold at least 1 sequence, got {value}")
+    unit = micro_batch_size * world_size
+    if global_batch_size % unit:
+        below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"a global batch of {global_batch_size} cannot be divided into micro-batches of {micro_batch_size} on "
+            f"{world_size} rank(s): it must be a multiple of {unit}; the nearest are {nearest}"
+        )
+
+
+def _packing(
+    shards: TokenShards, config: DataConfig, shuffle: bool, seed: int, causal: bool, one_pass: bool
+) -> Packing:
+    options = {
+        "seqlen": config.seqlen,
+        "causal": causal,
+        "prefix": _special_id(shards, "prefix", config.prefix),
+        "suffix": _special_id(shards, "suffix", config.suffix),
+        "shuffle": shuffle,
+        "shuffle_block": config.shuffle_block,
+        "seed": seed,
+    }
+    where = f"the {shards.split} split of {shards.storage.path}"
+    if config.packing == "document":
+        packing: Packing = DocumentPacking(shards, **options)
+        if len(packing) == 0:
+            raise ValueError(f"{where} holds no documents")
+        return packing
+    packing = ConcatPacking(shards, keep_last=one_pass, **options)
+    if len(packing) == 0:
+        need = 2 if one_pass else packing.width
+        raise ValueError(
+            f"{where} holds {packing.order.total_tokens} tokens (special ones included), fewer than the {need} of one "
+            f"sequence (data.seqlen = {config.seqlen}); take a smaller data.seqlen or more text"
+        )
+    return packing
+
+
+def _special_id(shards: TokenShards, which: str, name: str) -> int | None:
+    if name == "none":
+        return None
+    token = shards.manifest.tokenizer.special.get(name)
+    if token is None:
+        raise ValueError(
+            f"data.{which} = {name!r}, but the tokenizer of {shards.storage.path} has no {name} token; "
+            f'set data.{which} = "none" or prepare the data with a tokenizer that has it'
+        )
+    return token
+
+
+def _masker(shards: TokenShards, masking: MaskingConfig, seed: int) -> Masker:
+    info = shards.manifest.tokenizer
+    if info.special.get("mask") is None:
+        raise ValueError(
+            f"masked-LM batches need a mask token, and the tokenizer of {shards.storage.path} has none; "
+            "prepare the data with a tokenizer that has one"
+        )
+    tokenizer = _tokenizer(shards)
+    return Masker(
+        masking,
+        seed=seed,
+        mask_id=info.special["mask"],
+        special_ids=tokenizer.special_ids,
+        ordinary_ids=tokenizer.ordinary_ids(),
+        vocab_size=info.vocab_size,
+    )
+
+
+def _tokenizer(shards: TokenShards) -> "Tokenizer":
+    from matmix.data.tokenizer import Tokenizer
+
+    return Tokenizer.load(shards.storage.file(shards.manifest.tokenizer.file))
+
+
+def _check_same_tokenizer(shards: list[TokenShards]) -> None:
+    first = shards[0]
+    for other in shards[1:]:
+        if other.manifest.tokenizer.sha256 != first.manifest.tokenizer.sha256:
+            raise ValueError(
+                f"the datasets of a mixture need one tokenizer, but {first.storage.path} and {other.storage.path} were "
+                "prepared with different ones"
+            )
+
+
+def _digest(shards: TokenShards) -> str:
+    """What the sequences of a split depend on, whatever the path it lies at."""
+    content = [[s.documents, s.tokens, s.sha256] for s in shards.info.shards]
+    content.append(shards.manifest.tokenizer.sha256)
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
