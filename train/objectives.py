@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from matmix.data.packing import Batch
+from matmix.data.batch import Batch
 from matmix.train.config import ObjectiveConfig
 from matmix.train.cross_entropy import IGNORED, linear_cross_entropy
 
