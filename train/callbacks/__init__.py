@@ -5,14 +5,14 @@ from __future__ import annotations
 from matmix.train.callbacks.base import Callback, StepRecord
 from matmix.train.callbacks.garbage import GarbageCollection
 from matmix.train.callbacks.metrics_file import MetricsFile
-from matmix.train.callbacks.nan_guard import NanGuard, NonFiniteError
+from matmix.train.callbacks.nan_guard import NanGuard
 from matmix.train.callbacks.profiler import Profiler
 from matmix.train.callbacks.progress import Progress
 from matmix.train.callbacks.signals import StopSignals
 from matmix.train.callbacks.tensorboard import TensorBoard
 from matmix.train.config import RunConfig
 
-__all__ = ["Callback", "NonFiniteError", "StepRecord", "StopSignals", "make_callbacks"]
+__all__ = ["Callback", "StepRecord", "StopSignals", "make_callbacks"]
 
 
 def make_callbacks(config: RunConfig, rank: int) -> list[Callback]:

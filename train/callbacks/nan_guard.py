@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from matmix.train.callbacks.base import Callback
-
-
-class NonFiniteError(RuntimeError):
-    """Too many steps in a row had a NaN or infinite loss or gradient."""
+from matmix.train.errors import NonFiniteError
 
 
 class NanGuard(Callback):

@@ -1,0 +1,101 @@
+"""The `matmix` command: thin verbs over the rooms below. Each verb is also a function one can call."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from matmix.train.console import guarded, leave_source_tree
+
+_EPILOG = """\
+from text to a model elsewhere:
+  matmix prepare shakespeare --out datasets/shakespeare
+  matmix train mru_shakespeare
+  matmix generate runs/mru_shakespeare --prompt "ROMEO:"
+  matmix export runs/mru_shakespeare --out exports/mru_shakespeare
+"""
+
+
+def _prepare(arguments: list[str]) -> int:
+    from matmix.launch.prepare import main
+
+    return main(arguments)
+
+
+def _train(arguments: list[str]) -> int:
+    from matmix.train.command import main
+
+    return main(arguments)
+
+
+def _generate(arguments: list[str]) -> int:
+    from matmix.train.generate import generate
+
+    parser = argparse.ArgumentParser(prog="matmix generate", description="Sample text from a run or an export.")
+    parser.add_argument("source", metavar="RUN", help="run directory or export directory")
+    parser.add_argument("--prompt", default="", help="text to continue; for an encoder, text with <mask> in it")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to add (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest (default: 0.8)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest only; 0 = all")
+    parser.add_argument("--top-p", type=float, default=0.95, help="draw from this share of probability (default: 0.95)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    parser.add_argument("--step", type=int, default=None, help="checkpoint to use (default: the newest)")
+    options = vars(parser.parse_args(arguments))
+    return guarded(lambda: generate(options.pop("source"), **options))
+
+
+def _export(arguments: list[str]) -> int:
+    from matmix.train.export import export_run
+
+    parser = argparse.ArgumentParser(
+        prog="matmix export", description="Write a run's weights as a directory that transformers loads by itself."
+    )
+    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory to write (must not hold anything else)")
+    parser.add_argument("--step", type=int, default=None, help="checkpoint to export (default: the newest)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--max-shard-bytes", type=int, default=5 * 10**9, help="size of a weight file (default: 5 GB)")
+    options = vars(parser.parse_args(arguments))
+    return guarded(lambda: export_run(options.pop("run"), options.pop("out"), **options) and 0 or 0)
+
+
+def _import(arguments: list[str]) -> int:
+    from matmix.train.export import import_reference
+
+    parser = argparse.ArgumentParser(
+        prog="matmix import", description="Turn a checkpoint of another project into an export directory."
+    )
+    parser.add_argument("--from", dest="kind", required=True, choices=["hydra", "mru-lm"], help="whose checkpoint it is")
+    parser.add_argument("file", metavar="FILE", help=".safetensors, .pt, .bin or a directory in transformers' layout")
+    parser.add_argument("out", metavar="OUT", help="directory to write")
+    options = parser.parse_args(arguments)
+    return guarded(lambda: import_reference(options.kind, options.file, options.out) and 0 or 0)
+
+
+VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "prepare": (_prepare, "tokenise text into shards"),
+    "train": (_train, "train a recipe, or resume it (--dry-run: show its size and cost)"),
+    "generate": (_generate, "sample from a run or an export"),
+    "export": (_export, "write a run as a directory that transformers loads"),
+    "import": (_import, "read a published Hydra or mru-lm checkpoint into such a directory"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the `matmix` command; returns the exit code."""
+    leave_source_tree()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in VERBS:
+        return VERBS[arguments[0]][0](arguments[1:])
+    verbs = "\n".join(f"  {name:<10}{text}" for name, (_, text) in VERBS.items())
+    usage = f"usage: matmix VERB ...   (matmix VERB --help explains each)\n\n{verbs}\n\n{_EPILOG}"
+    if arguments and arguments[0] not in ("-h", "--help"):
+        print(f'matmix: error: unknown verb "{arguments[0]}"; one of {", ".join(VERBS)}', file=sys.stderr)
+        return 2
+    print(usage, end="")
+    return 0 if arguments else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

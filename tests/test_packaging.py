@@ -1,0 +1,86 @@
+"""The package list, the data that must travel with it, and the contract between the rooms."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("kernels", "model", "data", "train", "launch")
+
+
+def _pyproject() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_package_is_listed():
+    found = {
+        ".".join(("matmix", *path.parent.relative_to(ROOT).parts))
+        for room in ROOMS
+        for path in (ROOT / room).rglob("__init__.py")
+    }
+    assert set(_pyproject()["tool"]["setuptools"]["packages"]) == found
+
+
+def test_every_folder_with_code_is_a_package():
+    bare = {
+        str(path.parent.relative_to(ROOT))
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*.py")
+        if not (path.parent / "__init__.py").exists()
+    }
+    assert not bare
+
+
+def test_every_dependency_is_pinned_for_the_tests():
+    pinned = {
+        line.split("==")[0].strip().lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
+    project = _pyproject()["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    names = {line.split(";")[0].split("[")[0].strip(" <>=~!,.0123456789").lower() for line in wanted}
+    assert names <= pinned
+
+
+def test_a_wheel_holds_recipes_and_corpora(tmp_path):
+    source = tmp_path / "source"  # building leaves files beside the sources
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*build, str(source)], check=True, capture_output=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("matmix-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "matmix/train/recipes/mru_shakespeare.toml" in names
+    assert any(name.startswith("matmix/data/corpora/") and name.endswith(".xz") for name in names)
+    assert not [name for name in names if name.split("/")[0] not in ("matmix",) and ".dist-info" not in name]
+
+
+def test_rooms_import_only_from_below():
+    run = subprocess.run(
+        [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["export", "--help"], ["generate", "--help"]])
+def test_help_needs_no_data(words, tmp_path):
+    matmix = Path(sys.executable).with_name("matmix")
+    run = subprocess.run([str(matmix), *words], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "usage:" in run.stdout
+
+
+def test_an_unknown_verb_is_one_line(tmp_path):
+    matmix = Path(sys.executable).with_name("matmix")
+    run = subprocess.run([str(matmix), "trian"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert len(run.stderr.splitlines()) == 1
+    assert "trian" in run.stderr
