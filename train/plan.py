@@ -1,0 +1,132 @@
+"""`matmix train RECIPE --dry-run`: what a run would be, found on the meta device without data or memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch
+from torch import nn
+
+from matmix.model import build_model
+from matmix.model.flops import flops_per_token
+from matmix.train.callbacks.progress import short_number
+from matmix.train.config import RunConfig
+from matmix.train.engine.config import EngineConfig
+
+_ASSUMED_VOCABULARY = 32768
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Sizes and costs of a run; bytes are per rank."""
+
+    parameters: int
+    flops_per_token: float  # forward
+    tokens_per_step: int
+    steps: int
+    ranks: int
+    micro_batch_size: int
+    accumulation: int
+    state_bytes: float  # weights, gradients and moments
+    gathered_bytes: float  # weights that are whole at one time
+    activation_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        return self.state_bytes + self.gathered_bytes + self.activation_bytes
+
+
+def saved_bytes(model: nn.Module, batch: int, seqlen: int, low_precision: bool) -> float:
+    """Bytes that the blocks of a meta-device model keep for the backward pass of a (batch, seqlen) micro-batch."""
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    seen: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        seen[storage._cdata] = storage
+        return tensor
+
+    tokens = torch.zeros(batch, seqlen, dtype=torch.long, device="meta")
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=low_precision),
+    ):
+        # The readout is left out: the loss never holds the logits of a whole micro-batch.
+        model(tokens, readout=lambda features, weight, bias: features.sum())
+    return float(sum(storage.nbytes() for key, storage in seen.items() if key not in weights))
+
+
+def _state_bytes(parameters: int, engine: EngineConfig, ranks: int) -> tuple[float, float]:
+    """(bytes of weights, gradients and two moments per rank, all float32; share of the weights that is gathered)."""
+    shard = ranks // engine.replicate
+    if engine.name == "fsdp2":
+        return 16 * parameters / shard, 1.0 if shard > 1 else 0.0
+    if engine.name == "ddp":
+        return 16.0 * parameters, 0.0
+    weights = 4 / (ranks if engine.zero_stage >= 3 else 1)
+    gradients = 4 / (ranks if engine.zero_stage >= 2 else 1)
+    moments = 8 / (ranks if engine.zero_stage >= 1 else 1)
+    return (weights + gradients + moments) * parameters, 1.0 if engine.zero_stage >= 3 and ranks > 1 else 0.0
+
+
+def make_plan(config: RunConfig, ranks: int) -> Plan:
+    """The plan of `config` on `ranks` processes. Raises ValueError where the batch does not divide."""
+    model_config = config.model
+    if model_config.vocab_size == 0:
+        model_config = dataclasses.replace(model_config, vocab_size=_ASSUMED_VOCABULARY)
+    model = build_model(model_config, device="meta")
+    micro = config.micro_batch(ranks)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    states, gathers = _state_bytes(parameters, config.engine, ranks)
+    blocks = len(model.blocks)
+    block_bytes = 4 * sum(parameter.numel() for parameter in model.blocks.parameters()) / blocks
+    outside = 4 * parameters - block_bytes * blocks
+    # One sequence is measured and scaled: every saved tensor grows with the number of tokens.
+    activations = micro * saved_bytes(model, 1, config.data.seqlen, config.engine.precision == "bf16")
+    inputs = blocks * micro * config.data.seqlen * model_config.d_model * 4
+    recomputed = {"none": 0.0, "full": 1.0, "selective": 1 / config.engine.selective_every}
+    share = recomputed[config.engine.activation_checkpointing]
+    kept = activations * (1 - share) + (share > 0) * (inputs * share + activations / blocks)
+    return Plan(
+        parameters=parameters,
+        flops_per_token=flops_per_token(model_config, config.data.seqlen),
+        tokens_per_step=config.global_batch_size * config.data.seqlen,
+        steps=config.steps,
+        ranks=ranks,
+        micro_batch_size=micro,
+        accumulation=config.global_batch_size // (micro * ranks),
+        state_bytes=states,
+        gathered_bytes=gathers * (outside + 2 * block_bytes),
+        activation_bytes=kept,
+    )
+
+
+def print_plan(config: RunConfig) -> int:
+    """Prints the plan for the number of ranks in WORLD_SIZE (one where unset)."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    plan = make_plan(config, ranks)
+    if int(os.environ.get("RANK", "0")):
+        return 0
+    tokens = plan.tokens_per_step * plan.steps
+    flops = 3 * plan.flops_per_token
+    gib = 2**30
+    engine = config.engine.name + (f" stage {config.engine.zero_stage}" if config.engine.name == "deepspeed" else "")
+    vocabulary = f"vocabulary {config.model.vocab_size}" if config.model.vocab_size else (
+        f"vocabulary {_ASSUMED_VOCABULARY} assumed, the data's is taken when training"
+    )
+    print(
+        f"parameters        {short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary})\n"
+        f"FLOPs per token   {short_number(plan.flops_per_token)} forward, {short_number(flops)} forward and backward\n"
+        f"memory per rank   {plan.total_bytes / gib:.2f} GiB estimated: {plan.state_bytes / gib:.2f} weights, gradients "
+        f"and moments, {plan.gathered_bytes / gib:.2f} gathered weights, {plan.activation_bytes / gib:.2f} activations\n"
+        f"batch             {config.global_batch_size} sequences of {config.data.seqlen} = "
+        f"{short_number(plan.tokens_per_step)} tokens; {ranks} rank(s) x {plan.accumulation} micro-batch(es) of "
+        f"{plan.micro_batch_size}\n"
+        f"engine            {engine}, {config.engine.precision}, activation checkpointing "
+        f"{config.engine.activation_checkpointing}\n"
+        f"steps             {plan.steps:,}\n"
+        f"tokens            {short_number(tokens)} ({tokens:,})\n"
+        f"compute           {flops * tokens:.3g} FLOPs in all"
+    )
+    return 0
