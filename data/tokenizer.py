@@ -1,9 +1,9 @@
 """One face for sentencepiece models and `tokenizers` files (tokenizer.json), and the training of the former.
 
-Models trained here give the ids 0 to 6 to ``<pad> <unk> <s> </s> <cls> <sep> <mask>``, 7 to the line break, 8 to 263
-to the 256 bytes (with byte fallback), the rest to pieces of text. They keep the text as it is: no normalisation by
-default, spaces and line breaks kept, no space put in front, so that ``decode(encode(text)) == text`` for every text
-without U+2581, which sentencepiece itself uses for the space.
+Models trained here give the ids 0 to 6 to ``<pad> <unk> <s> </s> <cls> <sep> <mask>``, 7 to the line break, 8
+to 263 to the 256 bytes (with byte fallback), the rest to pieces of text. They keep the text as it is: by
+default no normalisation, spaces and line breaks kept, no space put in front, so that ``decode(encode(text))
+== text`` for every text without U+2581, which sentencepiece itself uses for the space.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _COMMON_NAMES: dict[str, tuple[str, ...]] = {
 }
 Normalization = Literal["identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"]
 
-# Sums of floats in the unigram trainer depend on the number of threads; a fixed one gives every machine the same model.
+# Sums of floats in the unigram trainer depend on the number of threads; fixed, every machine gets the same
+# model.
 _TRAINING_THREADS = 8
 # Longer lines are cut for training only; the trainer would drop them.
 _LONGEST_LINE = 16_384
@@ -67,8 +68,8 @@ class Tokenizer:
 
     @staticmethod
     def load(path: str | Path) -> Tokenizer:
-        """Read a sentencepiece model (.model), a tokenizer.json, or a folder that holds one of them: a tokenizer's,
-        an export's or a prepared dataset's.
+        """Read a sentencepiece model (.model), a tokenizer.json, or a folder that holds one of them: that of
+        a tokenizer, of an export or of a prepared dataset.
 
         Raises FileNotFoundError or ValueError, each with one line that says what is wrong.
         """
@@ -247,7 +248,7 @@ def train_sentencepiece(
             bos_id=2,
             eos_id=3,
             control_symbols=["<cls>", "<sep>", "<mask>"],
-            # Without a piece of its own a line break would be spelled as a byte, or lost without byte fallback.
+            # Without a piece of its own a line break would be spelled as a byte, or become <unk>.
             user_defined_symbols=["\n"],
             num_threads=_TRAINING_THREADS,
             minloglevel=2,

@@ -1,0 +1,53 @@
+"""A progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class ProgressReport:
+    """Shows on stderr how many bytes of the input are read, and how fast tokens are made."""
+
+    def __init__(self, total_bytes: int, *, tokens: int = 0, label: str = "tokenising") -> None:
+        self.total = max(1, total_bytes)
+        self.label = label
+        self._first_tokens = tokens
+        self._started = self._last = time.monotonic()
+        self._bar: tqdm | None = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(
+                total=total_bytes, unit="B", unit_scale=True, desc=label, dynamic_ncols=True, leave=False
+            )
+
+    def __enter__(self) -> ProgressReport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, done_bytes: int, tokens: int) -> None:
+        """`done_bytes` and `tokens` count from the beginning of the whole preparation."""
+        now = time.monotonic()
+        rate = (tokens - self._first_tokens) / max(now - self._started, 1e-9)
+        speed = f"{tokens:,} tokens, {rate:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(speed, refresh=False)
+            self._bar.update(done_bytes - self._bar.n)
+        elif now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            say(f"{self.label}: {100 * done_bytes / self.total:.0f} %, {speed}")
+
+
+def say(line: str) -> None:
+    """A line on stderr, above a progress bar if there is one."""
+    tqdm.write(line, file=sys.stderr)
+    sys.stderr.flush()
