@@ -29,10 +29,8 @@ def evaluate(engine: Engine, loader: Loader, config: RunConfig) -> dict[str, flo
     """
     engine.eval()
     sums = torch.zeros(3, dtype=torch.float64)
-    limit = None
-    if config.evaluation.batches:
-        limit = config.evaluation.batches * config.global_batch_size // loader.micro_batch_size // engine.world_size
-        limit = max(limit, 1)
+    limit = config.evaluation.batches * loader.micro_batches_per_step or None
+    loader.samples = 0
     for batch in itertools.islice(loader, limit):
         targets = count_targets(batch)
         loss = compute_loss(engine.model, batch.to(engine.device), config.objective)

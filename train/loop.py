@@ -55,10 +55,11 @@ class Trainer:
         self.run = RunDirectory(config.run_dir)
         self.run.check(config)
         rank, world_size = distributed.rank, distributed.world_size
-        self.loader = build_train_loader(config, rank, world_size)
+        self.loader = make_loader(config, "train", rank, world_size)
         self.config = config = with_data_facts(config, self.loader)
         self.state = TrainState()
-        self.accumulation = config.global_batch_size // (world_size * config.micro_batch(world_size))
+        self.accumulation = self.loader.micro_batches_per_step
+        self.validation: Loader | None = None
         self.callbacks = make_callbacks(config, rank)
         self.signals = next(callback for callback in self.callbacks if isinstance(callback, StopSignals))
         rng.seed_all(config.seed, rank)
@@ -174,8 +175,11 @@ class Trainer:
         """Evaluates once per step: the last step's scheduled evaluation is also the final one."""
         if self.metrics.get("step") != self.state.step:
             with self.speed.paused():
-                loader = build_validation_loader(self.config, self.engine.rank, self.engine.world_size)
-                metrics = evaluate(self.engine, loader, self.config)
+                if self.validation is None:
+                    self.validation = make_loader(
+                        self.config, "validation", self.engine.rank, self.engine.world_size
+                    )
+                metrics = evaluate(self.engine, self.validation, self.config)
                 self.call("on_evaluation", metrics)
             self.metrics = {"step": self.state.step, **metrics}
         return self.metrics
@@ -211,15 +215,8 @@ class Trainer:
                 callback.on_message(self, text)
 
 
-def build_train_loader(config: RunConfig, rank: int, world_size: int) -> Loader:
-    return _build_loader(config, "train", rank, world_size)
-
-
-def build_validation_loader(config: RunConfig, rank: int, world_size: int) -> Loader:
-    return _build_loader(config, "validation", rank, world_size)
-
-
-def _build_loader(config: RunConfig, split: str, rank: int, world_size: int) -> Loader:
+def make_loader(config: RunConfig, split: str, rank: int, world_size: int) -> Loader:
+    """Batches without end of the training split, or one pass over the validation split."""
     objective, training = config.objective, split == "train"
     masking = objective.masking if training else objective.evaluation_masking
     return build_loader(
@@ -237,7 +234,7 @@ def _build_loader(config: RunConfig, split: str, rank: int, world_size: int) -> 
 
 def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
     """Fills in what the data decides: the vocabulary size, where the recipe leaves it at 0."""
-    vocab_size, needed = config.model.vocab_size, loader.tokenizer.vocab_size
+    vocab_size, needed = config.model.vocab_size, loader.vocab_size
     if vocab_size == 0:
         vocab_size = -(-needed // 64) * 64  # matrix units like multiples of 64; the rows on top are never a target
     elif vocab_size < needed:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import io
 import os
 import tomllib
 import typing
@@ -15,8 +13,8 @@ from typing import Any
 
 import dacite
 import tomli_w
-import tyro
 
+from matmix.train.arguments import parse_arguments, unknown_key
 from matmix.train.config import RunConfig
 
 # A TOML integer is a fine value for a float field; a TOML array is a tuple.
@@ -25,7 +23,6 @@ _DACITE = dacite.Config(
     cast=[tuple],
     type_hooks={float: lambda value: float(value) if type(value) is int else value},
 )
-_TYRO = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
 
 
 def bundled_recipes() -> dict[str, Path]:
@@ -49,31 +46,11 @@ def find_recipe(name_or_path: str) -> Path:
     raise FileNotFoundError(f"recipe not found: {name_or_path} ({hint})")
 
 
-def field_names(cls: type, prefix: str = "") -> list[str]:
-    """All dotted keys of a config class, tables included."""
-    names = []
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        names.append(prefix + field.name)
-        if dataclasses.is_dataclass(hints[field.name]):
-            names += field_names(hints[field.name], f"{prefix}{field.name}.")
-    return names
-
-
-def _unknown_key(key: str, where: str) -> ValueError:
-    known = field_names(RunConfig)
-    # The same last word in another table is a likelier slip than a similar spelling of the whole key.
-    same_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or same_leaf[:1]
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return ValueError(f'{where}: unknown key "{key}"; the nearest known key is "{near[0]}"')
-
-
 def _check_keys(values: dict[str, Any], cls: type, where: str, prefix: str = "") -> None:
     hints = typing.get_type_hints(cls)
     for key, value in values.items():
         if key not in hints:
-            raise _unknown_key(prefix + key, where)
+            raise unknown_key(prefix + key, RunConfig, where)
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, dict):
                 raise ValueError(f'{where}: "{prefix}{key}" is a table, got {value!r}')
@@ -113,39 +90,10 @@ def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Run
     """
     path = find_recipe(recipe)
     config = config_from_dict(read_toml(path), str(path))
-    config = parse_overrides(config, list(overrides))
+    config = parse_arguments(RunConfig, list(overrides), default=config, prog="matmix train RECIPE")
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=f"runs/{path.stem}")
     return config
-
-
-def parse_overrides(config: RunConfig, arguments: list[str]) -> RunConfig:
-    """Applies command-line arguments to a config. Raises ValueError (one line); ``--help`` prints and exits."""
-    known = {name.replace("_", "-") for name in field_names(RunConfig)}
-    for argument in arguments:
-        if argument.startswith("--") and argument not in ("--help",):
-            key = argument[2:].split("=", 1)[0]
-            if key.replace("_", "-") not in known:
-                raise _unknown_key(key.replace("-", "_"), "command line")
-    message = io.StringIO()
-    environment = os.environ.get("COLUMNS")
-    try:
-        if "--help" not in arguments and "-h" not in arguments:
-            os.environ["COLUMNS"] = "1000"  # one error, one line: tyro wraps to the terminal's width
-            with contextlib.redirect_stderr(message):
-                return tyro.cli(RunConfig, default=config, args=arguments, config=_TYRO)
-        return tyro.cli(RunConfig, default=config, args=arguments, config=_TYRO, prog="matmix train RECIPE")
-    except SystemExit as stop:
-        if not message.getvalue():
-            raise
-        lines = [line.strip("│ ") for line in message.getvalue().splitlines()]
-        text = next((line for line in lines[1:] if line), f"arguments not understood ({stop})")
-        raise ValueError(f"command line: {text}") from None
-    finally:
-        if environment is None:
-            os.environ.pop("COLUMNS", None)
-        else:
-            os.environ["COLUMNS"] = environment
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""Small prepared datasets that many tests train on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+
+import pytest
+
+# One thread per process: the tests run in parallel, and float sums keep their order from run to run.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_WORDS = (
+    "the a king queen sword crown night day love death honour grief speaks rises falls gives takes brings "
+    "to from with under over and but nor yet soft cold bright bitter gentle noble thy my his her"
+).split()
+
+
+def write_corpus(path, documents: int = 160, seed: int = 0) -> None:
+    """A jsonl file of made-up verses, 3 to 60 words each, whose next word depends on the one before."""
+    draw = random.Random(seed)
+    followers = {word: draw.sample(_WORDS, 4) for word in _WORDS}
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(documents):
+            words = [draw.choice(_WORDS)]
+            for _ in range(draw.randint(2, 59)):
+                words.append(draw.choice(followers[words[-1]]))
+            file.write(json.dumps({"text": " ".join(words)}) + "\n")
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory) -> str:
+    """A prepared dataset of a few thousand tokens (MDS, zstd) with both splits."""
+    from matmix.data.prepare import prepare
+    from matmix.data.prepare_config import PrepareConfig
+
+    folder = tmp_path_factory.mktemp("dataset")
+    write_corpus(folder / "verses.jsonl")
+    prepare(
+        PrepareConfig(
+            inputs=(str(folder / "verses.jsonl"),),
+            out=str(folder / "prepared"),
+            vocab_size=320,
+            validation_fraction=0.1,
+            processes=1,
+        )
+    )
+    return str(folder / "prepared")

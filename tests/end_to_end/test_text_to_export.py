@@ -1,0 +1,77 @@
+"""The README's path with its own commands: text in, a directory that transformers loads out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MATMIX = Path(sys.executable).with_name("matmix")
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+
+
+def _run(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
+    run = subprocess.run([str(word) for word in words], cwd=folder, env=environment, capture_output=True, text=True)
+    assert run.returncode == code, run.stdout + run.stderr
+    assert "Traceback" not in run.stderr
+    assert "Warning" not in run.stderr
+    return run
+
+
+@pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])
+@pytest.mark.parametrize("shards", ["mds", "webdataset"])
+def test_prepare_train_resume_generate_export(recipe, shards, tmp_path):
+    text = [{"text": f"Act {n}.\nThe king of line {n} speaks, and {n * 7919} voices answer him."} for n in range(400)]
+    (tmp_path / "play.jsonl").write_text("\n".join(map(json.dumps, text)))
+    prepare = [MATMIX, "prepare", "play.jsonl", "--out", "data", "--vocab-size", "400", "--format", shards]
+    _run(tmp_path, *prepare, "--validation-fraction", "0.1")
+    again = _run(tmp_path, *prepare, "--validation-fraction", "0.1")
+    assert "already" in again.stdout + again.stderr
+
+    train = ["train", recipe, "--data.path", "data", "--run-dir", "run"]
+    stopped = _run(tmp_path, MATMIX, *train, "--stop-step", "4")
+    assert "Stopped at step 4 of 8" in stopped.stdout
+    resumed = _run(tmp_path, MATMIX, *train)
+    assert "resumed from step-00000004" in resumed.stderr
+    assert "Finished at step 8" in resumed.stdout
+    assert "Unigram entropy" in resumed.stdout
+    assert "Next: matmix generate" in resumed.stdout
+    assert "Nothing to do" in _run(tmp_path, MATMIX, *train).stdout
+
+    prompt = "The king" if recipe == "debug_mru" else "The <mask> of line"
+    sample = _run(tmp_path, MATMIX, "generate", "run", "--prompt", prompt, "--max-new-tokens", "8")
+    assert "king" in sample.stdout if recipe == "debug_mru" else sample.stdout.strip()
+    _run(tmp_path, MATMIX, "export", "run", "--out", "out")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    _run(tmp_path, MATMIX, "generate", "out", "--prompt", prompt, "--max-new-tokens", "8")
+
+
+def test_torchrun_on_two_processes_equals_one(dataset, tmp_path):
+    options = ["debug_hydra", "--data.path", dataset, "--model.dropout", "0", "--steps", "4"]
+    _run(tmp_path, MATMIX, "train", *options, "--run-dir", "one")
+    launch = [TORCHRUN, "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    _run(tmp_path, *launch, "-m", "matmix.train", *options, "--run-dir", "two")
+    from runs import losses
+
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "no_such_recipe"], "recipe not found: no_such_recipe"),
+        (["train", "debug_mru", "--data.path", "nowhere"], "nowhere"),
+        (["export", "nowhere", "--out", "out"], "nowhere"),
+        (["generate", "nowhere"], "nowhere"),
+        (["import", "--from", "hydra", "nowhere.safetensors", "out"], "nowhere.safetensors"),
+        (["prepare", "nowhere.txt", "--out", "data"], "nowhere.txt"),
+    ],
+)
+def test_what_is_missing_is_named_in_one_line(words, expected, tmp_path):
+    run = _run(tmp_path, MATMIX, *words, code=2)
+    assert expected in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())

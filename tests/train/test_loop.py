@@ -1,0 +1,196 @@
+"""The loop in one process: what is written, exact resumption, the guard, and the run directory's contract."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runs import losses, records, run_recipe, weights
+
+from matmix.train import loop
+from matmix.train.errors import NonFiniteError
+from matmix.train.objectives import Loss
+
+
+@pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])
+def test_a_run_learns_and_leaves_everything_behind(recipe, dataset, tmp_path):
+    result = run_recipe(recipe, dataset, tmp_path / "run", "--logging.tensorboard", "True", "--steps", "30")
+    assert result.finished
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.5
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["step"] == 30
+    assert summary["validation"]["loss"] == result.metrics["loss"]
+    assert summary["unigram_entropy"] == pytest.approx(result.unigram_entropy)
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000028", "step-00000030"]
+    validation = records(tmp_path / "run", "validation")
+    assert [record["step"] for record in validation] == [4, 8, 12, 16, 20, 24, 28, 30]
+    assert ("masked_accuracy" if recipe == "debug_hydra" else "bits_per_byte") in validation[-1]
+
+
+@pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_resuming_in_the_middle_is_bit_identical(recipe, workers, dataset, tmp_path):
+    run_recipe(recipe, dataset, tmp_path / "whole", "--data.workers", workers)
+    first = run_recipe(recipe, dataset, tmp_path / "parts", "--data.workers", workers, "--stop-step", "3")
+    assert (first.step, first.finished) == (3, False)
+    second = run_recipe(recipe, dataset, tmp_path / "parts")
+    assert (second.step, second.steps_done, second.finished) == (8, 5, True)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 8
+    expected = weights(tmp_path / "whole")
+    for name, tensor in weights(tmp_path / "parts").items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_finished_run_is_not_done_again(dataset, tmp_path):
+    first = run_recipe("debug_mru", dataset, tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "checkpoints").rglob("*")}
+    again = run_recipe("debug_mru", dataset, tmp_path / "run")
+    assert (again.steps_done, again.finished) == (0, True)
+    assert again.metrics == first.metrics
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "checkpoints").rglob("*")} == before
+    assert len(losses(tmp_path / "run")) == 8
+
+
+@pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])
+def test_micro_batches_do_not_change_the_numbers(recipe, dataset, tmp_path):
+    for micro in ("1", "2", "8"):
+        run_recipe(recipe, dataset, tmp_path / micro, "--micro-batch-size", micro, "--model.dropout", "0")
+    for micro in ("1", "2"):
+        assert losses(tmp_path / micro) == pytest.approx(losses(tmp_path / "8"), rel=1e-5)
+    one, eight = weights(tmp_path / "1"), weights(tmp_path / "8")
+    for name in eight:
+        torch.testing.assert_close(one[name], eight[name], rtol=2e-3, atol=2e-4, msg=name)
+
+
+def test_validation_counts_every_token_once(dataset, tmp_path):
+    results = [
+        run_recipe(
+            "debug_mru", dataset, tmp_path / str(size), "--steps", "1", "--evaluation.batches", "0",
+            "--global-batch-size", str(size), "--micro-batch-size", "1", "--optimizer.lr", "1e-30",
+        ).metrics["loss"]
+        for size in (1, 3, 8)
+    ]  # fmt: skip
+    assert results[1:] == pytest.approx(results[:1] * 2, rel=1e-6)
+
+
+def _poison(monkeypatch, steps: set[int]) -> None:
+    """Makes the loss NaN in these steps."""
+    true_loss, calls = loop.compute_loss, []
+
+    def poisoned(model, batch, config):
+        loss = true_loss(model, batch, config)
+        if not model.training:
+            return loss
+        calls.append(None)
+        step = 1 + (len(calls) - 1) // 4
+        return Loss(loss.total * torch.nan, *loss[1:]) if step in steps else loss
+
+    monkeypatch.setattr(loop, "compute_loss", poisoned)
+
+
+def test_a_nan_step_is_skipped_and_counted(monkeypatch, dataset, tmp_path):
+    _poison(monkeypatch, {3})
+    result = run_recipe("debug_mru", dataset, tmp_path / "run")
+    assert result.finished
+    assert records(tmp_path / "run")[-1]["skipped"] == 1
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(tmp_path / "run").values())
+
+
+def test_many_nan_steps_in_a_row_stop_the_run_with_a_message(monkeypatch, dataset, tmp_path):
+    _poison(monkeypatch, {5, 6, 7})
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row .* step 7\).*optimizer.lr"):
+        run_recipe("debug_mru", dataset, tmp_path / "run", "--max-bad-steps", "3")
+    assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
+
+
+def test_a_run_directory_of_another_config_is_refused_with_the_difference(dataset, tmp_path):
+    run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "1")
+    before = (tmp_path / "run" / "config.toml").read_bytes()
+    with pytest.raises(ValueError, match=r"another config \(optimizer.lr: 0.01 there, 0.5 here\)"):
+        run_recipe("debug_mru", dataset, tmp_path / "run", "--optimizer.lr", "0.5")
+    assert (tmp_path / "run" / "config.toml").read_bytes() == before
+
+
+def test_a_folder_that_is_no_run_is_left_alone(dataset, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not empty and not a run"):
+        run_recipe("debug_mru", dataset, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_the_resolved_config_runs_again_as_it_is(dataset, tmp_path):
+    run_recipe("debug_mru", dataset, tmp_path / "run")
+    run_recipe(str(tmp_path / "run" / "config.toml"), dataset, tmp_path / "again")
+    assert losses(tmp_path / "again") == losses(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--data.path", "/nonexistent/data"], "/nonexistent/data"),
+        (["--device", "cuda"], "CUDA"),
+        (["--global-batch-size", "9"], "does not divide"),
+        (["--model.vocab-size", "5"], "vocab_size"),
+        (["--data.seqlen", "100000"], "seqlen"),
+        (["--data.prefix", "cls", "--data.seqlen", "1", "--data.packing", "document", "--steps", "0"], "steps"),
+    ],
+)
+def test_bad_input_is_one_error_and_leaves_no_run(overrides, words, dataset, tmp_path):
+    with pytest.raises((ValueError, FileNotFoundError), match=words) as error:
+        run_recipe("debug_mru", dataset, tmp_path / "run", *overrides)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_run_goes_on_where_it_was(number, dataset, tmp_path):
+    """SIGTERM saves first; SIGKILL goes back to the last checkpoint. Either way the curve is the uninterrupted one."""
+    options = ["--data.path", dataset, "--steps", "40", "--checkpoint.every", "5", "--evaluation.every", "0"]
+    command = [sys.executable, "-P", "-m", "matmix.train", "debug_mru", *options]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([*command, "--run-dir", "whole"], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    process = subprocess.Popen([*command, "--run-dir", "killed"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "killed").glob("checkpoints/step-*")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.01)
+    process.send_signal(number)
+    process.wait(timeout=60)
+    if number == signal.SIGTERM and process.returncode:
+        assert process.returncode == 128 + signal.SIGTERM
+    second = subprocess.run([*command, "--run-dir", "killed"], cwd=tmp_path, env=environment, capture_output=True)
+    assert second.returncode == 0, second.stderr.decode()
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "killed")) == 40
+
+
+def test_a_command_line_mistake_is_one_line_and_exit_code_2(tmp_path):
+    command = [sys.executable, "-P", "-m", "matmix.train", "debug_mru", "--optimizer.lrr", "1"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr.startswith("matmix: error: command line: unknown key")
+    assert len(run.stderr.splitlines()) == 1
+    assert not list(Path(tmp_path).iterdir())
+
+
+@pytest.mark.parametrize("recipe", ["hydra_base_c4", "mru_tinystories"])
+def test_a_dry_run_prints_the_plan_without_data(recipe, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-P", "-m", "matmix.train", recipe, "--dry-run"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    for word in ("parameters", "FLOPs per token", "memory per rank", "steps", "tokens"):
+        assert word in run.stdout
+    if recipe == "hydra_base_c4":
+        assert "112M" in run.stdout
+        assert "70,000" in run.stdout
+    assert not list(Path(tmp_path).iterdir())

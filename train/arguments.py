@@ -1,0 +1,78 @@
+"""Command-line arguments into config dataclasses, with errors of one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import os
+import typing
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import tyro
+
+Config = TypeVar("Config")
+_STYLE = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
+
+
+def field_names(cls: type, prefix: str = "") -> list[str]:
+    """All dotted keys of a config class, tables included."""
+    names = []
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        names.append(prefix + field.name)
+        if dataclasses.is_dataclass(hints[field.name]):
+            names += field_names(hints[field.name], f"{prefix}{field.name}.")
+    return names
+
+
+def unknown_key(key: str, cls: type, where: str) -> ValueError:
+    """The error for a key that `cls` does not have, naming the nearest one that it has."""
+    known = field_names(cls)
+    # The same last word in another table is a likelier slip than a similar spelling of the whole key.
+    same_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or same_leaf[:1]
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return ValueError(f'{where}: unknown key "{key}"; the nearest known key is "{near[0]}"')
+
+
+@contextlib.contextmanager
+def _wide_terminal() -> Iterator[None]:
+    """tyro wraps its messages to the terminal's width; one error is one line here."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "1000"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+
+
+def parse_arguments(cls: type[Config], arguments: list[str], *, prog: str, default: Any = tyro.MISSING) -> Config:
+    """`arguments` (``--key value``, tables with dots) as a `cls`, what they leave out taken from `default`.
+
+    Raises ValueError (one line); ``--help`` prints all fields with their docstrings and exits.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        return tyro.cli(cls, default=default, args=["--help"], config=_STYLE, prog=prog)
+    known = {name.replace("_", "-") for name in field_names(cls)}
+    for argument in arguments:
+        if argument.startswith("--"):
+            key = argument[2:].split("=", 1)[0]
+            if key.replace("_", "-") not in known:
+                raise unknown_key(key.replace("-", "_"), cls, "command line")
+    message = io.StringIO()
+    try:
+        with _wide_terminal(), contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
+            return tyro.cli(cls, default=default, args=arguments, config=_STYLE)
+    except SystemExit:
+        # tyro draws a box: its first line inside says what is wrong.
+        lines = [line.strip("│ ") for line in message.getvalue().splitlines()]
+        text = next((line for line in lines[1:] if line), "arguments not understood")
+        raise ValueError(f"command line: {text} ({prog} --help lists all)") from None
+    except ValueError as error:
+        raise ValueError(f"command line: {error}") from None
