@@ -13,16 +13,18 @@ from matmix.data.masking import IGNORED
 class Batch:
     """A micro-batch of B sequences of L tokens.
 
-    Concatenated documents come with `cu_seqlens`, one document a row with `attention_mask`; the other is None.
+    Concatenated documents come with `cu_seqlens`, one document a row with `attention_mask`; the other is
+    None.
     """
 
     input_ids: torch.Tensor
     """int64 (B, L)."""
     labels: torch.Tensor
-    """int64 (B, L): the token to predict at each position (for causal models already shifted), -100 = none."""
+    """int64 (B, L): the token to predict at each position (for causal models already shifted), -100 =
+    none."""
     cu_seqlens: torch.Tensor | None
-    """int32 (ndocs + 1,): borders of the documents over the flattened B * L tokens, from 0 to B * L. A row begins
-    a new one; padding behind the last token of a row counts as a document of its own."""
+    """int32 (ndocs + 1,): borders of the documents over the flattened B * L tokens, from 0 to B * L. A
+    row begins a new one; padding behind the last token of a row counts as a document of its own."""
     attention_mask: torch.Tensor | None
     """bool (B, L): True where there is a token, False where there is padding."""
     max_seqlen: int
@@ -46,8 +48,9 @@ class Batch:
 def causal_batch(tokens: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, padded: bool) -> Batch:
     """Batch for next-token prediction.
 
-    tokens int64 (B, L + 1) with the last column only a target, begins bool (B, L + 1) True where a document begins,
-    counts int64 (B,) = real tokens of each row out of L + 1. Nothing predicts the first token of a document.
+    tokens int64 (B, L + 1) with the last column only a target, begins bool (B, L + 1) True where a
+    document begins, counts int64 (B,) = real tokens of each row out of L + 1. Nothing predicts the first
+    token of a document.
     """
     seqlen = tokens.shape[1] - 1
     input_ids = np.ascontiguousarray(tokens[:, :-1])
@@ -74,7 +77,7 @@ def _batch(
     seqlen = input_ids.shape[1]
     cu_seqlens = attention_mask = None
     if padded:
-        # A row without a token (filling up the last batch) keeps one, so that no model meets an empty document.
+        # A row without a token (it fills up the last batch) keeps one: no model meets an empty document.
         attention_mask = np.arange(seqlen) < np.maximum(counts, 1)[:, None]
         max_seqlen = max(int(counts.max()), 1)
     else:

@@ -1,7 +1,8 @@
 """What the data part of a run is made of: the `[data]` table of a recipe.
 
-Only the fields are checked here; what needs the files themselves (is there a split, are there enough tokens for
-one sequence, is the special id in the vocabulary) is checked by `matmix.data.loader.build_loader`.
+Only the fields are checked here; what needs the files themselves (is there a split, are there enough
+tokens for one sequence, is the special id in the vocabulary) is checked by
+`matmix.data.loader.build_loader`.
 """
 
 import math
@@ -12,15 +13,18 @@ from typing import Literal
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     path: str = ""
-    """Prepared dataset: a folder made by `matmix prepare`, or the URL of a copy of one (s3://, gs://, file://, ...)."""
+    """Prepared dataset: a folder made by `matmix prepare`, or the URL of a copy of one (s3://, gs://,
+    file://, ...)."""
     mixture: dict[str, float] = field(default_factory=dict)
-    """Several prepared datasets instead of `path`: folder or URL -> weight, the share of its sequences (any scale)."""
+    """Several prepared datasets instead of `path`: folder or URL -> weight, the share of its sequences
+    (any scale)."""
     validation_path: str = ""
     """Prepared dataset whose validation split is used instead of that of `path` or `mixture`."""
     seqlen: int = 1024
     """Tokens in a sequence."""
     packing: Literal["concat", "document"] = "concat"
-    """concat: documents one after another, cut every `seqlen` tokens, boundaries kept; document: one document a sequence, truncated or padded."""
+    """concat: documents one after another, cut every `seqlen` tokens, boundaries kept; document: one
+    document a sequence, truncated or padded."""
     prefix: Literal["none", "bos", "cls"] = "none"
     """Special token put before every document."""
     suffix: Literal["none", "eos", "sep"] = "eos"
@@ -28,7 +32,8 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the training split anew in every epoch; validation is always read in order."""
     shuffle_block: int = 16
-    """Shards shuffled together: more mixes better, fewer keeps less open (and, for remote data, downloaded) at once."""
+    """Shards shuffled together: more mixes better, fewer keeps less open (and, for remote data,
+    downloaded) at once."""
     workers: int = 1
     """Reading processes per rank; 0 reads in the training process. Does not change the batches."""
     worker_start: Literal["fork", "spawn", "forkserver"] = "fork"
@@ -45,7 +50,9 @@ class DataConfig:
             raise ValueError("data.path and data.mixture are both given: keep one of them")
         for path, weight in self.mixture.items():
             if not (isinstance(weight, int | float) and math.isfinite(weight) and weight > 0):
-                raise ValueError(f"data.mixture: the weight of {path} must be a positive number, got {weight}")
+                raise ValueError(
+                    f"data.mixture: the weight of {path} must be a positive number, got {weight}"
+                )
         for name in ("seqlen", "shuffle_block", "prefetch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} must be at least 1, got {getattr(self, name)}")
@@ -59,4 +66,6 @@ class DataConfig:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"data.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"data.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
+                )

@@ -1,24 +1,22 @@
 """From a `DataConfig` to micro-batches: the same sequence of global batches on any ranks and workers.
 
-How sample n maps to tokens. Every training sample has a number n = 0, 1, 2, ... for ever. `mixture` turns n into
-(dataset, epoch, slot), `packing` turns (epoch, slot) into a row of tokens, `order` says which documents lie there, and
-`masking` draws from (seed, epoch, n). Each step is a function of the data, the config and the seed, so
+How sample n maps to tokens. Every training sample has a number n = 0, 1, 2, ... for ever. `mixture`
+turns n into (dataset, epoch, slot), `packing` turns (epoch, slot) into a row of tokens, `order` says
+which documents lie there, and `masking` draws from (seed, epoch, n). Each step is a function of the
+data, the config and the seed, so
 
 - global batch b is the samples [b G, (b + 1) G), G = global_batch_size;
 - rank r of R takes the r-th contiguous piece of G / R of them, cut into micro-batches in order;
 - a worker is handed the numbers of one whole micro-batch and reads, masks and collates it;
-- the position in the data is one number, the samples that have been used. It is saved as `state_dict` and can be
-  taken up by another number of ranks or workers, another micro-batch size, and also another G (the next global batch
-  then begins at that number).
+- the position in the data is one number, the samples that have been used. It is saved as `state_dict`
+  and can be taken up by another number of ranks or workers, another micro-batch size, and also another G
+  (the next global batch then begins at that number).
 
-A training loader goes on for ever, epoch after epoch. A one-pass loader (evaluation) reads the split once, in order:
-its last global batch is filled with rows of padding without labels, so that every rank has the same number of
-micro-batches and every token counts once.
+A training loader goes on for ever, epoch after epoch. A one-pass loader (evaluation) reads the split
+once, in order: its last global batch is filled with rows of padding without labels, so that every rank
+has the same number of micro-batches and every token counts once.
 """
 
-import hashlib
-import json
-import logging
 import math
 from collections.abc import Iterator
 from functools import cached_property
@@ -26,66 +24,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from matmix.data.batch import Batch, causal_batch, masked_batch
+from matmix.data.assembly import (
+    check_batch_sizes,
+    check_same_tokenizer,
+    data_digest,
+    load_tokenizer,
+    make_masker,
+    make_packing,
+)
+from matmix.data.batch import Batch
 from matmix.data.config import DataConfig
-from matmix.data.masking import Masker, MaskingConfig
+from matmix.data.masking import MaskingConfig
+from matmix.data.micro_batches import Failure, MicroBatches
 from matmix.data.mixture import Mixture
-from matmix.data.packing import ConcatPacking, DocumentPacking, Packing
 from matmix.data.streams import TokenShards, open_dataset
 
 if TYPE_CHECKING:
     from matmix.data.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
-
-
-class _Failure:
-    """An error of the data on its way from a worker: torch would wrap it into a page of traceback."""
-
-    def __init__(self, error: Exception) -> None:
-        self.kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        self.message = str(error)
-
-
-class MicroBatches(Dataset):
-    """Map-style dataset whose item is a whole micro-batch: `__getitems__` takes the sample numbers of its rows.
-
-    Numbers at or above `limit` (one-pass reading) give rows of padding.
-    """
-
-    def __init__(
-        self, packings: list[Packing], mixture: Mixture, masker: Masker | None, *, pad_id: int, limit: int | None
-    ) -> None:
-        self.packings = packings
-        self.mixture = mixture
-        self.masker = masker
-        self.pad_id = pad_id
-        self.limit = limit
-
-    def __getitems__(self, samples: list[int]) -> Batch | _Failure:
-        try:
-            return self.batch(np.asarray(samples, dtype=np.int64))
-        except (ValueError, FileNotFoundError) as error:
-            return _Failure(error)
-
-    def batch(self, samples: np.ndarray) -> Batch:
-        """The micro-batch of sample numbers int64 (B,)."""
-        width = self.packings[0].width
-        tokens = np.full((len(samples), width), self.pad_id, dtype=np.int64)
-        begins = np.zeros((len(samples), width), dtype=bool)
-        counts = np.zeros(len(samples), dtype=np.int64)
-        dataset, epoch, slot = (part.tolist() for part in self.mixture.locate(samples))
-        for row, sample in enumerate(samples.tolist()):
-            if self.limit is None or sample < self.limit:
-                packing = self.packings[dataset[row]]
-                counts[row] = packing.fill(epoch[row], slot[row], tokens[row], begins[row])
-        padded = isinstance(self.packings[0], DocumentPacking)
-        if self.masker is None:
-            return causal_batch(tokens, begins, counts, padded=padded)
-        input_ids, labels = self.masker.apply(tokens, counts, self.mixture.epoch(samples), samples)
-        return masked_batch(input_ids, labels, begins, counts, padded=padded)
 
 
 class _Plan:
@@ -108,8 +65,9 @@ class _Plan:
 class Loader:
     """Iterates micro-batches of one rank; made by `build_loader`.
 
-    `samples` counts the samples, over all ranks, of the global batches handed out in full (batches that workers have
-    prepared ahead do not count). A new iteration goes on from there; a one-pass loader begins anew after its end.
+    `samples` counts the samples, over all ranks, of the global batches handed out in full (batches that
+    workers have prepared ahead do not count). A new iteration goes on from there; a one-pass loader
+    begins anew after its end.
     """
 
     def __init__(
@@ -162,13 +120,20 @@ class Loader:
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of the text for each token of it (special tokens not counted): bits per byte = loss in nats
-        per token / ln 2 / this. With a suffix token and no prefix a causal pass predicts exactly as many tokens."""
+        """UTF-8 bytes of the text for each token of it (special tokens not counted): bits per byte =
+        loss in nats per token / ln 2 / this. With a suffix token and no prefix a causal pass predicts
+        exactly as many tokens."""
         return sum(s.info.bytes for s in self.shards) / max(1, sum(s.info.tokens for s in self.shards))
+
+    @property
+    def token_histogram(self) -> np.ndarray:
+        """int64 (vocab_size,): how often each id occurs in the training split (all datasets of a mixture)."""
+        files = [s.storage.file(s.manifest.token_histogram) for s in self.shards]
+        return np.sum([np.load(file, allow_pickle=False) for file in files], axis=0)
 
     @cached_property
     def tokenizer(self) -> "Tokenizer":
-        return _tokenizer(self.shards[0])
+        return load_tokenizer(self.shards[0])
 
     def __iter__(self) -> Iterator[Batch]:
         if self.limit is not None and self.samples >= self.limit:
@@ -177,7 +142,7 @@ class Loader:
             self._loader = self._make_loader()
         done = 0
         for batch in self._loader:
-            if isinstance(batch, _Failure):
+            if isinstance(batch, Failure):
                 raise batch.kind(batch.message)
             done += 1
             if done == self.micro_batches_per_step:
@@ -204,7 +169,8 @@ class Loader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data, JSON-serialisable: {"samples": number of the next sample, "fingerprint": {...}}."""
+        """Position in the data, JSON-serialisable: {"samples": number of the next sample, "fingerprint":
+        {...}}."""
         return {"samples": self.samples, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -212,7 +178,9 @@ class Loader:
 
         Raises ValueError if it was saved with other data, or with settings that make other sequences.
         """
-        saved = state["fingerprint"]
+        saved = state.get("fingerprint")
+        if not isinstance(saved, dict) or not isinstance(state.get("samples"), int) or state["samples"] < 0:
+            raise ValueError("the saved data position is damaged: it needs samples and a fingerprint")
         for key in self.fingerprint.keys() | saved.keys():
             if saved.get(key) != self.fingerprint.get(key):
                 raise ValueError(
@@ -226,7 +194,7 @@ class Loader:
         self._loader = None
 
 
-def _as_is(batch: Batch | _Failure) -> Batch | _Failure:
+def _as_is(batch: Batch | Failure) -> Batch | Failure:
     return batch
 
 
@@ -245,12 +213,12 @@ def build_loader(
 ) -> Loader:
     """Opens the data and makes the loader of one rank.
 
-    global_batch_size: sequences in one optimizer step over all ranks; micro_batch_size: sequences in one `Batch`.
-    masking: masked-LM batches; None = causal ones. one_pass: read the split once, in order.
+    global_batch_size: sequences in one optimizer step over all ranks; micro_batch_size: sequences in one
+    `Batch`. masking: masked-LM batches; None = causal ones. one_pass: read the split once, in order.
     tokenizer_sha256: refuse data prepared with another tokenizer than this.
 
-    Raises FileNotFoundError where files are missing, ValueError where something is damaged, does not fit together,
-    or there are too few tokens for one sequence.
+    Raises FileNotFoundError where files are missing, ValueError where something is damaged, does not fit
+    together, or there are too few tokens for one sequence.
     """
     check_batch_sizes(global_batch_size, micro_batch_size, world_size)
     assert 0 <= rank < world_size
@@ -271,11 +239,11 @@ def build_loader(
         )
         for path in sources
     ]
-    _check_same_tokenizer(shards)
+    check_same_tokenizer(shards)
     shuffle = config.shuffle and not one_pass
-    packings = [_packing(s, config, shuffle, seed, masking is None, one_pass) for s in shards]
+    packings = [make_packing(s, config, shuffle, seed, masking is None, one_pass) for s in shards]
     mixture = Mixture([len(p) for p in packings], None if one_pass else list(sources.values()))
-    masker = None if masking is None else _masker(shards[0], masking, seed)
+    masker = None if masking is None else make_masker(shards[0], masking, seed)
     pad_id = shards[0].manifest.tokenizer.special.get("pad")
     dataset = MicroBatches(
         packings,
@@ -285,7 +253,7 @@ def build_loader(
         limit=mixture.samples_per_epoch if one_pass else None,
     )
     fingerprint = {
-        "data": [_digest(s) for s in shards],
+        "data": [data_digest(s) for s in shards],
         "weights": list(sources.values()),
         "split": split,
         "seqlen": config.seqlen,
@@ -307,99 +275,3 @@ def build_loader(
         rank=rank,
         world_size=world_size,
     )
-
-
-def check_batch_sizes(global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
-    """Raises ValueError unless the global batch is a whole number of micro-batches on every rank."""
-    for name, value in (("global batch", global_batch_size), ("micro-batch", micro_batch_size)):
-        if value < 1:
-            raise ValueError(f"the {name} must hold at least 1 sequence, got {value}")
-    unit = micro_batch_size * world_size
-    if global_batch_size % unit:
-        below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(
-            f"a global batch of {global_batch_size} cannot be divided into micro-batches of {micro_batch_size} on "
-            f"{world_size} rank(s): it must be a multiple of {unit}; the nearest are {nearest}"
-        )
-
-
-def _packing(
-    shards: TokenShards, config: DataConfig, shuffle: bool, seed: int, causal: bool, one_pass: bool
-) -> Packing:
-    options = {
-        "seqlen": config.seqlen,
-        "causal": causal,
-        "prefix": _special_id(shards, "prefix", config.prefix),
-        "suffix": _special_id(shards, "suffix", config.suffix),
-        "shuffle": shuffle,
-        "shuffle_block": config.shuffle_block,
-        "seed": seed,
-    }
-    where = f"the {shards.split} split of {shards.storage.path}"
-    if config.packing == "document":
-        packing: Packing = DocumentPacking(shards, **options)
-        if len(packing) == 0:
-            raise ValueError(f"{where} holds no documents")
-        return packing
-    packing = ConcatPacking(shards, keep_last=one_pass, **options)
-    if len(packing) == 0:
-        need = 2 if one_pass else packing.width
-        raise ValueError(
-            f"{where} holds {packing.order.total_tokens} tokens (special ones included), fewer than the {need} of one "
-            f"sequence (data.seqlen = {config.seqlen}); take a smaller data.seqlen or more text"
-        )
-    return packing
-
-
-def _special_id(shards: TokenShards, which: str, name: str) -> int | None:
-    if name == "none":
-        return None
-    token = shards.manifest.tokenizer.special.get(name)
-    if token is None:
-        raise ValueError(
-            f"data.{which} = {name!r}, but the tokenizer of {shards.storage.path} has no {name} token; "
-            f'set data.{which} = "none" or prepare the data with a tokenizer that has it'
-        )
-    return token
-
-
-def _masker(shards: TokenShards, masking: MaskingConfig, seed: int) -> Masker:
-    info = shards.manifest.tokenizer
-    if info.special.get("mask") is None:
-        raise ValueError(
-            f"masked-LM batches need a mask token, and the tokenizer of {shards.storage.path} has none; "
-            "prepare the data with a tokenizer that has one"
-        )
-    tokenizer = _tokenizer(shards)
-    return Masker(
-        masking,
-        seed=seed,
-        mask_id=info.special["mask"],
-        special_ids=tokenizer.special_ids,
-        ordinary_ids=tokenizer.ordinary_ids(),
-        vocab_size=info.vocab_size,
-    )
-
-
-def _tokenizer(shards: TokenShards) -> "Tokenizer":
-    from matmix.data.tokenizer import Tokenizer
-
-    return Tokenizer.load(shards.storage.file(shards.manifest.tokenizer.file))
-
-
-def _check_same_tokenizer(shards: list[TokenShards]) -> None:
-    first = shards[0]
-    for other in shards[1:]:
-        if other.manifest.tokenizer.sha256 != first.manifest.tokenizer.sha256:
-            raise ValueError(
-                f"the datasets of a mixture need one tokenizer, but {first.storage.path} and {other.storage.path} were "
-                "prepared with different ones"
-            )
-
-
-def _digest(shards: TokenShards) -> str:
-    """What the sequences of a split depend on, whatever the path it lies at."""
-    content = [[s.documents, s.tokens, s.sha256] for s in shards.info.shards]
-    content.append(shards.manifest.tokenizer.sha256)
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

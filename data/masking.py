@@ -1,12 +1,13 @@
 """Masked-language-model batches: which positions are predicted, and what the model sees there.
 
-BERT's rule (Devlin et al. 2018, section 3.1) with the rate left open: each ordinary token of a sample is chosen with
-`probability`; of the chosen ones `mask_share` are replaced by the mask token, `random_share` by a token drawn from
-the ordinary vocabulary (never a special or unused id), and the rest are left as they are. Special tokens and padding
-are never chosen.
+BERT's rule (Devlin et al. 2018, section 3.1) with the rate left open: each ordinary token of a sample is
+chosen with `probability`; of the chosen ones `mask_share` are replaced by the mask token, `random_share`
+by a token drawn from the ordinary vocabulary (never a special or unused id), and the rest are left as
+they are. Special tokens and padding are never chosen.
 
-The draws of a sample come from a generator keyed by (seed, epoch, sample) (`matmix.data.rng`), three numbers for each
-position in order, so neither rank nor worker nor batch size nor the other samples of the batch change them.
+The draws of a sample come from a generator keyed by (seed, epoch, sample) (`matmix.data.rng`), three
+numbers for each position in order, so neither rank nor worker nor batch size nor the other samples of
+the batch change them.
 """
 
 from dataclasses import dataclass
@@ -36,15 +37,16 @@ class MaskingConfig:
                 raise ValueError(f"masking {name} must be between 0 and 1, got {getattr(self, name)}")
         if self.mask_share + self.random_share > 1 + 1e-9:
             raise ValueError(
-                f"masking mask_share + random_share must be at most 1, got {self.mask_share} + {self.random_share}"
+                "masking mask_share + random_share must be at most 1, "
+                f"got {self.mask_share} + {self.random_share}"
             )
 
 
 class Masker:
     """Applies a `MaskingConfig` to whole micro-batches.
 
-    special_ids: ids that are never chosen. mask_id: the id put in. ordinary_ids: int array of the ids that a random
-    replacement may be. vocab_size: every token id is below it.
+    special_ids: ids that are never chosen. mask_id: the id put in. ordinary_ids: int array of the ids
+    that a random replacement may be. vocab_size: every token id is below it.
     """
 
     def __init__(
@@ -59,13 +61,15 @@ class Masker:
     ) -> None:
         if mask_id is None:
             raise ValueError(
-                "masked-LM batches need a mask token, and this tokenizer has none: prepare the data with a tokenizer "
-                "that has one ([MASK] or <mask>)"
+                "masked-LM batches need a mask token, and this tokenizer has none: "
+                "prepare the data with a tokenizer that has one ([MASK] or <mask>)"
             )
         if not 0 <= mask_id < vocab_size:
             raise ValueError(f"the mask token has id {mask_id}, outside the vocabulary of {vocab_size}")
         if config.random_share > 0 and len(ordinary_ids) == 0:
-            raise ValueError("masking with random replacements needs a vocabulary with ordinary (not special) tokens")
+            raise ValueError(
+                "masking with random replacements needs a vocabulary with ordinary (not special) tokens"
+            )
         self.config = config
         self.seed = seed
         self.mask_id = mask_id
@@ -79,12 +83,13 @@ class Masker:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Masks a micro-batch.
 
-        tokens int64 (B, L), counts int64 (B,) = real tokens in each row, epochs and samples (B,) name each row.
-        Returns (input_ids, labels), both int64 (B, L); labels are `IGNORED` where nothing is predicted.
+        tokens int64 (B, L), counts int64 (B,) = real tokens in each row, epochs and samples (B,) name
+        each row. Returns (input_ids, labels), both int64 (B, L); labels are `IGNORED` where nothing is
+        predicted.
         """
         chosen_at = self.config.probability
         random_at = self.config.mask_share + self.config.random_share
-        draws = np.ones(tokens.shape + (3,))  # 1.0 is never chosen: the draws lie in [0, 1)
+        draws = np.ones((*tokens.shape, 3))  # 1.0 is never chosen: the draws lie in [0, 1)
         for row, (count, epoch, sample) in enumerate(
             zip(counts.tolist(), epochs.tolist(), samples.tolist(), strict=True)
         ):

@@ -2,15 +2,17 @@
 
 One dataset of N sequences: sample n is slot n mod N of epoch n div N.
 
-Several datasets with weights: samples come in periods of P = 65,536. Within a period dataset d has c_d places,
-its share of P by largest remainders (at least one), spread evenly: its k-th place is the one at (k + 1/2) / c_d of the
-period, all places of all datasets sorted. So sample n belongs to the dataset d that has place n mod P, and it is
-number i = (n div P) c_d + (places of d before it in the period) of that dataset's own samples, that is slot
-i mod N_d of its epoch i div N_d. Every stretch of samples, a global batch too, holds the datasets in the right
-proportion, and each of them is read in its own epochs, each sequence once an epoch, however large the others are.
-An epoch of the mixture is, by convention, as many samples as the datasets have sequences together.
+Several datasets with weights: samples come in periods of P = 65,536. Within a period dataset d has c_d
+places, its share of P by largest remainders (at least one), spread evenly: its k-th place is the one at
+(k + 1/2) / c_d of the period, all places of all datasets sorted. So sample n belongs to the dataset d
+that has place n mod P, and it is number i = (n div P) c_d + (places of d before it in the period) of
+that dataset's own samples, that is slot i mod N_d of its epoch i div N_d. Every stretch of samples, a
+global batch too, holds the datasets in the right proportion, and each of them is read in its own epochs,
+each sequence once an epoch, however large the others are. An epoch of the mixture is, by convention, as
+many samples as the datasets have sequences together.
 
-Reading once over (evaluation) takes the datasets one after another, each sequence once; weights play no part.
+Reading once over (evaluation) takes the datasets one after another, each sequence once; weights play no
+part.
 
 All of it is arithmetic on n: there is no state but the number of the next sample.
 """
@@ -23,7 +25,8 @@ PERIOD = 1 << 16
 
 
 class Mixture:
-    """sizes: sequences in one epoch of each dataset. weights: positive, any scale; None reads all once over."""
+    """sizes: sequences in one epoch of each dataset. weights: positive, any scale; None reads all once
+    over."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None) -> None:
         self.sizes = np.asarray(sizes, dtype=np.int64)
@@ -39,7 +42,8 @@ class Mixture:
         return samples // self.samples_per_epoch
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(dataset, epoch of that dataset, slot in that epoch), each int64 (n,), of sample numbers int64 (n,)."""
+        """(dataset, epoch of that dataset, slot in that epoch), each int64 (n,), of sample numbers int64
+        (n,)."""
         if self.counts is not None:
             period, place = np.divmod(samples, PERIOD)
             dataset = self._dataset[place]
@@ -59,14 +63,15 @@ def quotas(weights: Sequence[float], period: int) -> np.ndarray:
     counts = np.maximum(np.floor(exact).astype(np.int64), 1)
     while (missing := period - int(counts.sum())) != 0:
         step = int(np.sign(missing))
-        # Give to the one furthest below its share, or take from the one furthest above that can spare a place.
+        # Give to the one furthest below its share, or take from the one furthest above that can spare one.
         error = np.where(counts + step >= 1, (exact - counts) * step, -np.inf)
         counts[np.argmax(error)] += step
     return counts
 
 
 def interleave(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Spreads counts[d] places of each dataset d evenly: (dataset at each place, places of it before), int64."""
+    """Spreads counts[d] places of each dataset d evenly: (dataset at each place, places of it before),
+    int64."""
     dataset = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(c) for c in counts])
     order = np.lexsort((dataset, (2 * rank + 1) / (2 * counts[dataset])))

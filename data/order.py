@@ -1,17 +1,18 @@
 """In which order the documents of a split are read in an epoch.
 
-With shuffling, an epoch permutes the shards, takes them `shuffle_block` at a time, and permutes the documents
-inside each such block; so any one moment needs only one block's shards (remote ones are fetched one after
-another), and yet documents from all over the split meet. Without shuffling it is the order of the files. Empty
-documents are left out. Each remaining document counts its tokens plus its special tokens (prefix, suffix): its
-*size*. Everything above is a function of (lengths, shuffle_block, seed, epoch) and is made when it is asked for:
+With shuffling, an epoch permutes the shards, takes them `shuffle_block` at a time, and permutes the
+documents inside each such block; so any one moment needs only one block's shards (remote ones are
+fetched one after another), and yet documents from all over the split meet. Without shuffling it is the
+order of the files. Empty documents are left out. Each remaining document counts its tokens plus its
+special tokens (prefix, suffix): its *size*. Everything above is a function of (lengths, shuffle_block,
+seed, epoch) and is made when it is asked for:
 
     epoch:  | block 0                       | block 1              | ...
             | doc doc doc doc doc doc doc   | doc doc doc doc doc  |
     token   0                               token_starts[1]        token_starts[2]     ... token_starts[-1]
 
-Sizes add up to the same total in every epoch, so a token's place in the epoch is a plain number; `packing` cuts
-sequences out of that line.
+Sizes add up to the same total in every epoch, so a token's place in the epoch is a plain number;
+`packing` cuts sequences out of that line.
 """
 
 from collections import OrderedDict

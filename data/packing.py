@@ -1,21 +1,22 @@
 """How sequences are cut out of documents: `Packing` turns slot j of an epoch into a row of tokens.
 
-**concat** (`ConcatPacking`). The documents of an epoch (`matmix.data.order`), each with its special tokens, form
-one line of T tokens. Window i is the tokens [i S, i S + S) of it, S = seqlen; for causal language models one token
-more, which is only the target of the last one, so windows are S + 1 long and still S apart. The line has
-N = floor(T / S), causal floor((T - 1) / S), whole windows, the same N in every epoch. A window belongs to the block
-that holds its first token. The windows of a block are permuted, and slot j of the epoch is the j-th window in that
-order: block by block, shuffled inside. Cutting goes on across the border of two blocks, so per epoch fewer than S
-tokens at the very end go unused.
+**concat** (`ConcatPacking`). The documents of an epoch (`matmix.data.order`), each with its special
+tokens, form one line of T tokens. Window i is the tokens [i S, i S + S) of it, S = seqlen; for causal
+language models one token more, which is only the target of the last one, so windows are S + 1 long and
+still S apart. The line has N = floor(T / S), causal floor((T - 1) / S), whole windows, the same N in
+every epoch. A window belongs to the block that holds its first token. The windows of a block are
+permuted, and slot j of the epoch is the j-th window in that order: block by block, shuffled inside.
+Cutting goes on across the border of two blocks, so per epoch fewer than S tokens at the very end go
+unused.
 
-**document** (`DocumentPacking`). Slot j is the j-th document of the epoch, at most S tokens of it: causal models get
-the first S (and the one after as last target), masked ones keep the suffix token at the end, as BERT does, and lose
-text instead. N is the number of documents that are not empty.
+**document** (`DocumentPacking`). Slot j is the j-th document of the epoch, at most S tokens of it:
+causal models get the first S (and the one after as last target), masked ones keep the suffix token at
+the end, as BERT does, and lose text instead. N is the number of documents that are not empty.
 
 In a one-pass reading (evaluation) the last window of concat may be shorter than S: nothing is left out.
 
-A row comes as tokens, marks of the positions where a document begins (a window may begin in the middle of one), and
-the number of real tokens; whatever lies behind those is padding.
+A row comes as tokens, marks of the positions where a document begins (a window may begin in the middle
+of one), and the number of real tokens; whatever lies behind those is padding.
 """
 
 from abc import ABC, abstractmethod
@@ -62,12 +63,14 @@ class Packing(ABC):
     @abstractmethod
     def fill(self, epoch: int, slot: int, tokens: np.ndarray, begins: np.ndarray) -> int:
         """Writes row `slot` of `epoch` into tokens int64 (width,), marks beginnings of documents in
-        begins bool (width,), and returns how many tokens are real. Raises what `TokenShards.read` raises."""
+        begins bool (width,), and returns how many tokens are real. Raises what `TokenShards.read`
+        raises."""
 
     def _copy(
         self, block: Block, number: int, offset: int, length: int, out: np.ndarray, *, at: int = 0
     ) -> None:
-        """out[at : at + length] = elements [offset, offset + length) of a document with its special tokens."""
+        """out[at : at + length] = elements [offset, offset + length) of a document with its special
+        tokens."""
         text = self.shards.read(int(block.shard[number]), int(block.index[number]))
         lead = self.prefix is not None
         first, last = max(offset, lead), min(offset + length, lead + len(text))
@@ -98,7 +101,9 @@ class ConcatPacking(Packing):
         done = 0
         while done < count:
             offset = first + done - int(starts[block])
-            done += self._fill_from(self.order.block(epoch, block), offset, count - done, tokens, begins, done)
+            done += self._fill_from(
+                self.order.block(epoch, block), offset, count - done, tokens, begins, done
+            )
             block += 1
         return count
 

@@ -1,8 +1,8 @@
 """Prepared shards behind one interface: MDS and WebDataset, local or remote, plain or zstd.
 
-    shards = open_dataset("prepared/shakespeare", "train")
-    shards.lengths(0)   # tokens of each document of the first shard
-    shards.read(0, 7)   # tokens of its eighth document
+shards = open_dataset("prepared/shakespeare", "train")
+shards.lengths(0)   # tokens of each document of the first shard
+shards.read(0, 7)   # tokens of its eighth document
 """
 
 import hashlib
@@ -22,10 +22,10 @@ def open_dataset(
 ) -> TokenShards:
     """Opens one split of a prepared dataset.
 
-    path: folder or URL. cache_dir: where downloaded and decompressed shards go. verify: check SHA-256 of the shards.
-    keep_open: shards held open at once. tokenizer_sha256: refuse shards made with another tokenizer than this.
-    Raises FileNotFoundError if path, split files or a shard are missing, ValueError if something is damaged or does
-    not fit.
+    path: folder or URL. cache_dir: where downloaded and decompressed shards go. verify: check SHA-256 of
+    the shards. keep_open: shards held open at once. tokenizer_sha256: refuse shards made with another
+    tokenizer than this. Raises FileNotFoundError if path, split files or a shard are missing, ValueError
+    if something is damaged or does not fit.
     """
     storage = Storage(path, cache_dir)
     manifest = storage.manifest
@@ -37,8 +37,8 @@ def open_dataset(
         )
     if tokenizer_sha256 is not None and tokenizer_sha256 != manifest.tokenizer.sha256:
         raise ValueError(
-            f"{path} was prepared with another tokenizer (SHA-256 {manifest.tokenizer.sha256[:12]}) than this run uses "
-            f"({tokenizer_sha256[:12]}); prepare the data again with this run's tokenizer"
+            f"{path} was prepared with another tokenizer (SHA-256 {manifest.tokenizer.sha256[:12]}) than "
+            f"this run uses ({tokenizer_sha256[:12]}); prepare the data again with this run's tokenizer"
         )
     return TokenShards(storage, split, verify=verify, keep_open=keep_open)
 

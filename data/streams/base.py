@@ -1,11 +1,13 @@
 """The interface of prepared shards: token arrays of documents, by shard and index, in any order.
 
-`TokenShards` is all that the layers above know of the storage; the formats differ only in how a shard file is opened
-(`matmix.data.streams.mds`, `matmix.data.streams.webdataset`). Reading is random access into memory-mapped files: the
-pages are shared by all processes of a machine, and a document costs no more than a view.
+`TokenShards` is all that the layers above know of the storage; the formats differ only in how a shard
+file is opened (`matmix.data.streams.mds`, `matmix.data.streams.webdataset`). Reading is random access
+into memory-mapped files: the pages are shared by all processes of a machine, and a document costs no
+more than a view.
 
-Documents are numbered inside their shard in the order in which they were written; `lengths.npy` holds their token
-counts in that order over all shards of the split, which makes every sequence addressable without reading a shard.
+Documents are numbered inside their shard in the order in which they were written; `lengths.npy` holds
+their token counts in that order over all shards of the split, which makes every sequence addressable
+without reading a shard.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +31,8 @@ class OpenShard(ABC):
 class TokenShards:
     """The documents of one split of a prepared dataset.
 
-    Can be pickled and forked; each process opens shards when it first needs them and keeps the last `keep_open`.
+    Can be pickled and forked; each process opens shards when it first needs them and keeps the last
+    `keep_open`.
     """
 
     def __init__(self, storage: Storage, split: str, *, verify: bool = True, keep_open: int = 64) -> None:
@@ -97,8 +100,8 @@ class TokenShards:
             lengths = self.lengths(number)
             if len(lengths) != shard.documents or int(lengths.sum(dtype=np.int64)) != shard.tokens:
                 raise ValueError(
-                    f"{self.storage.path}: {self.split}/lengths.npy does not agree with the manifest at shard "
-                    f"{shard.file}; prepare the data again"
+                    f"{self.storage.path}: {self.split}/lengths.npy does not agree with the manifest at "
+                    f"shard {shard.file}; prepare the data again"
                 )
 
     def __getstate__(self) -> dict:
@@ -110,7 +113,7 @@ def _load_lengths(path: Path | None, where: str) -> np.ndarray:
     assert path is not None
     try:
         lengths = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise ValueError(f"{where}: {path.parent.name}/lengths.npy is damaged ({error})") from None
     if lengths.dtype != np.uint32 or lengths.ndim != 1:
         raise ValueError(f"{where}: {path.parent.name}/lengths.npy is not a list of uint32")
@@ -120,4 +123,3 @@ def _load_lengths(path: Path | None, where: str) -> np.ndarray:
 def damaged(where: str, why: str) -> ValueError:
     """The error for a shard whose contents are not what the index promises."""
     return ValueError(f"{where} is damaged: {why}; fetch or prepare the data again")
-

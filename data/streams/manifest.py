@@ -8,7 +8,8 @@ from matmix.data.manifest import MANIFEST_VERSION, Manifest
 def parse_manifest(raw: bytes, where: str) -> Manifest:
     """Manifest from the bytes of its file; `where` names the dataset in errors.
 
-    Raises ValueError if it is not JSON, lacks a field, has another version, or names something this cannot read.
+    Raises ValueError if it is not JSON, lacks a field, has another version, or names something this
+    cannot read.
     """
     try:
         top = json.loads(raw)

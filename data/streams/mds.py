@@ -1,7 +1,7 @@
 """Shards in MDS, the format of mosaicml-streaming: read by its own `MDSReader`, over a memory map.
 
-A sample's bytes are decoded by the library; only where they come from is replaced, because `MDSReader` opens the file
-anew for each sample. Pickled columns are refused before anything is read.
+A sample's bytes are decoded by the library; only where they come from is replaced, because `MDSReader`
+opens the file anew for each sample. Pickled columns are refused before anything is read.
 """
 
 import json
@@ -60,6 +60,6 @@ class _MdsShard(OpenShard):
         if tokens.dtype != self._dtype or tokens.shape != (length,):
             raise damaged(
                 self._where,
-                f"document {index} is {tokens.dtype} {tokens.shape}, the manifest says {self._dtype} ({length},)",
+                f"document {index} is {tokens.dtype} {tokens.shape} instead of {self._dtype} ({length},)",
             )
         return tokens

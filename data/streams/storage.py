@@ -1,18 +1,18 @@
 """Where the files of a prepared dataset are: in a local folder, or at a remote URL with a local cache.
 
-Files of a local folder are used where they lie. Remote files are downloaded by mosaicml-streaming's downloaders
-(s3://, gs://, oci://, azure://, hf://, sftp://, dbfs:/, ...; file:// copies from a mounted folder) into the cache, and
-zstd shards, local or remote, are decompressed into it once. A file appears in the cache under its final name only when
-it is complete and its checksum right (written under another name, then renamed), and a lock file lets one of the
-processes of a machine do the work while the others wait. The cache folder of a dataset carries the digest of its
-manifest, so that data prepared anew under the same path can never meet an old cache.
+Files of a local folder are used where they lie. Remote files are downloaded by mosaicml-streaming's
+downloaders (s3://, gs://, oci://, azure://, hf://, sftp://, dbfs:/, ...; file:// copies from a mounted
+folder) into the cache, and zstd shards, local or remote, are decompressed into it once. A file appears
+in the cache under its final name only when it is complete and its checksum right (written under another
+name, then renamed), and a lock file lets one of the processes of a machine do the work while the others
+wait. The cache folder of a dataset carries the digest of its manifest, so that data prepared anew under
+the same path can never meet an old cache.
 """
 
 import contextlib
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -29,8 +29,9 @@ _HASH_CHUNK = 1 << 22
 class Storage:
     """Gives local paths for the files of one prepared dataset.
 
-    path: local folder or URL. cache_dir: folder for downloads and decompressed shards ("" = the user's cache folder).
-    Raises FileNotFoundError if nothing is there, ValueError if it is not a prepared dataset.
+    path: local folder or URL. cache_dir: folder for downloads and decompressed shards ("" = the user's
+    cache folder). Raises FileNotFoundError if nothing is there, ValueError if it is not a prepared
+    dataset.
     """
 
     def __init__(self, path: str, cache_dir: str = "") -> None:
@@ -57,7 +58,8 @@ class Storage:
         return self.cache if self.remote else Path(self.path)
 
     def file(self, name: str) -> Path:
-        """Local path of a file that is not a shard (`name` relative to the dataset), downloaded if need be."""
+        """Local path of a file that is not a shard (`name` relative to the dataset), downloaded if need
+        be."""
         target = self.root / name
         if target.exists():
             return target
@@ -69,12 +71,15 @@ class Storage:
         return target
 
     def check_shard(self, split: str, shard: ShardInfo) -> None:
-        """Cheap check, without reading it, that a local shard is there and whole (remote ones: when fetched)."""
+        """Cheap check, without reading it, that a local shard is there and whole (remote ones: when
+        fetched)."""
         if self.remote:
             return
         stored = Path(self.path) / split / shard.file
         if not stored.is_file():
-            raise FileNotFoundError(f"{self.path}: shard {split}/{shard.file} is missing; prepare the data again")
+            raise FileNotFoundError(
+                f"{self.path}: shard {split}/{shard.file} is missing; prepare the data again"
+            )
         size = stored.stat().st_size
         if size != shard.bytes:
             raise ValueError(
@@ -85,7 +90,8 @@ class Storage:
     def shard(self, split: str, shard: ShardInfo, *, verify: bool = True) -> Path:
         """Local path of the uncompressed shard, downloaded and decompressed if need be.
 
-        Raises FileNotFoundError if it is missing, ValueError if its checksum is wrong or it does not decompress.
+        Raises FileNotFoundError if it is missing, ValueError if its checksum is wrong or it does not
+        decompress.
         """
         stored = f"{split}/{shard.file}"
         compressed = self.manifest.compression is not None
@@ -140,8 +146,8 @@ class Storage:
                 digest.update(chunk)
         if digest.hexdigest() != shard.sha256:
             raise ValueError(
-                f"{self.path}: shard {stored} has another SHA-256 than the manifest says, it is damaged or was "
-                "changed; fetch or prepare the data again"
+                f"{self.path}: shard {stored} has another SHA-256 than the manifest says, it is damaged or "
+                "was changed; fetch or prepare the data again"
             )
 
     @contextlib.contextmanager
@@ -152,7 +158,9 @@ class Storage:
             target.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except OSError as error:
-            raise ValueError(f"cannot write the data cache {self.cache} ({error}); set data.cache_dir") from None
+            raise ValueError(
+                f"cannot write the data cache {self.cache} ({error}); set data.cache_dir"
+            ) from None
         try:
             yield
         finally:
@@ -168,7 +176,9 @@ class Storage:
         except OSError as error:
             if isinstance(error, FileNotFoundError):
                 raise
-            raise ValueError(f"cannot write {target} to the data cache ({error}); see data.cache_dir") from None
+            raise ValueError(
+                f"cannot write {target} to the data cache ({error}); see data.cache_dir"
+            ) from None
         finally:
             part.unlink(missing_ok=True)
 
@@ -181,7 +191,9 @@ class Storage:
             try:
                 self._download("manifest.json", target)
             except FileNotFoundError:
-                raise FileNotFoundError(f"there is no prepared dataset at {self.path}: no manifest.json") from None
+                raise FileNotFoundError(
+                    f"there is no prepared dataset at {self.path}: no manifest.json"
+                ) from None
             return target.read_bytes()
 
 
@@ -190,12 +202,8 @@ def download(url: str, target: Path, attempts: int = 3) -> None:
 
     Raises FileNotFoundError if the file is not there, ValueError if it cannot be fetched.
     """
-    if url.startswith("file://"):
-        source = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
-        if not source.is_file():
-            raise FileNotFoundError(f"{url} does not exist")
-        shutil.copyfile(source, target)
-        return
+    if url.startswith("file://"):  # to mosaicml-streaming a path without a scheme
+        url = urllib.parse.unquote(urllib.parse.urlsplit(url).path)
     from streaming.base.storage import CloudDownloader
     from streaming.base.util import retry
 
@@ -219,7 +227,7 @@ def download(url: str, target: Path, attempts: int = 3) -> None:
     finally:
         downloader.clean_up()
     if missing:
-        raise FileNotFoundError(f"{url} does not exist: {_first_line(missing[0])}")
+        raise FileNotFoundError(f"{url} does not exist")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,9 @@
 """Shards in WebDataset form: a tar file with one `<key>.npy` member for each document.
 
-The library reads such files from front to back only. Here the 512-byte member headers are walked once when a shard is
-opened (the position of every member follows from the sizes before it), and documents are then views into the memory
-map: random access, without unpacking and without any decoder that could unpickle.
+The library reads such files from front to back only. Here the 512-byte member headers are walked once
+when a shard is opened (the position of every member follows from the sizes before it), and documents are
+then views into the memory map: random access, without unpacking and without any decoder that could
+unpickle.
 """
 
 import mmap
@@ -24,7 +25,9 @@ def open_shard(path: Path, shard: ShardInfo, *, dtype: str, where: str) -> OpenS
     Raises ValueError if it is truncated or does not hold the documents that the manifest promises.
     """
     with path.open("rb") as file:
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if path.stat().st_size else b""
+        data = (
+            memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if path.stat().st_size else b""
+        )
     members = _token_members(data, where)
     if len(members) != shard.documents:
         raise damaged(where, f"it holds {len(members)} documents instead of {shard.documents}")
@@ -67,7 +70,7 @@ class _TarShard(OpenShard):
         self._where = where
 
     def read(self, index: int, length: int) -> np.ndarray:
-        # The npy format (NEP 1): magic, version, uint16 length of a header that spells dtype and order, then the data.
+        # The npy format (NEP 1): magic, version, uint16 length of a header that spells dtype and order; data.
         begin, end = self._members[index].tolist()
         head = self._data[begin : min(begin + 128, end)].tobytes()
         start = 10 + int.from_bytes(head[8:10], "little")

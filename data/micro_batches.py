@@ -1,0 +1,63 @@
+"""One micro-batch from the numbers of its samples: what a reading process does."""
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from matmix.data.batch import Batch, causal_batch, masked_batch
+from matmix.data.masking import Masker
+from matmix.data.mixture import Mixture
+from matmix.data.packing import DocumentPacking, Packing
+
+
+class Failure:
+    """An error of the data on its way from a worker: torch would wrap it into a page of traceback."""
+
+    def __init__(self, error: Exception) -> None:
+        self.kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        self.message = str(error)
+
+
+class MicroBatches(Dataset):
+    """Map-style dataset whose item is a whole micro-batch: `__getitems__` takes the sample numbers of
+    its rows.
+
+    Numbers at or above `limit` (one-pass reading) give rows of padding.
+    """
+
+    def __init__(
+        self,
+        packings: list[Packing],
+        mixture: Mixture,
+        masker: Masker | None,
+        *,
+        pad_id: int,
+        limit: int | None,
+    ) -> None:
+        self.packings = packings
+        self.mixture = mixture
+        self.masker = masker
+        self.pad_id = pad_id
+        self.limit = limit
+
+    def __getitems__(self, samples: list[int]) -> Batch | Failure:
+        try:
+            return self.batch(np.asarray(samples, dtype=np.int64))
+        except (ValueError, FileNotFoundError) as error:
+            return Failure(error)
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        """The micro-batch of sample numbers int64 (B,)."""
+        width = self.packings[0].width
+        tokens = np.full((len(samples), width), self.pad_id, dtype=np.int64)
+        begins = np.zeros((len(samples), width), dtype=bool)
+        counts = np.zeros(len(samples), dtype=np.int64)
+        dataset, epoch, slot = (part.tolist() for part in self.mixture.locate(samples))
+        for row, sample in enumerate(samples.tolist()):
+            if self.limit is None or sample < self.limit:
+                packing = self.packings[dataset[row]]
+                counts[row] = packing.fill(epoch[row], slot[row], tokens[row], begins[row])
+        padded = isinstance(self.packings[0], DocumentPacking)
+        if self.masker is None:
+            return causal_batch(tokens, begins, counts, padded=padded)
+        input_ids, labels = self.masker.apply(tokens, counts, self.mixture.epoch(samples), samples)
+        return masked_batch(input_ids, labels, begins, counts, padded=padded)
