@@ -1,0 +1,106 @@
+"""Residual blocks: a mixer, an MLP, or both, before or after a LayerNorm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from matmix.model.config import ModelConfig
+from matmix.model.initialization import normal_init
+from matmix.model.mixers import MIXERS
+
+
+def activate(x: torch.Tensor, name: str) -> torch.Tensor:
+    """gelu (exact), gelu_tanh, relu or silu."""
+    if name == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    return {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}[name](x)
+
+
+def residual_std(config: ModelConfig) -> float:
+    """Initial standard deviation of what writes to the residual stream.
+
+    In pre-norm models 0.02 / sqrt(number of additions) (GPT-2), so that the stream's variance does not grow with the
+    depth; post-norm models normalise after each addition and take 0.02, as BERT.
+    """
+    additions = sum((mixer is not None) + has_mlp for mixer, has_mlp in config.layer_kinds())
+    return 0.02 / math.sqrt(additions) if config.norm == "pre" else 0.02
+
+
+class MLP(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        hidden = round(config.d_model * config.mlp_ratio)
+        self.activation = config.activation
+        self.up = nn.Linear(config.d_model, hidden, bias=config.mlp_bias)
+        self.down = nn.Linear(hidden, config.d_model, bias=config.mlp_bias)
+        self.init_rules = {"down.weight": normal_init(residual_std(config))}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(activate(self.up(x), self.activation))
+
+
+class Block(nn.Module):
+    """Layer `index` of a model: x (B, L, d_model) -> (B, L, d_model)."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        mixer, has_mlp = config.layer_kinds()[index]
+        self.pre = config.norm == "pre"
+        self.dropout = nn.Dropout(config.dropout)
+        self.mixer = self.mlp = None
+        if mixer is not None:
+            self.norm_mixer = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.norm_bias)
+            self.mixer = MIXERS[mixer](
+                config.d_model,
+                config.mixer_config(mixer),
+                causal=config.causal,
+                max_seqlen=config.max_seqlen,
+                output_std=residual_std(config),
+            )
+        if has_mlp:
+            self.norm_mlp = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.norm_bias)
+            self.mlp = MLP(config)
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        if self.mixer is not None:
+            y = self.mixer(self.norm_mixer(x) if self.pre else x, cu_seqlens, max_seqlen)
+            x = self.add(x, y, self.norm_mixer)
+        return self.after_mixer(x)
+
+    def after_mixer(self, x: torch.Tensor) -> torch.Tensor:
+        """The MLP half."""
+        if self.mlp is None:
+            return x
+        return self.add(x, self.mlp(self.norm_mlp(x) if self.pre else x), self.norm_mlp)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        """Add y to the stream, and normalise the sum in post-norm models."""
+        x = x + self.dropout(y)
+        return x if self.pre else norm(x)
+
+    def initial_state(self, batch_size: int) -> Any:
+        """The mixer's state before the first token; None for a layer without a mixer."""
+        return None if self.mixer is None else self.mixer.initial_state(batch_size)
+
+    def step(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        """One token: x (B, d_model)."""
+        return self._with_state(x, state, "step")
+
+    def forward_with_state(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        """Continue from a state over x (B, L, d_model)."""
+        return self._with_state(x, state, "forward_with_state")
+
+    def _with_state(self, x: torch.Tensor, state: Any, method: str) -> tuple[torch.Tensor, Any]:
+        if self.mixer is not None:
+            y, state = getattr(self.mixer, method)(self.norm_mixer(x) if self.pre else x, state)
+            x = self.add(x, y, self.norm_mixer)
+        return self.after_mixer(x), state

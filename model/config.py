@@ -1,0 +1,135 @@
+"""The configuration of a model: frozen dataclasses, validated when made, the same for training and export."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, Literal
+
+from matmix.model.mixers import MIXERS
+
+MixerOptions = make_dataclass(
+    "MixerOptions",
+    [(name, mixer.Config, field(default=mixer.Config())) for name, mixer in MIXERS.items()],
+    frozen=True,
+    kw_only=True,
+    slots=True,
+    namespace={"__doc__": "Options of every registered mixer, by its name.", "__module__": __name__},
+)
+
+MLP_LAYER = "mlp"
+"""In `layers`: a layer that is an MLP and no mixer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape and kind of a model."""
+
+    architecture: Literal["language_model", "encoder"] = "language_model"
+    """language_model predicts the next token and is causal; encoder sees both sides and fills in masked tokens."""
+    vocab_size: int = 0
+    """Number of tokens; 0 = taken from the data."""
+    d_model: int = 256
+    """Width of the residual stream."""
+    n_layers: int = 6
+    """Number of layers."""
+    layers: tuple[str, ...] = ("mru",)
+    """Pattern of mixers, repeated over the depth: ("hydra", "hydra", "attention") has attention in every third layer.
+    With "mlp" in the pattern the MLPs stand exactly there, as layers of their own; otherwise one follows each mixer."""
+    mlp_ratio: float = 4.0
+    """Hidden width of the MLPs over d_model; 0 = no MLPs."""
+    mlp_bias: bool = False
+    """Biases in the MLPs."""
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu"
+    """Activation of the MLPs."""
+    norm: Literal["pre", "post"] = "pre"
+    """pre: x + f(norm(x)) with a final norm; post: norm(x + f(x)), as in the published Hydra encoder."""
+    norm_eps: float = 1e-5
+    """Epsilon of the LayerNorms in the layers."""
+    norm_bias: bool = False
+    """Biases in the LayerNorms of the layers and in the final one."""
+    final_norm_eps: float = 1e-5
+    """Epsilon of the final LayerNorm (norm = "pre")."""
+    dropout: float = 0.0
+    """Dropout on what each mixer and MLP adds."""
+    embedding_dropout: float = 0.0
+    """Dropout on the embeddings."""
+    max_seqlen: int = 1024
+    """Longest document; binding only with position embeddings and for mixers of a fixed length."""
+    tie_embeddings: bool = True
+    """Word embeddings and output projection are one matrix."""
+    type_vocab_size: int = 2
+    """encoder: number of token types; 0 = no token-type embeddings."""
+    position_embeddings: bool = False
+    """encoder: learned absolute positions, counted from 0 in every document."""
+    embedding_norm_eps: float = 1e-12
+    """encoder: epsilon of the LayerNorm after the embeddings."""
+    head_activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu"
+    """encoder: activation in the masked-LM head."""
+    head_norm_eps: float = 1e-12
+    """encoder: epsilon of the LayerNorm in the masked-LM head."""
+    mixers: MixerOptions = field(default_factory=MixerOptions)
+    """Options of each kind of mixer."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("vocab_size", 0), ("d_model", 1), ("n_layers", 1), ("max_seqlen", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"model.{name} = {getattr(self, name)}: must be {least} or more")
+        if self.type_vocab_size < 0 or self.mlp_ratio < 0:
+            raise ValueError("model.type_vocab_size and model.mlp_ratio must not be negative")
+        for name in ("dropout", "embedding_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"model.{name} = {getattr(self, name)}: must be at least 0 and below 1")
+        if not self.layers:
+            raise ValueError('model.layers is empty: name at least one mixer, for example ["mru"]')
+        for name in self.layers:
+            self._check_layer(name)
+        if MLP_LAYER in self.layers and self.mlp_ratio == 0:
+            raise ValueError('model.layers places "mlp" layers, but model.mlp_ratio is 0; set one of the two')
+
+    def _check_layer(self, name: str) -> None:
+        if name == MLP_LAYER:
+            return
+        if name not in MIXERS:
+            known = [*MIXERS, MLP_LAYER]
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ValueError(f"model.layers names {name!r}, which is no mixer; {hint}")
+        mixer, causal = MIXERS[name], self.causal
+        if causal and not mixer.causal_form:
+            raise ValueError(
+                f"model.layers: {name!r} sees tokens to come, so a language_model cannot use it; "
+                'use a causal mixer or architecture = "encoder"'
+            )
+        if not causal and not mixer.bidirectional_form:
+            raise ValueError(
+                f"model.layers: {name!r} sees only earlier tokens, so an encoder cannot use it; "
+                'use a bidirectional mixer or architecture = "language_model"'
+            )
+        mixer.check(self.d_model, self.mixer_config(name))
+
+    @property
+    def causal(self) -> bool:
+        """Whether no output may depend on later tokens."""
+        return self.architecture == "language_model"
+
+    def mixer_config(self, name: str) -> Any:
+        """The options of one kind of mixer."""
+        return getattr(self.mixers, name)
+
+    def layer_kinds(self) -> list[tuple[str | None, bool]]:
+        """For each layer: its mixer (None for an "mlp" layer) and whether it has an MLP."""
+        names = [self.layers[index % len(self.layers)] for index in range(self.n_layers)]
+        follows = MLP_LAYER not in self.layers and self.mlp_ratio > 0
+        return [(None, True) if name == MLP_LAYER else (name, follows) for name in names]
+
+    def check_seqlen(self, seqlen: int) -> None:
+        """Raise a one-line ValueError when the model cannot take documents of `seqlen` tokens."""
+        if seqlen < 1:
+            raise ValueError(f"sequence length {seqlen}: must be 1 or more")
+        if self.architecture == "encoder" and self.position_embeddings and seqlen > self.max_seqlen:
+            raise ValueError(
+                f"sequence length {seqlen} exceeds the {self.max_seqlen} position embeddings; raise model.max_seqlen"
+            )
+        for name in sorted({name for name, _ in self.layer_kinds() if name is not None}):
+            MIXERS[name].check_seqlen(self.mixer_config(name), seqlen, self.max_seqlen)

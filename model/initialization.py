@@ -1,0 +1,87 @@
+"""Initial weights that depend on (seed, parameter name) and on nothing else.
+
+Every parameter is drawn on the CPU, in float32, at its full shape, from a generator of its own, and then copied into
+the parameter, sharded or not. Hence one and the same model for 1 or 64 ranks, for FSDP2 or DeepSpeed, with or
+without torch.compile, and layers that differ from each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+InitRule = Callable[[torch.Size, torch.Generator], torch.Tensor]
+"""Draws one parameter: (full shape, CPU generator) -> float32 tensor."""
+
+
+def normal_init(std: float) -> InitRule:
+    """Gaussian values with mean 0."""
+    return lambda shape, generator: torch.randn(shape, generator=generator) * std
+
+
+def uniform_init(bound: float) -> InitRule:
+    """Values from U[-bound, bound]."""
+    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
+
+
+def constant_init(value: float) -> InitRule:
+    """One value everywhere."""
+    return lambda shape, generator: torch.full(shape, value)
+
+
+def clean_parameter_name(name: str) -> str:
+    """The name without what torch.compile, checkpoint wrappers, FSDP1 and DDP put into it."""
+    wrappers = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+    parts = [part for part in name.split(".") if part not in wrappers]
+    if parts and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def initialize(model: nn.Module, seed: int) -> None:
+    """Fill every parameter of `model` in place.
+
+    A module says how its own parameters start in `init_rules`, a dict from the parameter's name relative to that
+    module to an `InitRule`; the outermost rule wins. Without a rule: LayerNorm 1 and 0, other biases 0, other
+    matrices N(0, 0.02). Parameters may be sharded (DTensor): no communication takes place.
+    """
+    rules: dict[str, InitRule] = {}
+    for module_name, module in model.named_modules():
+        for name, rule in getattr(module, "init_rules", {}).items():
+            rules.setdefault(clean_parameter_name(f"{module_name}.{name}" if module_name else name), rule)
+    with torch.no_grad():
+        for module_name, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                full_name = clean_parameter_name(f"{module_name}.{name}" if module_name else name)
+                rule = rules.get(full_name) or default_init_rule(module, name)
+                values = rule(parameter.shape, parameter_generator(seed, full_name))
+                copy_into_parameter(parameter, values)
+
+
+def parameter_generator(seed: int, name: str) -> torch.Generator:
+    """A CPU generator seeded by a hash of (seed, name), the same on every machine."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def default_init_rule(module: nn.Module, name: str) -> InitRule:
+    """What a parameter without a rule of its own starts as."""
+    if name == "bias":
+        return constant_init(0.0)
+    if isinstance(module, nn.LayerNorm):
+        return constant_init(1.0)
+    return normal_init(0.02)
+
+
+def copy_into_parameter(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy the full float32 `values` into a plain or sharded parameter, each rank taking its own part."""
+    if hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        values = values.to(parameter.device, parameter.dtype)
+        # src_data_rank=None: every rank drew the same values, so nothing needs to be sent.
+        values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(values)

@@ -1,0 +1,183 @@
+"""mru-lm's models: constructor arguments, parameter names, in both of its arrangements.
+
+"layers": a list of "mru", "attn" and "mlp" layers, each behind a LayerNorm of its own (`pre_lns`). "blocks": mixer and
+MLP in one block (`first_ln`, `second_ln`), attention without positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from matmix.model.config import MixerOptions, ModelConfig
+from matmix.model.interop.layouts import ForeignConfig, Layout, is_tied, shape_text
+from matmix.model.mixers.attention import AttentionConfig
+from matmix.model.mixers.mru import MRUConfig
+
+_OUR_NAMES = {"mru": "mru", "attn": "attention", "mlp": "mlp"}
+_POSITION_TABLES = frozenset(f"position_embedding.{name}" for name in ("c", "s", "t", "invt"))
+
+
+def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
+    """The model (kind mru-lm) that the reference's configuration describes.
+
+    Beyond the reference's keys, `state_construction` names the construction of state matrices, which that code has
+    chosen by editing: identity_plus, ldu (the default) or cayley (the default where the shapes leave no other).
+    """
+    config = ForeignConfig("mru-lm", values)
+    d_model = config.require("embedding_size", int)
+    nheads, state_size = config.require("n_state_heads", int), config.get("state_size", d_model)
+    order = math.isqrt(state_size // nheads) if nheads > 0 else 0
+    if nheads < 1 or nheads * order**2 != state_size:
+        raise ValueError(
+            f"mru-lm: state_size = {state_size} is not n_state_heads = {nheads} times the square of a whole number"
+        )
+    blocks = "layers" not in values and any(name.startswith("blocks.") for name in state)
+    kinds = block_kinds(state, config) if blocks else layer_kinds(config)
+    attention_heads = config.get("n_attn_heads", nheads)
+    key_size, value_size = config.get("key_size", d_model), config.get("value_size", d_model)
+    if attention_heads < 1 or key_size % attention_heads or value_size % attention_heads:
+        raise ValueError(
+            f"mru-lm: n_attn_heads = {attention_heads} does not divide key_size = {key_size} "
+            f"and value_size = {value_size}"
+        )
+    dropout = config.get("dropout_rate", 0.0)
+    biased = any(name.endswith((".mru_out.bias", ".query_layer.bias", ".mlp.0.bias")) for name in state)
+    bias, norm_bias = config.get("bias", biased), "final_ln.bias" in state
+    tied = is_tied("mru-lm", state, "lm_head.weight", "wte.weight")
+    model = ModelConfig(
+        architecture="language_model",
+        vocab_size=config.require("vocab_size", int),
+        d_model=d_model,
+        n_layers=len(kinds),
+        layers=tuple(_OUR_NAMES[kind] for kind in kinds),
+        mlp_ratio=4.0,
+        mlp_bias=bias,
+        norm_bias=norm_bias,
+        dropout=dropout,
+        embedding_dropout=dropout,
+        max_seqlen=config.get("max_sequence_length", 1024),
+        tie_embeddings=tied,
+        mixers=MixerOptions(
+            mru=MRUConfig(
+                order=order,
+                nheads=nheads,
+                construction=construction_of(state, config, nheads, order),
+                bias=bias,
+                dropout=dropout,
+            ),
+            attention=AttentionConfig(
+                nheads=attention_heads,
+                headdim=key_size // attention_heads,
+                value_headdim=value_size // attention_heads,
+                position="none" if blocks else "xpos",
+                bias=bias,
+                dropout=dropout,
+            ),
+        ),
+    )
+    config.refuse_unknown(frozenset({"create_state_matrix", "n_blocks", "layers"}))
+    norm_parts = ("weight", "bias") if norm_bias else ("weight",)
+    names = {"embedding.weight": "wte.weight"} | {f"norm.{part}": f"final_ln.{part}" for part in norm_parts}
+    if not tied:
+        names["output.weight"] = "lm_head.weight"
+    for index, kind in enumerate(kinds):
+        ours = f"blocks.{index}."
+        theirs = f"blocks.{index}.{'' if kind == 'mlp' else kind + '.'}" if blocks else f"layers.{index}."
+        norm = f"blocks.{index}.first_ln" if blocks else f"pre_lns.{index}"
+        names |= layer_names(kind, ours, theirs, norm, bias, norm_parts)
+        if blocks:
+            names |= layer_names("mlp", ours, f"blocks.{index}.", f"blocks.{index}.second_ln", bias, norm_parts)
+    ignored = _POSITION_TABLES | ({"lm_head.weight"} if tied else set())
+    return model, Layout(kind="mru-lm", names=names, ignored=frozenset(ignored))
+
+
+def layer_names(
+    kind: str, ours: str, theirs: str, norm: str, bias: bool, norm_parts: tuple[str, ...]
+) -> dict[str, str]:
+    """Names of one mixer or MLP and of the LayerNorm before it."""
+    modules = {
+        "mru": {"mixer.in_proj": "state_matrices_up", "mixer.out_proj": "mru_out"},
+        "attn": {
+            "mixer.q_proj": "query_layer",
+            "mixer.k_proj": "key_layer",
+            "mixer.v_proj": "value_layer",
+            "mixer.out_proj": "attention_down",
+        },
+        "mlp": {"mlp.up": "mlp.0", "mlp.down": "mlp.2"},
+    }[kind]
+    parts = ("weight", "bias") if bias else ("weight",)
+    names = {f"{ours}{our}.{part}": f"{theirs}{their}.{part}" for our, their in modules.items() for part in parts}
+    if kind == "mru":
+        names[f"{ours}mixer.state_down"] = f"{theirs}state_matrices_down"
+    our_norm = "norm_mlp" if kind == "mlp" else "norm_mixer"
+    return names | {f"{ours}{our_norm}.{part}": f"{norm}.{part}" for part in norm_parts}
+
+
+def layer_kinds(config: ForeignConfig) -> list[str]:
+    """The list of layers of the "layers" arrangement, checked."""
+    kinds = list(config.get("layers", None, list | tuple) or config.require("layers", list))
+    for kind in kinds:
+        if kind not in _OUR_NAMES:
+            raise ValueError(f"mru-lm: layers names {kind!r}; known: {', '.join(_OUR_NAMES)}")
+    return kinds
+
+
+def block_kinds(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> list[str]:
+    """The mixer of every block of the "blocks" arrangement, from the names in the state."""
+    found = {int(name.split(".")[1]) for name in state if name.startswith("blocks.")}
+    count = config.get("n_blocks", 1 + max(found))
+    return ["attn" if any(name.startswith(f"blocks.{i}.attn.") for name in state) else "mru" for i in range(count)]
+
+
+def construction_of(state: Mapping[str, torch.Tensor], config: ForeignConfig, nheads: int, order: int) -> str:
+    """The configured construction, or the one that the shape of an up projection allows."""
+    wanted = config.get("state_construction", config.get("construction", ""))
+    known = ("identity_plus", "ldu", "cayley")
+    if wanted:
+        if wanted not in known:
+            raise ValueError(f"mru-lm: state_construction = {wanted!r}; known: {', '.join(known)}")
+        return wanted
+    for name, tensor in state.items():
+        if name.endswith("state_matrices_up.weight"):
+            full, triangle = nheads * order**2, nheads * order * (order - 1) // 2
+            if tensor.shape[0] not in (full, triangle):
+                raise ValueError(
+                    f"mru-lm: key {name!r} has shape {shape_text(tensor)}, but the configuration gives "
+                    f"({full}, {config.values['embedding_size']})"
+                )
+            return "ldu" if tensor.shape[0] == full else "cayley"
+    return "ldu"
+
+
+def mru_lm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What the shapes of a state say about its configuration, for checkpoints that come without one."""
+    downs = [tensor for name, tensor in state.items() if name.endswith("state_matrices_down")]
+    if "wte.weight" not in state or not downs or downs[0].dim() != 3:
+        raise ValueError("mru-lm: the state lacks key 'wte.weight' or a 'state_matrices_down' of shape (heads, order, c)")
+    nheads, order, _ = downs[0].shape
+    vocab_size, d_model = state["wte.weight"].shape
+    values: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "embedding_size": d_model,
+        "n_state_heads": nheads,
+        "state_size": nheads * order**2,
+    }
+    layers = {int(name.split(".")[1]) for name in state if name.startswith("layers.")}
+    if layers:
+        signs = {"state_matrices_down": "mru", "query_layer.weight": "attn", "mlp.0.weight": "mlp"}
+        values["layers"] = [
+            next((kind for sign, kind in signs.items() if f"layers.{index}.{sign}" in state), "mlp")
+            for index in sorted(layers)
+        ]
+    queries = [tensor for name, tensor in state.items() if name.endswith("query_layer.weight")]
+    table = state.get("position_embedding.c")
+    if queries and table is not None:
+        value = next(tensor for name, tensor in state.items() if name.endswith("value_layer.weight"))
+        values |= {"key_size": queries[0].shape[0], "value_size": value.shape[0]}
+        values["n_attn_heads"] = queries[0].shape[0] // table.shape[-1]
+        values["max_sequence_length"] = table.shape[0]
+    return values

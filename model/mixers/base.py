@@ -1,0 +1,96 @@
+"""What every sequence mixer offers to blocks, models, trainers and tests."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+
+class Mixer(nn.Module):
+    """A sequence mixer Y = combine(M(x) f(x), x), with M (L x L) per head (arXiv 2407.09941, section 2).
+
+    `forward` is the fast algorithm. `matrix`, `values` and `combine` are the definition it must agree with:
+    forward(x) == combine(mix(matrix(x), values(x)), x), in O(L^2) and without packing.
+
+    A mixer is one file with a frozen config dataclass and a subclass of this, and one line in `mixers/__init__.py`.
+    """
+
+    Config: ClassVar[type]
+    """Its frozen options dataclass."""
+    causal_form: ClassVar[bool]
+    """Can be built with causal=True: no output sees a later token."""
+    bidirectional_form: ClassVar[bool]
+    """Can be built with causal=False: outputs see the whole document."""
+    sequence_aligned: ClassVar[bool]
+    """M[:i+1, :i+1] comes from tokens up to i only (two-sided forms: per direction), so any length works."""
+    complexity: ClassVar[str]
+    """Cost in the sequence length L."""
+
+    def __init__(self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float) -> None:
+        """
+        Args:
+            d_model: width of inputs and outputs.
+            config: an instance of `Config`.
+            causal: which form to build.
+            max_seqlen: longest document it will see in training; only mixers of a fixed length need it.
+            output_std: standard deviation of the initial output projection.
+        """
+        super().__init__()
+        self.d_model = d_model
+        self.config = config
+        self.causal = causal
+        self.max_seqlen = max_seqlen
+
+    @classmethod
+    def check(cls, d_model: int, config: Any) -> None:
+        """Raise a one-line ValueError when the options do not fit each other or the width."""
+
+    @classmethod
+    def check_seqlen(cls, config: Any, seqlen: int, max_seqlen: int) -> None:
+        """Raise a one-line ValueError when the mixer cannot take documents of `seqlen` tokens."""
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
+        """Forward floating-point operations (2 per multiply-add) for one token of a document of `seqlen`."""
+        raise NotImplementedError
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        """Mix x (B, L, d_model) -> (B, L, d_model). With cu_seqlens, B is 1 and documents do not see each other."""
+        raise NotImplementedError
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        """M (B, H, L, L) for x (B, L, d_model); row t holds the weights of output t."""
+        raise NotImplementedError
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        """f(x) (B, L, H, P), what M is applied to."""
+        raise NotImplementedError
+
+    def mix(self, matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """M f(x): (B, H, L, L) and (B, L, H, P) -> (B, L, H, P)."""
+        return torch.einsum("bhts,bshp->bthp", matrix, values)
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What follows the mixing: gate, norm and output projection, (B, L, H, P) -> (B, L, d_model)."""
+        raise NotImplementedError
+
+    def monitor(self) -> dict[str, torch.Tensor]:
+        """Scalars of the last forward worth watching in training, by name."""
+        return {}
+
+    def initial_state(self, batch_size: int) -> Any:
+        """The state before the first token (causal forms)."""
+        raise NotImplementedError
+
+    def step(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        """One token: x (B, d_model), state -> (B, d_model), new state. The given state is left as it is."""
+        y, state = self.forward_with_state(x.unsqueeze(1), state)
+        return y.squeeze(1), state
+
+    def forward_with_state(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        """Continue from `state` over x (B, L, d_model): outputs (B, L, d_model) and the state after the last token."""
+        raise NotImplementedError

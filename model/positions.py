@@ -1,0 +1,76 @@
+"""Where a token stands in its document, and padded batches as packed ones."""
+
+from __future__ import annotations
+
+import torch
+
+
+def document_positions(length: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Position of each of `length` tokens within its document: (length,) int64, counting from 0.
+
+    `cu_seqlens` (ndocs + 1,) int32 holds the document boundaries; None means one document.
+    """
+    positions = torch.arange(length, device=device)
+    if cu_seqlens is None:
+        return positions
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+    return positions - torch.repeat_interleave(starts, lengths, output_size=length)
+
+
+def unpad_indices(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What a padded batch is when its padding is left out.
+
+    Args: attention_mask (B, L), nonzero where a token is real.
+    Returns: indices (n,) int64 of the real tokens in the flattened batch; cu_seqlens (rows with tokens + 1,) int32;
+        the length of the longest row.
+    """
+    mask = attention_mask.bool()
+    lengths = mask.sum(dim=1, dtype=torch.int32)
+    lengths = lengths[lengths > 0]
+    cu_seqlens = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=mask.device)
+    cu_seqlens[1:] = lengths.cumsum(0, dtype=torch.int32)
+    longest = int(lengths.max()) if lengths.numel() else 0
+    return mask.flatten().nonzero().squeeze(1), cu_seqlens, longest
+
+
+def pad_back(features: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
+    """(n, C) features of the real tokens -> (rows, C), zero at padding: the inverse of taking `indices`."""
+    return features.new_zeros(rows, features.shape[-1]).index_copy(0, indices, features)
+
+
+def rotary_tables(
+    positions: torch.Tensor, headdim: int, base: float, kind: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Cosines, sines and (for xPos) log-scales of a rotary embedding, each (L, headdim / 2) float32.
+
+    kind "rope": pair d turns by base^(-2d/headdim) per position (arXiv 2104.09864). kind "xpos": the form of mru-lm,
+    after arXiv 2212.10554: angles base^(-2(d+1)/headdim) / 512 per position, queries times zeta_d^(p/512) and keys
+    divided by it. Both depend only on differences of positions.
+    """
+    pairs = torch.arange(headdim // 2, dtype=torch.float32, device=positions.device)
+    if kind == "rope":
+        angles = positions.float().unsqueeze(1) * base ** (-2 * pairs / headdim)
+        return angles.cos(), angles.sin(), None
+    assert kind == "xpos", kind
+    steps = positions.float().unsqueeze(1) / 512
+    angles = steps * base ** (-2 * (pairs + 1) / headdim)
+    zeta = (4 * (pairs + 1) / headdim + 0.4 * headdim) / (1 + 0.4 * headdim)
+    return angles.cos(), angles.sin(), steps * zeta.log()
+
+
+def apply_rotary(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, base: float, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn neighbouring channel pairs of q and k (B, L, H, D) by their positions (L,); computed in float32."""
+    cos, sin, log_scale = (
+        None if table is None else table.unsqueeze(1) for table in rotary_tables(positions, q.shape[-1], base, kind)
+    )
+
+    def turn(x: torch.Tensor, sign: int) -> torch.Tensor:
+        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        if log_scale is not None:
+            turned = turned * (sign * log_scale).exp().unsqueeze(-1)
+        return turned.flatten(-2).to(x.dtype)
+
+    return turn(q, 1), turn(k, -1)
