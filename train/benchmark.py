@@ -1,0 +1,133 @@
+"""What the trainer costs: its steps against a bare loop, and the data loader against what the steps consume.
+
+    python -P -m matmix.train.benchmark mru_shakespeare --steps 60
+
+The bare loop has the same model, optimizer, batch shapes and loss, and nothing else: no engine, callbacks, counting,
+schedule, NaN guard or data loading (its batches lie in memory). Both run in one process, in turns of a few steps, so
+that whatever else the machine does hits both alike; the ratio of the medians is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+
+import torch
+
+from matmix.model import build_model, initialize
+from matmix.train.config import RunConfig
+from matmix.train.console import guarded
+from matmix.train.distributed import Distributed
+from matmix.train.loop import Trainer, make_loader
+from matmix.train.objectives import compute_loss, count_targets
+from matmix.train.optimizer import make_optimizer
+from matmix.train.recipe import load_config
+
+_TURN = 5  # steps of one turn
+
+
+def measure_overhead(config: RunConfig, steps: int) -> dict[str, float]:
+    """Median seconds of a trainer's step and of a bare step, and the trainer's overhead as a share."""
+    with tempfile.TemporaryDirectory() as folder, Distributed.from_environment(config.device) as distributed:
+        config = dataclasses.replace(config, run_dir=folder, steps=10**9, stop_step=0)
+        config = dataclasses.replace(config, logging=dataclasses.replace(config.logging, progress=False))
+        trainer = Trainer(config, distributed)
+        trainer.stop_agreed = False
+        config = trainer.config
+        trainer.call("on_start")
+        batches = iter(trainer.loader)
+        device = trainer.engine.device
+        model = build_model(config.model, device=device)
+        initialize(model, config.seed)
+        optimizer = make_optimizer(model, config.optimizer)
+        kept = [next(batches).to(device) for _ in range(trainer.accumulation * 4)]
+        position = 0
+
+        def bare_step() -> None:
+            nonlocal position
+            group = [kept[(position + index) % len(kept)] for index in range(trainer.accumulation)]
+            position += trainer.accumulation
+            targets = sum(map(count_targets, group))
+            for batch in group:
+                (compute_loss(model, batch, config.objective).total / targets).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def timed(step) -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - began
+
+        ours: list[float] = []
+        bare: list[float] = []
+        for turn in range(max(steps // _TURN, 2) + 1):
+            ours_turn = [timed(lambda: trainer.train_step(batches)) for _ in range(_TURN)]
+            bare_turn = [timed(bare_step) for _ in range(_TURN)]
+            if turn:  # the first turn warms up
+                ours += ours_turn
+                bare += bare_turn
+        trainer.call("on_end")
+    ours_median, bare_median = statistics.median(ours), statistics.median(bare)
+    return {
+        "trainer_seconds_per_step": ours_median,
+        "bare_seconds_per_step": bare_median,
+        "overhead": ours_median / bare_median - 1,
+        "tokens_per_second": config.global_batch_size * config.data.seqlen / ours_median,
+    }
+
+
+def measure_data(config: RunConfig, batches: int) -> float:
+    """Tokens per second of the training loader alone with one worker."""
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=1))
+    loader = make_loader(config, "train", 0, 1)
+    stream = iter(loader)
+    for _ in range(2 * config.data.prefetch + 2):  # what was read ahead while nobody waited does not count
+        next(stream)
+    began = time.perf_counter()
+    tokens = sum(next(stream).n_tokens for _ in range(batches))
+    return tokens / (time.perf_counter() - began)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m matmix.train.benchmark", description=__doc__.splitlines()[0])
+    parser.add_argument("recipe")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each kind (default: 60)")
+    parser.add_argument("--json", type=Path, default=None, help="also write the numbers here")
+    options, overrides = parser.parse_known_args(arguments)
+
+    def run() -> int:
+        config = load_config(options.recipe, overrides)
+        numbers = measure_overhead(config, options.steps)
+        numbers["data_tokens_per_second"] = measure_data(config, 200)
+        numbers["data_over_training"] = numbers["data_tokens_per_second"] / numbers["tokens_per_second"]
+        print(f"trainer  {numbers['trainer_seconds_per_step'] * 1e3:8.2f} ms a step")
+        print(f"bare     {numbers['bare_seconds_per_step'] * 1e3:8.2f} ms a step; overhead {numbers['overhead']:+.1%}")
+        print(f"training {numbers['tokens_per_second']:10,.0f} tokens/s")
+        print(
+            f"data     {numbers['data_tokens_per_second']:10,.0f} tokens/s with one worker: "
+            f"{numbers['data_over_training']:.0f} x what training consumes"
+        )
+        if options.json:
+            where = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+            record = {"recipe": options.recipe, "date": date.today().isoformat(), **where, **numbers}
+            options.json.write_text(json.dumps(record, indent=2) + "\n")
+        return 0
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
