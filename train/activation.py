@@ -1,0 +1,98 @@
+"""Changes to the blocks of a model that trade compute, memory and start-up time, without changing its numbers.
+
+Each replaces `forward` on the instance and leaves modules and parameters where they are: names in checkpoints stay
+the same, and hooks that an engine puts on a block (gathering its weights) run outside of what is replaced here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+_ATEN = torch.ops.aten
+# What is worth its memory: outputs of matrix products of weights and of attention, and of this project's own ops.
+_SAVED_OPS = frozenset(
+    {
+        _ATEN.mm.default,
+        _ATEN.addmm.default,
+        _ATEN._scaled_dot_product_flash_attention.default,
+        _ATEN._scaled_dot_product_efficient_attention.default,
+        _ATEN._scaled_dot_product_cudnn_attention.default,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+_SAVED_NAMESPACE = "matmix"
+
+
+def _save_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    if op in _SAVED_OPS or getattr(op, "namespace", None) == _SAVED_NAMESPACE:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_activations(
+    model: nn.Module,
+    mode: Literal["none", "full", "selective"],
+    *,
+    selective_by: Literal["block", "op"] = "block",
+    every: int = 2,
+) -> None:
+    """Lets blocks of `model.blocks` recompute activations in the backward pass instead of keeping them.
+
+    mode: "full" recomputes all of every block; "selective" by "block" does that for every `every`-th block (the
+    first, the first + every, ...), by "op" recomputes everything in every block except matrix products and fused ops.
+    """
+    if mode == "none":
+        return
+    by_op = mode == "selective" and selective_by == "op"
+    stride = every if mode == "selective" and selective_by == "block" else 1
+    context_fn = (
+        functools.partial(create_selective_checkpoint_contexts, _save_policy) if by_op else noop_context_fn
+    )
+    for block in list(model.blocks)[::stride]:
+        block.forward = _recomputing(block.forward, context_fn)
+
+
+def _recomputing(forward: Callable[..., Any], context_fn: Callable[[], Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+
+    return recomputing_forward
+
+
+def compile_blocks(model: nn.Module, **options: Any) -> None:
+    """Compiles the forward pass of each block of `model.blocks` (equal blocks share one compilation).
+
+    options: passed on to torch.compile.
+    """
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, **options)
+
+
+def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
+    """Runs the forward pass of `model` under bf16 autocast: parameters, gradients and reductions stay float32.
+
+    Matrix products run in bf16. Norms, softmax, and whatever reads a parameter outside of a matrix product
+    (A_log, dt_bias, D) see the float32 value, which a cast of all parameters to bf16 would round to 8 bits.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    model.forward = autocast_forward

@@ -1,0 +1,111 @@
+"""Processes, ranks and devices: one process, or many under torchrun.
+
+Everything outside this file asks `Distributed` for its rank and device, and the functions at the bottom for the few
+agreements between ranks that are not about tensors. All of them do nothing in a single process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Distributed:
+    """This process's place among all processes of the run, and its device. Usable as a context manager."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = torch.device("cpu")
+    owns_group: bool = False
+
+    @classmethod
+    def from_environment(
+        cls, device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_minutes: float = 30
+    ) -> Distributed:
+        """Reads torchrun's RANK, WORLD_SIZE and LOCAL_RANK; without them this is a run of one process.
+
+        device: "auto" is CUDA where there is one. timeout_minutes: how long a rank waits for the others.
+        Raises ValueError if CUDA is asked for and absent, or if there are more processes than devices.
+        """
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        rank = int(os.environ.get("RANK", "0"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        chosen = choose_device(device, local_rank)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        owns_group = world_size > 1 and not dist.is_initialized()
+        if owns_group:
+            # gloo carries the agreements between processes and CPU tensors even where NCCL carries the gradients.
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
+                timeout=datetime.timedelta(minutes=timeout_minutes),
+                device_id=chosen if chosen.type == "cuda" else None,
+            )
+        return cls(rank, world_size, local_rank, chosen, owns_group)
+
+    def __enter__(self) -> Distributed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(device: str, local_rank: int) -> torch.device:
+    """The device of the process with this rank on its machine. Raises ValueError where it does not exist."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError('device = "cuda" was asked for, but torch finds no CUDA device here; use --device cpu')
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"process {local_rank} on this machine has no CUDA device: there are {torch.cuda.device_count()}; "
+            f"start torchrun with --nproc-per-node={torch.cuda.device_count()}"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def ensure_group() -> bool:
+    """Makes a process group of this one process if there is none, for libraries that insist; True if it was made."""
+    if dist.is_initialized():
+        return False
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return True
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def is_distributed() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's `value`, in order of rank, on every rank. Small plain objects only."""
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_zero(value: Any) -> Any:
+    """Rank 0's `value` on every rank."""
+    if not is_distributed():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def barrier() -> None:
+    """Waits until every rank is here."""
+    gather_objects(None)

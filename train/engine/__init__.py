@@ -1,0 +1,18 @@
+"""Engines: how one model is spread over many devices, behind one interface."""
+
+from matmix.train.distributed import Distributed
+from matmix.train.engine.base import Engine
+from matmix.train.engine.config import EngineConfig
+
+__all__ = ["Engine", "EngineConfig", "build_engine"]
+
+
+def build_engine(config: EngineConfig, distributed: Distributed) -> Engine:
+    """The engine that `config.name` asks for. Raises ValueError where its mesh does not fit the ranks."""
+    if config.name == "deepspeed":
+        from matmix.train.engine.zero import ZeroEngine
+
+        return ZeroEngine(config, distributed)
+    from matmix.train.engine.fsdp import FsdpEngine
+
+    return FsdpEngine(config, distributed)

@@ -1,0 +1,145 @@
+"""What the training loop sees of an engine: one interface over PyTorch's fully_shard and DeepSpeed."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
+from matmix.train.distributed import Distributed, is_distributed
+from matmix.train.engine.config import EngineConfig
+
+
+class Engine(abc.ABC):
+    """Runs one model on the devices of all ranks.
+
+    The gradient of a step is the sum, over ranks and micro-batches, of the gradients of the losses given to
+    `backward`: with loss = (local sum) / (global count) a step does not depend on how a batch is spread. Methods
+    that are called on one rank must be called on all.
+    """
+
+    model: Callable[..., Any]
+    """Runs the forward pass; nothing else may."""
+    module: nn.Module
+    """The model itself, for its attributes and the names of its parameters."""
+    optimizer: Any
+    """Has `param_groups`, whose "lr" the loop sets before each step."""
+
+    def __init__(self, config: EngineConfig, distributed: Distributed) -> None:
+        self.config = config
+        self.rank = distributed.rank
+        self.world_size = distributed.world_size
+        self.device = distributed.device
+
+    def prepare(
+        self,
+        model: nn.Module,
+        initialize: Callable[[nn.Module], None],
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    ) -> None:
+        """Spreads `model` (with `.blocks`; on the meta device, or anywhere else) over the ranks and readies it.
+
+        initialize: fills parameters and buffers in place, sharded (DTensor) or not, the same for any number of
+        ranks. A model that is not on the meta device keeps its weights if `initialize` leaves them alone.
+        make_optimizer: builds the optimizer from the model's parameters as the engine left them.
+        """
+        config = self.config
+        checkpoint_activations(
+            model,
+            config.activation_checkpointing,
+            selective_by=config.selective_by,
+            every=config.selective_every,
+        )
+        if config.compile:
+            compile_blocks(model)
+        if config.precision == "bf16":
+            compute_in_bfloat16(model, self.device)
+        self.module = model
+        self._place(model, initialize, make_optimizer)
+
+    @abc.abstractmethod
+    def _place(
+        self,
+        model: nn.Module,
+        initialize: Callable[[nn.Module], None],
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    ) -> None:
+        """Shards and initialises the model and sets `model` and `optimizer`."""
+
+    @abc.abstractmethod
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Adds the gradients of a scalar `loss`; `last` marks the step's last micro-batch, after which ranks sum."""
+
+    @abc.abstractmethod
+    def step(self, max_norm: float) -> torch.Tensor:
+        """Clips to the global norm `max_norm` (0 = off), updates the weights and zeroes the gradients.
+
+        Returns the norm before clipping, 0-dim. If it is not finite, weights, moments and step counts stay as they
+        are on every rank, and the gradients are dropped.
+        """
+
+    @abc.abstractmethod
+    def discard(self) -> None:
+        """Drops the gradients accumulated so far, on every rank."""
+
+    @abc.abstractmethod
+    def save(self, directory: Path) -> None:
+        """Writes model and optimizer below `directory`, every rank its part.
+
+        Raises OSError on every rank if it could not be written on one of them.
+        """
+
+    @abc.abstractmethod
+    def load(self, directory: Path, layout: dict[str, Any]) -> None:
+        """Reads what `save` wrote, for any number of ranks; layout: what `layout` returned at the save."""
+
+    @abc.abstractmethod
+    def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and full value (on the CPU) of each parameter and persistent buffer, one at a time, on every rank."""
+
+    def layout(self) -> dict[str, Any]:
+        """What a checkpoint's reader must know: kind of engine, ranks, names and full shapes of all tensors."""
+        return {"engine": self.kind, "world_size": self.world_size, "shapes": self.shapes()}
+
+    kind: str
+    """Engines of one kind read each other's checkpoints."""
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Full shape of each parameter and persistent buffer."""
+        return {name: list(full_shape(tensor)) for name, tensor in persistent_tensors(self.module)}
+
+    def train(self) -> None:
+        self.module.train()
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place; returns `tensor`."""
+        if is_distributed():
+            dist.all_reduce(tensor)
+        return tensor
+
+
+def full_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape of the whole tensor, also under ZeRO-3, which leaves an empty tensor in its place."""
+    return getattr(tensor, "ds_shape", tensor.shape)
+
+
+def persistent_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of each parameter and each persistent buffer; a tensor with several names only once."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

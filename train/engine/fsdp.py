@@ -1,0 +1,169 @@
+"""Sharded (FSDP2), replicated (DDP) and hybrid (HSDP) training with `torch.distributed.fsdp.fully_shard`.
+
+All three are one mesh (replicate, shard): shard = 1 is DDP, replicate = 1 is FSDP. A single process needs neither
+process group nor sharding and runs the plain model. Checkpoints are torch.distributed.checkpoint's and keyed by
+parameter names, so that any of these, with any number of ranks, reads what another one wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from matmix.train.distributed import Distributed
+from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
+from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.sharded_files import read_sharded, read_sizes, write_sharded
+
+SUBDIRECTORY = "sharded"
+
+
+class FsdpEngine(Engine):
+    """The engine behind `name = "fsdp2"` and `name = "ddp"`."""
+
+    kind = "torch"
+
+    def __init__(self, config: EngineConfig, distributed: Distributed) -> None:
+        super().__init__(config, distributed)
+        self.mesh: DeviceMesh | None = None
+        copies = self.world_size if config.name == "ddp" else config.replicate
+        if self.world_size % copies:
+            raise ValueError(
+                f"engine.replicate = {copies} does not divide the {self.world_size} ranks of this run; "
+                f"use a divisor of {self.world_size}"
+            )
+        if self.world_size > 1:
+            shape = (copies, self.world_size // copies)
+            self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+    def _place(
+        self,
+        model: nn.Module,
+        initialize: Callable[[nn.Module], None],
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    ) -> None:
+        meta = is_on_meta(model)
+        if not meta:
+            model.to(self.device)
+        if self.mesh is not None:
+            self._shard(model, self.mesh)
+        if meta:
+            model.to_empty(device=self.device)
+        initialize(model)
+        self.model = model
+        self.optimizer = make_optimizer(model)
+
+    def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        # A 2-D mesh always reduces over both dimensions; without copies the 1-D one saves the second reduction.
+        mesh = mesh["shard"] if mesh["replicate"].size() == 1 else mesh
+        gather_again = self.config.reshard_after_forward and self.config.name != "ddp"
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=gather_again)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        for module in self._sharded_modules(model):
+            # Plain sums over ranks: the loss is already divided by the global count.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    @staticmethod
+    def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+        return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+            self.module.set_is_last_backward(last)
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self, max_norm: float) -> torch.Tensor:
+        gradients = [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
+        norm = self._global_norm(gradients)
+        if not math.isfinite(norm.item()):
+            self.discard()
+            return norm
+        if max_norm > 0:
+            torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        self.optimizer.step()
+        self._drop_reduced_gradients()
+        return norm
+
+    def _global_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Norm over all tensors and all shards of them; copies of a shard count once."""
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients))
+        else:
+            norms = torch.zeros(1, device=self.device)
+        norm = torch.linalg.vector_norm(norms)
+        if self.mesh is None:
+            return norm
+        squares = norm.square()
+        dist.all_reduce(squares, group=self.mesh.get_group("shard"))
+        return squares.sqrt()
+
+    def _drop_reduced_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def discard(self) -> None:
+        self._drop_reduced_gradients()
+        # Before a step's last micro-batch the gradients hang on the gathered weights, which only unshard() shows.
+        for module in self._sharded_modules(self.module):
+            module.unshard()
+            for parameter in module.parameters():
+                parameter.grad = None
+            module.reshard()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _model_state(self) -> dict[str, torch.Tensor]:
+        return {f"model.{name}": tensor.detach() for name, tensor in persistent_tensors(self.module)}
+
+    def save(self, directory: Path) -> None:
+        state: dict[str, torch.Tensor] = self._model_state()
+        for name, parameter in self.module.named_parameters():
+            for entry, value in self.optimizer.state.get(parameter, {}).items():
+                state[f"optimizer.{name}.{entry}"] = value
+        write_sharded(state, directory / SUBDIRECTORY)
+
+    def load(self, directory: Path, layout: dict[str, Any]) -> None:
+        source = directory / SUBDIRECTORY
+        saved = read_sizes(source)
+        read_sharded(self._model_state(), source)
+        entries: dict[str, list[str]] = {}
+        for key in saved:
+            if key.startswith("optimizer."):
+                name, entry = key.removeprefix("optimizer.").rsplit(".", 1)
+                entries.setdefault(name, []).append(entry)
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        contents, wanted = self.optimizer.state_dict(), {}
+        contents["state"] = {}
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            for entry in entries.get(name := names[parameter], ()):
+                key = f"optimizer.{name}.{entry}"
+                # Every entry is either shaped (and sharded) like its parameter or a number.
+                wanted[key] = torch.zeros_like(parameter.detach()) if saved[key] else torch.zeros(())
+                contents["state"].setdefault(number, {})[entry] = wanted[key]
+        read_sharded(wanted, source)
+        self.optimizer.load_state_dict(contents)
+
+    def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in persistent_tensors(self.module):
+            full = tensor.detach()
+            if isinstance(full, DTensor):
+                full = full.full_tensor()
+            yield name, full.to("cpu", copy=True)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

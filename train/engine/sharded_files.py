@@ -1,0 +1,130 @@
+"""Dictionaries of tensors on disk through torch.distributed.checkpoint: every rank writes and reads its own shards.
+
+Two habits of that library are changed. Its failures come as a BaseException with the tracebacks of all ranks: here
+they are one OSError or ValueError. And its index is a pickle, which could run anything: here it is read by an
+unpickler that knows the handful of plain classes the index consists of and refuses all else.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from matmix.train.distributed import is_distributed
+
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _INDEX_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in an index")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the index once, safely."""
+
+    index: Metadata | None = None
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        if self.index is None:
+            path = Path(self.path) / ".metadata"
+            try:
+                with path.open("rb") as file:
+                    self.index = _IndexUnpickler(file).load()
+            except FileNotFoundError:
+                raise ValueError(f"checkpoint {path.parent} is damaged: its index .metadata is missing") from None
+            except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError) as error:
+                raise ValueError(f"checkpoint {path.parent} is damaged: its index .metadata: {error}") from None
+        return self.index
+
+
+def write_sharded(state: dict[str, torch.Tensor], directory: Path) -> None:
+    """Writes `state` (same keys on every rank; tensors or DTensors) into `directory`, on all ranks together.
+
+    Raises OSError on every rank if any rank could not write.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=not is_distributed())
+        except CheckpointException as failure:
+            raise storage_error(failure) from None
+
+
+def read_sharded(state: dict[str, torch.Tensor], directory: Path) -> None:
+    """Fills the tensors or DTensors of `state` in place from `directory`, on all ranks together."""
+    reader = _Reader(directory)
+    _read(state, reader, alone=not is_distributed())
+
+
+def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Key and full shape of everything in `directory`."""
+    entries = _Reader(directory).read_metadata().state_dict_metadata
+    return {key: tuple(e.size) for key, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+
+
+def iterate_sharded(directory: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name without `prefix` and full CPU tensor of every key that begins with it, one at a time, in one process."""
+    reader = _Reader(directory)
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
+            tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+            _read({key: tensor}, reader, alone=True)
+            yield key.removeprefix(prefix), tensor
+
+
+def _read(state: dict[str, torch.Tensor], reader: _Reader, *, alone: bool) -> None:
+    reader.read_metadata()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.load(state, storage_reader=reader, no_dist=alone)
+        except CheckpointException as failure:
+            error, _ = next(iter(failure.failures.values()))
+            raise ValueError(f"checkpoint {reader.path} cannot be read: {error}") from None
+
+
+def storage_error(failure: CheckpointException) -> BaseException:
+    """The OSError behind a failed save if there is one, else the first failure, which is a mistake of ours."""
+    for rank, (error, _) in sorted(failure.failures.items()):
+        if (found := find_os_error(error)) is not None:
+            return OSError(found.errno, f"{found.strerror or found} (rank {rank})")
+    return RuntimeError(f"saving failed: {failure}")
+
+
+def find_os_error(error: BaseException | None) -> OSError | None:
+    """The OSError that `error` is, was caused by, or hides (torch's writer reports a failed write as RuntimeError)."""
+    seen = error
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    if isinstance(error, RuntimeError) and ("file write failed" in str(error) or "unexpected pos" in str(error)):
+        return OSError(None, "the file could not be written whole")
+    return None

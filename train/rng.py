@@ -1,0 +1,51 @@
+"""Random generators of a process: seeding, and states that fit into a JSON file."""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Seeds Python, NumPy and torch (every device of this process), differently on every rank."""
+    words = np.random.SeedSequence([seed, rank]).generate_state(4)
+    random.seed(int(words[0]) << 32 | int(words[1]))
+    np.random.seed(int(words[2]))
+    torch.manual_seed(int(words[0]) << 31 ^ int(words[3]))
+
+
+def get_state() -> dict[str, Any]:
+    """States of the generators of Python, NumPy and torch (CPU, and this process's CUDA device), as JSON values."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],
+        "torch": _encode(torch.get_rng_state()),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = _encode(torch.cuda.get_rng_state())
+    return state
+
+
+def set_state(state: dict[str, Any]) -> None:
+    """Puts the generators back to a state from `get_state`. A CUDA state is left out where there is no CUDA."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_decode(state["cuda"]))
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
