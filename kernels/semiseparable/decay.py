@@ -1,0 +1,116 @@
+"""Decays of one scan direction inside chunks: cumulative log-decays, and how their gradients come back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.documents import ChunkLayout
+
+SMALLEST_LOG_DECAY = -1000.0
+"""exp of this is 0 in float64 too; a bound keeps sums finite when a decay of exactly 0 (log -inf) is given."""
+
+
+class SideDecay(NamedTuple):
+    """Cumulative decays of one direction; `hi + lo` is the sum to nearly twice the working precision.
+
+    A difference of two long sums of strong decays, rounded, would lose the weak decays between them.
+    """
+
+    row_hi: Tensor
+    """(M, nheads, chunk): log-decay from the chunk's edge (or the document's) to where the row reads."""
+    row_lo: Tensor | None
+    col_hi: Tensor
+    """(M, nheads, chunk): the same, to where the column has written."""
+    col_lo: Tensor | None
+    enter: Tensor
+    """(M, chunk, nheads): decay of the entering state until the row reads it; 0 in another document."""
+    leave: Tensor
+    """(M, chunk, nheads): decay of what the column wrote until it leaves the chunk; 0 in another document."""
+    total: Tensor
+    """(M, nheads): decay of the entering state until it leaves; 0 where a document ends in between."""
+    cumulate: Tensor
+    """(M or 1, chunk, chunk) float64 or best available, 1 where the column's decay is part of the row's sum."""
+    strict: Tensor
+    """The same without the row's own decay."""
+
+    def log_matrix(self, at: slice) -> Tensor:
+        """(m, nheads, chunk, chunk) log-decay from column to row; meaningless outside the direction's triangle."""
+        matrix = self.row_hi[at].unsqueeze(-1) - self.col_hi[at].unsqueeze(-2)
+        if self.row_lo is not None:
+            matrix += self.row_lo[at].unsqueeze(-1)
+            matrix -= self.col_lo[at].unsqueeze(-2)
+        return matrix
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def side_decay(
+    log_decay: Tensor | None, layout: ChunkLayout, heads: int, reverse: bool, exclusive: bool, dtype: torch.dtype,
+    device: torch.device, same_document: Tensor | None,
+) -> SideDecay:  # fmt: skip
+    """Cumulative decays of one direction.
+
+    log_decay (nheads,), (batch, seqlen, nheads) or None; `exclusive`: rows read before their own token's decay.
+    same_document (M, chunk, chunk) in the dense layout of packed documents.
+    """
+    wide = widest_dtype(device)
+    if log_decay is None:
+        log_decay = torch.zeros(heads, dtype=wide, device=device)
+    if log_decay.dim() == 1:
+        log_decay = log_decay.expand(layout.rows if layout.gather is None else 1, layout.seqlen, heads)
+    steps = layout.split(log_decay.to(wide)).clamp(min=SMALLEST_LOG_DECAY)
+    cumulate = torch.ones(layout.chunk, layout.chunk, dtype=wide, device=device).tril()[None]
+    if reverse:
+        cumulate = cumulate.mT
+    if same_document is not None:
+        cumulate = cumulate * same_document
+    # A product with a mask, not a cumulative sum: a document's sums then hold none of its neighbours' rounding.
+    strict = cumulate * (1 - torch.eye(layout.chunk, dtype=wide, device=device))
+    cols = cumulate @ steps
+    rows = strict @ steps if exclusive else cols
+    end = cols[:, :1] if reverse else cols[:, -1:]
+    enter, leave, total = rows.exp(), (end - cols).clamp_(max=0).exp_(), end[:, 0].exp()
+    if layout.documents is not None:
+        entry, exit_ = (layout.right, layout.left) if reverse else (layout.left, layout.right)
+        edge = layout.documents[:, :1] if reverse else layout.documents[:, -1:]
+        enter.mul_((layout.documents == entry[:, None])[..., None])
+        leave.mul_((layout.documents == edge)[..., None])
+        total.mul_((entry == edge[:, 0])[:, None])
+    row_hi, row_lo = split_precision(rows, dtype)
+    col_hi, col_lo = split_precision(cols, dtype) if exclusive else (row_hi, row_lo)
+    return SideDecay(
+        row_hi, row_lo, col_hi, col_lo, enter.to(dtype), leave.to(dtype), total.to(dtype), cumulate, strict
+    )
+
+
+def split_precision(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(M, chunk, nheads) -> (M, nheads, chunk) as a rounded value and what rounding left over."""
+    x = x.transpose(1, 2)
+    hi = x.to(dtype, memory_format=torch.contiguous_format)
+    return hi, None if x.dtype == dtype else (x - hi).to(dtype).contiguous()
+
+
+def side_decay_backward(
+    decay: SideDecay, drow: Tensor, dcol: Tensor, dleave: Tensor | None, dtotal: Tensor | None, exclusive: bool
+) -> Tensor:
+    """Gradient of the log-decays, (M, chunk, nheads), from those of the exponents.
+
+    drow and dcol: of the sums up to rows and columns (the latter with the opposite sign); dleave: of the sums from
+    a column to the edge; dtotal (M, nheads): of the sum over the whole chunk. All (M, chunk, nheads) but the last, drow
+    and dcol in the dtype of `decay.cumulate`.
+    """
+    wide = decay.cumulate.dtype
+    gradient = (decay.strict if exclusive else decay.cumulate).mT @ drow
+    gradient -= decay.cumulate.mT @ dcol
+    if dleave is not None:
+        # Everything written strictly before a token passes that token's decay on its way out. Summed from that side
+        # no large terms cancel, and a document's own mask keeps the others out.
+        gradient += decay.strict @ dleave.to(wide)
+    if dtotal is not None:
+        gradient += dtotal.to(wide).unsqueeze(1)
+    return gradient
