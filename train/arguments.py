@@ -52,7 +52,7 @@ def _wide_terminal() -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def parse_arguments(cls: type[Config], arguments: list[str], *, prog: str, default: Any = tyro.MISSING) -> Config:
+def parse_arguments(cls: type[Config], arguments: list[str], *, prog: str, default: Any = tyro.MISSING_NONPROP) -> Config:
     """`arguments` (``--key value``, tables with dots) as a `cls`, what they leave out taken from `default`.
 
     Raises ValueError (one line); ``--help`` prints all fields with their docstrings and exits.
