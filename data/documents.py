@@ -63,6 +63,8 @@ def _text_of_bytes(raw: bytes, chunk: Chunk, options: ReadOptions, line: int) ->
     if chunk.source.kind == "jsonl":
         return _text_of_json(text, options.text_field, line) if text.strip() else None
     text = text.replace("\r\n", "\n")
+    if options.text_documents == "paragraph":
+        return text.rstrip()
     if options.text_documents == "separator":
         *rows, last = text.rstrip("\n").split("\n")
         text = "\n".join(rows if last.strip() == options.document_separator else [*rows, last])

@@ -46,7 +46,7 @@ class PrepareConfig:
     normalization: Literal["identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"] = "identity"
     """What a trained tokenizer does to text first. Only identity gives back the same text; _cf folds case."""
     sample_megabytes: float = 64.0
-    """How much text a tokenizer is trained on: the beginning of every input file, by its share of all bytes."""
+    """How much text a tokenizer is trained on: the beginning of each file, by its share of all bytes."""
 
     format: Literal["mds", "webdataset"] = "mds"
     """Kind of shards: MDS of mosaicml-streaming, or tar files for WebDataset."""

@@ -1,0 +1,220 @@
+"""Bad input: one line each, and nothing that was there before is touched."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from matmix.data import prepare as module
+from matmix.data import prepare_pool
+from matmix.data.manifest import Manifest
+from matmix.data.prepare import MalformedError, PrepareConfig, prepare
+
+TEXTS = [f"some words of document {i}\nand a second line\n" for i in range(200)]
+
+
+def options(tmp_path, *inputs, **changes):
+    chosen = {
+        "inputs": tuple(str(tmp_path / i) for i in inputs or ("in.jsonl",)),
+        "out": str(tmp_path / "out"),
+        "vocab_size": 290,
+        "validation_fraction": 0.2,
+        "processes": 1,
+    }
+    return PrepareConfig(**{**chosen, **changes})
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    lines = [json.dumps({"text": t}) for t in TEXTS]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    return lines
+
+
+def fails(config, message, error=ValueError, left=False):
+    """The error is one line, and the output folder is not there afterwards (or as it was)."""
+    out = Path(config.out)
+    before = contents(out)
+    with pytest.raises(error, match=message) as caught:
+        prepare(config)
+    assert "\n" not in str(caught.value)
+    if not left:
+        assert contents(out) == before
+    return str(caught.value)
+
+
+def contents(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} if folder.exists() else None
+
+
+def test_missing_and_unreadable_paths(tmp_path, corpus):
+    (tmp_path / "a.pdf").write_bytes(b"")
+    fails(options(tmp_path, "absent"), "data path .*absent does not exist", FileNotFoundError)
+    fails(options(tmp_path, "*.gz"), "no file matches", FileNotFoundError)
+    fails(options(tmp_path, "a.pdf"), "suffix that cannot be read")
+    fails(options(tmp_path, tokenizer=str(tmp_path / "x.model")), "does not exist", FileNotFoundError)
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_empty_corpus(tmp_path, corpus, with_tokenizer):
+    changes = {}
+    if with_tokenizer:
+        prepare(options(tmp_path, out=str(tmp_path / "made")))
+        changes = {"tokenizer": str(tmp_path / "made")}
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.jsonl").write_text('\n{"text": " "}\n')
+    fails(options(tmp_path, "a.txt", **changes), r"the corpus is empty: there is no text in .*a\.txt")
+    fails(
+        options(tmp_path, "a.txt", "b.jsonl", **changes), "the corpus is empty: there is no text in 2 files"
+    )
+
+
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_not_utf8(tmp_path, corpus, with_tokenizer, processes):
+    changes = {"processes": processes}
+    if with_tokenizer:
+        prepare(options(tmp_path, out=str(tmp_path / "made")))
+        changes["tokenizer"] = str(tmp_path / "made")
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo caf\xe9\n")
+    fails(options(tmp_path, "a.txt", **changes), r"a\.txt is not UTF-8: line 2, byte 8 of the line is 0xe9")
+
+
+def test_vocabulary_too_large(tmp_path, corpus):
+    fails(options(tmp_path, vocab_size=20_000), r"the largest possible is \d+")
+
+
+def test_malformed_lines(tmp_path, corpus, capfd):
+    corpus[7] = "{broken"
+    corpus[120] = '{"body": "x"}'
+    (tmp_path / "in.jsonl").write_text("\n".join(corpus))
+    message = fails(
+        options(tmp_path, max_malformed=0.009), "2 of 200 lines are malformed", MalformedError, True
+    )
+    assert "in.jsonl, line 8: not JSON" in message
+    assert "in.jsonl, line 121: no field 'text' (its fields: body)" in message
+    # The work is kept: a larger share is no other preparation.
+    manifest = prepare(options(tmp_path, max_malformed=0.01))
+    assert manifest.malformed["count"] == 2
+    assert [e["line"] for e in manifest.malformed["examples"]] == [8, 121]
+    assert "line 8: not JSON" in capfd.readouterr().out
+    assert sum(s.documents for s in manifest.splits.values()) == 198
+
+
+def test_missing_text_field(tmp_path, corpus, monkeypatch):
+    message = "200 of 200 lines are malformed .*line 1: no field 'content' .its fields: text"
+    fails(options(tmp_path, text_field="content"), message)
+    pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet")
+    fails(options(tmp_path, "a.parquet"), "no column 'text'; its columns are body")
+    prepare(options(tmp_path, out=str(tmp_path / "made")))
+    monkeypatch.setattr(module, "HOPELESS_RECORDS", 100)
+    config = options(tmp_path, text_field="content", tokenizer=str(tmp_path / "made"))
+    fails(config, "200 of 200 lines", MalformedError, True)
+
+
+def test_output_that_is_something_else(tmp_path, corpus):
+    out = tmp_path / "out"
+    out.write_text("a file")
+    with pytest.raises(ValueError, match="out is a file"):
+        prepare(options(tmp_path))
+    assert out.read_text() == "a file"
+    out.unlink()
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    fails(options(tmp_path), "out is not empty and holds no preparation of matmix")
+
+
+def test_output_of_another_preparation(tmp_path, corpus):
+    prepare(options(tmp_path))
+    message = "holds another preparation .vocab_size 290 there, 291 here.*choose another output folder"
+    fails(options(tmp_path, vocab_size=291), message)
+    (tmp_path / "in.jsonl").write_text("\n".join(corpus[:-1]))
+    fails(options(tmp_path), "holds another preparation .other inputs")
+
+
+def test_unfinished_output_of_another_preparation(tmp_path, corpus, monkeypatch):
+    def stopped(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_write", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(options(tmp_path))
+    monkeypatch.undo()
+    fails(options(tmp_path, format="webdataset"), "format 'mds' there, 'webdataset' here")
+    prepare(options(tmp_path))
+
+
+def test_finished_output_with_a_missing_shard(tmp_path, corpus):
+    prepare(options(tmp_path))
+    (tmp_path / "out" / "validation" / "shard.00000.mds.zstd").unlink()
+    fails(options(tmp_path), r"validation/shard\.00000\.mds\.zstd is missing or damaged; delete")
+
+
+def test_empty_split(tmp_path, corpus):
+    message = r"the validation split got none of the 200 documents at a validation fraction of 1e-06"
+    fails(options(tmp_path, validation_fraction=1e-6), message)
+    fails(options(tmp_path, validation_fraction=0.999999), "the train split got none of the 200 documents")
+
+
+def test_a_user_folder_keeps_its_place(tmp_path, corpus):
+    (tmp_path / "out").mkdir()
+    fails(options(tmp_path, vocab_size=20_000), "largest possible")
+    assert (tmp_path / "out").is_dir()
+
+
+def test_killed_worker(tmp_path, corpus, monkeypatch):
+    class Killing(prepare_pool.ProcessPoolExecutor):
+        def submit(self, *arguments):
+            future = super().submit(*arguments)
+            for process in list(self._processes):
+                os.kill(process, signal.SIGKILL)
+            return future
+
+    monkeypatch.setattr(prepare_pool, "ProcessPoolExecutor", Killing)
+    with pytest.raises(RuntimeError, match=r"tokenising process was killed.*run the same command again"):
+        prepare(options(tmp_path, processes=2))
+    monkeypatch.undo()
+    prepare(options(tmp_path, processes=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": ()}, "no inputs"),
+        ({"out": ""}, "no output folder"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1"),
+        ({"processes": -1}, "processes must be at least 0"),
+        ({"max_document_chars": 5}, "must be 0 or at least 16"),
+        ({"sample_megabytes": 0.0}, "sample_megabytes must be above 0"),
+        ({"shard_megabytes": float("nan")}, "shard_megabytes must be above 0"),
+        ({"shard_megabytes": 5000.0}, "at most 4000"),
+        ({"validation_fraction": 1.0}, r"must be in \[0, 1\)"),
+        ({"max_malformed": 1.5}, r"must be in \[0, 1\]"),
+        ({"character_coverage": 0.0}, r"must be in \(0, 1\]"),
+        ({"text_documents": "separator", "document_separator": " "}, "document_separator is blank"),
+    ],
+)
+def test_options(changes, message):
+    with pytest.raises(ValueError, match=message):
+        PrepareConfig(**{"inputs": ("a",), "out": "b", **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (None, FileNotFoundError, r"holds no manifest\.json"),
+        ("{", ValueError, "is damaged"),
+        ('{"version": 99}', ValueError, "has version 99"),
+        ('{"version": 1}', ValueError, "is damaged"),
+        ("[]", ValueError, "is damaged"),
+    ],
+)
+def test_manifest_that_cannot_be_used(tmp_path, text, error, message):
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(error, match=message):
+        Manifest.load(tmp_path)
