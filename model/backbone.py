@@ -15,7 +15,8 @@ from matmix.model.positions import pad_back, unpad_indices
 
 
 class Backbone(nn.Module):
-    """Embeddings -> blocks -> features -> logits. Subclasses give `embed`, `features` and `output_projection`."""
+    """Embeddings -> blocks -> features -> logits. Subclasses give `embed`, `features` and
+    `output_projection`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -54,12 +55,12 @@ class Backbone(nn.Module):
         Args:
             input_ids: (B, L) int64.
             cu_seqlens: (ndocs + 1,) int32, document boundaries in the flattened batch of B * L tokens.
-            attention_mask: (B, L), nonzero where a token is real. Padding is left out at the entry; where it was, the
-                features are zero. Not together with cu_seqlens.
+            attention_mask: (B, L), nonzero where a token is real. Padding is left out at the entry; where it
+                was, the features are zero. Not together with cu_seqlens.
             max_seqlen: length of the longest document, if known; saves finding it.
             select: (n,) int64 positions in the flattened batch; only their features go on to the output.
-            readout: called as readout(features (n, d_model), weight (vocab_size, d_model), bias or None) in place of
-                the output projection, inside this forward, where sharded weights are whole.
+            readout: called as readout(features (n, d_model), weight (vocab_size, d_model), bias or None) in
+                place of the output projection, inside this forward, where sharded weights are whole.
             token_type_ids: (B, L) int64, encoder only; zeros if not given.
         Returns: readout's value; else logits (n, vocab_size) with `select`, (B, L, vocab_size) without.
         """
@@ -74,7 +75,9 @@ class Backbone(nn.Module):
             input_ids = input_ids.flatten() if indices is None else input_ids.flatten()[indices]
             input_ids = input_ids.unsqueeze(0)
             if token_type_ids is not None:
-                token_type_ids = token_type_ids.flatten() if indices is None else token_type_ids.flatten()[indices]
+                token_type_ids = (
+                    token_type_ids.flatten() if indices is None else token_type_ids.flatten()[indices]
+                )
                 token_type_ids = token_type_ids.unsqueeze(0)
         x = self.embed(input_ids, token_type_ids, cu_seqlens)
         for block in self.blocks:
@@ -92,7 +95,8 @@ class Backbone(nn.Module):
         return logits if select is not None else logits.unflatten(0, (batch, length))
 
     def monitor(self) -> dict[str, torch.Tensor]:
-        """Scalars of the last forward worth watching in training, such as the norms of MRU states, by layer."""
+        """Scalars of the last forward worth watching in training, such as the norms of MRU states, by
+        layer."""
         return {
             f"blocks.{index}.{name}": value
             for index, block in enumerate(self.blocks)

@@ -17,6 +17,14 @@ MixerOptions = make_dataclass(
     namespace={"__doc__": "Options of every registered mixer, by its name.", "__module__": __name__},
 )
 
+_ACTIVATION_NAMES = ("gelu", "gelu_tanh", "relu", "silu")
+_WORDS = {
+    "architecture": ("language_model", "encoder"),
+    "norm": ("pre", "post"),
+    "activation": _ACTIVATION_NAMES,
+    "head_activation": _ACTIVATION_NAMES,
+}
+
 MLP_LAYER = "mlp"
 """In `layers`: a layer that is an MLP and no mixer."""
 
@@ -26,7 +34,8 @@ class ModelConfig:
     """Shape and kind of a model."""
 
     architecture: Literal["language_model", "encoder"] = "language_model"
-    """language_model predicts the next token and is causal; encoder sees both sides and fills in masked tokens."""
+    """language_model predicts the next token and is causal; encoder sees both sides and fills in masked
+    tokens."""
     vocab_size: int = 0
     """Number of tokens; 0 = taken from the data."""
     d_model: int = 256
@@ -34,8 +43,9 @@ class ModelConfig:
     n_layers: int = 6
     """Number of layers."""
     layers: tuple[str, ...] = ("mru",)
-    """Pattern of mixers, repeated over the depth: ("hydra", "hydra", "attention") has attention in every third layer.
-    With "mlp" in the pattern the MLPs stand exactly there, as layers of their own; otherwise one follows each mixer."""
+    """Pattern of mixers, repeated over the depth: ("hydra", "hydra", "attention") has attention in every
+    third layer. With "mlp" in the pattern the MLPs stand exactly there, as layers of their own; otherwise one
+    follows each mixer."""
     mlp_ratio: float = 4.0
     """Hidden width of the MLPs over d_model; 0 = no MLPs."""
     mlp_bias: bool = False
@@ -80,6 +90,9 @@ class ModelConfig:
         for name in ("dropout", "embedding_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"model.{name} = {getattr(self, name)}: must be at least 0 and below 1")
+        for name, known in _WORDS.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"model.{name} = {getattr(self, name)!r}; known: {', '.join(known)}")
         if not self.layers:
             raise ValueError('model.layers is empty: name at least one mixer, for example ["mru"]')
         for name in self.layers:
@@ -129,7 +142,8 @@ class ModelConfig:
             raise ValueError(f"sequence length {seqlen}: must be 1 or more")
         if self.architecture == "encoder" and self.position_embeddings and seqlen > self.max_seqlen:
             raise ValueError(
-                f"sequence length {seqlen} exceeds the {self.max_seqlen} position embeddings; raise model.max_seqlen"
+                f"sequence length {seqlen} exceeds the {self.max_seqlen} position embeddings; "
+                "raise model.max_seqlen"
             )
         for name in sorted({name for name, _ in self.layer_kinds() if name is not None}):
             MIXERS[name].check_seqlen(self.mixer_config(name), seqlen, self.max_seqlen)

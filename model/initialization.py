@@ -1,8 +1,8 @@
 """Initial weights that depend on (seed, parameter name) and on nothing else.
 
-Every parameter is drawn on the CPU, in float32, at its full shape, from a generator of its own, and then copied into
-the parameter, sharded or not. Hence one and the same model for 1 or 64 ranks, for FSDP2 or DeepSpeed, with or
-without torch.compile, and layers that differ from each other.
+Every parameter is drawn on the CPU, in float32, at its full shape, from a generator of its own, and then
+copied into the parameter, sharded or not. Hence one and the same model for 1 or 64 ranks, for FSDP2 or
+DeepSpeed, with or without torch.compile, and layers that differ from each other.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def clean_parameter_name(name: str) -> str:
 def initialize(model: nn.Module, seed: int) -> None:
     """Fill every parameter of `model` in place.
 
-    A module says how its own parameters start in `init_rules`, a dict from the parameter's name relative to that
-    module to an `InitRule`; the outermost rule wins. Without a rule: LayerNorm 1 and 0, other biases 0, other
-    matrices N(0, 0.02). Parameters may be sharded (DTensor): no communication takes place.
+    A module says how its own parameters start in `init_rules`, a dict from the parameter's name relative to
+    that module to an `InitRule`; the outermost rule wins. Without a rule: LayerNorm 1 and 0, other biases 0,
+    other matrices N(0, 0.02). Parameters may be sharded (DTensor): no communication takes place.
     """
     rules: dict[str, InitRule] = {}
     for module_name, module in model.named_modules():

@@ -13,7 +13,8 @@ from matmix.model.config import ModelConfig
 
 
 class LanguageModel(Backbone):
-    """Word embeddings -> blocks -> final norm (pre-norm models) -> logits by the tied or a separate matrix."""
+    """Word embeddings -> blocks -> final norm (pre-norm models) -> logits by the tied or a separate
+    matrix."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -50,8 +51,11 @@ class LanguageModel(Backbone):
         weight, bias = self.output_projection()
         return F.linear(self.features(x), weight, bias), new_state
 
-    def prefill(self, input_ids: torch.Tensor, state: list[Any] | None = None) -> tuple[torch.Tensor, list[Any]]:
-        """Logits (B, vocab_size) after the last of input_ids (B, L), L >= 1, and the state there, in parallel form."""
+    def prefill(
+        self, input_ids: torch.Tensor, state: list[Any] | None = None
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """Logits (B, vocab_size) after the last of input_ids (B, L), L >= 1, and the state there, in parallel
+        form."""
         if input_ids.shape[1] == 0:
             raise ValueError("prefill needs at least one token")
         state = self.initial_state(input_ids.shape[0]) if state is None else state

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 
 try:
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10; the general form below serves every device
+except ImportError:  # an older torch; the general form below serves every device
     varlen_attn = None
 
 
@@ -23,9 +25,10 @@ def packed_attention(
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(D)) v per head and document: q, k (B, L, H, D), v (B, L, H, P) -> (B, L, H, P).
 
-    With cu_seqlens (B == 1) a token attends within its own document only, and not even NaN in another document
-    reaches it. In half precision on CUDA that is one variable-length flash kernel; elsewhere documents of similar
-    length (within a factor of 2) are padded together, so that at most half of the work is padding.
+    With cu_seqlens (B == 1) a token attends within its own document only, and not even NaN in another
+    document reaches it. In half precision on CUDA that is one variable-length flash kernel; elsewhere
+    documents of similar length (within a factor of 2) are padded together, so that at most half of the work
+    is padding.
     """
     if cu_seqlens is None:
         y = F.scaled_dot_product_attention(
@@ -46,7 +49,7 @@ def attention_by_length(
 ) -> torch.Tensor:
     """The general form for tensors (L, H, channels): one padded attention per class of document lengths."""
     documents: dict[int, list[tuple[int, int]]] = {}
-    for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+    for start, end in itertools.pairwise(boundaries):
         if end > start:
             documents.setdefault((end - start - 1).bit_length(), []).append((start, end - start))
     device = q.device

@@ -21,8 +21,8 @@ def unpad_indices(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     """What a padded batch is when its padding is left out.
 
     Args: attention_mask (B, L), nonzero where a token is real.
-    Returns: indices (n,) int64 of the real tokens in the flattened batch; cu_seqlens (rows with tokens + 1,) int32;
-        the length of the longest row.
+    Returns: indices (n,) int64 of the real tokens in the flattened batch; cu_seqlens (rows with tokens + 1,)
+        int32; the length of the longest row.
     """
     mask = attention_mask.bool()
     lengths = mask.sum(dim=1, dtype=torch.int32)
@@ -43,9 +43,9 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Cosines, sines and (for xPos) log-scales of a rotary embedding, each (L, headdim / 2) float32.
 
-    kind "rope": pair d turns by base^(-2d/headdim) per position (arXiv 2104.09864). kind "xpos": the form of mru-lm,
-    after arXiv 2212.10554: angles base^(-2(d+1)/headdim) / 512 per position, queries times zeta_d^(p/512) and keys
-    divided by it. Both depend only on differences of positions.
+    kind "rope": pair d turns by base^(-2d/headdim) per position (arXiv 2104.09864). kind "xpos": the form of
+    mru-lm, after arXiv 2212.10554: angles base^(-2(d+1)/headdim) / 512 per position, queries times
+    zeta_d^(p/512) and keys divided by it. Both depend only on differences of positions.
     """
     pairs = torch.arange(headdim // 2, dtype=torch.float32, device=positions.device)
     if kind == "rope":
@@ -61,13 +61,15 @@ def rotary_tables(
 def apply_rotary(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, base: float, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn neighbouring channel pairs of q and k (B, L, H, D) by their positions (L,); computed in float32."""
+    """Turn neighbouring channel pairs of q and k (B, L, H, D) by their positions (L,); computed in
+    float32 at least."""
     cos, sin, log_scale = (
-        None if table is None else table.unsqueeze(1) for table in rotary_tables(positions, q.shape[-1], base, kind)
+        None if table is None else table.unsqueeze(1)
+        for table in rotary_tables(positions, q.shape[-1], base, kind)
     )
 
     def turn(x: torch.Tensor, sign: int) -> torch.Tensor:
-        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
         if log_scale is not None:
             turned = turned * (sign * log_scale).exp().unsqueeze(-1)

@@ -80,7 +80,8 @@ def mixer_names(options: HydraConfig) -> list[str]:
 def hydra_mlm_layout(
     state: Mapping[str, torch.Tensor], values: Mapping[str, Any]
 ) -> tuple[ModelConfig, Layout]:
-    """The encoder (kind hydra-mlm) that a BertConfig describes; keys of it that say nothing about it are ignored.
+    """The encoder (kind hydra-mlm) that a BertConfig describes; keys of it that say nothing about it are
+    ignored.
 
     What that configuration cannot say (groups, biases, learned initial states) is read off the state.
     """
@@ -100,7 +101,9 @@ def hydra_mlm_layout(
         d_conv=config.get("d_conv", 7),
         expand=expand,
         headdim=config.get("headdim", 64),
-        ngroups=config.get("ngroups", groups_of(state.get(first + "conv1d.weight"), expand * d_model, d_state)),
+        ngroups=config.get(
+            "ngroups", groups_of(state.get(first + "conv1d.weight"), expand * d_model, d_state)
+        ),
         bias=config.get("bias", first + "in_proj.bias" in state),
         conv_bias=config.get("conv_bias", first + "conv1d.bias" in state),
         learnable_init_states=config.get("learnable_init_states", first + "init_states" in state),
@@ -151,12 +154,15 @@ def hydra_mlm_layout(
         theirs = prefix.format(index)
         names |= {f"blocks.{index}.mixer.{name}": f"{theirs}mixer.{name}" for name in mixer_names(options)}
         names |= {f"blocks.{index}.norm_mixer.{part}": f"{theirs}norm.{part}" for part in ("weight", "bias")}
-    ignored = {"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"} | ({output} if tied else set())
+    ignored = {"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"} | (
+        {output} if tied else set()
+    )
     return model, Layout(kind="hydra-mlm", names=names, ignored=frozenset(ignored))
 
 
 def groups_of(conv_weight: torch.Tensor | None, d_inner: int, d_state: int) -> int:
-    """Groups of B and C that the width of the convolution leaves room for; 1 where that does not come out even."""
+    """Groups of B and C that the width of the convolution leaves room for; 1 where that does not come out
+    even."""
     if conv_weight is None or d_state < 1:
         return 1
     groups, rest = divmod(conv_weight.shape[0] - d_inner, 4 * d_state)
@@ -164,7 +170,8 @@ def groups_of(conv_weight: torch.Tensor | None, d_inner: int, d_state: int) -> i
 
 
 def hydra_mlm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What the shapes of a state say about its configuration, for checkpoints that come without one (ngroups 1)."""
+    """What the shapes of a state say about its configuration, for checkpoints that come without one (ngroups
+    1)."""
     prefix = "bert.encoder.layer.0.layer.mixer."
     needed = ("bert.embeddings.word_embeddings.weight", prefix + "norm.weight", prefix + "A_log")
     needed += (prefix + "conv1d.weight",)
@@ -183,7 +190,10 @@ def hydra_mlm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         "is_prenorm": "bert.encoder.norm_f.weight" in state,
         "use_position_embeddings": "bert.embeddings.position_embeddings.weight" in state,
     }
-    for name, key in (("type_vocab_size", "token_type_embeddings"), ("max_position_embeddings", "position_embeddings")):
+    for name, key in (
+        ("type_vocab_size", "token_type_embeddings"),
+        ("max_position_embeddings", "position_embeddings"),
+    ):
         if f"bert.embeddings.{key}.weight" in state:
             values[name] = state[f"bert.embeddings.{key}.weight"].shape[0]
     return values

@@ -32,9 +32,9 @@ def read_checkpoint(
 
     Args:
         source: "hydra" (encoder with masked-LM head) or "mru-lm".
-        path: a .safetensors file, a torch file (read without unpickling code) or a directory of either (as Hugging
-            Face writes it). The configuration is config.json beside the weights (or modelcfg.json, model.json), or the
-            file's metadata; what it leaves out is read off the shapes.
+        path: a .safetensors file, a torch file (read without unpickling code) or a directory of either (as
+            Hugging Face writes it). The configuration is config.json beside the weights (or modelcfg.json,
+            model.json), or the file's metadata; what it leaves out is read off the shapes.
         overrides: configuration values that take precedence.
     Returns: the model's configuration, and its state in our names, float32.
     Raises: FileNotFoundError; ValueError, one line, for what cannot be read or does not fit.
@@ -60,8 +60,21 @@ def read_checkpoint(
 
 
 _MRU_KEYS = frozenset(
-    "vocab_size embedding_size dropout_rate n_state_heads state_size n_attn_heads key_size value_size layers n_blocks "
-    "max_sequence_length state_construction construction".split()
+    {
+        "vocab_size",
+        "embedding_size",
+        "dropout_rate",
+        "n_state_heads",
+        "state_size",
+        "n_attn_heads",
+        "key_size",
+        "value_size",
+        "layers",
+        "n_blocks",
+        "max_sequence_length",
+        "state_construction",
+        "construction",
+    }
 )
 
 
@@ -70,7 +83,9 @@ def find_weights(directory: Path) -> Path:
     for name in _WEIGHT_FILES:
         if (directory / name).is_file():
             return directory / name
-    others = sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".pt", ".pth", ".bin"))
+    others = sorted(
+        file for file in directory.iterdir() if file.suffix in (".safetensors", ".pt", ".pth", ".bin")
+    )
     if len(others) != 1:
         what = "no weights" if not others else f"{len(others)} files of weights"
         raise ValueError(f"{directory} holds {what}; name the file to read")
@@ -93,7 +108,8 @@ def read_config_file(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """All tensors of a file (or of the shards of a safetensors index), and the configuration in its metadata."""
+    """All tensors of a file (or of the shards of a safetensors index), and the configuration in its
+    metadata."""
     if path.name.endswith(".index.json"):
         tensors: dict[str, torch.Tensor] = {}
         for shard in sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())):
@@ -111,23 +127,29 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"{path} cannot be read as plain tensors ({reason}); save its state dict alone, best as .safetensors"
+            f"{path} cannot be read as plain tensors ({reason}); save its state dict alone, best as "
+            ".safetensors"
         ) from None
     # Composer keeps the weights below state.model, others below one of these words.
     for word in ("state", "model", "state_dict", "model_state_dict"):
         if isinstance(content, Mapping) and isinstance(content.get(word), Mapping):
             content = content[word]
-    if not isinstance(content, Mapping) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+    if not isinstance(content, Mapping) or not all(
+        isinstance(value, torch.Tensor) for value in content.values()
+    ):
         raise ValueError(f"{path} does not hold a state dict of tensors")
     return dict(content), {}
 
 
 def strip_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without what wrappers put before every name (compile, DDP, Composer), and without golden files' "state."."""
+    """Without what wrappers put before every name (compile, DDP, Composer), and without golden files'
+    "state."."""
     while True:
         for prefix in ("_orig_mod.", "module.", "model.", "state."):
             if any(name.startswith(prefix) for name in state):
-                kept = {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
+                kept = {
+                    name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)
+                }
                 break
         else:
             return state

@@ -1,7 +1,7 @@
 """How other projects name, shape and configure what this one holds: the common part.
 
-A layout says which model a foreign configuration means and which foreign parameter each of our parameters is. No
-parameter is fused or split on the way: loading is renaming, and gradients carry over the same way.
+A layout says which model a foreign configuration means and which foreign parameter each of our parameters is.
+No parameter is fused or split on the way: loading is renaming, and gradients carry over the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Names of one foreign model: `names` our parameter -> theirs; `ignored` their tensors that carry no weight."""
+    """Names of one foreign model: `names` our parameter -> theirs; `ignored` their tensors that carry no
+    weight."""
 
     kind: str
     names: dict[str, str]
@@ -33,7 +34,8 @@ class ForeignConfig:
         self.used: set[str] = set()
 
     def get(self, name: str, default: Any, like: type | None = None) -> Any:
-        """The value of `name`, or `default` if absent or None; ValueError if it is not of the type of the default."""
+        """The value of `name`, or `default` if absent or None; ValueError if it is not of the type of the
+        default."""
         self.used.add(name)
         value = literal(self.values.get(name))
         if value is None:
@@ -68,7 +70,9 @@ def literal(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return ast.literal_eval(value.replace("inf", "1e999") if value.startswith(("(", "[", "inf")) else value)
+        return ast.literal_eval(
+            value.replace("inf", "1e999") if value.startswith(("(", "[", "inf")) else value
+        )
     except (ValueError, SyntaxError):
         return value
 
@@ -90,20 +94,24 @@ def rename_state(
     renamed = {}
     for ours, theirs in layout.names.items():
         if theirs not in state:
-            raise ValueError(f"{layout.kind}: the state lacks key {theirs!r} of shape {shape_text(expected[ours])}")
+            raise ValueError(
+                f"{layout.kind}: the state lacks key {theirs!r} of shape {shape_text(expected[ours])}"
+            )
         if state[theirs].shape != expected[ours].shape:
             raise ValueError(
                 f"{layout.kind}: key {theirs!r} has shape {shape_text(state[theirs])}, "
                 f"but the configuration gives {shape_text(expected[ours])}"
             )
         renamed[ours] = state[theirs]
-    unexpected = [name for name in state if name not in layout.ignored and name not in set(layout.names.values())]
+    unexpected = [
+        name for name in state if name not in layout.ignored and name not in set(layout.names.values())
+    ]
     if unexpected:
         first = unexpected[0]
         more = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""
         raise ValueError(
-            f"{layout.kind}: key {first!r} of shape {shape_text(state[first])} has no place in the model that the "
-            f"configuration gives{more}"
+            f"{layout.kind}: key {first!r} of shape {shape_text(state[first])} has no place in the "
+            f"model that the configuration gives{more}"
         )
     return renamed
 

@@ -1,7 +1,7 @@
 """mru-lm's models: constructor arguments, parameter names, in both of its arrangements.
 
-"layers": a list of "mru", "attn" and "mlp" layers, each behind a LayerNorm of its own (`pre_lns`). "blocks": mixer and
-MLP in one block (`first_ln`, `second_ln`), attention without positions.
+"layers": a list of "mru", "attn" and "mlp" layers, each behind a LayerNorm of its own (`pre_lns`). "blocks":
+mixer and MLP in one block (`first_ln`, `second_ln`), attention without positions.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from matmix.model.config import MixerOptions, ModelConfig
 from matmix.model.interop.layouts import ForeignConfig, Layout, is_tied, shape_text
 from matmix.model.mixers.attention import AttentionConfig
 from matmix.model.mixers.mru import MRUConfig
+from matmix.model.state_matrices import CONSTRUCTIONS
 
 _OUR_NAMES = {"mru": "mru", "attn": "attention", "mlp": "mlp"}
 _POSITION_TABLES = frozenset(f"position_embedding.{name}" for name in ("c", "s", "t", "invt"))
@@ -24,8 +25,9 @@ _POSITION_TABLES = frozenset(f"position_embedding.{name}" for name in ("c", "s",
 def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """The model (kind mru-lm) that the reference's configuration describes.
 
-    Beyond the reference's keys, `state_construction` names the construction of state matrices, which that code has
-    chosen by editing: identity_plus, ldu (the default) or cayley (the default where the shapes leave no other).
+    Beyond the reference's keys, `state_construction` names the construction of state matrices, which that
+    code has chosen by editing: identity_plus, ldu (the default) or cayley (the default where the shapes leave
+    no other).
     """
     config = ForeignConfig("mru-lm", values)
     d_model = config.require("embedding_size", int)
@@ -33,7 +35,8 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
     order = math.isqrt(state_size // nheads) if nheads > 0 else 0
     if nheads < 1 or nheads * order**2 != state_size:
         raise ValueError(
-            f"mru-lm: state_size = {state_size} is not n_state_heads = {nheads} times the square of a whole number"
+            f"mru-lm: state_size = {state_size} is not n_state_heads = {nheads} times the square of a "
+            "whole number"
         )
     blocks = "layers" not in values and any(name.startswith("blocks.") for name in state)
     kinds = block_kinds(state, config) if blocks else layer_kinds(config)
@@ -54,7 +57,7 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
         d_model=d_model,
         n_layers=len(kinds),
         layers=tuple(_OUR_NAMES[kind] for kind in kinds),
-        mlp_ratio=4.0,
+        mlp_ratio=4.0 if blocks or "mlp" in kinds else 0.0,
         mlp_bias=bias,
         norm_bias=norm_bias,
         dropout=dropout,
@@ -90,7 +93,9 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
         norm = f"blocks.{index}.first_ln" if blocks else f"pre_lns.{index}"
         names |= layer_names(kind, ours, theirs, norm, bias, norm_parts)
         if blocks:
-            names |= layer_names("mlp", ours, f"blocks.{index}.", f"blocks.{index}.second_ln", bias, norm_parts)
+            names |= layer_names(
+                "mlp", ours, f"blocks.{index}.", f"blocks.{index}.second_ln", bias, norm_parts
+            )
     ignored = _POSITION_TABLES | ({"lm_head.weight"} if tied else set())
     return model, Layout(kind="mru-lm", names=names, ignored=frozenset(ignored))
 
@@ -110,7 +115,9 @@ def layer_names(
         "mlp": {"mlp.up": "mlp.0", "mlp.down": "mlp.2"},
     }[kind]
     parts = ("weight", "bias") if bias else ("weight",)
-    names = {f"{ours}{our}.{part}": f"{theirs}{their}.{part}" for our, their in modules.items() for part in parts}
+    names = {
+        f"{ours}{our}.{part}": f"{theirs}{their}.{part}" for our, their in modules.items() for part in parts
+    }
     if kind == "mru":
         names[f"{ours}mixer.state_down"] = f"{theirs}state_matrices_down"
     our_norm = "norm_mlp" if kind == "mlp" else "norm_mixer"
@@ -130,16 +137,17 @@ def block_kinds(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> lis
     """The mixer of every block of the "blocks" arrangement, from the names in the state."""
     found = {int(name.split(".")[1]) for name in state if name.startswith("blocks.")}
     count = config.get("n_blocks", 1 + max(found))
-    return ["attn" if any(name.startswith(f"blocks.{i}.attn.") for name in state) else "mru" for i in range(count)]
+    return [
+        "attn" if any(name.startswith(f"blocks.{i}.attn.") for name in state) else "mru" for i in range(count)
+    ]
 
 
 def construction_of(state: Mapping[str, torch.Tensor], config: ForeignConfig, nheads: int, order: int) -> str:
     """The configured construction, or the one that the shape of an up projection allows."""
     wanted = config.get("state_construction", config.get("construction", ""))
-    known = ("identity_plus", "ldu", "cayley")
     if wanted:
-        if wanted not in known:
-            raise ValueError(f"mru-lm: state_construction = {wanted!r}; known: {', '.join(known)}")
+        if wanted not in CONSTRUCTIONS:
+            raise ValueError(f"mru-lm: state_construction = {wanted!r}; known: {', '.join(CONSTRUCTIONS)}")
         return wanted
     for name, tensor in state.items():
         if name.endswith("state_matrices_up.weight"):
@@ -157,7 +165,9 @@ def mru_lm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What the shapes of a state say about its configuration, for checkpoints that come without one."""
     downs = [tensor for name, tensor in state.items() if name.endswith("state_matrices_down")]
     if "wte.weight" not in state or not downs or downs[0].dim() != 3:
-        raise ValueError("mru-lm: the state lacks key 'wte.weight' or a 'state_matrices_down' of shape (heads, order, c)")
+        raise ValueError(
+            "mru-lm: the state lacks key 'wte.weight' or a 'state_matrices_down' of shape (heads, order, c)"
+        )
     nheads, order, _ = downs[0].shape
     vocab_size, d_model = state["wte.weight"].shape
     values: dict[str, Any] = {

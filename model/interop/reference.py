@@ -42,7 +42,9 @@ class ReferenceHydra(FromReference, Hydra):
 class ReferenceEncoder(FromReference, Encoder):
     """A Hydra encoder with masked-LM head."""
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+    ) -> Any:
         return super().forward(input_ids, attention_mask=attention_mask, **options)
 
 
@@ -54,12 +56,13 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
     """One of our modules with a reference's weights, in float32 and eval mode.
 
     Args:
-        kind: "hydra-layer" (takes and returns (B, L, d_model)), "hydra-mlm" or "mru-lm" (take token ids (B, L),
-            return logits (B, L, vocab_size)).
+        kind: "hydra-layer" (takes and returns (B, L, d_model)), "hydra-mlm" or "mru-lm" (take token ids (B,
+            L), return logits (B, L, vocab_size)).
         state: the reference's parameters by its own names.
         config: its constructor arguments; values may be text, as safetensors metadata has them.
     Returns: a module that also has `reference_names` and `reference_gradients()`.
-    Raises: ValueError, one line, for an unknown kind, an unknown or missing key, or a shape that does not fit.
+    Raises: ValueError, one line, for an unknown kind, an unknown or missing key, or a shape that does not
+    fit.
     """
     if kind == "hydra-layer":
         d_model, options, layout = hydra_layer_layout(config)
@@ -72,9 +75,13 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
             module = (ReferenceEncoder if kind == "hydra-mlm" else ReferenceLanguageModel)(model_config)
     else:
         near = difflib.get_close_matches(kind, KINDS, n=1)
-        raise ValueError(f"unknown kind {kind!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {KINDS}"))
+        raise ValueError(
+            f"unknown kind {kind!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {KINDS}")
+        )
     renamed = rename_state(layout, dict(module.named_parameters()), state)
-    module.load_state_dict({name: tensor.detach().float().clone() for name, tensor in renamed.items()}, assign=True)
+    module.load_state_dict(
+        {name: tensor.detach().float().clone() for name, tensor in renamed.items()}, assign=True
+    )
     module.requires_grad_(True)
     module.reference_names = dict(layout.names)
     if isinstance(module, Encoder):

@@ -1,4 +1,5 @@
-"""Softmax attention, causal or bidirectional, with rotary positions that restart at every document: the baseline."""
+"""Softmax attention, causal or bidirectional, with rotary positions that restart at every document: the
+baseline."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class Attention(Mixer):
     sequence_aligned = True
     complexity = "O(L^2)"
 
-    def __init__(self, d_model: int, config: AttentionConfig, *, causal: bool, max_seqlen: int, output_std: float):
+    def __init__(
+        self, d_model: int, config: AttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
+    ):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
         self.nheads = self.head_count(d_model, config)
         self.value_headdim = config.value_headdim or config.headdim
@@ -63,7 +66,9 @@ class Attention(Mixer):
     def check(cls, d_model: int, config: AttentionConfig) -> None:
         for name, least in (("headdim", 1), ("nheads", 0), ("value_headdim", 0)):
             if getattr(config, name) < least:
-                raise ValueError(f"model.mixers.attention.{name} = {getattr(config, name)}: must be {least} or more")
+                raise ValueError(
+                    f"model.mixers.attention.{name} = {getattr(config, name)}: must be {least} or more"
+                )
         if config.nheads == 0 and d_model % config.headdim:
             raise ValueError(
                 f"model.mixers.attention.headdim = {config.headdim} does not divide d_model = {d_model}; "
@@ -71,7 +76,8 @@ class Attention(Mixer):
             )
         if config.position != "none" and config.headdim % 2:
             raise ValueError(
-                f"model.mixers.attention.headdim = {config.headdim}: must be even with position = {config.position!r}"
+                f"model.mixers.attention.headdim = {config.headdim}: must be even "
+                f"with position = {config.position!r}"
             )
 
     @classmethod
@@ -118,7 +124,9 @@ class Attention(Mixer):
         q, k, v = self.project(x, torch.arange(past, past + new, device=x.device))
         k, v = torch.cat((state[0].to(k.dtype), k), 1), torch.cat((state[1].to(v.dtype), v), 1)
         mask = torch.ones(new, past + new, dtype=torch.bool, device=x.device).tril(past)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
+        )
         return self.out_proj(y.transpose(1, 2).flatten(-2)), (k, v)
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:

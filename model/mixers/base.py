@@ -14,7 +14,8 @@ class Mixer(nn.Module):
     `forward` is the fast algorithm. `matrix`, `values` and `combine` are the definition it must agree with:
     forward(x) == combine(mix(matrix(x), values(x)), x), in O(L^2) and without packing.
 
-    A mixer is one file with a frozen config dataclass and a subclass of this, and one line in `mixers/__init__.py`.
+    A mixer is one file with a frozen config dataclass and a subclass of this, and one line in
+    `mixers/__init__.py`.
     """
 
     Config: ClassVar[type]
@@ -28,7 +29,9 @@ class Mixer(nn.Module):
     complexity: ClassVar[str]
     """Cost in the sequence length L."""
 
-    def __init__(self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float) -> None:
+    def __init__(
+        self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float
+    ) -> None:
         """
         Args:
             d_model: width of inputs and outputs.
@@ -59,7 +62,8 @@ class Mixer(nn.Module):
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
-        """Mix x (B, L, d_model) -> (B, L, d_model). With cu_seqlens, B is 1 and documents do not see each other."""
+        """Mix x (B, L, d_model) -> (B, L, d_model). With cu_seqlens, B is 1 and documents do not see each
+        other."""
         raise NotImplementedError
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,5 +96,6 @@ class Mixer(nn.Module):
         return y.squeeze(1), state
 
     def forward_with_state(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        """Continue from `state` over x (B, L, d_model): outputs (B, L, d_model) and the state after the last token."""
+        """Continue from `state` over x (B, L, d_model): outputs (B, L, d_model) and the state after the last
+        token."""
         raise NotImplementedError

@@ -52,7 +52,8 @@ class HydraConfig:
 
 
 class Hydra(Mixer):
-    """in_proj -> [z | x B C of both directions | dt of both] -> conv + silu -> quasiseparable scan -> gated norm -> out_proj."""
+    """in_proj -> [z | x B C of both directions | dt of both] -> conv + silu -> quasiseparable scan -> gated
+    norm -> out_proj."""
 
     Config = HydraConfig
     causal_form = False
@@ -60,7 +61,9 @@ class Hydra(Mixer):
     sequence_aligned = True
     complexity = "O(L)"
 
-    def __init__(self, d_model: int, config: HydraConfig, *, causal: bool, max_seqlen: int, output_std: float):
+    def __init__(
+        self, d_model: int, config: HydraConfig, *, causal: bool, max_seqlen: int, output_std: float
+    ):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
         self.d_inner, self.nheads, self.d_group, conv_dim = self.widths(d_model, config)
         self.in_proj = nn.Linear(d_model, self.d_inner + conv_dim + 2 * self.nheads, bias=config.bias)
@@ -99,8 +102,9 @@ class Hydra(Mixer):
         d_inner, nheads, _, _ = cls.widths(d_model, config)
         if d_inner % config.headdim:
             raise ValueError(
-                f"model.mixers.hydra.headdim = {config.headdim} does not divide the inner width expand * d_model = "
-                f"{config.expand} * {d_model} = {d_inner}; change headdim, expand or d_model"
+                f"model.mixers.hydra.headdim = {config.headdim} does not divide the inner width "
+                f"expand * d_model = {config.expand} * {d_model} = {d_inner}; change headdim, expand or "
+                "d_model"
             )
         if nheads % config.ngroups:
             raise ValueError(
@@ -123,14 +127,19 @@ class Hydra(Mixer):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The gate z (B, L, d_inner) and all arguments of the scan."""
         config = self.config
-        z, vbc, dt = self.in_proj(x).split([self.d_inner, self.d_inner + 4 * self.d_group, 2 * self.nheads], -1)
-        vbc = short_conv(vbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", cu_seqlens=cu_seqlens)
+        z, vbc, dt = self.in_proj(x).split(
+            [self.d_inner, self.d_inner + 4 * self.d_group, 2 * self.nheads], -1
+        )
+        vbc = short_conv(
+            vbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", cu_seqlens=cu_seqlens
+        )
         v, k_forward, q_forward, k_backward, q_backward = vbc.split([self.d_inner] + 4 * [self.d_group], -1)
         high = config.dt_limit_high if config.dt_limit_high > 0 else math.inf
         # Step sizes and decays in float32: bfloat16 would round the decay of long memories to 1.
-        dt = F.softplus(dt.float().unflatten(-1, (2, self.nheads)) + self.dt_bias.float())
+        exact = torch.promote_types(dt.dtype, torch.float32)
+        dt = F.softplus(dt.to(exact).unflatten(-1, (2, self.nheads)) + self.dt_bias.to(exact))
         dt_forward, dt_backward = dt.clamp(config.dt_limit_low, high).unbind(-2)
-        A = -self.A_log.float().exp()
+        A = -self.A_log.to(exact).exp()
         groups = (config.ngroups, config.d_state)
         return z, {
             "v": v.unflatten(-1, (self.nheads, config.headdim)),
@@ -142,14 +151,14 @@ class Hydra(Mixer):
             "log_decay_backward": dt_backward * A,
             "input_scale_forward": dt_forward,
             "input_scale_backward": dt_backward,
-            "diagonal": F.linear(v, self.fc_D.weight).float() + self.D.float(),
+            "diagonal": F.linear(v, self.fc_D.weight).to(exact) + self.D.to(exact),
         }
 
     def scan_states(self, documents: int) -> torch.Tensor | None:
         """The learned initial state (documents, H, N, P) of either scan, or None."""
         if not self.config.learnable_init_states:
             return None
-        return self.init_states.transpose(1, 2).float().expand(documents, -1, -1, -1)
+        return self.init_states.transpose(1, 2).expand(documents, -1, -1, -1)
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
@@ -167,22 +176,28 @@ class Hydra(Mixer):
         return self.out_proj(gated_norm(y.flatten(-2).to(z.dtype), self.norm.weight, z, eps=self.norm.eps))
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
-        """M = tril_strict(G_f * L_f) + triu_strict(G_b * L_b) + diag(D), (B, H, L, L); learned initial states,
-        which add a term of their own, are not part of it."""
+        """M = tril_strict(G_f * L_f) + triu_strict(G_b * L_b) + diag(D), (B, H, L, L); learned initial
+        states, which add a term of their own, are not part of it."""
         _, a = self.parts(x, None)
         length = x.shape[1]
         share = self.nheads // self.config.ngroups
 
         def one_direction(q: torch.Tensor, k: torch.Tensor, log_decay: torch.Tensor, scale: torch.Tensor):
-            # Shifted: row t reads with q at t - 1 the state in which token s < t has decayed over s + 1 .. t - 1.
+            # Shifted: row t reads with q at t - 1 the state in which token s < t has decayed over s + 1 .. t
+            # - 1.
             q, k = (part.repeat_interleave(share, dim=2) for part in (q, k))
             weights = torch.einsum("bthn,bshn->bhts", q[:, :-1], k[:, :-1] * scale[:, :-1].unsqueeze(-1))
             c = log_decay[:, :-1].cumsum(1).transpose(1, 2)
             decay = (c.unsqueeze(-1) - c.unsqueeze(-2)).tril().exp().tril()
             return F.pad(weights * decay, (0, 1, 1, 0))
 
-        flipped = (a[name].flip(1) for name in ("q_backward", "k_backward", "log_decay_backward", "input_scale_backward"))
-        below = one_direction(a["q_forward"], a["k_forward"], a["log_decay_forward"], a["input_scale_forward"])
+        flipped = (
+            a[name].flip(1)
+            for name in ("q_backward", "k_backward", "log_decay_backward", "input_scale_backward")
+        )
+        below = one_direction(
+            a["q_forward"], a["k_forward"], a["log_decay_forward"], a["input_scale_forward"]
+        )
         above = one_direction(*flipped).flip(-1, -2)
         assert below.shape[-1] == length
         return below + above + torch.diag_embed(a["diagonal"].transpose(1, 2))
@@ -209,7 +224,12 @@ def dt_bias_init(low: float, high: float, floor: float) -> InitRule:
     """softplus^-1 of step sizes drawn log-uniformly from [low, high] and floored."""
 
     def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        dt = torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp().clamp(min=floor)
+        dt = (
+            torch.empty(shape)
+            .uniform_(math.log(low), math.log(high), generator=generator)
+            .exp()
+            .clamp(min=floor)
+        )
         return dt + torch.log(-torch.expm1(-dt))
 
     return rule

@@ -1,4 +1,5 @@
-"""MRU, the matrix recurrent unit (mru-lm): H_t = H_{t-1} X_t per head, causal, O(1) memory per generated token."""
+"""MRU, the matrix recurrent unit (mru-lm): H_t = H_{t-1} X_t per head, causal, O(1) memory per generated
+token."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import nn
 from matmix.kernels import matrix_product_scan
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.state_matrices import build_state_matrices, state_elements
+from matmix.model.state_matrices import CONSTRUCTIONS, build_state_matrices, state_elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +25,8 @@ class MRUConfig:
     nheads: int = 0
     """Number of states; 0 means d_model / order^2, so that all states together are as wide as the model."""
     construction: Literal["identity_plus", "ldu", "cayley"] = "ldu"
-    """How state matrices come from their elements: cayley is orthogonal and cannot overflow; ldu (the reference's
-    choice) has determinant 1; identity_plus is unconstrained."""
+    """How state matrices come from their elements: cayley is orthogonal and cannot overflow; ldu (the
+    reference's choice) has determinant 1; identity_plus is unconstrained."""
     bias: bool = False
     """Biases in the input and output projections."""
     dropout: float = 0.0
@@ -35,12 +36,13 @@ class MRUConfig:
 class MRU(Mixer):
     """x W_up -> state matrices X_t -> H_t = H_{t-1} X_t -> H_t W_down[head] -> output projection.
 
-    States are float32 (bfloat16 states lose 29 % over 1,024 steps). After a forward, `state_norm` holds the largest
-    absolute element of any state: the thing to watch with a construction that does not bound it.
+    States are float32 (bfloat16 states lose 29 % over 1,024 steps). After a forward, `state_norm` holds the
+    largest absolute element of any state: the thing to watch with a construction that does not bound it.
 
     What M means here: the unit has no values that are mixed. Unrolled, H_t = H_0 X_1 ... X_t is the block
-    semiseparable matrix M[t, s] = X_{s+1} ... X_t (blocks of order x order, M[t, t] = I) applied to a sequence that is
-    u_1 = H_0 X_1 at the first token and zero afterwards. All information passes through M, none through f(x).
+    semiseparable matrix M[t, s] = X_{s+1} ... X_t (blocks of order x order, M[t, t] = I) applied to a
+    sequence that is u_1 = H_0 X_1 at the first token and zero afterwards. All information passes through M,
+    none through f(x).
     """
 
     Config = MRUConfig
@@ -62,7 +64,8 @@ class MRU(Mixer):
         self.element_dropout = nn.Dropout(config.dropout)
         self.state_norm: torch.Tensor | None = None
         self.init_rules = {
-            # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 / order.
+            # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 /
+            # order.
             "in_proj.weight": constant_init(0.0),
             "state_down": normal_init(0.02 * self.order**0.5),
             "out_proj.weight": normal_init(output_std),
@@ -75,10 +78,15 @@ class MRU(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: MRUConfig) -> None:
+        if config.construction not in CONSTRUCTIONS:
+            raise ValueError(
+                f"model.mixers.mru.construction = {config.construction!r}; known: {', '.join(CONSTRUCTIONS)}"
+            )
         least = 2 if config.construction == "cayley" else 1
         if not least <= config.order <= 64:
             raise ValueError(
-                f"model.mixers.mru.order = {config.order}: must be from {least} to 64 with {config.construction}"
+                f"model.mixers.mru.order = {config.order}: must be from {least} to 64 "
+                f"with {config.construction}"
             )
         if config.nheads < 0:
             raise ValueError(f"model.mixers.mru.nheads = {config.nheads}: must be 0 (automatic) or more")
@@ -90,8 +98,8 @@ class MRU(Mixer):
             )
         if d_model % (nheads * config.order):
             raise ValueError(
-                f"model.mixers.mru: nheads * order = {nheads} * {config.order} does not divide d_model = {d_model}; "
-                "change nheads or order"
+                f"model.mixers.mru: nheads * order = {nheads} * {config.order} does not divide "
+                f"d_model = {d_model}; change nheads or order"
             )
 
     @classmethod
@@ -107,7 +115,9 @@ class MRU(Mixer):
     def state_matrices(self, x: torch.Tensor) -> torch.Tensor:
         """X (..., H, order, order) in float32 (float64 for float64 inputs) from x (..., d_model)."""
         elements = self.element_dropout(self.in_proj(x))
-        elements = elements.to(torch.promote_types(elements.dtype, torch.float32)).unflatten(-1, (self.nheads, -1))
+        elements = elements.to(torch.promote_types(elements.dtype, torch.float32)).unflatten(
+            -1, (self.nheads, -1)
+        )
         with torch.autocast(elements.device.type, enabled=False):
             return build_state_matrices(elements, self.config.construction, self.order)
 
@@ -116,7 +126,8 @@ class MRU(Mixer):
         states = mixed.to(x.dtype)
         if self.state_size > self.d_model:
             return self.out_proj((states @ self.state_down).flatten(-3))
-        # Both maps are linear: folded into one, the tokens see a single large product instead of many tiny ones.
+        # Both maps are linear: folded into one, the tokens see a single large product instead of many tiny
+        # ones.
         out = self.out_proj.weight.unflatten(1, (self.nheads, self.order, -1))
         folded = torch.einsum("hjc,dhic->dhij", self.state_down, out)
         return F.linear(states.flatten(-3), folded.flatten(1), self.out_proj.bias)
@@ -161,8 +172,8 @@ class MRU(Mixer):
     def refuse_overflow(self) -> None:
         if self.state_norm is not None and not bool(self.state_norm.isfinite()):
             raise OverflowError(
-                f"an MRU state left the range of {torch.float32}: construction {self.config.construction!r} does not "
-                "bound products of state matrices; use 'cayley', or shorter sequences"
+                f"an MRU state left the range of float32: construction {self.config.construction!r} does "
+                "not bound products of state matrices; use 'cayley', or shorter sequences"
             )
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:

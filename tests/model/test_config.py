@@ -1,0 +1,111 @@
+import dataclasses
+import json
+
+import pytest
+
+from matmix.model import MixerOptions, ModelConfig, count_parameters
+from matmix.model.mixers.attention import AttentionConfig
+from matmix.model.mixers.hydra import HydraConfig
+from matmix.model.mixers.mru import MRUConfig
+
+
+def test_the_published_encoder_has_112_1_million_parameters():
+    config = ModelConfig(
+        architecture="encoder",
+        vocab_size=30528,  # bert-base-uncased's 30522, padded to a multiple of 8 as the authors do
+        d_model=768,
+        n_layers=23,
+        layers=("hydra",),
+        mlp_ratio=0.0,
+        norm="post",
+        norm_bias=True,
+    )
+    layer = 768 * 3584 + 3584 - 3584  # in_proj, once the parts are added up below
+    layer = 768 * (1536 + 1792 + 48) + 1792 * 7 + 1792 + 3 * 24 + 24 * 1536 + 1536 + 1536 * 768
+    head = 768 * 768 + 3 * 768 + 30528
+    expected = (30528 + 2) * 768 + 2 * 768 + 23 * (layer + 2 * 768) + head
+    assert count_parameters(config) == expected
+    assert round(expected / 1e5) == 1121
+
+
+def test_every_third_layer_can_be_attention():
+    config = ModelConfig(
+        architecture="encoder", d_model=128, n_layers=7, layers=("hydra", "hydra", "attention"), mlp_ratio=0.0
+    )
+    names = [name for name, _ in config.layer_kinds()]
+    assert names == ["hydra", "hydra", "attention", "hydra", "hydra", "attention", "hydra"]
+    assert not any(has_mlp for _, has_mlp in config.layer_kinds())
+
+
+def test_mlp_layers_stand_where_the_pattern_says():
+    config = ModelConfig(d_model=64, n_layers=4, layers=("mru", "mru", "mlp"))
+    assert config.layer_kinds() == [("mru", False), ("mru", False), (None, True), ("mru", False)]
+    implicit = ModelConfig(d_model=64, n_layers=2, layers=("mru",))
+    assert implicit.layer_kinds() == [("mru", True), ("mru", True)]
+
+
+def test_a_config_survives_json():
+    config = ModelConfig(d_model=64, mixers=MixerOptions(mru=MRUConfig(order=4)))
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert plain["mixers"]["mru"]["order"] == 4
+    plain["layers"] = tuple(plain["layers"])
+    kinds = {"attention": AttentionConfig, "hydra": HydraConfig, "mru": MRUConfig}
+    mixers = MixerOptions(**{name: kind(**plain["mixers"][name]) for name, kind in kinds.items()})
+    assert ModelConfig(**(plain | {"mixers": mixers})) == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layers": ("atention",)}, ["'atention'", "did you mean 'attention'"]),
+        ({"layers": ()}, ["model.layers is empty"]),
+        ({"layers": ("hydra",)}, ["'hydra'", "language_model", "encoder"]),
+        ({"layers": ("mru",), "architecture": "encoder"}, ["'mru'", "encoder cannot use it"]),
+        ({"layers": ("mru",), "d_model": 72}, ["72", "order^2 = 64"]),
+        ({"mixers": MixerOptions(mru=MRUConfig(nheads=5))}, ["5 * 8", "256"]),
+        ({"mixers": MixerOptions(mru=MRUConfig(construction="qr"))}, ["'qr'", "cayley"]),
+        ({"mixers": MixerOptions(mru=MRUConfig(order=1, construction="cayley"))}, ["from 2"]),
+        ({"layers": ("attention",), "d_model": 100}, ["headdim = 64", "100"]),
+        (
+            {"layers": ("attention",), "mixers": MixerOptions(attention=AttentionConfig(headdim=1))},
+            ["must be even"],
+        ),
+        ({"architecture": "encoder", "layers": ("hydra",), "d_model": 50}, ["headdim = 64", "100"]),
+        (
+            {
+                "architecture": "encoder",
+                "layers": ("hydra",),
+                "mixers": MixerOptions(hydra=HydraConfig(ngroups=3)),
+            },
+            ["ngroups = 3", "8 heads"],
+        ),
+        (
+            {
+                "architecture": "encoder",
+                "layers": ("hydra",),
+                "mixers": MixerOptions(hydra=HydraConfig(d_conv=4)),
+            },
+            ["d_conv = 4", "odd"],
+        ),
+        ({"d_model": 0}, ["model.d_model = 0"]),
+        ({"dropout": 1.0}, ["model.dropout = 1.0"]),
+        ({"norm": "sandwich"}, ["'sandwich'", "pre, post"]),
+        ({"layers": ("mru", "mlp"), "mlp_ratio": 0.0}, ["mlp_ratio is 0"]),
+    ],
+)
+def test_mistakes_are_one_clear_line(fields, words):
+    with pytest.raises(ValueError, match=r"^model\.") as caught:
+        ModelConfig(**fields)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+def test_sequence_lengths_are_checked(small_config):
+    small_config().check_seqlen(100_000)
+    with pytest.raises(ValueError, match="sequence length 0"):
+        small_config().check_seqlen(0)
+    encoder = small_config("encoder", ("hydra",), position_embeddings=True, max_seqlen=16)
+    encoder.check_seqlen(16)
+    with pytest.raises(ValueError, match="17 exceeds the 16"):
+        encoder.check_seqlen(17)

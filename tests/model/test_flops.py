@@ -1,0 +1,31 @@
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from matmix.model import ModelConfig, build_model, flops_per_token
+
+
+def test_the_attention_encoder_agrees_with_torchs_counter(small_config):
+    config = small_config("encoder", ("attention",), norm="post")
+    model = build_model(config, device="meta")
+    ids = torch.zeros(1, 48, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model(ids)
+    assert flops_per_token(config, 48) * 48 == counter.get_total_flops()
+
+
+def test_linear_mixers_cost_the_same_per_token_at_any_length(small_config):
+    for config in (small_config(), small_config("encoder", ("hydra",))):
+        assert flops_per_token(config, 128) == flops_per_token(config, 65536)
+    causal = small_config(layers=("attention",))
+    growth = flops_per_token(causal, 2049) - flops_per_token(causal, 1025)
+    assert growth == pytest.approx(2 * 2 * 512 * 32 * 3)
+
+
+def test_the_head_counts_by_the_share_of_tokens_that_reach_it():
+    config = ModelConfig(vocab_size=1000, n_layers=1)
+    difference = flops_per_token(config, 64) - flops_per_token(config, 64, head_share=0.25)
+    assert difference == 0.75 * 2 * 1000 * 256
+    assert flops_per_token(dataclasses.replace(config, n_layers=2), 64) > flops_per_token(config, 64)
