@@ -42,8 +42,10 @@ from matmix.data.writers import MdsFormat, SplitWriter, WebDatasetFormat, write_
 
 __all__ = ["MalformedError", "PrepareConfig", "prepare"]
 
-# How often the state is saved; what was done since is done again after a stop.
+# How often the state is saved; what was done since is done again after a stop. A state holds up to a shard of
+# each split, so it is saved more rarely where that would take more than the given share of the time.
 STATE_SECONDS = 5.0
+STATE_SHARE = 0.05
 # So many records without a single good one: something else is wrong with them than a few bad lines.
 HOPELESS_RECORDS = 1000
 
@@ -169,9 +171,8 @@ def _write(config: PrepareConfig, sources: Sequence[Source], workspace: Workspac
                 break
             if (now := time.monotonic()) - saved >= pause:
                 workspace.save(progress, writers, histogram)
-                # A state holds up to a shard of each split; saving it must not become the main work.
                 saved = time.monotonic()
-                pause = max(STATE_SECONDS, 20 * (saved - now))
+                pause = max(STATE_SECONDS, (saved - now) / STATE_SHARE)
     _check_result(config, sources, writers, progress)
     workspace.save(progress, writers, histogram)
     for writer in writers.values():

@@ -71,6 +71,7 @@ class Workspace:
         self.work = self.out / WORK_NAME
         self.wanted = json.loads(json.dumps(wanted))
         self._lock: filelock.FileLock | None = None
+        self._made = False
 
     def check(self) -> Literal["new", "unfinished", "finished"]:
         """Raises ValueError if the folder holds anything but this preparation."""
@@ -113,6 +114,7 @@ class Workspace:
 
     def open(self) -> None:
         """Create the folder if needed and keep other processes out of it."""
+        self._made = not self.out.exists()
         self.work.mkdir(parents=True, exist_ok=True)
         self._lock = filelock.FileLock(self.work / "lock")
         try:
@@ -138,11 +140,11 @@ class Workspace:
         shutil.rmtree(self.work, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what a preparation puts into the folder, and the folder if nothing else is in it."""
+        """Remove what a preparation puts into the folder, and the folder if `open` made it."""
         for name in ("tokenizer", *SPLITS, WORK_NAME):
             shutil.rmtree(self.out / name, ignore_errors=True)
         (self.out / HISTOGRAM_NAME).unlink(missing_ok=True)
-        if not any(self.out.iterdir()):
+        if self._made and not any(self.out.iterdir()):
             self.out.rmdir()
 
     def save(self, progress: Progress, writers: dict[str, SplitWriter], histogram: np.ndarray) -> None:

@@ -87,11 +87,10 @@ def _read_parquet(source: Source, options: ReadOptions, start: Position) -> Iter
                     row += rows
                     continue
                 for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[name]):
-                    skip = max(0, start.offset - row)
-                    values = batch.column(0).to_pylist()[skip:]
-                    row += batch.num_rows
-                    if values:
-                        begin = row - len(values)
+                    skip = min(max(0, start.offset - row), batch.num_rows)
+                    row += skip
+                    for values in _portions(batch.column(0).to_pylist()[skip:]):
+                        begin, row = row, row + len(values)
                         yield Chunk(
                             source,
                             replace(start, offset=begin, line=begin + 1),
@@ -101,6 +100,18 @@ def _read_parquet(source: Source, options: ReadOptions, start: Position) -> Iter
                         )
     except pyarrow.ArrowException as error:
         raise ValueError(f"{source.name} is no .parquet file, or it is damaged: {error}") from error
+
+
+def _portions(values: list[object]) -> Iterator[list[object]]:
+    """Rows in portions of about `CHUNK_BYTES`."""
+    begin = size = 0
+    for end, value in enumerate(values, start=1):
+        size += len(value) if isinstance(value, str) else 1
+        if size >= CHUNK_BYTES:
+            yield values[begin:end]
+            begin, size = end, 0
+    if begin < len(values):
+        yield values[begin:]
 
 
 def _read_text(source: Source, options: ReadOptions, start: Position) -> Iterator[Chunk]:

@@ -20,7 +20,7 @@ SUFFIXES: dict[str, Literal["txt", "jsonl", "parquet"]] = {
     ".parquet": "parquet",
 }
 COMPRESSIONS = (".gz", ".xz", ".zst")
-_BLOCK = 1 << 20
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Source:
     """Size on the disk."""
 
     def digest(self) -> str:
-        """Digest of the size and of the first and last MiB: tells versions of a file apart without reading
+        """Digest of the size and of the first and last 64 KiB: tells versions of a file apart without reading
         it.
         """
         hashed = hashlib.sha256(str(self.bytes).encode())

@@ -163,7 +163,10 @@ def test_empty_split(tmp_path, corpus):
 def test_a_user_folder_keeps_its_place(tmp_path, corpus):
     (tmp_path / "out").mkdir()
     fails(options(tmp_path, vocab_size=20_000), "largest possible")
-    assert (tmp_path / "out").is_dir()
+    prepare(options(tmp_path, out=str(tmp_path / "made")))
+    made = str(tmp_path / "made")
+    fails(options(tmp_path, tokenizer=made, validation_fraction=1e-6), "the validation split got none")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_killed_worker(tmp_path, corpus, monkeypatch):

@@ -1,6 +1,7 @@
 """A preparation that is stopped, by an exception at any write or by SIGKILL, ends with the same bytes."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -50,6 +51,7 @@ def interrupt_at(monkeypatch, number):
     """Let the `number`-th rename of a file fail; gives a function that says how many there were."""
     monkeypatch.undo()
     monkeypatch.setattr(module, "STATE_SECONDS", 0)
+    monkeypatch.setattr(module, "STATE_SHARE", math.inf)
     monkeypatch.setattr(readers, "CHUNK_BYTES", 1500)
     replace, calls = os.replace, 0
 
@@ -113,7 +115,7 @@ PROGRAM = """
 import sys
 from matmix.data import prepare, readers
 if __name__ == "__main__":
-    prepare.STATE_SECONDS, readers.CHUNK_BYTES = 0, 20_000
+    prepare.STATE_SECONDS, prepare.STATE_SHARE, readers.CHUNK_BYTES = 0, float("inf"), 20_000
     prepare.prepare(prepare.PrepareConfig(
         inputs=(sys.argv[1],), out=sys.argv[2], vocab_size=300, validation_fraction=0.3,
         shard_megabytes=0.02, processes=int(sys.argv[3])))
