@@ -67,9 +67,10 @@ class UnitDeterminantProduct(torch.autograd.Function):
 class CayleyTransform(torch.autograd.Function):
     """Orthogonal X = (I - S)^-1 (I + S) = 2 (I - S)^-1 - I from the lower triangle of a skew S; keeps X only.
 
-    The inverse is a Gauss-Jordan elimination without pivoting, with tokens as the fastest dimension: I - S has a
-    positive definite symmetric part, so no pivot is below 1. In float64, because large elements cancel in it (in
-    float32 orthogonality is off by 1e-4 where elements reach 10); still several times as fast as batched LAPACK.
+    The inverse is a Gauss-Jordan elimination without pivoting, with tokens as the fastest dimension: I - S
+    has a positive definite symmetric part, so no pivot is below 1. In float64, because large elements cancel
+    in it (in float32 orthogonality is off by 1e-4 where elements reach 10); still several times as fast as
+    batched LAPACK.
     """
 
     @staticmethod

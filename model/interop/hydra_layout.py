@@ -81,9 +81,8 @@ def hydra_mlm_layout(
     state: Mapping[str, torch.Tensor], values: Mapping[str, Any]
 ) -> tuple[ModelConfig, Layout]:
     """The encoder (kind hydra-mlm) that a BertConfig describes; keys of it that say nothing about it are
-    ignored.
-
-    What that configuration cannot say (groups, biases, learned initial states) is read off the state.
+    ignored. Options of the layer that a BertConfig lacks may be added to it: ngroups, bias, conv_bias,
+    learnable_init_states.
     """
     config = ForeignConfig("hydra-mlm", values)
     mixer_type = config.get("matrix_mixer_type", "hydra")
@@ -93,20 +92,15 @@ def hydra_mlm_layout(
     if activation not in _ACTIVATIONS:
         raise ValueError(f"hydra-mlm: hidden_act = {activation!r}; known: {', '.join(_ACTIVATIONS)}")
     d_model, expand = config.get("hidden_size", 768), config.get("expand", 2)
-    d_state = config.get("d_state", 64)
-    prefix = "bert.encoder.layer.{}.layer."
-    first = prefix.format(0) + "mixer."
     options = HydraConfig(
-        d_state=d_state,
+        d_state=config.get("d_state", 64),
         d_conv=config.get("d_conv", 7),
         expand=expand,
         headdim=config.get("headdim", 64),
-        ngroups=config.get(
-            "ngroups", groups_of(state.get(first + "conv1d.weight"), expand * d_model, d_state)
-        ),
-        bias=config.get("bias", first + "in_proj.bias" in state),
-        conv_bias=config.get("conv_bias", first + "conv1d.bias" in state),
-        learnable_init_states=config.get("learnable_init_states", first + "init_states" in state),
+        ngroups=config.get("ngroups", 1),
+        bias=config.get("bias", False),
+        conv_bias=config.get("conv_bias", True),
+        learnable_init_states=config.get("learnable_init_states", False),
     )
     pre, positions = config.get("is_prenorm", False), config.get("use_position_embeddings", False)
     embedding, output = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"
@@ -151,22 +145,13 @@ def hydra_mlm_layout(
     if pre:
         names |= {f"norm.{part}": f"bert.encoder.norm_f.{part}" for part in ("weight", "bias")}
     for index in range(model.n_layers):
-        theirs = prefix.format(index)
+        theirs = f"bert.encoder.layer.{index}.layer."
         names |= {f"blocks.{index}.mixer.{name}": f"{theirs}mixer.{name}" for name in mixer_names(options)}
         names |= {f"blocks.{index}.norm_mixer.{part}": f"{theirs}norm.{part}" for part in ("weight", "bias")}
     ignored = {"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"} | (
         {output} if tied else set()
     )
     return model, Layout(kind="hydra-mlm", names=names, ignored=frozenset(ignored))
-
-
-def groups_of(conv_weight: torch.Tensor | None, d_inner: int, d_state: int) -> int:
-    """Groups of B and C that the width of the convolution leaves room for; 1 where that does not come out
-    even."""
-    if conv_weight is None or d_state < 1:
-        return 1
-    groups, rest = divmod(conv_weight.shape[0] - d_inner, 4 * d_state)
-    return groups if rest == 0 and groups > 0 else 1
 
 
 def hydra_mlm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:

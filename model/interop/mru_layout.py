@@ -48,8 +48,6 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
             f"and value_size = {value_size}"
         )
     dropout = config.get("dropout_rate", 0.0)
-    biased = any(name.endswith((".mru_out.bias", ".query_layer.bias", ".mlp.0.bias")) for name in state)
-    bias, norm_bias = config.get("bias", biased), "final_ln.bias" in state
     tied = is_tied("mru-lm", state, "lm_head.weight", "wte.weight")
     model = ModelConfig(
         architecture="language_model",
@@ -58,8 +56,6 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
         n_layers=len(kinds),
         layers=tuple(_OUR_NAMES[kind] for kind in kinds),
         mlp_ratio=4.0 if blocks or "mlp" in kinds else 0.0,
-        mlp_bias=bias,
-        norm_bias=norm_bias,
         dropout=dropout,
         embedding_dropout=dropout,
         max_seqlen=config.get("max_sequence_length", 1024),
@@ -69,7 +65,6 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
                 order=order,
                 nheads=nheads,
                 construction=construction_of(state, config, nheads, order),
-                bias=bias,
                 dropout=dropout,
             ),
             attention=AttentionConfig(
@@ -77,32 +72,26 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
                 headdim=key_size // attention_heads,
                 value_headdim=value_size // attention_heads,
                 position="none" if blocks else "xpos",
-                bias=bias,
                 dropout=dropout,
             ),
         ),
     )
     config.refuse_unknown(frozenset({"create_state_matrix", "n_blocks", "layers"}))
-    norm_parts = ("weight", "bias") if norm_bias else ("weight",)
-    names = {"embedding.weight": "wte.weight"} | {f"norm.{part}": f"final_ln.{part}" for part in norm_parts}
+    names = {"embedding.weight": "wte.weight", "norm.weight": "final_ln.weight"}
     if not tied:
         names["output.weight"] = "lm_head.weight"
     for index, kind in enumerate(kinds):
         ours = f"blocks.{index}."
         theirs = f"blocks.{index}.{'' if kind == 'mlp' else kind + '.'}" if blocks else f"layers.{index}."
         norm = f"blocks.{index}.first_ln" if blocks else f"pre_lns.{index}"
-        names |= layer_names(kind, ours, theirs, norm, bias, norm_parts)
+        names |= layer_names(kind, ours, theirs, norm)
         if blocks:
-            names |= layer_names(
-                "mlp", ours, f"blocks.{index}.", f"blocks.{index}.second_ln", bias, norm_parts
-            )
+            names |= layer_names("mlp", ours, f"blocks.{index}.", f"blocks.{index}.second_ln")
     ignored = _POSITION_TABLES | ({"lm_head.weight"} if tied else set())
     return model, Layout(kind="mru-lm", names=names, ignored=frozenset(ignored))
 
 
-def layer_names(
-    kind: str, ours: str, theirs: str, norm: str, bias: bool, norm_parts: tuple[str, ...]
-) -> dict[str, str]:
+def layer_names(kind: str, ours: str, theirs: str, norm: str) -> dict[str, str]:
     """Names of one mixer or MLP and of the LayerNorm before it."""
     modules = {
         "mru": {"mixer.in_proj": "state_matrices_up", "mixer.out_proj": "mru_out"},
@@ -114,14 +103,11 @@ def layer_names(
         },
         "mlp": {"mlp.up": "mlp.0", "mlp.down": "mlp.2"},
     }[kind]
-    parts = ("weight", "bias") if bias else ("weight",)
-    names = {
-        f"{ours}{our}.{part}": f"{theirs}{their}.{part}" for our, their in modules.items() for part in parts
-    }
+    names = {f"{ours}{our}.weight": f"{theirs}{their}.weight" for our, their in modules.items()}
     if kind == "mru":
         names[f"{ours}mixer.state_down"] = f"{theirs}state_matrices_down"
-    our_norm = "norm_mlp" if kind == "mlp" else "norm_mixer"
-    return names | {f"{ours}{our_norm}.{part}": f"{norm}.{part}" for part in norm_parts}
+    names[f"{ours}{'norm_mlp' if kind == 'mlp' else 'norm_mixer'}.weight"] = f"{norm}.weight"
+    return names
 
 
 def layer_kinds(config: ForeignConfig) -> list[str]:

@@ -84,9 +84,9 @@ def test_mistakes_are_one_clear_line(tmp_path):
     save_file({**state, "bert.pooler.dense.bias": torch.zeros(64)}, broken, metadata=metadata)
     with pytest.raises(ValueError, match=r"'bert.pooler.dense.bias' of shape \(64\)"):
         read_checkpoint("hydra", broken)
-    with pytest.raises(ValueError, match="'in_proj.weight'|lacks key|in_proj"):
+    with pytest.raises(ValueError, match=r"mixer.in_proj.weight' has shape \(336, 64\)"):
         read_checkpoint("hydra", GOLDEN / FILES["hydra"], d_state=8)
-    with pytest.raises(ValueError, match="state lacks key 'wte.weight'"):
+    with pytest.raises(ValueError, match=r"state lacks key 'wte\.weight'"):
         read_checkpoint("mru-lm", GOLDEN / FILES["hydra"])
 
 

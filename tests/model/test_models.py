@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,7 +41,7 @@ def test_neighbouring_documents_do_not_matter(small_model, kind):
     ids = torch.randint(61, (2, 18))
     cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32)
     logits = model(ids, cu_seqlens=cu_seqlens, max_seqlen=12).flatten(0, 1)
-    for start, end in zip(CU_SEQLENS[:-1], CU_SEQLENS[1:], strict=True):
+    for start, end in itertools.pairwise(CU_SEQLENS):
         others = torch.randint(61, (36,))
         others[start:end] = ids.flatten()[start:end]
         changed = model(others.view(2, 18), cu_seqlens=cu_seqlens, max_seqlen=12).flatten(0, 1)

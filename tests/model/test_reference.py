@@ -198,6 +198,8 @@ def test_hydra_encoder_with_pre_norm_positions_and_groups():
         use_position_embeddings=True,
         max_position_embeddings=12,
         type_vocab_size=3,
+        ngroups=2,
+        bias=True,
         hidden_act="relu",
         layer_norm_eps="1e-3",
         model_type="bert",
@@ -398,7 +400,7 @@ def _broken_layer(change):
 )
 def test_mistakes_are_one_clear_line(change, words):
     kind, state, config = _broken_layer(change)
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r"^\S") as caught:
         from_reference(kind, state, **config)
     message = str(caught.value)
     assert "\n" not in message
