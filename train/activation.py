@@ -16,7 +16,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 _ATEN = torch.ops.aten
@@ -56,19 +55,19 @@ def checkpoint_activations(
         return
     by_op = mode == "selective" and selective_by == "op"
     stride = every if mode == "selective" and selective_by == "block" else 1
-    context_fn = (
-        functools.partial(create_selective_checkpoint_contexts, _save_policy) if by_op else noop_context_fn
-    )
+    options: dict[str, Any] = {"use_reentrant": False}
+    if by_op:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _save_policy)
     for block in list(model.blocks)[::stride]:
-        block.forward = _recomputing(block.forward, context_fn)
+        block.forward = _recomputing(block.forward, options)
 
 
-def _recomputing(forward: Callable[..., Any], context_fn: Callable[[], Any]) -> Callable[..., Any]:
+def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
 
     return recomputing_forward
 

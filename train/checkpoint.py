@@ -84,14 +84,14 @@ class CheckpointManager:
         """
         target, temporary = self.path(step), self.directory / f".tmp-{self.path(step).name}"
         complaint = self._write(step, engine, extra, temporary, target)
-        if rank_and_world_size()[0] == 0:
-            if complaint is None:
-                self._prune(tell)
-            else:
-                shutil.rmtree(temporary, ignore_errors=True)
+        is_first = rank_and_world_size()[0] == 0
         if complaint is None:
             self._damaged.discard(target)
+            if is_first:
+                self._prune(tell)
             return target
+        if is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
         whole = [s for s in self.steps() if self._looks_whole(s)]
         last = f"the last valid one is {self.path(whole[-1]).name}" if whole else "there is none so far"
         tell(f"warning: no checkpoint at step {step}: {complaint}; training goes on, {last}")

@@ -14,9 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = str(Path(__file__).resolve().parent)
-
-
 def run_distributed(
     function: Callable[..., Any],
     world_size: int,
@@ -27,8 +24,9 @@ def run_distributed(
 ) -> list[Any]:
     """What `function` returned on each rank, in order. Fails with the children's tracebacks, or after `timeout` seconds.
 
-    function: a function of a module next to this file (each process imports it by name). It runs with the process
-    group made and torchrun's variables set. A collective that waits longer than half of `timeout` raises.
+    function: a function at the top level of a module; each process imports that module anew, from its file, so it
+    should import little. It runs with the process group made and torchrun's variables set. A collective that waits
+    longer than half of `timeout` raises.
     """
     context = multiprocessing.get_context("forkserver")
     # Processes are forked from one that has torch already: the import is most of what a process costs.
@@ -37,7 +35,8 @@ def run_distributed(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    name = (function.__module__.rsplit(".", 1)[-1], function.__name__)
+    module = sys.modules[function.__module__]
+    name = (str(Path(module.__file__).resolve().parent), Path(module.__file__).stem, function.__name__)
     processes = [
         context.Process(
             target=_run, args=(name, arguments, rank, world_size, backend, port, timeout / 2, results), daemon=True
@@ -79,7 +78,7 @@ def run_distributed(
 
 
 def _run(
-    name: tuple[str, str],
+    name: tuple[str, str, str],
     arguments: tuple[Any, ...],
     rank: int,
     world_size: int,
@@ -101,10 +100,11 @@ def _run(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    sys.path.insert(0, HERE)
+    directory, module, attribute = name
+    sys.path.insert(0, directory)
     try:
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=patience))
-        function = getattr(importlib.import_module(name[0]), name[1])
+        function = getattr(importlib.import_module(module), attribute)
         value = function(*arguments)
         dist.barrier()
         results.put((rank, value, None))

@@ -6,8 +6,10 @@ Kept apart from the tests so that a child process imports this file and what it 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
-import sys
+import os
+import resource
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from matmix.train import rng
 from matmix.train.checkpoint import CheckpointManager
-from matmix.train.distributed import Distributed
+from matmix.train.checkpoint_files import together
+from matmix.train.distributed import Distributed, from_rank_zero, gather_objects
 from matmix.train.engine import Engine, EngineConfig, build_engine
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH = 33, 10, 6, 8
@@ -148,22 +151,203 @@ def moments(engine: Engine) -> list[Any]:
 
 # -- what the processes run ------------------------------------------------------------------------------------------
 
+ENGINES: dict[str, dict[str, Any]] = {
+    "fsdp2": {"name": "fsdp2"},
+    "ddp": {"name": "ddp"},
+    **{f"zero{stage}": {"name": "deepspeed", "zero_stage": stage} for stage in range(4)},
+}
 
-def losses_of(options: dict[str, Any], steps: int, accumulation: int, dropout: float = 0.0) -> Any:
-    rng.seed_all(0, place().rank)
-    engine = make_engine(EngineConfig(**options), dropout=dropout)
-    history = run_steps(engine, 0, steps, accumulation=accumulation)
-    return history, weights(engine)
+
+def losses_of(options: dict[str, Any], steps: int, accumulation: int) -> Any:
+    """(history of (loss, norm), final weights) of an uninterrupted run."""
+    partition_everything()
+    engine = make_engine(EngineConfig(**options))
+    return run_steps(engine, 0, steps, accumulation=accumulation), weights(engine)
 
 
 def losses_of_all(runs: list[tuple[dict[str, Any], int, int]]) -> list[Any]:
-    """Several runs in one process each: starting processes costs more than these runs."""
+    """Several runs in one set of processes: starting those costs more than these runs."""
     return [losses_of(*run) for run in runs]
 
 
-def module_of(name: str) -> Any:
-    return sys.modules[name]
+def partition_everything() -> None:
+    """DeepSpeed would leave tensors as small as these whole at stage 3."""
+    from matmix.train.engine import zero
+
+    zero.ZERO_OPTIONS["stage3_param_persistence_threshold"] = 0
 
 
-def manager_of(directory: str, **options: Any) -> CheckpointManager:
-    return CheckpointManager(Path(directory) / "checkpoints", **options)
+def stop_and_resume(name: str, directory: str, *, dropout: float, stop: int, steps: int, accumulation: int) -> Any:
+    """Runs to `steps`, with a checkpoint at `stop`; then again from there. (losses, losses from `stop` on again)."""
+    partition_everything()
+    config = EngineConfig(**ENGINES[name])
+    manager = CheckpointManager(Path(directory) / name)
+    rng.seed_all(5, place().rank)
+    engine = make_engine(config, dropout=dropout)
+    history = run_steps(engine, 0, stop, accumulation=accumulation)
+    assert manager.save(stop, engine, {"data": {"samples": 7}}) == manager.path(stop)
+    assert manager.has(stop)
+    assert not manager.has(stop + 1)
+    at_stop = weights(engine)
+    history += run_steps(engine, stop, steps, accumulation=accumulation)
+    rng.seed_all(99, place().rank)
+    again = make_engine(config, dropout=dropout)
+    assert manager.load(manager.latest_valid(), again) == {"data": {"samples": 7}}
+    assert weights(again) == at_stop
+    return history, run_steps(again, stop, steps, accumulation=accumulation)
+
+
+def stop_and_resume_all(names: list[str], directory: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {name: stop_and_resume(name, directory, **options) for name in names}
+
+
+def resume_all(names: list[str], directory: str, stop: int, steps: int, accumulation: int) -> dict[str, Any]:
+    """Goes on from the checkpoints of `stop_and_resume`, with the number of ranks at hand."""
+    partition_everything()
+    found = {}
+    for name in names:
+        engine = make_engine(EngineConfig(**ENGINES[name]))
+        manager = CheckpointManager(Path(directory) / name)
+        manager.load(manager.latest_valid(), engine)
+        found[name] = run_steps(engine, stop, steps, accumulation=accumulation)
+        assert [p.name for p in manager.directory.iterdir()] == [manager.path(stop).name]
+    return found
+
+
+def poison_and_discard(name: str) -> Any:
+    """A run with bad steps and dropped gradients in between; compared with one without them."""
+    partition_everything()
+    config = EngineConfig(**ENGINES[name])
+    clean = run_steps(make_engine(config), 0, 4, accumulation=2)
+    engine = make_engine(config)
+    history = run_steps(engine, 0, 2, accumulation=2)
+    before = weights(engine), moments(engine)
+    for _ in range(2):
+        _, norm = train_step(engine, 2, accumulation=2, poison=True)
+        assert not math.isfinite(norm), norm
+        assert (weights(engine), moments(engine)) == before
+    tokens, targets = batch_of(77)
+    for last in (False, True):
+        engine.backward(engine.model(tokens, targets), last=False)
+        if last:
+            engine.backward(engine.model(tokens, targets), last=True)
+        engine.discard()
+    history += run_steps(engine, 2, 4, accumulation=2)
+    return clean, history
+
+
+def poison_and_discard_all(names: list[str]) -> dict[str, Any]:
+    return {name: poison_and_discard(name) for name in names}
+
+
+def full_disk(name: str, directory: str) -> dict[str, Any]:
+    """Saves that fail on one rank only, in two ways, between saves that work."""
+    engine = make_engine(EngineConfig(**ENGINES[name]))
+    manager = CheckpointManager(Path(directory) / name, keep_last=2)
+    faulty_rank = 0 if name == "zero0" else engine.world_size - 1  # at stage 0 only rank 0 has something to write
+    told: list[str] = []
+    saved, listings = [], []
+    save = engine.save
+    for step, fault in enumerate((None, no_space_at_sync, small_file_limit, None), start=1):
+        train_step(engine, step, accumulation=1)
+
+        def faulty_save(target: Path, fault: Any = fault) -> None:
+            with fault() if fault and engine.rank == faulty_rank else contextlib.nullcontext():
+                save(target)
+
+        engine.save = faulty_save
+        saved.append(manager.save(step, engine, {"step": step}, told.append) is not None)
+        engine.all_reduce_sum(torch.zeros(1))  # the ranks are still in step with each other
+        listings.append(sorted(path.name for path in manager.directory.iterdir()))
+    again = make_engine(EngineConfig(**ENGINES[name]))
+    assert manager.load(manager.latest_valid(), again) == {"step": 4}
+    assert weights(again) == weights(engine)
+    return {"saved": saved, "told": told, "listings": listings, "faulty_rank": faulty_rank}
+
+
+def full_disk_all(names: list[str], directory: str) -> dict[str, Any]:
+    return {name: full_disk(name, directory) for name in names}
+
+
+@contextlib.contextmanager
+def no_space_at_sync() -> Any:
+    """The disk is found to be full when the data reach it, as with a quota or a network file system."""
+
+    def fail(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sync, os.fsync = os.fsync, fail
+    try:
+        yield
+    finally:
+        os.fsync = sync
+
+
+@contextlib.contextmanager
+def small_file_limit() -> Any:
+    """The kernel refuses the writes themselves, in the middle of a file."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def save_and_tell_weights(names: list[str], directory: str) -> dict[str, Any]:
+    partition_everything()
+    found = {}
+    for name in names:
+        engine = make_engine(EngineConfig(**ENGINES[name]))
+        train_step(engine, 0, accumulation=1)
+        CheckpointManager(Path(directory) / name).save(1, engine, {})
+        found[name] = weights(engine)
+    return found
+
+
+def resume_with_another_layout(directory: str) -> dict[Any, Any]:
+    partition_everything()
+    found = {}
+    for saved, resumed in (("ddp", "fsdp2"), ("fsdp2", "ddp"), ("zero1", "zero2"), ("zero2", "zero1")):
+        manager = CheckpointManager(Path(directory) / f"{saved}-{resumed}")
+        engine = make_engine(EngineConfig(**ENGINES[saved]))
+        run_steps(engine, 0, 2, accumulation=1)
+        manager.save(2, engine, {})
+        expected = run_steps(engine, 2, 4, accumulation=1)
+        again = make_engine(EngineConfig(**ENGINES[resumed]))
+        manager.load(manager.path(2), again)
+        found[saved, resumed] = expected, run_steps(again, 2, 4, accumulation=1)
+    source = Path(directory) / "zero1-zero2"
+    for name in ("zero0", "zero3"):
+        engine = make_engine(EngineConfig(**ENGINES[name]))
+        try:
+            CheckpointManager(source).load(source / "step-00000002", engine)
+        except ValueError as error:
+            assert f"engine.zero_stage = 1 and cannot be continued at {name[-1]}" in str(error)
+        else:
+            raise AssertionError(f"{name} cannot read the files of stage 1")
+    return found
+
+
+def agree() -> Any:
+    rank = place().rank
+
+    def disk() -> None:
+        if rank == 1:
+            raise OSError("disk of rank 1")
+
+    def bug() -> None:
+        if rank == 1:
+            raise KeyError("a bug")
+
+    try:
+        together(bug)
+    except (RuntimeError, KeyError) as error:
+        mistake = str(error) if rank == 0 else f"rank 1 failed: {error!r}"
+    total = make_engine(EngineConfig()).all_reduce_sum(torch.tensor(1.0 + rank)).item()
+    return from_rank_zero(f"from {rank}"), gather_objects(rank), together(disk), mistake, total
+
+
+def fail_on_rank_one() -> None:
+    if place().rank == 1:
+        raise ValueError("only here")

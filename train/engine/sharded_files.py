@@ -7,6 +7,7 @@ unpickler that knows the handful of plain classes the index consists of and refu
 
 from __future__ import annotations
 
+import logging
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from matmix.train.distributed import is_distributed
+
+# It logs two lines for every tensor at the debug level, for whoever listens to the root logger.
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
 
 _INDEX_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -114,7 +118,7 @@ def storage_error(failure: CheckpointException) -> BaseException:
     """The OSError behind a failed save if there is one, else the first failure, which is a mistake of ours."""
     for rank, (error, _) in sorted(failure.failures.items()):
         if (found := find_os_error(error)) is not None:
-            return OSError(found.errno, f"{found.strerror or found} (rank {rank})")
+            return OSError(found.errno, f"{found.strerror or found}{f' (rank {rank})' if is_distributed() else ''}")
     return RuntimeError(f"saving failed: {failure}")
 
 

@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO behind the engine interface: stage 0 (copies) to stage 3 (everything sharded).
 
 DeepSpeed runs in its float32 mode at every precision: bf16 is the same autocast as in the other engine, so that weights
-and reductions stay float32 and both engines give the same losses. Its averages over ranks are cancelled by
+and reductions stay float32 and both engines give the same losses (in bf16 up to its rounding: stage 3 replaces torch's linear layer by one
+that keeps no gathered weights and rounds before it adds the bias). Its averages over ranks are cancelled by
 multiplying the loss with the number of ranks; micro-batches are counted here, never by DeepSpeed.
 
 Weights are drawn in host memory, whole on every rank, and ZeRO-3 then moves and partitions them one tensor at a time:
@@ -144,21 +145,24 @@ class ZeroEngine(Engine):
             client_state={"universal_checkpoint_info": {}},
         )
         failure = self.files.failure
-        failures = gather_objects(failure and (isinstance(failure, OSError), getattr(failure, "errno", None), str(failure)))
-        for rank, found in enumerate(failures):
+        if isinstance(failure, OSError):
+            own = (OSError, failure.errno, failure.strerror or str(failure))
+        else:
+            own = failure and (RuntimeError, repr(failure))
+        for rank, found in enumerate(gather_objects(own)):
             if found:
-                is_storage, number, text = found
-                raise OSError(number, f"{text} (rank {rank})") if is_storage else RuntimeError(f"rank {rank}: {text}")
+                kind, *rest, text = found
+                raise kind(*rest, f"{text} (rank {rank})")
 
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
         stage, saved_stage = self.config.zero_stage, layout["zero_stage"]
-        if (stage == 0) != (saved_stage == 0):
+        if stage != saved_stage and {stage, saved_stage} != {1, 2}:
             raise ValueError(
                 f"checkpoint {directory} was made at engine.zero_stage = {saved_stage} and cannot be continued at "
-                f"{stage}: stage 0 keeps its optimizer in another form; set engine.zero_stage = {saved_stage}"
+                f"{stage}, which keeps its state in another form; set engine.zero_stage = {saved_stage}"
             )
         options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        if stage == 0 or (stage == saved_stage and self.world_size == layout["world_size"]):
+        if stage == 0 or self.world_size == layout["world_size"]:
             self._load_from(directory)
         else:
             self._load_universal(directory)
@@ -175,7 +179,7 @@ class ZeroEngine(Engine):
         self.model.load_checkpoint(str(directory), tag=SUBDIRECTORY, load_lr_scheduler_states=False)
 
     def _load_universal(self, directory: Path) -> None:
-        """Converts to DeepSpeed's universal form, which any stage from 1 and any number of ranks can read."""
+        """Converts to DeepSpeed's universal form, which any number of ranks can read."""
         universal = directory.parent / f".universal-{directory.name}"
         problem = None
         if self.rank == 0:

@@ -1,0 +1,128 @@
+"""Recomputing, compiling and bf16 are put on a model without renaming anything in it."""
+
+import pytest
+import scenarios
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from matmix.train import activation
+from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
+from matmix.train.engine import EngineConfig
+
+MODES = [
+    {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "selective", "selective_every": 2},
+    {"activation_checkpointing": "selective", "selective_by": "op"},
+]
+
+
+@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recomputing_changes_nothing(options, precision):
+    def run(**chosen):
+        scenarios.rng.seed_all(3, 0)
+        engine = scenarios.make_engine(EngineConfig(precision=precision, **chosen), dropout=0.3)
+        return scenarios.run_steps(engine, 0, 3, accumulation=2), scenarios.weights(engine)
+
+    assert run(**options) == run()
+
+
+class CountProducts(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.products = self.norms = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.products += function in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        self.norms += function == torch.ops.aten.native_layer_norm.default
+        return function(*args, **(kwargs or {}))
+
+
+def count(mode, **options):
+    model = scenarios.Toy(layers=4)
+    scenarios.initialize(model)
+    checkpoint_activations(model, mode, **options)
+    tokens, targets = scenarios.batch_of(0)
+    with CountProducts() as counted:
+        model(tokens, targets).backward()
+    return counted.products, counted.norms
+
+
+def test_what_is_recomputed():
+    products, norms = count("none")
+    assert norms == 5  # one per block and the last one
+    assert count("full") == (products + 4 * 2, norms + 4)
+    assert count("selective", every=2) == (products + 2 * 2, norms + 2)
+    assert count("selective", every=3) == (products + 2 * 2, norms + 2)
+    assert count("selective", selective_by="op") == (products, norms + 4)
+
+
+def test_this_projects_own_ops_are_saved():
+    calls = []
+
+    @torch.library.custom_op("matmix::counted_by_a_test", mutates_args=())
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        return x * 2
+
+    counted.register_autograd(lambda context, gradient: gradient * 2)
+
+    class Doubling(torch.nn.Module):
+        def forward(self, x):
+            return torch.sin(counted(torch.sin(x)))
+
+    for by_op in (True, False):
+        model = torch.nn.Module()
+        model.blocks = torch.nn.ModuleList([Doubling()])
+        checkpoint_activations(model, "selective", selective_by="op" if by_op else "block", every=1)
+        calls.clear()
+        model.blocks[0](torch.ones(3, requires_grad=True)).sum().backward()
+        assert len(calls) == (1 if by_op else 2)
+
+
+def test_names_stay():
+    plain, changed = scenarios.Toy(), scenarios.Toy()
+    checkpoint_activations(changed, "full")
+    compile_blocks(changed)
+    compute_in_bfloat16(changed, torch.device("cpu"))
+    assert [name for name, _ in changed.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert list(changed.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in changed.named_modules()] == [name for name, _ in plain.named_modules()]
+
+
+def test_no_recomputing_without_gradients():
+    model = scenarios.Toy()
+    scenarios.initialize(model)
+    expected = model(*scenarios.batch_of(0)).item()
+    checkpoint_activations(model, "full")
+    with torch.no_grad(), CountProducts() as counted:
+        assert model(*scenarios.batch_of(0)).item() == expected
+    assert counted.products == 3 * 2 + 1
+
+
+def test_bf16_leaves_parameters_alone():
+    engine = scenarios.make_engine(EngineConfig(precision="bf16"))
+    seen = {}
+
+    def note(name, value):
+        seen[name] = value.dtype
+
+    block = engine.module.blocks[0]
+    block.up.register_forward_hook(lambda _module, _inputs, output: note("product", output))
+    block.register_forward_hook(lambda module, _inputs, _output: note("decay", torch.exp(module.A_log)))
+    scenarios.train_step(engine, 0, accumulation=1)
+    assert seen == {"product": torch.bfloat16, "decay": torch.float32}
+    assert {parameter.dtype for parameter in engine.module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "full"}, MODES[2]])
+def test_compiled_blocks(monkeypatch, options):
+    """With the tracing and the autograd of the compiler, but not the minutes of its code generator."""
+    compiled = torch.compile
+    monkeypatch.setattr(activation.torch, "compile", lambda function: compiled(function, backend="aot_eager"))
+    expected = scenarios.losses_of({"name": "fsdp2", **options}, 3, 2)
+    history, weights = scenarios.losses_of({"name": "fsdp2", "compile": True, **options}, 3, 2)
+    for got, want in zip(history, expected[0], strict=True):
+        assert got == pytest.approx(want, abs=1e-5)
+    for name, values in weights.items():
+        assert values == pytest.approx(expected[1][name], abs=1e-5), name

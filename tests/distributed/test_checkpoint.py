@@ -1,0 +1,206 @@
+"""Checkpoints in one process: what is kept, what is refused, and that refusing changes nothing."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import scenarios
+import torch
+
+from matmix.train.checkpoint import CheckpointManager, read_portable
+from matmix.train.checkpoint_files import MANIFEST
+from matmix.train.engine import EngineConfig
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with checkpoints of steps 1 and 2, never changed: tests copy it."""
+    directory = tmp_path_factory.mktemp("saved")
+    engine = scenarios.make_engine(EngineConfig())
+    manager = CheckpointManager(directory, keep_last=5)
+    for step in (1, 2):
+        scenarios.train_step(engine, step, accumulation=1)
+        manager.save(step, engine, {"step": step})
+    return directory
+
+
+@pytest.fixture
+def directory(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def shard(checkpoint):
+    return max((checkpoint / "sharded").glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def truncate(checkpoint):
+    path = shard(checkpoint)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lengthen(checkpoint):
+    with shard(checkpoint).open("ab") as file:
+        file.write(b"x")
+
+
+def remove_shard(checkpoint):
+    shard(checkpoint).unlink()
+
+
+def flip_a_bit(checkpoint):
+    content = bytearray(shard(checkpoint).read_bytes())
+    content[len(content) // 2] ^= 1
+    shard(checkpoint).write_bytes(content)
+
+
+def remove_manifest(checkpoint):
+    (checkpoint / MANIFEST).unlink()
+
+
+def spoil_manifest(checkpoint):
+    (checkpoint / MANIFEST).write_text('{"version": 1, "files"')
+
+
+def remove_generators(checkpoint):
+    (checkpoint / "generators" / "rank-00000.json").unlink()
+
+
+def remove_index(checkpoint):
+    (checkpoint / "sharded" / ".metadata").unlink()
+
+
+DAMAGE = [
+    (truncate, r"damaged: sharded/__0_0\.distcp is truncated \(\d+ of \d+ bytes\)"),
+    (lengthen, r"damaged: sharded/__0_0\.distcp is too long"),
+    (remove_shard, r"damaged: sharded/__0_0\.distcp is missing"),
+    (flip_a_bit, r"damaged: sharded/__0_0\.distcp does not match its checksum"),
+    (remove_manifest, r"not valid: it has no checkpoint\.json"),
+    (spoil_manifest, r"damaged: its checkpoint\.json cannot be read"),
+    (remove_generators, r"damaged: generators/rank-00000\.json is missing"),
+    (remove_index, r"damaged: sharded/\.metadata is missing"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=lambda value: getattr(value, "__name__", ""))
+def test_damage_is_found_before_anything_is_read(directory, damage, message):
+    newest, older = directory / "step-00000002", directory / "step-00000001"
+    damage(newest)
+    engine = scenarios.make_engine(EngineConfig())
+    scenarios.train_step(engine, 5, accumulation=1)
+    before = scenarios.weights(engine), scenarios.moments(engine), torch.get_rng_state()
+    manager = CheckpointManager(directory)
+    with pytest.raises(ValueError, match=message) as caught:
+        manager.load(newest, engine)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=message):
+        next(read_portable(newest))
+    assert (scenarios.weights(engine), scenarios.moments(engine)) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+    told = []
+    assert manager.latest_valid(told.append) == older
+    assert len(told) == 1
+    assert told[0].startswith(f"warning: skipping a checkpoint: checkpoint {newest}")
+    assert manager.load(older, engine) == {"step": 1}
+    assert not manager.has(2)
+    assert manager.has(1)
+
+    # The step is reached again: the damaged one makes way.
+    assert manager.save(2, engine, {"step": "again"}) == newest
+    assert manager.has(2)
+    assert manager.load(newest, engine) == {"step": "again"}
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_only_damaged_ones_are_an_error(directory):
+    flip_a_bit(directory / "step-00000001")
+    truncate(directory / "step-00000002")
+    told = []
+    with pytest.raises(ValueError, match="step-00000002 is damaged: .* no checkpoint in .* is valid: restore one"):
+        CheckpointManager(directory).latest_valid(told.append)
+    assert len(told) == 2
+
+
+def test_no_checkpoint(tmp_path):
+    assert CheckpointManager(tmp_path / "none").latest_valid() is None
+    with pytest.raises(ValueError, match="checkpoint not found: "):
+        CheckpointManager(tmp_path).load(tmp_path / "step-00000009", scenarios.make_engine(EngineConfig()))
+
+
+def test_unfinished_saves_are_invisible(directory):
+    shutil.copytree(directory / "step-00000002", directory / ".tmp-step-00000003")
+    shutil.copytree(directory / "step-00000002", directory / ".old-step-00000000")
+    manager = CheckpointManager(directory, keep_last=5)
+    assert manager.latest_valid() == directory / "step-00000002"
+    manager.save(3, scenarios.make_engine(EngineConfig()), {})
+    assert sorted(p.name for p in directory.iterdir()) == [f"step-0000000{n}" for n in (1, 2, 3)]
+
+
+def test_other_architectures(directory):
+    manager = CheckpointManager(directory)
+    narrow = scenarios.make_engine(EngineConfig(), layers=2)
+    before = scenarios.weights(narrow)
+    with pytest.raises(ValueError, match=r"another architecture: it holds blocks\.2\.A_log \(3,\), which this model"):
+        manager.load(directory / "step-00000002", narrow)
+    assert scenarios.weights(narrow) == before
+    with pytest.raises(ValueError, match=r"another architecture: it has no blocks\.3\.A_log, which is \(3,\) in this"):
+        manager.load(directory / "step-00000002", scenarios.make_engine(EngineConfig(), layers=4))
+
+    class Wide(scenarios.Toy):
+        def __init__(self):
+            super().__init__()
+            self.blocks[1].up = torch.nn.Linear(scenarios.WIDTH, 4 * scenarios.WIDTH)
+
+    wide = scenarios.build_engine(EngineConfig(), scenarios.place())
+    wide.prepare(Wide(), scenarios.initialize, scenarios.make_optimizer)
+    with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight is \(30, 10\) there and \(40, 10\) in this model"):
+        manager.load(directory / "step-00000002", wide)
+
+
+def test_the_other_kind_of_engine(directory):
+    engine = scenarios.make_engine(EngineConfig())
+    engine.kind = "deepspeed"
+    with pytest.raises(ValueError, match='engine.name = "fsdp2" or "ddp" and cannot be continued with "deepspeed"'):
+        CheckpointManager(directory).load(directory / "step-00000002", engine)
+
+
+def test_what_is_kept(tmp_path):
+    engine = scenarios.make_engine(EngineConfig())
+    manager = CheckpointManager(tmp_path, keep_last=2, keep_every=4)
+    kept = {}
+    for step in range(1, 8):
+        manager.save(step, engine, {})
+        kept[step] = manager.steps()
+    assert kept[3] == [2, 3]
+    assert kept[7] == [4, 6, 7]
+
+
+def test_portable_weights(directory):
+    engine = scenarios.make_engine(EngineConfig())
+    CheckpointManager(directory).load(directory / "step-00000002", engine)
+    read = dict(read_portable(directory / "step-00000002"))
+    assert {name: tensor.flatten().tolist() for name, tensor in read.items()} == scenarios.weights(engine)
+    assert read["blocks.0.up.weight"].shape == (30, 10)
+    assert read["scale"].item() == pytest.approx(0.9)  # buffers that belong to the state are in it,
+    assert "positions" not in read  # tables that can be computed are not
+
+
+def test_nothing_is_unpickled_but_an_index(directory):
+    """An index that would run code is refused, although size and checksum were made to fit."""
+    checkpoint = directory / "step-00000002"
+
+    class Harm:
+        def __reduce__(self):
+            return (open, (str(directory / "harm"), "w"))
+
+    index = checkpoint / "sharded" / ".metadata"
+    index.write_bytes(pickle.dumps(Harm()))
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    import zlib
+
+    manifest["files"]["sharded/.metadata"] = [index.stat().st_size, zlib.crc32(index.read_bytes())]
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=r"its index \.metadata: it names .*open, which has no place in an index"):
+        CheckpointManager(directory).load(checkpoint, scenarios.make_engine(EngineConfig()))
+    assert not (directory / "harm").exists()
