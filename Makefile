@@ -21,8 +21,19 @@ help:
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
 	@touch $@
 
+# Each command says so and does nothing where its work is already done, so a second `make pretrain` resumes or ends.
 pretrain: .venv/installed
-	@$(BIN)/matmix quickstart
+	@$(BIN)/matmix prepare bundled:shakespeare --out datasets/shakespeare --vocab-size 2048 \
+	  --max-document-chars 4000 --validation-fraction 0.03
+	@$(BIN)/matmix train mru_shakespeare
+	@echo && $(BIN)/matmix generate $(RUN) --prompt "ROMEO:" --max-new-tokens 150
+	@echo && $(BIN)/matmix export $(RUN) --out exports/mru_shakespeare
+	@echo
+	@echo "All done. What you can do next:"
+	@echo "  $(BIN)/matmix generate $(RUN) --prompt 'To be'          more text from the trained model"
+	@echo "  $(BIN)/tensorboard --logdir runs                                      the curves"
+	@echo "  $(BIN)/matmix train hydra_shakespeare                                 a Hydra encoder on the same data"
+	@echo "  $(BIN)/matmix train mru_shakespeare --model.layers attention --run-dir runs/gpt   the attention baseline"
 
 test: .venv/installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" tests
