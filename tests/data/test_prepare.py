@@ -1,9 +1,11 @@
 """`prepare` from text to shards: contents, formats, splits, reproducibility."""
 
 import hashlib
+import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import zstandard
 
 from matmix.data.manifest import Manifest, unigram_entropy
 from matmix.data.prepare import PrepareConfig, prepare
+from matmix.data.prepare_progress import ProgressReport
 from matmix.data.tokenizer import Tokenizer
 from matmix.data.writers import MdsFormat, SplitWriter, WebDatasetFormat
 
@@ -329,6 +332,22 @@ def test_cli_of_the_options_and_plain_progress(tmp_path, texts):
     assert "next: matmix train" in done.stdout
     shown = subprocess.run([*call[:3], "--help"], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert "--max-malformed" in shown.stdout
+
+
+def test_progress_bar_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with ProgressReport(1000) as report:
+        report.update(1, 10)
+        time.sleep(0.15)
+        report.update(500, 1234)
+    assert "tokenising:" in terminal.getvalue()
+    assert "50%" in terminal.getvalue()
+    assert "1,234 tokens" in terminal.getvalue()
 
 
 def test_bundled_corpora(tmp_path):
