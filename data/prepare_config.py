@@ -37,8 +37,8 @@ class PrepareConfig:
     sentencepiece model on the text."""
     vocab_size: int = 8192
     """Number of ids of a trained tokenizer, with its 7 special tokens, the line break and the 256 bytes."""
-    model_type: Literal["bpe", "unigram"] = "bpe"
-    """Kind of a trained tokenizer."""
+    model_type: Literal["bpe", "unigram", "char"] = "bpe"
+    """Kind of a trained tokenizer; char has one id a character, and vocab_size bounds their number."""
     byte_fallback: bool = True
     """Spell characters that the vocabulary lacks as bytes (else they become <unk>)."""
     character_coverage: float = 0.9995

@@ -211,7 +211,7 @@ def train_sentencepiece(
     out_path: str | Path,
     *,
     vocab_size: int,
-    model_type: Literal["bpe", "unigram"] = "bpe",
+    model_type: Literal["bpe", "unigram", "char"] = "bpe",
     byte_fallback: bool = True,
     normalization: Normalization = "identity",
     character_coverage: float = 0.9995,
@@ -220,7 +220,7 @@ def train_sentencepiece(
 
     Args:
         texts: documents; each line of a document is one training sentence.
-        vocab_size: number of ids, special tokens and bytes included.
+        vocab_size: number of ids, special tokens and bytes included; the most there may be with "char".
         byte_fallback: spell characters outside the vocabulary as bytes; without it they become <unk>.
         character_coverage: share of the characters in `texts` that get a piece of their own.
 
@@ -239,6 +239,8 @@ def train_sentencepiece(
             model_type=model_type,
             byte_fallback=byte_fallback,
             character_coverage=character_coverage,
+            # Characters are as many as the text has: there vocab_size is a bound.
+            hard_vocab_limit=model_type != "char",
             normalization_rule_name=normalization,
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,

@@ -106,8 +106,8 @@ def first_difference(
 
 
 def _refuse_unsupported(proto, path: Path) -> None:
-    if proto.trainer_spec.model_type not in (1, 2):
-        raise ValueError(f"{path}: only bpe and unigram sentencepiece models can become a fast tokenizer")
+    if proto.trainer_spec.model_type not in (1, 2, 4):  # unigram, bpe, char: a bpe without merges
+        raise ValueError(f"{path}: a sentencepiece model of words has no fast tokenizer counterpart")
     if proto.trainer_spec.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
         raise ValueError(f"{path}: whitespace as suffix or left unescaped has no fast tokenizer counterpart")
     if any(piece.type == _UNUSED for piece in proto.pieces):

@@ -165,3 +165,14 @@ def test_vocabulary_that_the_text_does_not_support(tmp_path, model_type):
     assert not path.exists()
     largest = int(str(e.value).split("possible is ")[1].split(";")[0].replace(",", ""))
     assert train_sentencepiece([TEXT], path, vocab_size=largest, model_type=model_type).vocab_size == largest
+
+
+def test_characters_get_one_id_each(tmp_path):
+    tokenizer = train_sentencepiece(
+        [TEXT], tmp_path / "char.model", vocab_size=5000, model_type="char", byte_fallback=False
+    )
+    assert tokenizer.vocab_size < 5000
+    text = TEXT[:40]
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
