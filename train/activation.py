@@ -1,7 +1,9 @@
-"""Changes to the blocks of a model that trade compute, memory and start-up time, without changing its numbers.
+"""Changes to the blocks of a model that trade compute, memory and start-up time, without changing its
+numbers.
 
-Each replaces `forward` on the instance and leaves modules and parameters where they are: names in checkpoints stay
-the same, and hooks that an engine puts on a block (gathering its weights) run outside of what is replaced here.
+Each replaces `forward` on the instance and leaves modules and parameters where they are: names in checkpoints
+stay the same, and hooks that an engine puts on a block (gathering its weights) run outside of what is
+replaced here.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torch.utils.checkpoint import (
 )
 
 _ATEN = torch.ops.aten
-# What is worth its memory: outputs of matrix products of weights and of attention, and of this project's own ops.
+# What is worth its memory: outputs of matrix products of weights and of attention, and of this project's own
+# ops.
 _SAVED_OPS = frozenset(
     {
         _ATEN.mm.default,
@@ -48,8 +51,9 @@ def checkpoint_activations(
 ) -> None:
     """Lets blocks of `model.blocks` recompute activations in the backward pass instead of keeping them.
 
-    mode: "full" recomputes all of every block; "selective" by "block" does that for every `every`-th block (the
-    first, the first + every, ...), by "op" recomputes everything in every block except matrix products and fused ops.
+    mode: "full" recomputes all of every block; "selective" by "block" does that for every `every`-th block
+    (the first, the first + every, ...), by "op" recomputes everything in every block except matrix products
+    and fused ops.
     """
     if mode == "none":
         return
@@ -82,7 +86,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
 
 def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
-    """Runs the forward pass of `model` under bf16 autocast: parameters, gradients and reductions stay float32.
+    """Runs the forward pass of `model` under bf16 autocast: parameters, gradients and reductions stay
+    float32.
 
     Matrix products run in bf16. Norms, softmax, and whatever reads a parameter outside of a matrix product
     (A_log, dt_bias, D) see the float32 value, which a cast of all parameters to bf16 would round to 8 bits.

@@ -1,7 +1,8 @@
 """Checkpoints of a run: RUN/checkpoints/step-00001000/, written whole or not at all.
 
-A checkpoint holds model and optimizer (as the engine writes them, every rank its part), the random generators of every
-rank, and `checkpoint.json` with the loop's own state, the resolved config, and size and checksum of every file.
+A checkpoint holds model and optimizer (as the engine writes them, every rank its part), the random generators
+of every rank, and `checkpoint.json` with the loop's own state, the resolved config, and size and checksum of
+every file.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class CheckpointManager:
     """The checkpoints of one run. Every method is called on all ranks and returns the same on all."""
 
     def __init__(self, directory: str | Path, *, keep_last: int = 2, keep_every: int = 0) -> None:
-        """keep_last: newest checkpoints that stay; keep_every: those at multiples of so many steps always stay."""
+        """keep_last: newest checkpoints that stay; keep_every: multiples of so many steps stay for ever."""
         self.directory = Path(directory)
         self.keep_last, self.keep_every = keep_last, keep_every
         self._damaged: set[Path] = set()
@@ -74,13 +75,16 @@ class CheckpointManager:
             return False
         return self.path(step) not in self._damaged
 
-    # -- saving --------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------------
 
-    def save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = _tell_on_rank_zero) -> Path | None:
+    def save(
+        self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = _tell_on_rank_zero
+    ) -> Path | None:
         """Writes a checkpoint and removes those that need not be kept.
 
-        extra: JSON values that `load` gives back. Returns the path, or None when the storage failed: then nothing has
-        changed but for one line of warning through `tell`, and what was saved before is still there.
+        extra: JSON values that `load` gives back. Returns the path, or None when the storage failed: then
+        nothing has changed but for one line of warning through `tell`, and what was saved before is still
+        there.
         """
         target, temporary = self.path(step), self.directory / f".tmp-{self.path(step).name}"
         complaint = self._write(step, engine, extra, temporary, target)
@@ -135,7 +139,7 @@ class CheckpointManager:
         return together(finish)
 
     def _put_in_place(self, temporary: Path, target: Path) -> None:
-        """Renames; a damaged checkpoint of the same step makes way but is gone only when the new one stands."""
+        """Renames; a damaged checkpoint of the same step goes only when the new one stands."""
         aside = self.directory / f".old-{target.name}"
         if target.exists():
             shutil.rmtree(aside, ignore_errors=True)
@@ -163,15 +167,16 @@ class CheckpointManager:
             tell(f"warning: old checkpoints in {self.directory} could not be removed: {error}")
 
     def _remove(self, path: Path) -> None:
-        (path / MANIFEST).unlink(missing_ok=True)  # first, so that a half-removed directory is never taken for whole
+        # The manifest goes first, so that a half-removed directory is never taken for a whole one.
+        (path / MANIFEST).unlink(missing_ok=True)
         aside = self.directory / f".old-{path.name}"
         path.rename(aside)
         shutil.rmtree(aside)
 
-    # -- loading -------------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------------
 
     def latest_valid(self, tell: Tell = _tell_on_rank_zero) -> Path | None:
-        """The newest checkpoint that is whole, or None if there is none at all; damaged ones are named and skipped.
+        """The newest whole checkpoint, or None if there is none at all; damaged ones are named and skipped.
 
         Raises ValueError if there are checkpoints but none is whole: starting from scratch would bury them.
         """
@@ -187,15 +192,16 @@ class CheckpointManager:
             tell(f"warning: skipping a checkpoint: {problem}")
         if first_problem is not None:
             raise ValueError(
-                f"{first_problem}; no checkpoint in {self.directory} is valid: restore one, or start another run_dir"
+                f"{first_problem}; no checkpoint in {self.directory} is valid: "
+                "restore one, or use another run_dir"
             )
         return None
 
     def load(self, path: str | Path, engine: Engine) -> dict[str, Any]:
         """Restores model, optimizer and random generators from a checkpoint; returns the `extra` of its save.
 
-        Everything is checked before anything changes. Raises ValueError if the checkpoint is damaged, of another
-        architecture, or of the other kind of engine.
+        Everything is checked before anything changes. Raises ValueError if the checkpoint is damaged, of
+        another architecture, or of the other kind of engine.
         """
         path = Path(path)
         if path not in self._verified and (problem := find_problem(path)) is not None:
@@ -205,8 +211,8 @@ class CheckpointManager:
         if layout["engine"] != engine.kind:
             names = {"torch": '"fsdp2" or "ddp"', "deepspeed": '"deepspeed"'}
             raise ValueError(
-                f"checkpoint {path} was written with engine.name = {names[layout['engine']]} and cannot be continued "
-                f"with {names[engine.kind]}: set engine.name accordingly"
+                f"checkpoint {path} was written with engine.name = {names[layout['engine']]} and cannot be "
+                f"continued with {names[engine.kind]}: set engine.name accordingly"
             )
         check_shapes(path, layout["shapes"], engine.shapes())
         engine.load(path, layout)
@@ -228,7 +234,8 @@ def _restore_generators(directory: Path) -> None:
 def read_portable(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and full CPU tensor of the weights (and persistent buffers) in a checkpoint, one at a time.
 
-    Needs neither ranks nor a model, and holds one tensor in memory. Raises ValueError if the checkpoint is damaged.
+    Needs neither ranks nor a model, and holds one tensor in memory. Raises ValueError if the checkpoint is
+    damaged.
     """
     path = Path(path)
     if (problem := find_problem(path)) is not None:

@@ -1,7 +1,9 @@
-"""What makes a directory a valid checkpoint: its last file, `checkpoint.json`, and that all others are as it says.
+"""What makes a directory a valid checkpoint: its last file, `checkpoint.json`, and that all others are as it
+says.
 
-The file is written after everything else and the directory gets its name after that, so that a directory named
-`step-00001000` with this file in it was written whole; sizes and checksums tell if something happened to it later.
+The file is written after everything else and the directory gets its name after that, so that a directory
+named `step-00001000` with this file in it was written whole; sizes and checksums tell if something happened
+to it later.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ _CHUNK = 1 << 22
 
 
 def together(action: Callable[[], Any]) -> str | None:
-    """Runs `action` on every rank; None, or the first rank's complaint if storage failed anywhere, on every rank.
+    """Runs `action` on every rank; None, or the first rank's complaint if storage failed anywhere, on every
+    rank.
 
     Only OSError is a complaint. Anything else is a mistake of ours and raised, on every rank.
     """
@@ -80,7 +83,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"checkpoint {directory} is damaged: its {MANIFEST} cannot be read") from None
     if not known:
-        raise ValueError(f"checkpoint {directory} was written by another version of matmix: update one of the two")
+        raise ValueError(
+            f"checkpoint {directory} was written by another version of matmix: update one of the two"
+        )
     return manifest
 
 

@@ -1,7 +1,7 @@
 """Processes, ranks and devices: one process, or many under torchrun.
 
-Everything outside this file asks `Distributed` for its rank and device, and the functions at the bottom for the few
-agreements between ranks that are not about tensors. All of them do nothing in a single process.
+Everything outside this file asks `Distributed` for its rank and device, and the functions at the bottom for
+the few agreements between ranks that are not about tensors. All of them do nothing in a single process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Distributed:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     owns_group: bool = False
 
     @classmethod
@@ -42,12 +42,10 @@ class Distributed:
             torch.cuda.set_device(chosen)
         owns_group = world_size > 1 and not dist.is_initialized()
         if owns_group:
-            # gloo carries the agreements between processes and CPU tensors even where NCCL carries the gradients.
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-                timeout=datetime.timedelta(minutes=timeout_minutes),
-                device_id=chosen if chosen.type == "cuda" else None,
-            )
+            # gloo carries the agreements between processes and CPU tensors even where NCCL carries the
+            # gradients.
+            backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes))
         return cls(rank, world_size, local_rank, chosen, owns_group)
 
     def __enter__(self) -> Distributed:
@@ -63,17 +61,20 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError('device = "cuda" was asked for, but torch finds no CUDA device here; use --device cpu')
+        raise ValueError(
+            'device = "cuda" was asked for, but torch finds no CUDA device here; use --device cpu'
+        )
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"process {local_rank} on this machine has no CUDA device: there are {torch.cuda.device_count()}; "
-            f"start torchrun with --nproc-per-node={torch.cuda.device_count()}"
+            f"process {local_rank} on this machine has no CUDA device: there are "
+            f"{torch.cuda.device_count()}; start torchrun with --nproc-per-node={torch.cuda.device_count()}"
         )
     return torch.device("cuda", local_rank)
 
 
 def ensure_group() -> bool:
-    """Makes a process group of this one process if there is none, for libraries that insist; True if it was made."""
+    """Makes a process group of this one process if there is none, for libraries that insist; True if it was
+    made."""
     if dist.is_initialized():
         return False
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -19,7 +19,8 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def get_state() -> dict[str, Any]:
-    """States of the generators of Python, NumPy and torch (CPU, and this process's CUDA device), as JSON values."""
+    """States of the generators of Python, NumPy and torch (CPU, and the CUDA device in use), as JSON
+    values."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
@@ -27,19 +28,19 @@ def get_state() -> dict[str, Any]:
         "numpy": [name, keys.tolist(), position, has_gauss, cached],
         "torch": _encode(torch.get_rng_state()),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         state["cuda"] = _encode(torch.cuda.get_rng_state())
     return state
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Puts the generators back to a state from `get_state`. A CUDA state is left out where there is no CUDA."""
+    """Puts the generators back to a state from `get_state`; without CUDA in use its part is left out."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(_decode(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(_decode(state["cuda"]))
 
 

@@ -1,4 +1,5 @@
-"""Real processes for tests: `run_distributed(function, world_size)` calls `function(*arguments)` on every rank."""
+"""Real processes for tests: `run_distributed(function, world_size)` calls `function(*arguments)` on every
+rank."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+
 def run_distributed(
     function: Callable[..., Any],
     world_size: int,
@@ -22,15 +24,18 @@ def run_distributed(
     arguments: tuple[Any, ...] = (),
     timeout: float = 120,
 ) -> list[Any]:
-    """What `function` returned on each rank, in order. Fails with the children's tracebacks, or after `timeout` seconds.
+    """What `function` returned on each rank, in order. Fails with the children's tracebacks, or after
+    `timeout` seconds.
 
-    function: a function at the top level of a module; each process imports that module anew, from its file, so it
-    should import little. It runs with the process group made and torchrun's variables set. A collective that waits
-    longer than half of `timeout` raises.
+    function: a function at the top level of a module; each process imports that module anew, from its file,
+    so it should import little. It runs with the process group made and torchrun's variables set. A collective
+    that waits longer than half of `timeout` raises.
     """
     context = multiprocessing.get_context("forkserver")
     # Processes are forked from one that has torch already: the import is most of what a process costs.
-    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor"])
+    context.set_forkserver_preload(
+        ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor"]
+    )
     results: Any = context.Queue()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -39,7 +44,9 @@ def run_distributed(
     name = (str(Path(module.__file__).resolve().parent), Path(module.__file__).stem, function.__name__)
     processes = [
         context.Process(
-            target=_run, args=(name, arguments, rank, world_size, backend, port, timeout / 2, results), daemon=True
+            target=_run,
+            args=(name, arguments, rank, world_size, backend, port, timeout / 2, results),
+            daemon=True,
         )
         for rank in range(world_size)
     ]

@@ -34,7 +34,7 @@ def test_more_processes_than_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto", 1) == torch.device("cuda", 1)
     assert choose_device("cpu", 1) == torch.device("cpu")
-    with pytest.raises(ValueError, match="process 2 on this machine has no CUDA device: there are 2; .*=2"):
+    with pytest.raises(ValueError, match=r"process 2 on this machine has no CUDA device: there are 2; .*=2"):
         choose_device("cuda", 2)
 
 
@@ -67,7 +67,9 @@ def test_gaussian_pairs_are_restored():
 
 def test_agreements_between_ranks():
     found = run_distributed(scenarios.agree, 2)
-    assert found == [("from 0", [0, 1], "disk of rank 1 (rank 1)", "rank 1 failed: KeyError('a bug')", 3.0)] * 2
+    assert (
+        found == [("from 0", [0, 1], "disk of rank 1 (rank 1)", "rank 1 failed: KeyError('a bug')", 3.0)] * 2
+    )
 
 
 def test_together_alone():

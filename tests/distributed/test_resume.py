@@ -30,7 +30,9 @@ def test_same_ranks_bit_for_bit(tmp_path):
 )
 def test_other_number_of_ranks(tmp_path, saved_on, resumed_on, names):
     options = {"dropout": 0.0, "stop": STOP, "steps": STEPS, "accumulation": 2}
-    saved = run_distributed(scenarios.stop_and_resume_all, saved_on, arguments=(names, str(tmp_path), options))
+    saved = run_distributed(
+        scenarios.stop_and_resume_all, saved_on, arguments=(names, str(tmp_path), options)
+    )
     for ranks in resumed_on:
         arguments = (names, str(tmp_path), STOP, STEPS, 1)
         for found in run_distributed(scenarios.resume_all, ranks, arguments=arguments):
@@ -43,7 +45,9 @@ def test_weights_are_read_without_ranks(tmp_path):
     names = ["ddp", "fsdp2", "zero1", "zero3"]
     found = run_distributed(scenarios.save_and_tell_weights, 2, arguments=(names, str(tmp_path)))
     for name in names:
-        read = {key: tensor.flatten().tolist() for key, tensor in read_portable(tmp_path / name / "step-00000001")}
+        read = {
+            key: tensor.flatten().tolist() for key, tensor in read_portable(tmp_path / name / "step-00000001")
+        }
         assert read == found[0][name] == found[1][name], name
 
 

@@ -19,7 +19,12 @@ def test_one_rank_cannot_write(tmp_path):
         for name, outcome in rank.items():
             assert outcome["saved"] == [True, False, False, True], name
             only_first = ["step-00000001"]
-            assert outcome["listings"] == [only_first, only_first, only_first, ["step-00000001", "step-00000004"]]
+            assert outcome["listings"] == [
+                only_first,
+                only_first,
+                only_first,
+                ["step-00000001", "step-00000004"],
+            ]
             rank_named = f"(rank {outcome['faulty_rank']})"
             end = "; training goes on, the last valid one is step-00000001"
             assert outcome["told"] == [
@@ -52,7 +57,8 @@ def test_every_stage_of_a_save_may_fail(tmp_path, monkeypatch, module, name):
         patch.setattr(module, name, no_space)
         assert manager.save(2, engine, {}, told.append) is None
     assert told == [
-        "warning: no checkpoint at step 2: No space left on device; training goes on, the last valid one is step-00000001"
+        "warning: no checkpoint at step 2: No space left on device; training goes on, "
+        "the last valid one is step-00000001"
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert manager.save(2, engine, {}) == tmp_path / "step-00000002"
@@ -65,7 +71,9 @@ def test_first_save_fails(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write_manifest", no_space)
         assert manager.save(1, engine, {}, told.append) is None
-    assert told == ["warning: no checkpoint at step 1: No space left on device; training goes on, there is none so far"]
+    assert told == [
+        "warning: no checkpoint at step 1: No space left on device; training goes on, there is none so far"
+    ]
     assert manager.latest_valid() is None
 
 

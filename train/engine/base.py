@@ -20,8 +20,8 @@ class Engine(abc.ABC):
     """Runs one model on the devices of all ranks.
 
     The gradient of a step is the sum, over ranks and micro-batches, of the gradients of the losses given to
-    `backward`: with loss = (local sum) / (global count) a step does not depend on how a batch is spread. Methods
-    that are called on one rank must be called on all.
+    `backward`: with loss = (local sum) / (global count) a step does not depend on how a batch is spread.
+    Methods that are called on one rank must be called on all.
     """
 
     model: Callable[..., Any]
@@ -43,10 +43,11 @@ class Engine(abc.ABC):
         initialize: Callable[[nn.Module], None],
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     ) -> None:
-        """Spreads `model` (with `.blocks`; on the meta device, or anywhere else) over the ranks and readies it.
+        """Spreads `model` (with `.blocks`; on the meta device, or anywhere else) over the ranks and readies
+        it.
 
-        initialize: fills parameters and buffers in place, sharded (DTensor) or not, the same for any number of
-        ranks. A model that is not on the meta device keeps its weights if `initialize` leaves them alone.
+        initialize: fills parameters and buffers in place, sharded (DTensor) or not, the same for any number
+        of ranks. A model that is not on the meta device keeps its weights if `initialize` leaves them alone.
         make_optimizer: builds the optimizer from the model's parameters as the engine left them.
         """
         config = self.config
@@ -74,14 +75,15 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Adds the gradients of a scalar `loss`; `last` marks the step's last micro-batch, after which ranks sum."""
+        """Adds the gradients of a scalar `loss`; `last` marks the step's last micro-batch, after which ranks
+        sum."""
 
     @abc.abstractmethod
     def step(self, max_norm: float) -> torch.Tensor:
         """Clips to the global norm `max_norm` (0 = off), updates the weights and zeroes the gradients.
 
-        Returns the norm before clipping, 0-dim. If it is not finite, weights, moments and step counts stay as they
-        are on every rank, and the gradients are dropped.
+        Returns the norm before clipping, 0-dim. If it is not finite, weights, moments and step counts stay as
+        they are on every rank, and the gradients are dropped.
         """
 
     @abc.abstractmethod
@@ -101,10 +103,12 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and full value (on the CPU) of each parameter and persistent buffer, one at a time, on every rank."""
+        """Name and full value (on the CPU) of each parameter and persistent buffer, one at a time, on every
+        rank."""
 
     def layout(self) -> dict[str, Any]:
-        """What a checkpoint's reader must know: kind of engine, ranks, names and full shapes of all tensors."""
+        """What a checkpoint's reader must know: kind of engine, ranks, names and full shapes of all
+        tensors."""
         return {"engine": self.kind, "world_size": self.world_size, "shapes": self.shapes()}
 
     kind: str

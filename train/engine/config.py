@@ -11,12 +11,14 @@ class EngineConfig:
     """How the model is spread over devices. The choice changes speed and memory, not the losses."""
 
     name: Literal["fsdp2", "ddp", "deepspeed"] = "fsdp2"
-    """fsdp2 shards weights, gradients and moments (PyTorch's fully_shard); ddp keeps a copy of them on every rank;
-    deepspeed is ZeRO at `zero_stage`."""
+    """fsdp2 shards weights, gradients and moments (PyTorch's fully_shard); ddp keeps a copy of them on every
+    rank; deepspeed is ZeRO at `zero_stage`."""
     replicate: int = 1
-    """fsdp2: number of copies of the sharded model; above 1 is hybrid sharding (HSDP), ranks / replicate share a copy."""
+    """fsdp2: number of copies of the sharded model; above 1 is hybrid sharding (HSDP), ranks / replicate
+    share a copy."""
     reshard_after_forward: bool = True
-    """fsdp2: free gathered weights after a block's forward pass and gather them again in the backward pass."""
+    """fsdp2: free gathered weights after a block's forward pass and gather them again in the backward
+    pass."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """deepspeed: 0 = copies, 1 = moments sharded, 2 = and gradients, 3 = and weights."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -24,7 +26,8 @@ class EngineConfig:
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass: in no block, every block, or as `selective_by` says."""
     selective_by: Literal["block", "op"] = "block"
-    """selective: all of every `selective_every`-th block, or in every block all but matrix products and fused ops."""
+    """selective: all of every `selective_every`-th block, or in every block all but matrix products and fused
+    ops."""
     selective_every: int = 2
     """selective by block: every how many blocks one is recomputed."""
     compile: bool = False

@@ -1,8 +1,8 @@
 """Sharded (FSDP2), replicated (DDP) and hybrid (HSDP) training with `torch.distributed.fsdp.fully_shard`.
 
-All three are one mesh (replicate, shard): shard = 1 is DDP, replicate = 1 is FSDP. A single process needs neither
-process group nor sharding and runs the plain model. Checkpoints are torch.distributed.checkpoint's and keyed by
-parameter names, so that any of these, with any number of ranks, reads what another one wrote.
+All three are one mesh (replicate, shard): shard = 1 is DDP, replicate = 1 is FSDP. A single process needs
+neither process group nor sharding and runs the plain model. Checkpoints are torch.distributed.checkpoint's
+and keyed by parameter names, so that any of these, with any number of ranks, reads what another one wrote.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class FsdpEngine(Engine):
         self.optimizer = make_optimizer(model)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        # A 2-D mesh always reduces over both dimensions; without copies the 1-D one saves the second reduction.
+        # A 2-D mesh always reduces over both dimensions; without copies the 1-D one saves the second
+        # reduction.
         mesh = mesh["shard"] if mesh["replicate"].size() == 1 else mesh
         gather_again = self.config.reshard_after_forward and self.config.name != "ddp"
         for block in model.blocks:
@@ -116,14 +117,15 @@ class FsdpEngine(Engine):
 
     def discard(self) -> None:
         self._drop_reduced_gradients()
-        # Before a step's last micro-batch the gradients hang on the gathered weights, which only unshard() shows.
+        # Before a step's last micro-batch the gradients hang on the gathered weights, which only unshard()
+        # shows.
         for module in self._sharded_modules(self.module):
             module.unshard()
             for parameter in module.parameters():
                 parameter.grad = None
             module.reshard()
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------------
 
     def _model_state(self) -> dict[str, torch.Tensor]:
         return {f"model.{name}": tensor.detach() for name, tensor in persistent_tensors(self.module)}

@@ -1,8 +1,9 @@
-"""Dictionaries of tensors on disk through torch.distributed.checkpoint: every rank writes and reads its own shards.
+"""Dictionaries of tensors on disk through torch.distributed.checkpoint: every rank writes and reads its own
+shards.
 
-Two habits of that library are changed. Its failures come as a BaseException with the tracebacks of all ranks: here
-they are one OSError or ValueError. And its index is a pickle, which could run anything: here it is read by an
-unpickler that knows the handful of plain classes the index consists of and refuses all else.
+Two habits of that library are changed. Its failures come as a BaseException with the tracebacks of all ranks:
+here they are one OSError or ValueError. And its index is a pickle, which could run anything: here it is read
+by an unpickler that knows the handful of plain classes the index consists of and refuses all else.
 """
 
 from __future__ import annotations
@@ -62,9 +63,13 @@ class _Reader(dcp.FileSystemReader):
                 with path.open("rb") as file:
                     self.index = _IndexUnpickler(file).load()
             except FileNotFoundError:
-                raise ValueError(f"checkpoint {path.parent} is damaged: its index .metadata is missing") from None
+                raise ValueError(
+                    f"checkpoint {path.parent} is damaged: its index .metadata is missing"
+                ) from None
             except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError) as error:
-                raise ValueError(f"checkpoint {path.parent} is damaged: its index .metadata: {error}") from None
+                raise ValueError(
+                    f"checkpoint {path.parent} is damaged: its index .metadata: {error}"
+                ) from None
         return self.index
 
 
@@ -94,7 +99,8 @@ def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def iterate_sharded(directory: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name without `prefix` and full CPU tensor of every key that begins with it, one at a time, in one process."""
+    """Name without `prefix` and full CPU tensor of every key that begins with it, one at a time, in one
+    process."""
     reader = _Reader(directory)
     for key, entry in reader.read_metadata().state_dict_metadata.items():
         if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
@@ -115,20 +121,26 @@ def _read(state: dict[str, torch.Tensor], reader: _Reader, *, alone: bool) -> No
 
 
 def storage_error(failure: CheckpointException) -> BaseException:
-    """The OSError behind a failed save if there is one, else the first failure, which is a mistake of ours."""
+    """The OSError behind a failed save if there is one, else the first failure, which is a mistake of
+    ours."""
     for rank, (error, _) in sorted(failure.failures.items()):
         if (found := find_os_error(error)) is not None:
-            return OSError(found.errno, f"{found.strerror or found}{f' (rank {rank})' if is_distributed() else ''}")
+            return OSError(
+                found.errno, f"{found.strerror or found}{f' (rank {rank})' if is_distributed() else ''}"
+            )
     return RuntimeError(f"saving failed: {failure}")
 
 
 def find_os_error(error: BaseException | None) -> OSError | None:
-    """The OSError that `error` is, was caused by, or hides (torch's writer reports a failed write as RuntimeError)."""
+    """The OSError that `error` is, was caused by, or hides (torch's writer reports a failed write as
+    RuntimeError)."""
     seen = error
     while seen is not None:
         if isinstance(seen, OSError):
             return seen
         seen = seen.__cause__ or seen.__context__
-    if isinstance(error, RuntimeError) and ("file write failed" in str(error) or "unexpected pos" in str(error)):
+    if isinstance(error, RuntimeError) and (
+        "file write failed" in str(error) or "unexpected pos" in str(error)
+    ):
         return OSError(None, "the file could not be written whole")
     return None

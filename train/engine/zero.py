@@ -1,13 +1,14 @@
 """DeepSpeed ZeRO behind the engine interface: stage 0 (copies) to stage 3 (everything sharded).
 
-DeepSpeed runs in its float32 mode at every precision: bf16 is the same autocast as in the other engine, so that weights
-and reductions stay float32 and both engines give the same losses (in bf16 up to its rounding: stage 3 replaces torch's linear layer by one
-that keeps no gathered weights and rounds before it adds the bias). Its averages over ranks are cancelled by
-multiplying the loss with the number of ranks; micro-batches are counted here, never by DeepSpeed.
+DeepSpeed runs in its float32 mode at every precision: bf16 is the same autocast as in the other engine, so
+that weights and reductions stay float32 and both engines give the same losses (in bf16 up to its rounding:
+stage 3 replaces torch's linear layer by one that keeps no gathered weights and rounds before it adds the
+bias). Its averages over ranks are cancelled by multiplying the loss with the number of ranks; micro-batches
+are counted here, never by DeepSpeed.
 
-Weights are drawn in host memory, whole on every rank, and ZeRO-3 then moves and partitions them one tensor at a time:
-`deepspeed.zero.Init` around the construction of a model would draw them per rank and in another order. The price is a
-float32 copy of the model in host memory per rank while a run starts.
+Weights are drawn in host memory, whole on every rank, and ZeRO-3 then moves and partitions them one tensor at
+a time: `deepspeed.zero.Init` around the construction of a model would draw them per rank and in another
+order. The price is a float32 copy of the model in host memory per rank while a run starts.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from matmix.train.engine.zero_files import SUBDIRECTORY, convert_to_universal, m
 ZERO_OPTIONS: dict[str, Any] = {}
 
 
-def import_deepspeed() -> ModuleType:
+def import_deepspeed(device: torch.device) -> ModuleType:
     """DeepSpeed, told before its import what it would otherwise find out with warnings and compilers."""
-    if not torch.cuda.is_available():
+    if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed
@@ -55,7 +56,7 @@ class ZeroEngine(Engine):
 
     def __init__(self, config: EngineConfig, distributed: Distributed) -> None:
         super().__init__(config, distributed)
-        self.deepspeed = import_deepspeed()
+        self.deepspeed = import_deepspeed(distributed.device)
         # DeepSpeed insists on a process group and on torchrun's variable, also in a single process.
         self.made_group = ensure_group()
         os.environ.setdefault("LOCAL_RANK", str(distributed.local_rank))
@@ -129,14 +130,14 @@ class ZeroEngine(Engine):
         for group in self.optimizer.all_grad_tensors:
             self.optimizer.all_grad_tensors[group] = None
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------------
 
     def layout(self) -> dict[str, Any]:
         return {**super().layout(), "zero_stage": self.config.zero_stage}
 
     def save(self, directory: Path) -> None:
-        # DeepSpeed waits for all ranks after writing, so that a rank that raised would leave the others waiting:
-        # `files` keeps a failure to itself until all ranks are through.
+        # DeepSpeed waits for all ranks after writing, so that a rank that raised would leave the others
+        # waiting: `files` keeps a failure to itself until all ranks are through.
         self.files.failure = None
         self.model.save_checkpoint(
             str(directory),
@@ -158,16 +159,16 @@ class ZeroEngine(Engine):
         stage, saved_stage = self.config.zero_stage, layout["zero_stage"]
         if stage != saved_stage and {stage, saved_stage} != {1, 2}:
             raise ValueError(
-                f"checkpoint {directory} was made at engine.zero_stage = {saved_stage} and cannot be continued at "
-                f"{stage}, which keeps its state in another form; set engine.zero_stage = {saved_stage}"
+                f"checkpoint {directory} was made at engine.zero_stage = {saved_stage} and cannot be "
+                f"continued at {stage}, which keeps its state in another form; set engine.zero_stage = {saved_stage}"
             )
         options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         if stage == 0 or self.world_size == layout["world_size"]:
             self._load_from(directory)
         else:
             self._load_universal(directory)
-        # The universal form gives every group the options of the first one (decay for all), and one tensor shared by
-        # all groups as their step count, which each of them would then advance.
+        # The universal form gives every group the options of the first one (decay for all), and one tensor
+        # shared by all groups as their step count, which each of them would then advance.
         for group, own in zip(self.optimizer.param_groups, options, strict=True):
             group.update(own)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -186,7 +187,9 @@ class ZeroEngine(Engine):
             try:
                 convert_to_universal(directory, universal)
             except OSError as error:
-                problem = f"checkpoint {directory} could not be converted for {self.world_size} ranks: {error}"
+                problem = (
+                    f"checkpoint {directory} could not be converted for {self.world_size} ranks: {error}"
+                )
         try:
             problem = from_rank_zero(problem)
             if problem:

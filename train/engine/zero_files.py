@@ -1,4 +1,5 @@
-"""DeepSpeed's checkpoint files: written without raising, read without unpickling, converted, and read without ranks."""
+"""DeepSpeed's checkpoint files: written without raising, read without unpickling, converted, and read without
+ranks."""
 
 from __future__ import annotations
 
@@ -44,11 +45,10 @@ def make_files() -> Any:
         failure: Exception | None = None
 
         def save(self, state_dict: Any, path: str) -> None:
-            with self._keeping_failures():
-                with open(path, "wb") as file:
-                    torch.save(state_dict, file)
-                    file.flush()
-                    os.fsync(file.fileno())
+            with self._keeping_failures(), open(path, "wb") as file:
+                torch.save(state_dict, file)
+                file.flush()
+                os.fsync(file.fileno())
 
         def makedirs(self, path: str, exist_ok: bool = False) -> None:
             with self._keeping_failures():
@@ -69,7 +69,8 @@ def make_files() -> Any:
 
 
 def convert_to_universal(directory: Path, target: Path) -> None:
-    """Writes the universal form of the DeepSpeed files in `directory` below `target`, in this process alone."""
+    """Writes the universal form of the DeepSpeed files in `directory` below `target`, in this process
+    alone."""
     from deepspeed.checkpoint import ds_to_universal
 
     shutil.rmtree(target, ignore_errors=True)
