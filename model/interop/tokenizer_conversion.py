@@ -1,11 +1,11 @@
 """A sentencepiece model as a fast tokenizer (the `tokenizers` library) that gives the same ids.
 
 The conversion reads the model's protobuf and builds the pieces of the fast tokenizer directly, because
-sentencepiece and the stock converters disagree in details that change ids: where the dummy prefix goes, what
-happens to runs of spaces, which pieces may take part in a merge, and that control symbols never come out of
-ordinary text. What stays: sentencepiece adds a unigram path's scores in float32, so of two segmentations that
-score the same (I|II and II|I) rounding may choose the other one; and its NFKC tables differ on a few characters
-that are followed by a joiner.
+sentencepiece and the stock converters disagree in details that change ids: where the dummy prefix goes,
+what happens to runs of spaces, which pieces may take part in a merge, and that control symbols never come
+out of ordinary text. What stays: sentencepiece adds a unigram path's scores in float32, so of two
+segmentations that score the same (I|II and II|I) rounding may choose the other one; and its NFKC tables
+differ on a few characters that are followed by a joiner.
 """
 
 import re
@@ -19,8 +19,9 @@ SPACE_MARK = "▁"
 # SentencePiece.Type of the protobuf.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
-# What conversions get wrong: several scripts, combining marks, emoji with joiners and skin tones, runs of spaces,
-# tabs, newlines of both kinds, leading and trailing blanks, the space mark itself, spelled-out special tokens.
+# What conversions get wrong: several scripts, combining marks, emoji with joiners and skin tones, runs of
+# spaces, tabs, newlines of both kinds, leading and trailing blanks, the space mark itself, spelled-out
+# special tokens.
 PROBE_TEXTS = (
     "To be, or not to be: that is the question.",
     "  two leading spaces, two trailing  ",
@@ -53,15 +54,16 @@ def _read_proto(path: Path):
     return proto
 
 
-def sentencepiece_to_fast(path: str | Path) -> Tokenizer:
+def sentencepiece_to_fast(path: str | Path, *, mask: str | None = None) -> Tokenizer:
     """A `tokenizers.Tokenizer` whose ids equal those of the sentencepiece model at `path`.
 
-    Handles BPE and unigram models, byte fallback, any normalisation table, dummy prefix and whitespace options,
-    control and user-defined symbols. Control symbols become special tokens: they are found in text by default,
-    and treated as plain text (as sentencepiece does) with `encode_special_tokens = True`.
+    Handles BPE and unigram models, byte fallback, any normalisation table, dummy prefix and whitespace
+    options, control and user-defined symbols. Control symbols become special tokens: they are found in
+    text by default, and treated as plain text (as sentencepiece does) with `encode_special_tokens =
+    True`. The one named `mask` takes the space before it along, as the word does that it stands for.
 
     Raises FileNotFoundError if there is no such file, ValueError for a file that is no sentencepiece model or
-    uses an option that has no counterpart (model types word and char, whitespace as suffix, unused pieces).
+    uses an option that has no counterpart (model type word, whitespace as suffix, unused pieces).
     """
     path = Path(path)
     if not path.is_file():
@@ -77,7 +79,7 @@ def sentencepiece_to_fast(path: str | Path) -> Tokenizer:
     tokenizer.decoder = _decoder(proto.normalizer_spec)
     tokenizer.add_special_tokens(
         [
-            AddedToken(piece, special=True, normalized=False)
+            AddedToken(piece, special=True, normalized=False, lstrip=piece == mask)
             for piece, _, kind in pieces
             if kind in (_UNKNOWN, _CONTROL)
         ]
@@ -89,8 +91,8 @@ def sentencepiece_to_fast(path: str | Path) -> Tokenizer:
 def first_difference(
     tokenizer: Tokenizer, path: str | Path, texts: Iterable[str] = PROBE_TEXTS
 ) -> str | None:
-    """The first of `texts` that the fast tokenizer and the sentencepiece model at `path` give different ids, or
-    None. Both read special tokens in the text as plain text."""
+    """The first of `texts` that the fast tokenizer and the sentencepiece model at `path` give different
+    ids, or None. Both read special tokens in the text as plain text."""
     import sentencepiece
 
     reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -134,8 +136,9 @@ def _bpe(proto, pieces: list[tuple[str, float, int]]) -> BPE:
         unk_token=next((piece for piece, _, kind in pieces if kind == _UNKNOWN), None),
         fuse_unk=True,
         byte_fallback=proto.trainer_spec.byte_fallback,
-        # A user-defined symbol stands alone after the pre-tokenizer and no merges lead to it: looked up whole.
-        ignore_merges=any(kind == _USER_DEFINED for _, _, kind in pieces),
+        # A user-defined symbol stands alone after the pre-tokenizer and no merges lead to it: looked up
+        # whole.
+        ignore_merges=any(kind == _USER_DEFINED and len(piece) > 1 for piece, _, kind in pieces),
     )
 
 
@@ -155,19 +158,19 @@ def _unigram(proto, pieces: list[tuple[str, float, int]]) -> Unigram:
 def _normalizer(spec) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
-        # The fast tokenizer applies the table to whole graphemes and takes the first entry that is a prefix of
-        # one; sentencepiece takes the longest entry at each character. They part where a grapheme has several
-        # characters: composing first leaves few of those, and \r\n (one grapheme) is taken apart where its
-        # halves become spaces.
+        # The fast tokenizer applies the table to whole graphemes and takes the first entry that is a
+        # prefix of one; sentencepiece takes the longest entry at each character. They part where a
+        # grapheme has several characters: composing first leaves few of those, and \r\n (one grapheme) is
+        # taken apart where its halves become spaces.
         if "nfkc" in spec.name:
             steps.append(normalizers.NFC())
         if spec.name.startswith("nmt"):
             steps.append(normalizers.Replace("\r", " "))
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        # Only spaces (and, at the end, marks) count, so no Strip(), which would take newlines along. With a dummy
-        # prefix one leading space stays and stands for it; a literal mark at the start does not, so it gets a
-        # space of its own.
+        # Only spaces (and, at the end, marks) count, so no Strip(), which would take newlines along. With
+        # a dummy prefix one leading space stays and stands for it; a literal mark at the start does not,
+        # so it gets a space of its own.
         steps.append(normalizers.Replace(Regex(rf"[ {SPACE_MARK}]+\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
         start, replacement = (rf"\A{SPACE_MARK}", f" {SPACE_MARK}") if spec.add_dummy_prefix else (r"\A ", "")
@@ -179,8 +182,9 @@ def _normalizer(spec) -> normalizers.Normalizer:
 def _pre_tokenizer(spec, pieces: list[tuple[str, float, int]]) -> pre_tokenizers.PreTokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if spec.add_dummy_prefix:
-        # "first" prepends its mark unless the text starts with it. Sentencepiece with whitespace kept prepends
-        # always: hence a mark (a space) that the normaliser has removed, made the usual one by the next step.
+        # "first" prepends its mark unless the text starts with it. Sentencepiece with whitespace kept
+        # prepends always: hence a mark (a space) that the normaliser has removed, made the usual one by
+        # the next step.
         mark = SPACE_MARK if spec.remove_extra_whitespaces else " "
         steps.append(pre_tokenizers.Metaspace(replacement=mark, prepend_scheme="first", split=False))
     normal = [piece for piece, _, kind in pieces if kind == _NORMAL]
@@ -200,8 +204,8 @@ def _pre_tokenizer(spec, pieces: list[tuple[str, float, int]]) -> pre_tokenizers
 def _cuts_in_forbidden_pieces(pieces: list[tuple[str, float, int]], known: set[str]) -> list[str]:
     """Patterns that cut one character out of text that spells a control, unknown or byte piece ("<0x41>").
 
-    Only characters that are part of no normal piece, so that the cut changes nothing else; pieces without such a
-    character need no cut, as `_unigram` has priced them out of reach.
+    Only characters that are part of no normal piece, so that the cut changes nothing else; pieces without
+    such a character need no cut, as `_unigram` has priced them out of reach.
     """
     patterns = []
     for piece in [piece for piece, _, kind in pieces if kind in (_UNKNOWN, _CONTROL)]:

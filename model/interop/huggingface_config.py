@@ -1,0 +1,46 @@
+"""Configurations as transformers knows them: a thin cover over `ModelConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+
+class MatmixConfig(PretrainedConfig):
+    """Configuration of an exported language model.
+
+    `matmix` is the whole `ModelConfig` as nested plain values; it is what the model is built from, except for
+    `vocab_size`, which `resize_token_embeddings` may change.
+    """
+
+    model_type = "matmix"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(self, matmix: dict[str, Any] | None = None, vocab_size: int | None = None, **kwargs: Any):
+        self.matmix = dict(matmix or {})
+        self.vocab_size = self.matmix.get("vocab_size", 0) if vocab_size is None else vocab_size
+        kwargs.setdefault("tie_word_embeddings", self.matmix.get("tie_embeddings", True))
+        super().__init__(**kwargs)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.matmix.get("d_model", 0)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.matmix.get("n_layers", 0)
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.matmix.get("max_seqlen", 0)
+
+
+class MatmixEncoderConfig(MatmixConfig):
+    """Configuration of an exported encoder. `classifier_dropout` is used by the sequence classifier."""
+
+    model_type = "matmix-encoder"
+
+    def __init__(self, classifier_dropout: float = 0.1, **kwargs: Any):
+        self.classifier_dropout = classifier_dropout
+        super().__init__(**kwargs)
