@@ -52,6 +52,13 @@ def _wide_terminal() -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
+def _message(box: str) -> str:
+    """What tyro's box says: its first line below the title."""
+    lines = [line.strip("│╭╮╰╯─- ") for line in box.splitlines()]
+    texts = [line for line in lines if line]
+    return texts[1] if len(texts) > 1 else "arguments not understood"
+
+
 def parse_arguments(cls: type[Config], arguments: list[str], *, prog: str, default: Any = tyro.MISSING_NONPROP) -> Config:
     """`arguments` (``--key value``, tables with dots) as a `cls`, what they leave out taken from `default`.
 
@@ -70,9 +77,6 @@ def parse_arguments(cls: type[Config], arguments: list[str], *, prog: str, defau
         with _wide_terminal(), contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
             return tyro.cli(cls, default=default, args=arguments, config=_STYLE)
     except SystemExit:
-        # tyro draws a box: its first line inside says what is wrong.
-        lines = [line.strip("│ ") for line in message.getvalue().splitlines()]
-        text = next((line for line in lines[1:] if line), "arguments not understood")
-        raise ValueError(f"command line: {text} ({prog} --help lists all)") from None
+        raise ValueError(f"command line: {_message(message.getvalue())} ({prog} --help lists all)") from None
     except ValueError as error:
         raise ValueError(f"command line: {error}") from None
