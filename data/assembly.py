@@ -24,7 +24,8 @@ def check_batch_sizes(global_batch_size: int, micro_batch_size: int, world_size:
         nearest = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
             f"a global batch of {global_batch_size} cannot be divided into micro-batches of "
-            f"{micro_batch_size} on {world_size} rank(s): it must be a multiple of {unit}; the nearest are {nearest}"
+            f"{micro_batch_size} on {world_size} rank(s): it must be a multiple of {unit}, "
+            f"the nearest are {nearest}"
         )
 
 

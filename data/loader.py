@@ -17,6 +17,7 @@ once, in order: its last global batch is filled with rows of padding without lab
 has the same number of micro-batches and every token counts once.
 """
 
+import gc
 import math
 from collections.abc import Iterator
 from functools import cached_property
@@ -46,28 +47,37 @@ if TYPE_CHECKING:
 
 
 class _Plan:
-    """Batch sampler: the sample numbers of this rank's micro-batches, from where the loader stands."""
+    """Batch sampler: the sample numbers of one rank's micro-batches, from global sample `start` on.
 
-    def __init__(self, loader: "Loader") -> None:
-        self.loader = loader
+    Knows nothing of its loader: a cycle of references would leave it to the garbage collector, which may run in
+    a forked process, to end the reading processes.
+    """
+
+    def __init__(
+        self, limit: int | None, global_batch: int, micro_batch: int, rank: int, world_size: int
+    ) -> None:
+        self.start = 0
+        self.limit = limit
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.rank_batch = global_batch // world_size
+        self.rank = rank
 
     def __iter__(self) -> Iterator[list[int]]:
-        loader = self.loader
-        start = loader.samples
-        rank_size = loader.global_batch_size // loader.world_size
-        while loader.limit is None or start < loader.limit:
-            first = start + loader.rank * rank_size
-            for begin in range(first, first + rank_size, loader.micro_batch_size):
-                yield list(range(begin, begin + loader.micro_batch_size))
-            start += loader.global_batch_size
+        start = self.start
+        while self.limit is None or start < self.limit:
+            first = start + self.rank * self.rank_batch
+            for begin in range(first, first + self.rank_batch, self.micro_batch):
+                yield list(range(begin, begin + self.micro_batch))
+            start += self.global_batch
 
 
 class Loader:
     """Iterates micro-batches of one rank; made by `build_loader`.
 
     `samples` counts the samples, over all ranks, of the global batches handed out in full (batches that
-    workers have prepared ahead do not count). A new iteration goes on from there; a one-pass loader
-    begins anew after its end.
+    workers have prepared ahead do not count). A new iteration goes on from there; that of a one-pass
+    loader begins anew, unless a position was just loaded. One iteration at a time.
     """
 
     def __init__(
@@ -91,6 +101,8 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.samples = 0
+        self._loaded = False
+        self._plan = _Plan(self.limit, global_batch_size, micro_batch_size, rank, world_size)
         self._loader: DataLoader | None = None
 
     @property
@@ -136,10 +148,12 @@ class Loader:
         return load_tokenizer(self.shards[0])
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.limit is not None and self.samples >= self.limit:
+        if self.limit is not None and not self._loaded:
             self.samples = 0
+        self._loaded = False
         if self._loader is None:
             self._loader = self._make_loader()
+        self._plan.start = self.samples
         done = 0
         for batch in self._loader:
             if isinstance(batch, Failure):
@@ -156,12 +170,13 @@ class Loader:
         if workers:
             options = {
                 "multiprocessing_context": self.config.worker_start,
+                "worker_init_fn": _leave_the_parents_objects_alone,
                 "persistent_workers": True,
                 "prefetch_factor": self.config.prefetch,
             }
         return DataLoader(
             self.dataset,
-            batch_sampler=_Plan(self),
+            batch_sampler=self._plan,
             collate_fn=_as_is,
             num_workers=workers,
             pin_memory=torch.cuda.is_available(),
@@ -187,11 +202,18 @@ class Loader:
                     f"the saved data position belongs to other data: {key} was {saved.get(key)!r} and is now "
                     f"{self.fingerprint.get(key)!r}; go back to the old setting or start a new run"
                 )
-        self.samples = int(state["samples"])
+        self.samples = state["samples"]
+        self._loaded = True
 
     def close(self) -> None:
         """Ends the reading processes; a later iteration starts new ones."""
         self._loader = None
+
+
+def _leave_the_parents_objects_alone(worker: int) -> None:
+    # A forked process inherits the parent's garbage; collecting it there would run finalisers (those of other
+    # loaders end their workers) that only the parent may run.
+    gc.freeze()
 
 
 def _as_is(batch: Batch | Failure) -> Batch | Failure:

@@ -45,8 +45,8 @@ def _token_members(data: memoryview, where: str) -> np.ndarray:
         begin, size = position + _BLOCK, _member_size(header[124:136], where, position)
         if begin + size > len(data):
             raise damaged(where, "it ends inside a member: the file is truncated")
-        # Members of other types only describe the one after them (long names), or are folders.
-        if header[156:157] in _REGULAR and header[:100].rstrip(b"\0").endswith(b".npy"):
+        # By content, not by name: long names stand in extra members before the one they belong to.
+        if header[156:157] in _REGULAR and data[begin : begin + len(_MAGIC)] == _MAGIC:
             spans.append((begin, begin + size))
         position = begin + -(-size // _BLOCK) * _BLOCK
     return np.array(spans, dtype=np.int64).reshape(-1, 2)

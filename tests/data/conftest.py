@@ -69,7 +69,7 @@ def write_dataset(
         np.save(folder / "lengths.npy", np.array([len(d) for d in docs], dtype=np.uint32))
         if name == "train":
             for d in docs:
-                np.add.at(histogram, d, 1)
+                np.add.at(histogram, d[d < vocab_size], 1)
         shards = [
             {
                 "file": file,
@@ -156,7 +156,7 @@ class Datasets:
 
     write = staticmethod(write_dataset)
     documents = staticmethod(random_documents)
-    specials = {name: i for i, name in enumerate(SPECIALS)}
+    special = staticmethod(list(SPECIALS).index)
     first_word = FIRST_WORD
     vocab_size = VOCAB_SIZE
 

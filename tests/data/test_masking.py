@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+
+from matmix.data.masking import IGNORED, Masker, MaskingConfig
+from matmix.data.rng import DOCUMENTS, MASKS, generator
+
+MASK, SPECIAL, VOCAB = 6, list(range(7)), 200
+ORDINARY = np.array([i for i in range(7, VOCAB) if i % 10])  # every tenth id is unused
+
+
+def masker(seed=0, **config) -> Masker:
+    return Masker(
+        MaskingConfig(**config),
+        seed=seed,
+        mask_id=MASK,
+        special_ids=SPECIAL,
+        ordinary_ids=ORDINARY,
+        vocab_size=VOCAB,
+    )
+
+
+def tokens(rows=64, seqlen=512) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB, (rows, seqlen))
+
+
+def apply(masker, tokens, epoch=0, first=0, counts=None):
+    rows = len(tokens)
+    counts = np.full(rows, tokens.shape[1]) if counts is None else counts
+    return masker.apply(tokens, counts, np.full(rows, epoch), first + np.arange(rows))
+
+
+@pytest.mark.parametrize(("probability", "mask_share", "random_share"), [(0.3, 0.8, 0.1), (0.15, 0.5, 0.25)])
+def test_shares(probability, mask_share, random_share):
+    original = tokens()
+    seen, labels = apply(
+        masker(probability=probability, mask_share=mask_share, random_share=random_share), original
+    )
+    chosen = labels != IGNORED
+    ordinary = original >= len(SPECIAL)
+    assert not (chosen & ~ordinary).any()
+    assert np.array_equal(labels[chosen], original[chosen])
+    assert np.array_equal(seen[~chosen], original[~chosen])
+    assert chosen.sum() / ordinary.sum() == pytest.approx(probability, abs=0.01)
+    masked = (seen[chosen] == MASK).mean()
+    assert masked == pytest.approx(mask_share, abs=0.02)
+    changed = chosen & (seen != MASK) & (seen != original)
+    assert changed.sum() / chosen.sum() == pytest.approx(random_share, abs=0.02)
+    assert np.isin(seen[changed], ORDINARY).all()
+    # With some 900 draws or more from 174 ids, all but a few of them come up.
+    assert len(np.unique(seen[changed])) > 0.95 * len(ORDINARY)
+
+
+def test_only_the_name_of_a_sample_matters():
+    original = tokens(8, 100)
+    seen, labels = apply(masker(), original)
+    alone = masker().apply(original[5:6], np.array([100]), np.array([0]), np.array([5]))
+    assert np.array_equal(alone[0][0], seen[5])
+    assert np.array_equal(alone[1][0], labels[5])
+    for other in (
+        apply(masker(seed=1), original),
+        apply(masker(), original, epoch=1),
+        apply(masker(), original, first=8),
+    ):
+        assert not np.array_equal(other[1], labels)
+
+
+def test_padding_is_never_chosen():
+    original = np.full((4, 50), 30)
+    _, labels = apply(masker(probability=1.0), original, counts=np.array([50, 10, 1, 0]))
+    assert ((labels != IGNORED).sum(axis=1) == [50, 10, 1, 0]).all()
+    assert (labels[1, 10:] == IGNORED).all()
+
+
+def test_the_original_is_left_alone():
+    original = tokens(2, 50)
+    before = original.copy()
+    apply(masker(probability=1.0), original)
+    assert np.array_equal(original, before)
+
+
+def test_generators_of_different_items_differ():
+    draws = {
+        tuple(generator(seed, epoch, purpose, item).integers(1 << 62, size=2).tolist())
+        for seed in (0, 1, -1, 2**63)
+        for epoch in (0, 1)
+        for purpose in (DOCUMENTS, MASKS)
+        for item in (0, 1, 2**40)
+    }
+    assert len(draws) == 4 * 2 * 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"probability": 0.0}, "probability must be above 0"),
+        ({"probability": 1.5}, "at most 1, got 1.5"),
+        ({"mask_share": -0.1}, "mask_share must be between 0 and 1"),
+        ({"mask_share": 0.8, "random_share": 0.3}, r"must be at most 1, got 0.8 \+ 0.3"),
+    ],
+)
+def test_config_errors(config, message):
+    with pytest.raises(ValueError, match=message):
+        MaskingConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("mask_id", "ordinary", "message"),
+    [
+        (None, ORDINARY, "has none"),
+        (VOCAB, ORDINARY, "outside the vocabulary"),
+        (MASK, ORDINARY[:0], "ordinary"),
+    ],
+)
+def test_vocabulary_errors(mask_id, ordinary, message):
+    with pytest.raises(ValueError, match=message):
+        Masker(
+            MaskingConfig(),
+            seed=0,
+            mask_id=mask_id,
+            special_ids=SPECIAL,
+            ordinary_ids=ordinary,
+            vocab_size=VOCAB,
+        )
