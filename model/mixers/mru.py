@@ -24,9 +24,9 @@ class MRUConfig:
     """States are order x order matrices."""
     nheads: int = 0
     """Number of states; 0 means d_model / order^2, so that all states together are as wide as the model."""
-    construction: Literal["identity_plus", "ldu", "cayley"] = "ldu"
-    """How state matrices come from their elements: cayley is orthogonal and cannot overflow; ldu (the
-    reference's choice) has determinant 1; identity_plus is unconstrained."""
+    construction: Literal["identity_plus", "ldu", "cayley"] = "cayley"
+    """How state matrices come from their elements: cayley is orthogonal and cannot overflow; ldu (mru-lm's
+    choice) has determinant 1 and identity_plus is unconstrained: both need small learning rates."""
     bias: bool = False
     """Biases in the input and output projections."""
     dropout: float = 0.0
