@@ -19,6 +19,7 @@ has the same number of micro-batches and every token counts once.
 
 import gc
 import math
+import weakref
 from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -49,8 +50,7 @@ if TYPE_CHECKING:
 class _Plan:
     """Batch sampler: the sample numbers of one rank's micro-batches, from global sample `start` on.
 
-    Knows nothing of its loader: a cycle of references would leave it to the garbage collector, which may run in
-    a forked process, to end the reading processes.
+    Knows nothing of its loader, so that the two make no cycle of references.
     """
 
     def __init__(
@@ -103,7 +103,10 @@ class Loader:
         self.samples = 0
         self._loaded = False
         self._plan = _Plan(self.limit, global_batch_size, micro_batch_size, rank, world_size)
-        self._loader: DataLoader | None = None
+        # Holds the DataLoader, out of reach of the garbage collector: if that found it together with a loader
+        # in a cycle of references, it would close the queues before asking the workers to end, and wait 5 s.
+        self._readers: dict[str, DataLoader] = {}
+        weakref.finalize(self, self._readers.clear)
 
     @property
     def limit(self) -> int | None:
@@ -151,11 +154,11 @@ class Loader:
         if self.limit is not None and not self._loaded:
             self.samples = 0
         self._loaded = False
-        if self._loader is None:
-            self._loader = self._make_loader()
+        if not self._readers:
+            self._readers["torch"] = self._make_loader()
         self._plan.start = self.samples
         done = 0
-        for batch in self._loader:
+        for batch in self._readers["torch"]:
             if isinstance(batch, Failure):
                 raise batch.kind(batch.message)
             done += 1
@@ -180,6 +183,9 @@ class Loader:
             collate_fn=_as_is,
             num_workers=workers,
             pin_memory=torch.cuda.is_available(),
+            # Each iterator draws a seed for its workers. Nothing here uses it, and drawn from the global generator
+            # it would shift the dropout of a resumed run against that of a run that went on.
+            generator=torch.Generator(),
             **options,
         )
 
@@ -207,7 +213,7 @@ class Loader:
 
     def close(self) -> None:
         """Ends the reading processes; a later iteration starts new ones."""
-        self._loader = None
+        self._readers.clear()
 
 
 def _leave_the_parents_objects_alone(worker: int) -> None:

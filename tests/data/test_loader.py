@@ -1,9 +1,11 @@
 """The loader's promise: one sequence of global batches, whatever reads it."""
 
+import gc
 import hashlib
 import itertools
 import json
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -37,19 +39,17 @@ def take(loader: Loader, count: int) -> list[Batch]:
 
 
 def digest(batches: list[Batch]) -> str:
-    """Hash of a global batch, from its micro-batches in order of ranks: rows, labels, borders of documents."""
+    """Hash of a global batch, from its micro-batches in order of ranks: rows, labels, borders."""
     content = hashlib.sha256()
     for name in ("input_ids", "labels", "attention_mask"):
         parts = [getattr(b, name) for b in batches]
         if parts[0] is not None:
             content.update(torch.cat(parts).numpy().tobytes())
     if batches[0].cu_seqlens is not None:
-        offsets = np.cumsum([0] + [b.input_ids.numel() for b in batches[:-1]])
-        content.update(
-            np.concatenate(
-                [b.cu_seqlens[:-1].numpy() + o for b, o in zip(batches, offsets, strict=True)]
-            ).tobytes()
-        )
+        offset = 0
+        for batch in batches:
+            content.update((batch.cu_seqlens[:-1] + offset).numpy().tobytes())
+            offset += batch.input_ids.numel()
     return content.hexdigest()
 
 
@@ -135,11 +135,26 @@ def test_workers_started_in_other_ways(small, data, tmp_path, start):
 def test_workers_live_on_between_iterations(small):
     loader = loader_of(small, workers=1, split="validation", one_pass=True)
     first = digest(list(loader))
-    workers = [w.pid for w in loader._loader._iterator._workers]
+    workers = [w.pid for w in loader._readers["torch"]._iterator._workers]
     assert digest(list(loader)) == first
-    assert [w.pid for w in loader._loader._iterator._workers] == workers
+    assert [w.pid for w in loader._readers["torch"]._iterator._workers] == workers
     loader.close()
     assert digest(list(loader)) == first
+
+
+def test_workers_end_quickly_when_the_garbage_collector_finds_them(small):
+    loader = loader_of(small, workers=1)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = loader._readers["torch"]._iterator._workers
+    cycle = [loader, batches]
+    cycle.append(cycle)
+    del loader, batches, cycle
+    start = time.monotonic()
+    gc.collect()
+    assert not worker.is_alive()
+    assert worker.exitcode == 0  # it was asked to end, not killed after a wait
+    assert time.monotonic() - start < 4
 
 
 def test_seed_and_epoch_change_the_order(small):
