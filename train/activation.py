@@ -9,6 +9,7 @@ replaced here.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -81,6 +82,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
     options: passed on to torch.compile.
     """
+    # With selective recomputing it reminds every user that blocks must not change tensors in place.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in model.blocks:
         block.forward = torch.compile(block.forward, **options)
 

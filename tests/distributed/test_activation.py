@@ -3,6 +3,7 @@
 import pytest
 import scenarios
 import torch
+from harness import run_distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from matmix.train import activation
@@ -126,3 +127,29 @@ def test_compiled_blocks(monkeypatch, options):
         assert got == pytest.approx(want, abs=1e-5)
     for name, values in weights.items():
         assert values == pytest.approx(expected[1][name], abs=1e-5), name
+
+
+def test_equal_blocks_are_compiled_once():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    for mode in ("none", "full"):
+        torch._dynamo.reset()
+        model, counter = scenarios.Toy(layers=12), CompileCounterWithBackend("aot_eager")
+        scenarios.initialize(model)
+        checkpoint_activations(model, mode)
+        compile_blocks(model, backend=counter)
+        model(*scenarios.batch_of(0)).backward()
+        assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+def test_compiled_for_real_on_two_ranks():
+    options = {"activation_checkpointing": "selective", "selective_by": "op"}
+    engines = [{"name": "fsdp2"}, {"name": "deepspeed", "zero_stage": 2}]
+    runs = [
+        ({**engine, **extra}, 3, 1) for engine in engines for extra in (options, {"compile": True, **options})
+    ]
+    found = run_distributed(scenarios.losses_of_all, 2, arguments=(runs,), timeout=500)[0]
+    for history, _ in found:
+        for got, want in zip(history, found[0][0], strict=True):
+            assert got == pytest.approx(want, abs=1e-5)

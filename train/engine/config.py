@@ -42,3 +42,9 @@ class EngineConfig:
             raise ValueError(
                 f'engine.replicate = {self.replicate} needs engine.name = "fsdp2", got "{self.name}"'
             )
+        if self.compile and self.name == "deepspeed" and self.zero_stage == 3:
+            # Its hooks on the modules inside a block would be compiled with them: gradients come out wrong.
+            raise ValueError(
+                "engine.compile does not work with DeepSpeed at engine.zero_stage = 3; "
+                'use stage 2, or engine.name = "fsdp2"'
+            )

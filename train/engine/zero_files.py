@@ -28,13 +28,14 @@ def _known_classes() -> list[type]:
     return [LossScaler, ZeroStageEnum, fragment_address]
 
 
-def load_file(path: str | Path, *, plain: bool = False) -> dict[str, Any]:
-    """Contents of one file, tensors mapped from the disk and read when touched; no class but the known ones.
+def load_file(path: str | Path, *, plain: bool = False, mapped: bool = True) -> dict[str, Any]:
+    """Contents of one file; nothing is unpickled but tensors, plain values and the known classes.
 
-    plain: not even those, which spares the import of DeepSpeed.
+    plain: not even those classes, which spares the import of DeepSpeed. mapped: tensors stay on the disk and
+    are read when touched.
     """
     with torch.serialization.safe_globals([] if plain else _known_classes()):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def make_files() -> Any:
@@ -63,7 +64,7 @@ def make_files() -> Any:
                 self.failure = self.failure or find_os_error(error) or error
 
         def load(self, path: str, map_location: Any = None) -> Any:
-            return load_file(path)
+            return load_file(path, mapped=False)
 
     return Files()
 
