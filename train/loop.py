@@ -52,11 +52,11 @@ class Trainer:
     """Holds the parts of a run together; callbacks see it. Use `train` unless you need the parts."""
 
     def __init__(self, config: RunConfig, distributed: Distributed) -> None:
-        self.run = RunDirectory(config.run_dir)
-        self.run.check(config)
         rank, world_size = distributed.rank, distributed.world_size
         self.loader = make_loader(config, "train", rank, world_size)
         self.config = config = with_data_facts(config, self.loader)
+        self.run = RunDirectory(config.run_dir)
+        self.run.check(config)
         self.state = TrainState()
         self.accumulation = self.loader.micro_batches_per_step
         self.validation: Loader | None = None
