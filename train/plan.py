@@ -6,9 +6,10 @@ import dataclasses
 import os
 
 import torch
-from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from matmix.model import build_model
+from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
 from matmix.train.callbacks.progress import short_number
 from matmix.train.config import RunConfig
@@ -37,23 +38,25 @@ class Plan:
         return self.state_bytes + self.gathered_bytes + self.activation_bytes
 
 
-def saved_bytes(model: nn.Module, batch: int, seqlen: int, low_precision: bool) -> float:
-    """Bytes that the blocks of a meta-device model keep for the backward pass of a (batch, seqlen) micro-batch."""
-    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    seen: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is used twice
+def saved_bytes(config: ModelConfig, batch: int, seqlen: int, low_precision: bool) -> float:
+    """Bytes that a forward pass over (batch, seqlen) tokens keeps for the backward pass, found without memory."""
+    with FakeTensorMode():
+        model = build_model(config, device="cpu")
+        weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        seen: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is used twice
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        seen[storage._cdata] = storage
-        return tensor
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            seen[storage._cdata] = storage
+            return tensor
 
-    tokens = torch.zeros(batch, seqlen, dtype=torch.long, device="meta")
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=low_precision),
-    ):
-        # The readout is left out: the loss never holds the logits of a whole micro-batch.
-        model(tokens, readout=lambda features, weight, bias: features.sum())
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=low_precision),
+        ):
+            # The readout is left out: the loss never holds the logits of a whole micro-batch.
+            tokens = torch.zeros(batch, seqlen, dtype=torch.long)
+            model(tokens, readout=lambda features, weight, bias: features.sum())
     return float(sum(storage.nbytes() for key, storage in seen.items() if key not in weights))
 
 
@@ -83,7 +86,7 @@ def make_plan(config: RunConfig, ranks: int) -> Plan:
     block_bytes = 4 * sum(parameter.numel() for parameter in model.blocks.parameters()) / blocks
     outside = 4 * parameters - block_bytes * blocks
     # One sequence is measured and scaled: every saved tensor grows with the number of tokens.
-    activations = micro * saved_bytes(model, 1, config.data.seqlen, config.engine.precision == "bf16")
+    activations = micro * saved_bytes(model_config, 1, config.data.seqlen, config.engine.precision == "bf16")
     inputs = blocks * micro * config.data.seqlen * model_config.d_model * 4
     recomputed = {"none": 0.0, "full": 1.0, "selective": 1 / config.engine.selective_every}
     share = recomputed[config.engine.activation_checkpointing]
