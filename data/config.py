@@ -43,7 +43,8 @@ class DataConfig:
     verify: bool = True
     """Check the SHA-256 of every shard when a process first opens it."""
     cache_dir: str = ""
-    """Folder for downloaded and decompressed shards (default: matmix/data in the user's cache folder)."""
+    """Folder for downloaded and decompressed shards. Default: .cache inside a local dataset that can be
+    written to, else matmix/data in the user's cache folder."""
 
     def __post_init__(self) -> None:
         if self.path and self.mixture:

@@ -29,9 +29,9 @@ _HASH_CHUNK = 1 << 22
 class Storage:
     """Gives local paths for the files of one prepared dataset.
 
-    path: local folder or URL. cache_dir: folder for downloads and decompressed shards ("" = the user's
-    cache folder). Raises FileNotFoundError if nothing is there, ValueError if it is not a prepared
-    dataset.
+    path: local folder or URL. cache_dir: folder for downloads and decompressed shards; "" = `.cache` inside
+    a local folder that can be written to, else matmix/data in the user's cache folder.
+    Raises FileNotFoundError if nothing is there, ValueError if it is not a prepared dataset.
     """
 
     def __init__(self, path: str, cache_dir: str = "") -> None:
@@ -47,7 +47,7 @@ class Storage:
         self.manifest: Manifest = parse_manifest(raw, path)
         self.digest = hashlib.sha256(raw).hexdigest()
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", path.rstrip("/").rsplit("/", 1)[-1]) or "data"
-        self.cache = _cache_root(cache_dir) / f"{stem}-{self.digest[:16]}"
+        self.cache = _cache_root(path, self.remote, cache_dir) / f"{stem}-{self.digest[:16]}"
         if self.remote and not (self.cache / "manifest.json").exists():
             with self._lock("manifest.json"):
                 self._publish("manifest.json", lambda part: part.write_bytes(raw))
@@ -234,8 +234,10 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or "no reason given").splitlines()[0]
 
 
-def _cache_root(cache_dir: str) -> Path:
+def _cache_root(path: str, remote: bool, cache_dir: str) -> Path:
     if cache_dir:
         return Path(cache_dir).expanduser()
+    if not remote and os.access(path, os.W_OK):
+        return Path(path) / ".cache"
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "matmix" / "data"

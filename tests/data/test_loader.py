@@ -15,13 +15,9 @@ from matmix.data.batch import Batch
 from matmix.data.config import DataConfig
 from matmix.data.loader import Loader, build_loader
 from matmix.data.masking import MaskingConfig
+from matmix.data.prepare import PrepareConfig, prepare
 
 GLOBAL = 16
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def loader_of(path, *, workers=0, micro=4, world=1, rank=0, total=GLOBAL, **options) -> Loader:
@@ -314,6 +310,45 @@ def test_validation_comes_from_its_own_path(small, data, tmp_path):
     expected = loader_of(own, split="validation", one_pass=True)
     assert digest(list(loader)) == digest(list(expected))
     assert loader_of(small, validation_path=str(own)).fingerprint == loader_of(small).fingerprint
+
+
+# -- from text to batches
+
+
+@pytest.mark.parametrize(("kind", "compression"), [("mds", "zstd"), ("webdataset", "none")])
+def test_prepared_text_comes_back(tmp_path, kind, compression):
+    words = ["matrix", "mixing", "of", "long", "sequences", "in", "one", "pass", "Ünïcode", "🙂"]
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(words, rng.integers(1, 60))) for _ in range(200)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    options = PrepareConfig(
+        inputs=(str(tmp_path / "in.jsonl"),),
+        out=str(tmp_path / "out"),
+        vocab_size=320,
+        format=kind,
+        compression=compression,
+        shard_megabytes=0.005,
+        validation_fraction=0.1,
+        processes=1,
+    )
+    prepare(options)
+    found, text_bytes, text_tokens = [], 0, 0
+    for split in ("train", "validation"):
+        loader = loader_of(tmp_path / "out", split=split, one_pass=True, workers=1, seqlen=50)
+        assert loader.dataset.packings[0].shards.n_shards > (split == "train")
+        ids = np.concatenate([b.input_ids.flatten().numpy() for b in loader])
+        *documents, padding = np.split(ids, np.flatnonzero(ids == loader.tokenizer.special["eos"]) + 1)
+        assert (padding == loader.tokenizer.special["pad"]).all()
+        found += [loader.tokenizer.decode(document[:-1]) for document in documents]
+        tokens = sum(len(document) - 1 for document in documents)
+        text_bytes += loader.bytes_per_token * tokens
+        text_tokens += tokens
+        assert loader.token_histogram.sum() == (text_tokens if split == "train" else text_tokens - tokens)
+    assert sorted(found) == sorted(texts)
+    assert text_bytes == pytest.approx(sum(len(text.encode()) for text in texts))
+    masked = loader_of(tmp_path / "out", masking=MaskingConfig(), prefix="cls", suffix="sep")
+    assert all((b.input_ids == loader.tokenizer.special["mask"]).any() for b in take(masked, 5))
 
 
 # -- mixtures

@@ -103,6 +103,19 @@ def test_processes_share_one_cache(data, tmp_path):
     assert sum(name.endswith(".zstd") for name in fetched) == 6
 
 
+def test_where_the_cache_is(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    path = data.write(tmp_path / "data", data.documents(3), compression="zstd")
+    everything(open_dataset(str(path)))
+    assert [f.name for f in path.rglob(".cache/data-*/train/*.mds")] == ["shard.00000.mds"]
+    assert not (tmp_path / "user").exists()
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    everything(open_dataset(str(path)))
+    everything(open_dataset(path.as_uri()))
+    found = [f.name for f in tmp_path.rglob("user/matmix/data/data-*/train/*.mds")]
+    assert found == ["shard.00000.mds"]
+
+
 def test_new_data_at_the_same_url_does_not_meet_the_old_cache(data, tmp_path):
     path, cache = tmp_path / "data", str(tmp_path / "cache")
     data.write(path, data.documents(5))
