@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from matmix.data import benchmark
 from matmix.data.batch import Batch
 from matmix.data.config import DataConfig
 from matmix.data.loader import Loader, build_loader
@@ -530,3 +531,27 @@ def test_errors_of_reading_processes_are_one_line(small, tmp_path, workers):
 def loader_of_again(loader: Loader) -> Loader:
     loader.close()
     return loader
+
+
+# -- speed
+
+
+def test_memory_is_pinned_only_for_cuda(small, monkeypatch):
+    assert not loader_of(small)._make_loader().pin_memory
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert loader_of(small)._make_loader().pin_memory
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (batch,) = take(loader_of(small, masking=MaskingConfig()), 1)
+    assert isinstance(batch.pin_memory(), Batch)
+    assert len(pinned) == 4  # input_ids, labels, cu_seqlens, select
+
+
+def test_benchmark(small, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "sys.argv", ["benchmark", str(small), "--seconds", "0.2", "--data.seqlen", "24", "--masked"]
+    )
+    benchmark.main()
+    rate = float(capsys.readouterr().out.split(" tokens/s with 1 worker(s)")[0].replace(",", ""))
+    assert rate > 10_000
