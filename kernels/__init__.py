@@ -1,2 +1,12 @@
-from matmix.kernels._provisional import *  # noqa
-from matmix.kernels._provisional import gated_norm, matrix_product_scan, quasiseparable_scan, semiseparable_scan, short_conv  # noqa
+"""The mathematics: scans and the small ops around them, from plain tensors to plain tensors.
+
+Every op has a definition (float64, obviously right), a PyTorch form that runs on any device and, where there is one, a
+Triton kernel; `backend="auto"` chooses.
+"""
+
+from matmix.kernels.gated_norm.op import gated_norm
+from matmix.kernels.matrix_product.op import matrix_product_scan
+from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
+from matmix.kernels.short_conv.op import short_conv
+
+__all__ = ["gated_norm", "matrix_product_scan", "quasiseparable_scan", "semiseparable_scan", "short_conv"]

@@ -7,7 +7,16 @@ from torch import Tensor
 
 
 def recurrent_quasiseparable(
-    v: Tensor, qf: Tensor, kf: Tensor, qb: Tensor, kb: Tensor, af: Tensor, ab: Tensor, wf: Tensor, wb: Tensor, d: Tensor
+    v: Tensor,
+    qf: Tensor,
+    kf: Tensor,
+    qb: Tensor,
+    kb: Tensor,
+    af: Tensor,
+    ab: Tensor,
+    wf: Tensor,
+    wb: Tensor,
+    d: Tensor,
 ) -> Tensor:
     """Hydra's mixer as two plain recurrences over tokens, differentiated by autograd. Shapes as in our op."""
 
@@ -17,8 +26,13 @@ def recurrent_quasiseparable(
         for t in order:
             # The shift: a token reads what its neighbour would have read, without its own input.
             reads.append(h)
-            h = torch.exp(a[:, t, :, None, None]) * h + (w[:, t, :, None] * k[:, t])[..., None] * v[:, t, :, None]
-        return [(q[:, s, :, None] @ h).squeeze(-2) for s, h in zip([order[0], *order[:-1]], reads, strict=True)]
+            h = (
+                torch.exp(a[:, t, :, None, None]) * h
+                + (w[:, t, :, None] * k[:, t])[..., None] * v[:, t, :, None]
+            )
+        return [
+            (q[:, s, :, None] @ h).squeeze(-2) for s, h in zip([order[0], *order[:-1]], reads, strict=True)
+        ]
 
     forward = torch.stack(scan(qf, kf, af, wf, range(v.shape[1])), 1)
     backward = torch.stack(scan(qb, kb, ab, wb, range(v.shape[1] - 1, -1, -1))[::-1], 1)

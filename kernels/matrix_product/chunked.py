@@ -19,7 +19,18 @@ from torch.autograd.function import once_differentiable
 
 def default_product_chunk(seqlen: int) -> int:
     """About the square root of the length: as many steps inside chunks as there are chunks to scan over."""
-    return 1 << max(0, (seqlen.bit_length()) // 2)
+    chunk = 1
+    while 2 * chunk * chunk <= seqlen:
+        chunk *= 2
+    return chunk
+
+
+def products_like(x: Tensor, chunk_size: int | None) -> Tensor:
+    """An empty tensor shaped like the chunk products that `product_forward` returns for x."""
+    chunk = min(chunk_size or default_product_chunk(x.shape[1]), x.shape[1])
+    count = x.shape[1] // chunk
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty((x.shape[0], count, *x.shape[2:]) if count > 1 else (0,), dtype=dtype)
 
 
 class ProductRestarts:
@@ -28,7 +39,9 @@ class ProductRestarts:
     `at[t]`: chunks in which a document begins at step t, and those documents; `cut`: chunks in which any begins.
     """
 
-    def __init__(self, starts: list[tuple[int, int]], offset: int, count: int, chunk: int, device: torch.device):
+    def __init__(
+        self, starts: list[tuple[int, int]], offset: int, count: int, chunk: int, device: torch.device
+    ):
         at: dict[int, tuple[list[int], list[int]]] = {}
         self.cut: set[int] = set()
         for position, document in starts:
@@ -46,7 +59,9 @@ class ProductRestarts:
 class ProductSpan:
     """A piece of the sequence, (batch, count, chunk, nheads, o, o), with the buffers its steps share."""
 
-    def __init__(self, x: Tensor, offset: int, count: int, chunk: int, dtype: torch.dtype, restarts: ProductRestarts):
+    def __init__(
+        self, x: Tensor, offset: int, count: int, chunk: int, dtype: torch.dtype, restarts: ProductRestarts
+    ):
         self.slice = slice(offset, offset + count * chunk)
         self.count, self.chunk, self.dtype, self.restarts = count, chunk, dtype, restarts
         self.x = self.view(x)
@@ -86,9 +101,7 @@ def product_spans(x: Tensor, chunk_size: int | None, starts: list[tuple[int, int
     pieces = [(0, count, chunk)] if count else []
     if left:
         pieces.append((seqlen - left, 1, left))
-    return [
-        ProductSpan(x, *piece, dtype, ProductRestarts(starts, *piece, x.device)) for piece in pieces
-    ]
+    return [ProductSpan(x, *piece, dtype, ProductRestarts(starts, *piece, x.device)) for piece in pieces]
 
 
 def document_starts(cu_seqlens: Tensor | None) -> tuple[list[tuple[int, int]], list[int]]:
@@ -113,13 +126,17 @@ def product_forward(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     products = identity.new_zeros(0)
     if cu_seqlens is None:
-        state = identity.expand(batch, heads, order, order) if initial_state is None else initial_state.to(dtype)
+        state = (
+            identity.expand(batch, heads, order, order) if initial_state is None else initial_state.to(dtype)
+        )
         firsts = final = None
     else:
         # Each document's first state, and, in `final`, its last as the passes reach it.
         state = identity.expand(batch, heads, order, order)
         count = len(lasts)
-        given = identity.expand(count, heads, order, order) if initial_state is None else initial_state.to(dtype)
+        given = (
+            identity.expand(count, heads, order, order) if initial_state is None else initial_state.to(dtype)
+        )
         final = given.clone()
         firsts = torch.empty_like(final)
         if starts:
@@ -155,7 +172,12 @@ def product_entries(span: ProductSpan, state: Tensor, firsts: Tensor | None) -> 
 
 
 def product_rerun(
-    span: ProductSpan, state: Tensor, firsts: Tensor | None, out: Tensor, final: Tensor | None, lasts: list[int]
+    span: ProductSpan,
+    state: Tensor,
+    firsts: Tensor | None,
+    out: Tensor,
+    final: Tensor | None,
+    lasts: list[int],
 ) -> Tensor:
     """Run the recurrence in all chunks of the span at once, writing every state; returns the last chunk's."""
     ending: dict[int, list[tuple[int, int]]] = {}

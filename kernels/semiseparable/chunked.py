@@ -82,7 +82,9 @@ def set_up_scan(
             q = shift_left(q, cu_seqlens) if side.reverse else shift_right(q, cu_seqlens)
         chunks.append(side._replace(q=layout.split(q), k=layout.split(side.k)))
         scales.append(None if side.input_scale is None else layout.split(side.input_scale).to(dtype))
-        decays.append(side_decay(side.log_decay, layout, heads, side.reverse, exclusive, dtype, v.device, same))
+        decays.append(
+            side_decay(side.log_decay, layout, heads, side.reverse, exclusive, dtype, v.device, same)
+        )
         mask = lower.mT if side.reverse else lower
         if exclusive or (side.reverse and len(sides) == 2):
             mask = mask & ~torch.eye(chunk, dtype=torch.bool, device=v.device)
@@ -178,7 +180,9 @@ def entering_states(v: Tensor, setup: ScanSetup, side: int) -> tuple[Tensor | No
     return local, final
 
 
-def chunk_scores(setup: ScanSetup, at: slice) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor, Tensor | None]:
+def chunk_scores(
+    setup: ScanSetup, at: slice
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor, Tensor | None]:
     """q and k of each side, (m, ngroups, chunk, d_state), and the three factors of the chunk matrices:
 
     scores (m, ngroups, chunk, chunk), zero outside the masks; decays (m, nheads, chunk, chunk), at most 1 everywhere;
@@ -219,7 +223,9 @@ def own_products(setup: ScanSetup, pairs: list[tuple[Tensor, Tensor]]) -> Tensor
 def own_scale(setup: ScanSetup, at: slice, own: Tensor, heads: int) -> tuple[Tensor, Tensor | None]:
     """`own_products` per head, (m, nheads, chunk), and the backward side's input scale in that shape."""
     scale = setup.scales[1]
-    return own.repeat_interleave(heads // setup.groups, 1), None if scale is None else scale[at].transpose(1, 2)
+    return own.repeat_interleave(heads // setup.groups, 1), None if scale is None else scale[at].transpose(
+        1, 2
+    )
 
 
 def scan_forward(
@@ -433,7 +439,9 @@ def reduce_like(gradient: Tensor, like: Tensor) -> Tensor:
 
 class SemiseparableFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, final_state, chunk_size):
+    def forward(
+        ctx, v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, final_state, chunk_size
+    ):
         ctx.save_for_backward(v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens)
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)

@@ -96,7 +96,12 @@ def split_precision(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
 
 
 def side_decay_backward(
-    decay: SideDecay, drow: Tensor, dcol: Tensor, dleave: Tensor | None, dtotal: Tensor | None, exclusive: bool
+    decay: SideDecay,
+    drow: Tensor,
+    dcol: Tensor,
+    dleave: Tensor | None,
+    dtotal: Tensor | None,
+    exclusive: bool,
 ) -> Tensor:
     """Gradient of the log-decays, (M, chunk, nheads), from those of the exponents.
 

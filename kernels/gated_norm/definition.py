@@ -1,0 +1,16 @@
+"""Gated RMSNorm by its definition, in float64: the specification of the fast form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gated_norm_definition(
+    x: Tensor, weight: Tensor, gate: Tensor, *, eps: float = 1e-5, group_size: int | None = None
+) -> Tensor:
+    """rmsnorm(x) * weight * silu(gate), the mean square taken over groups of `group_size` channels."""
+    x, weight, gate = (t.to(torch.float64) for t in (x, weight, gate))
+    groups = x.unflatten(-1, (-1, group_size or x.shape[-1]))
+    normed = groups / torch.sqrt(groups.pow(2).mean(-1, keepdim=True) + eps)
+    return normed.flatten(-2) * weight * gate * torch.sigmoid(gate)

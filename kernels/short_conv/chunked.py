@@ -1,0 +1,135 @@
+"""Short depthwise convolution in PyTorch, with a hand-written backward pass.
+
+Tokens are laid out with enough zero rows between documents that one plain convolution over everything cannot reach from
+one document into another. Channels stay innermost, which is what depthwise kernels on CPU and GPU are fast at. Only the
+inputs are kept for the backward pass; what the activation needs is computed again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import conv2d, pad, silu
+
+from matmix.kernels.documents import document_ids
+from matmix.kernels.slabs import row_slabs
+
+
+class ConvCanvas(NamedTuple):
+    """Rows of tokens with `left` zero rows before each document and after the last one."""
+
+    left: int
+    right: int
+    tokens: Tensor | None
+    """(seqlen,) row of each token, None where there is one document per batch row."""
+    seqlen: int
+    rows: int
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(batch, seqlen, d) -> (batch, rows, d)."""
+        if self.tokens is None:
+            return pad(x, (0, 0, self.left, self.left))
+        return x.new_zeros(1, self.rows, x.shape[2]).index_copy_(1, self.tokens, x)
+
+    def gather(self, x: Tensor, before: int) -> Tensor:
+        """Of convolved rows those that belong to tokens; `before` zero rows were used up to the left."""
+        if self.tokens is None:
+            return x[:, self.left - before : self.left - before + self.seqlen]
+        return x.index_select(1, self.tokens - before)
+
+
+def conv_canvas(x: Tensor, width: int, causal: bool, cu_seqlens: Tensor | None) -> ConvCanvas:
+    left = width - 1 if causal else width // 2
+    seqlen = x.shape[1]
+    if cu_seqlens is None:
+        return ConvCanvas(left, width - 1 - left, None, seqlen, seqlen + 2 * left)
+    ids = document_ids(cu_seqlens, seqlen)
+    tokens = torch.arange(seqlen, device=x.device) + (ids + 1) * left
+    return ConvCanvas(left, width - 1 - left, tokens, seqlen, seqlen + cu_seqlens.shape[0] * left)
+
+
+def depthwise_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Correlate (batch, rows, d) with (d, width) along the rows: (batch, rows - width + 1, d), channels innermost."""
+    out = conv2d(x.transpose(1, 2).unsqueeze(2), weight[:, None, None], bias, groups=weight.shape[0])
+    return out.squeeze(2).transpose(1, 2)
+
+
+def conv_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    canvas = conv_canvas(x, weight.shape[1], causal, cu_seqlens)
+    spread = canvas.spread(x.to(dtype))
+    out = depthwise_rows(spread, weight.to(dtype), None if bias is None else bias.to(dtype))
+    out = canvas.gather(out, canvas.left)
+    out = silu(out) if activation == "silu" else out
+    return out.to(x.dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+def conv_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, causal: bool, activation: str | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of x, weight and bias."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    width = weight.shape[1]
+    canvas = conv_canvas(x, width, causal, cu_seqlens)
+    taps = weight.to(dtype)
+    spread = canvas.spread(x.to(dtype))
+    gradient = dy.to(dtype)
+    if activation == "silu":
+        out = depthwise_rows(spread, taps, None if bias is None else bias.to(dtype))
+        gradient = silu_backward(gradient, canvas.gather(out, canvas.left))
+    dbias = None if bias is None else gradient.sum((0, 1)).to(bias.dtype)
+    gradient = canvas.spread(gradient)
+    dx = canvas.gather(depthwise_rows(gradient, taps.flip(1), None), canvas.right)
+    dweight = torch.zeros(width, weight.shape[0], dtype=dtype, device=x.device)
+    for row in range(x.shape[0]):
+        # Tokens' gradients stand in rows left .. rows - left; tap j meets them with the input `left - j` rows earlier.
+        for at in row_slabs(canvas.rows - 2 * canvas.left, weight.shape[0], x.device):
+            part = gradient[row, at.start + canvas.left : at.stop + canvas.left]
+            for tap in range(width):
+                dweight[tap] += (part * spread[row, at.start + tap : at.stop + tap]).sum(0)
+    dx = dx.to(x.dtype, memory_format=torch.contiguous_format).contiguous()
+    return dx, dweight.t().to(weight.dtype, memory_format=torch.contiguous_format).contiguous(), dbias
+
+
+def silu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """dy times the derivative of x sigmoid(x)."""
+    s = torch.sigmoid(x)
+    return dy * (s * (1 + x * (1 - s)))
+
+
+class ShortConvFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, causal, activation, cu_seqlens):
+        ctx.save_for_backward(x, weight, bias, cu_seqlens)
+        ctx.options = causal, activation
+        return conv_forward(x, weight, bias, causal, activation, cu_seqlens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, bias, cu_seqlens = ctx.saved_tensors
+        return *conv_backward(dy, x, weight, bias, *ctx.options, cu_seqlens), None, None, None
+
+
+def short_conv_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    causal: bool = False,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`short_conv` in PyTorch, without argument checks; see there."""
+    return ShortConvFunction.apply(x, weight, bias, causal, activation, cu_seqlens)
