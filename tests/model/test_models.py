@@ -197,3 +197,16 @@ def test_a_few_steps_lower_the_loss(small_config, kind):
         losses.append(loss.item())
     assert losses[0] == pytest.approx(torch.tensor(61.0).log().item(), abs=1.0)
     assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize("kind", ["mru-mixed", "hydra-mixed"])
+def test_bfloat16_autocast_stays_close_to_float32(small_model, kind):
+    model = small_model(*KINDS[kind])
+    ids = torch.randint(61, (2, 20))
+    cu_seqlens = torch.tensor([0, 15, 40], dtype=torch.int32)
+    exact = model(ids, cu_seqlens=cu_seqlens)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids, cu_seqlens=cu_seqlens)
+    logits.float().square().mean().backward()
+    assert (logits.float() - exact).norm() < 0.05 * exact.norm()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
