@@ -212,7 +212,8 @@ class _Collector:
 def read_module(module_name: str) -> Module:
     """Parse a module of the project into definitions and imports."""
     spec = importlib.util.find_spec(module_name)
-    assert spec is not None and spec.origin is not None, f"no module {module_name}"
+    assert spec is not None, f"no module {module_name}"
+    assert spec.origin is not None, f"{module_name} is not a file"
     text = Path(spec.origin).read_text(encoding="utf-8")
     module = Module(module_name)
     lines, body = text.splitlines(), ast.parse(text).body
@@ -250,7 +251,8 @@ def _record_import(module: Module, node: ast.Import | ast.ImportFrom) -> None:
             )
             module.other_imports[alias.asname or alias.name] = (alias.name, None)
             continue
-        assert node.level == 0 and node.module, f"{module.name}: relative imports cannot be bundled"
+        assert node.level == 0, f"{module.name}: relative imports cannot be bundled"
+        assert node.module is not None
         if node.module.split(".")[0] == PROJECT:
             assert alias.asname is None, f"{module.name}: {alias.name} is imported under another name"
             module.project_imports[alias.name] = (node.module, alias.name)

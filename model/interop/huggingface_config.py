@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -15,7 +15,7 @@ class MatmixConfig(PretrainedConfig):
     """
 
     model_type = "matmix"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     def __init__(self, matmix: dict[str, Any] | None = None, vocab_size: int | None = None, **kwargs: Any):
         self.matmix = dict(matmix or {})

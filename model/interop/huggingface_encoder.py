@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -39,7 +41,7 @@ class MatmixEncoderBase(MatmixPreTrainedModel):
     config_class = MatmixEncoderConfig
     encoder_class: type[Encoder] = EncoderTrunk
     # The head of a masked language model in the file is of no use to models that have a trunk only.
-    _keys_to_ignore_on_load_unexpected = (r"^model\.(head|output)\.",)
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str] | None] = [r"^model\.(head|output)\."]
 
     def __init__(self, config: MatmixEncoderConfig):
         super().__init__(config)
@@ -94,7 +96,7 @@ class MatmixForMaskedLM(MatmixEncoderBase):
     """Logits for every token, to fill in <mask>."""
 
     encoder_class = Encoder
-    _keys_to_ignore_on_load_unexpected = None
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str] | None] = None
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.embeddings.word if self.config.tie_word_embeddings else self.model.output

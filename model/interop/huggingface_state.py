@@ -76,46 +76,34 @@ def advance(model: LanguageModel, input_ids: torch.Tensor, state: Any, keep: int
 def read_prompt(
     model: LanguageModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int
 ) -> tuple[torch.Tensor, CarriedState]:
-    """Logits and state after a batch of prompts, padded on either side.
+    """Logits and state after a batch of prompts with padding anywhere.
 
     Args: input_ids (B, L); attention_mask (B, L) or None; keep: columns of logits wanted, 0 = all.
-    Returns: logits (B, keep or L, vocab_size); at padding after a row's last token they are those of that
-        token, so that the last column always predicts a row's next token.
-    Raises ValueError if a row is empty or has padding between tokens.
+    Returns: logits (B, keep or L, vocab_size); at padding they are those of the row's last token before it,
+        so that the last column always predicts a row's next token.
+    Raises ValueError if a row has no tokens.
     """
-    batch, length = input_ids.shape
-    first, count = token_spans(input_ids, attention_mask)
-    columns = torch.arange(length - (keep or length), length, device=input_ids.device)
+    length = input_ids.shape[1]
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.ne(0).long()
+    counts = mask.sum(1).tolist()
+    if 0 in counts:
+        raise ValueError(f"row {counts.index(0)} of attention_mask has no tokens; every prompt needs one")
+    tokens_first = mask.argsort(dim=1, descending=True, stable=True)
+    # For each wanted column the number of tokens of its row up to there, as an index into the row's tokens.
+    wanted = (mask.cumsum(1) - 1).clamp(min=0)[:, -(keep or length) :]
     logits, groups = None, []
-    for tokens in sorted(set(count)):
-        rows = torch.tensor([row for row in range(batch) if count[row] == tokens], device=input_ids.device)
-        starts = torch.tensor([first[row] for row in rows.tolist()], device=input_ids.device).unsqueeze(1)
-        ids = input_ids[rows].gather(1, starts + torch.arange(tokens, device=input_ids.device))
-        part, state = advance(model, ids, model.initial_state(rows.numel()), 1 if keep == 1 else 0)
-        wanted = (columns - starts).clamp(0, tokens - 1) if keep != 1 else torch.zeros_like(starts)
-        part = part.take_along_dim(wanted.unsqueeze(-1), dim=1)
-        logits = part.new_empty(batch, *part.shape[1:]) if logits is None else logits
+    for count in sorted(set(counts)):
+        rows = torch.tensor([row for row, n in enumerate(counts) if n == count], device=input_ids.device)
+        ids = input_ids[rows].gather(1, tokens_first[rows, :count])
+        last_only = keep == 1
+        part, state = advance(model, ids, model.initial_state(rows.numel()), int(last_only))
+        if not last_only:
+            part = part.take_along_dim(wanted[rows].unsqueeze(-1), dim=1)
+        logits = part.new_empty(len(counts), *part.shape[1:]) if logits is None else logits
         logits = logits.index_copy(0, rows, part)
         groups.append((rows, state))
     assert logits is not None
     return logits, CarriedState(join_groups(groups), length)
-
-
-def token_spans(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[int], list[int]]:
-    """For each row the column of its first token and the number of its tokens."""
-    batch, length = input_ids.shape
-    if attention_mask is None:
-        return [0] * batch, [length] * batch
-    mask = attention_mask.bool()
-    count, first = mask.sum(1), mask.int().argmax(1)
-    place = torch.arange(length, device=mask.device) - first.unsqueeze(1)
-    if not bool((mask == ((place >= 0) & (place < count.unsqueeze(1)))).all()):
-        raise ValueError(
-            "attention_mask has padding between the tokens of a row; pad on the left or on the right"
-        )
-    if not bool(count.all()):
-        raise ValueError("attention_mask has a row without tokens; every prompt needs one")
-    return first.tolist(), count.tolist()
 
 
 def join_groups(groups: list[tuple[torch.Tensor, Any]]) -> list[tuple[torch.Tensor, Any]]:

@@ -1,0 +1,99 @@
+"""Weights as safetensors files of bounded size, written while they stream in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def write_weights(
+    directory: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    expected: Mapping[str, torch.Size],
+    prefix: str,
+    dtype: str,
+    max_shard_bytes: int,
+) -> int:
+    """Write model.safetensors, or model-00001-of-0000N.safetensors with an index; returns the bytes written.
+
+    Memory stays bounded by one file: a tensor is taken from `tensors`, converted, and kept only until its
+    file is full. A tensor larger than `max_shard_bytes` gets a file of its own.
+
+    Args:
+        tensors: (name, tensor) in any order.
+        expected: names and shapes that there must be.
+        prefix: put before every name.
+        dtype: "float32", "bfloat16" or "float16", for floating-point tensors.
+    Raises ValueError naming the first name that is missing, unknown, or of another shape.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be at least 1")
+    shards: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    seen: set[str] = set()
+    size = total = 0
+
+    def flush() -> None:
+        nonlocal size
+        if pending:
+            file = directory / _part_name(len(shards))
+            save_file(pending, file, metadata={"format": "pt"})
+            file.chmod(0o644)  # safetensors writes files that only their owner can read
+            shards.append(list(pending))
+            pending.clear()
+            size = 0
+
+    for name, tensor in tensors:
+        if name not in expected:
+            raise ValueError(f"the weights hold {name!r}, which the configured model does not have")
+        if tensor.shape != expected[name]:
+            raise ValueError(
+                f"the weights hold {name!r} with shape {tuple(tensor.shape)}, "
+                f"but the configured model has {tuple(expected[name])}"
+            )
+        seen.add(name)
+        converted = tensor.detach().cpu()
+        if converted.is_floating_point():
+            converted = converted.to(DTYPES[dtype])
+        nbytes = converted.numel() * converted.element_size()
+        if size + nbytes > max_shard_bytes:
+            flush()
+        # A copy where the tensor is a view of something larger, which would stay in memory (and be refused).
+        pending[prefix + name] = converted.clone() if converted.data_ptr() == tensor.data_ptr() else converted
+        size, total = size + nbytes, total + nbytes
+    missing = [name for name in expected if name not in seen]
+    if missing:
+        raise ValueError(
+            f"the weights lack {missing[0]!r} ({len(missing)} of {len(expected)} tensors are missing)"
+        )
+    flush()
+    _name_shards(directory, shards, total)
+    return total
+
+
+def _part_name(index: int) -> str:
+    return f"part-{index + 1:05d}.safetensors"
+
+
+def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
+    """Give the files the names transformers expects, which hold their number, known only now."""
+    if len(shards) == 1:
+        (directory / _part_name(0)).rename(directory / "model.safetensors")
+        return
+    weight_map = {}
+    for index, names in enumerate(shards):
+        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / _part_name(index)).rename(directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    index_file = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    text = json.dumps(index_file, indent=2) + "\n"
+    (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")

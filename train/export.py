@@ -1,0 +1,116 @@
+"""`matmix export RUN --out DIR` and `matmix import --from KIND FILE OUT`: write directories that transformers
+loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from matmix.data.streams import Storage
+from matmix.data.tokenizer import Tokenizer
+from matmix.model.interop import read_checkpoint
+from matmix.model.interop.huggingface import check_target, export_model
+from matmix.train.checkpoint import CheckpointManager, read_portable
+from matmix.train.config import RunConfig
+from matmix.train.run import RunDirectory
+
+
+def export_run(
+    run_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5 * 10**9,
+    tell: Callable[[str], None] = print,
+) -> Path:
+    """Write the weights of a run as a directory that transformers loads without matmix.
+
+    Args:
+        run_dir: the run; its newest valid checkpoint is taken, or that of `step`.
+        out_dir: must not exist, or be empty; appears whole or not at all.
+        dtype: "float32", "bfloat16" or "float16".
+        max_shard_bytes: largest size of a file of weights, and what bounds the memory this needs.
+        tell: called with lines for the user.
+    Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
+    """
+    check_target(Path(out_dir))
+    run = RunDirectory(run_dir)
+    config = run.read_config()
+    checkpoint = find_checkpoint(run, step)
+    tokenizer = run_tokenizer(run, config)
+    out = export_model(
+        config.model,
+        read_portable(checkpoint),
+        tokenizer.path,
+        out_dir,
+        special=tokenizer.special,
+        prefix=config.data.prefix,
+        suffix=config.data.suffix,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        notes=f"Trained for {int(checkpoint.name.rpartition('-')[2]):,} steps with matmix.",
+    )
+    tell(f"Exported {checkpoint.name} of {run.path} to {out} ({_size(out)}).")
+    return out
+
+
+def import_reference(
+    kind: str, file: str | Path, out_dir: str | Path, *, tell: Callable[[str], None] = print
+) -> Path:
+    """Turn a checkpoint of another project into a directory that transformers loads without matmix.
+
+    Args:
+        kind: "hydra" or "mru-lm".
+        file: the checkpoint, a file or a directory. A tokenizer.json or tokenizer.model next to the weights
+            is taken along; without one the export has no tokenizer.
+        out_dir, tell: as for `export_run`.
+    Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
+    """
+    check_target(Path(out_dir))
+    config, state = read_checkpoint(kind, file)
+    folder = Path(file) if Path(file).is_dir() else Path(file).parent
+    found = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()), None)
+    tokenizer = None if found is None else Tokenizer.load(found)
+    out = export_model(
+        config,
+        state,
+        found,
+        out_dir,
+        special={} if tokenizer is None else tokenizer.special,
+        # The encoders of that project were trained on [CLS] text [SEP]; its language models on bare text.
+        prefix="none" if config.causal else "cls",
+        suffix="none" if config.causal else "sep",
+        notes=f"Converted from a {kind} checkpoint by matmix.",
+    )
+    what = "without a tokenizer" if tokenizer is None else "with its tokenizer"
+    tell(f"Imported {file} to {out} ({_size(out)}), {what}.")
+    return out
+
+
+def find_checkpoint(run: RunDirectory, step: int | None) -> Path:
+    """The checkpoint of `step`, or the newest valid one. Raises ValueError if there is none."""
+    manager = CheckpointManager(run.checkpoints)
+    if step is None:
+        checkpoint = manager.latest_valid()
+        if checkpoint is None:
+            raise ValueError(f"{run.path} has no checkpoint yet; train it first")
+        return checkpoint
+    if step not in manager.steps():
+        steps = ", ".join(map(str, manager.steps())) or "none"
+        raise ValueError(f"{run.path} has no checkpoint of step {step}; there are: {steps}")
+    return manager.path(step)
+
+
+def run_tokenizer(run: RunDirectory, config: RunConfig) -> Tokenizer:
+    """The tokenizer of a run: the copy in RUN/tokenizer, or that of its dataset."""
+    copy = run.path / "tokenizer"
+    if copy.is_dir():
+        return Tokenizer.load(copy)
+    path = config.data.path or next(iter(config.data.mixture), "")
+    storage = Storage(path, config.data.cache_dir)
+    return Tokenizer.load(storage.file(storage.manifest.tokenizer.file))
+
+
+def _size(directory: Path) -> str:
+    return f"{sum(file.stat().st_size for file in directory.iterdir()) / 1e6:,.1f} MB"
