@@ -88,7 +88,7 @@ class ConcatPacking(Packing):
         super().__init__(shards, **options)
         usable = max(self.order.total_tokens - self.causal, 0)
         self._rows = -(-usable // self.seqlen) if keep_last else usable // self.seqlen
-        self._permutations = Recent(4)
+        self._windows, self._permutations = Recent(2), Recent(4)
 
     def __len__(self) -> int:
         return self._rows
@@ -97,7 +97,7 @@ class ConcatPacking(Packing):
         starts = self.order.plan(epoch).token_starts
         first = self._window(epoch, slot, starts) * self.seqlen
         count = min(self.width, self.order.total_tokens - first)
-        block = int(np.searchsorted(starts, first, side="right")) - 1
+        block = int(starts.searchsorted(first, side="right")) - 1
         done = 0
         while done < count:
             offset = first + done - int(starts[block])
@@ -111,8 +111,9 @@ class ConcatPacking(Packing):
         """The window that stands at `slot` in the epoch's order."""
         if not self.order.shuffle:
             return slot
-        windows = np.minimum(-(-starts // self.seqlen), self._rows)  # first window of each block
-        block = int(np.searchsorted(windows, slot, side="right")) - 1
+        # The first window of each block.
+        windows = self._windows.get(epoch, lambda: np.minimum(-(-starts // self.seqlen), self._rows))
+        block = int(windows.searchsorted(slot, side="right")) - 1
         begin, end = windows[block : block + 2].tolist()
         permutation = self._permutations.get(
             (epoch, block),
@@ -124,8 +125,8 @@ class ConcatPacking(Packing):
         self, block: Block, offset: int, limit: int, tokens: np.ndarray, begins: np.ndarray, at: int
     ) -> int:
         """Copies up to `limit` tokens from token `offset` of a block to position `at`; returns how many."""
-        number = first = int(np.searchsorted(block.ends, offset, side="right"))
-        last = int(np.searchsorted(block.ends, offset + limit, side="left"))
+        number = first = int(block.ends.searchsorted(offset, side="right"))
+        last = int(block.ends.searchsorted(offset + limit, side="left"))
         ends = block.ends[first : last + 1].tolist()
         begin = int(block.ends[first - 1]) if first else 0
         done = 0
@@ -145,7 +146,7 @@ class DocumentPacking(Packing):
 
     def fill(self, epoch: int, slot: int, tokens: np.ndarray, begins: np.ndarray) -> int:
         starts = self.order.plan(epoch).document_starts
-        block_number = int(np.searchsorted(starts, slot, side="right")) - 1
+        block_number = int(starts.searchsorted(slot, side="right")) - 1
         block = self.order.block(epoch, block_number)
         number = slot - int(starts[block_number])
         size = int(block.ends[number] - (block.ends[number - 1] if number else 0))

@@ -117,7 +117,7 @@ def _load_lengths(path: Path | None, where: str) -> np.ndarray:
         raise ValueError(f"{where}: {path.parent.name}/lengths.npy is damaged ({error})") from None
     if lengths.dtype != np.uint32 or lengths.ndim != 1:
         raise ValueError(f"{where}: {path.parent.name}/lengths.npy is not a list of uint32")
-    return lengths
+    return np.asarray(lengths)  # a plain view: memmap objects are slow to index
 
 
 def damaged(where: str, why: str) -> ValueError:
