@@ -183,8 +183,8 @@ class Loader:
             collate_fn=_as_is,
             num_workers=workers,
             pin_memory=torch.cuda.is_available(),
-            # Each iterator draws a seed for its workers. Nothing here uses it, and drawn from the global generator
-            # it would shift the dropout of a resumed run against that of a run that went on.
+            # Each iterator draws a seed for its workers. Nothing here uses it, and drawn from the global
+            # generator it would shift the dropout of a resumed run against that of a run that went on.
             generator=torch.Generator(),
             **options,
         )
