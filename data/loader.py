@@ -19,6 +19,7 @@ has the same number of micro-batches and every token counts once.
 
 import gc
 import math
+import signal
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
@@ -173,7 +174,7 @@ class Loader:
         if workers:
             options = {
                 "multiprocessing_context": self.config.worker_start,
-                "worker_init_fn": _leave_the_parents_objects_alone,
+                "worker_init_fn": _begin_worker,
                 "persistent_workers": True,
                 "prefetch_factor": self.config.prefetch,
             }
@@ -216,10 +217,14 @@ class Loader:
         self._readers.clear()
 
 
-def _leave_the_parents_objects_alone(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
     # A forked process inherits the parent's garbage; collecting it there would run finalisers (those of other
     # loaders end their workers) that only the parent may run.
     gc.freeze()
+    # Ctrl-C and a scheduler's SIGTERM reach the whole process group. What to do is the parent's to decide: it may
+    # want to finish its step and save first. A worker whose parent has died ends by itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _as_is(batch: Batch | Failure) -> Batch | Failure:
