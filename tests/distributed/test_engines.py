@@ -113,7 +113,10 @@ def test_a_model_with_weights_keeps_them():
     [
         ({"replicate": 0}, r"engine\.replicate must be >= 1"),
         ({"selective_every": 0}, r"engine\.selective_every must be >= 1"),
-        ({"name": "deepspeed", "compile": True, "zero_stage": 3}, r"compile does not work with .* stage = 3"),
+        (
+            {"name": "deepspeed", "compile": True, "zero_stage": 3},
+            r"compile does not work with DeepSpeed",
+        ),
         ({"name": "deepspeed", "replicate": 2}, r'engine\.replicate = 2 needs engine\.name = "fsdp2"'),
     ],
 )

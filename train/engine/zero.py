@@ -159,8 +159,8 @@ class ZeroEngine(Engine):
         stage, saved_stage = self.config.zero_stage, layout["zero_stage"]
         if stage != saved_stage and {stage, saved_stage} != {1, 2}:
             raise ValueError(
-                f"checkpoint {directory} was made at engine.zero_stage = {saved_stage} and cannot be continued "
-                f"at {stage}, whose files differ; set engine.zero_stage = {saved_stage}"
+                f"checkpoint {directory} was made at engine.zero_stage = {saved_stage} and cannot be "
+                f"continued at {stage}, whose files differ; set engine.zero_stage = {saved_stage}"
             )
         options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         if stage == 0 or self.world_size == layout["world_size"]:
