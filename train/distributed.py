@@ -42,10 +42,8 @@ class Distributed:
             torch.cuda.set_device(chosen)
         owns_group = world_size > 1 and not dist.is_initialized()
         if owns_group:
-            # gloo carries the agreements between processes and CPU tensors even where NCCL carries the
-            # gradients.
-            backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=timeout_minutes))
+            timeout = datetime.timedelta(minutes=timeout_minutes)
+            dist.init_process_group(_backend(chosen), timeout=timeout)
         return cls(rank, world_size, local_rank, chosen, owns_group)
 
     def __enter__(self) -> Distributed:
@@ -72,13 +70,15 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def ensure_group() -> bool:
-    """Makes a process group of this one process if there is none, for libraries that insist; True if it was
-    made."""
-    if dist.is_initialized():
-        return False
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return True
+def ensure_group(device: torch.device) -> None:
+    """Makes a process group of this one process if there is none, for libraries that insist on one."""
+    if not dist.is_initialized():
+        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _backend(device: torch.device) -> str:
+    # gloo carries the agreements between processes and CPU tensors even where NCCL carries the gradients.
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def rank_and_world_size() -> tuple[int, int]:

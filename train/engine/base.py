@@ -114,9 +114,13 @@ class Engine(abc.ABC):
     kind: str
     """Engines of one kind read each other's checkpoints."""
 
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor, as this engine keeps it between steps, of each parameter and persistent buffer."""
+        return persistent_tensors(self.module)
+
     def shapes(self) -> dict[str, list[int]]:
         """Full shape of each parameter and persistent buffer."""
-        return {name: list(full_shape(tensor)) for name, tensor in persistent_tensors(self.module)}
+        return {name: list(full_shape(tensor)) for name, tensor in self.named_tensors()}
 
     def train(self) -> None:
         self.module.train()

@@ -127,14 +127,21 @@ class FsdpEngine(Engine):
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # After an evaluation the module still shows gathered weights, which the optimizer does not know.
+        for module in self._sharded_modules(self.module):
+            module.reshard()
+        return persistent_tensors(self.module)
+
     def _model_state(self) -> dict[str, torch.Tensor]:
-        return {f"model.{name}": tensor.detach() for name, tensor in persistent_tensors(self.module)}
+        return {f"model.{name}": tensor.detach() for name, tensor in self.named_tensors()}
 
     def save(self, directory: Path) -> None:
-        state: dict[str, torch.Tensor] = self._model_state()
-        for name, parameter in self.module.named_parameters():
-            for entry, value in self.optimizer.state.get(parameter, {}).items():
-                state[f"optimizer.{name}.{entry}"] = value
+        state = self._model_state()
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for parameter, entries in self.optimizer.state.items():
+            for entry, value in entries.items():
+                state[f"optimizer.{names[parameter]}.{entry}"] = value
         write_sharded(state, directory / SUBDIRECTORY)
 
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
@@ -160,7 +167,7 @@ class FsdpEngine(Engine):
         self.optimizer.load_state_dict(contents)
 
     def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in persistent_tensors(self.module):
+        for name, tensor in self.named_tensors():
             full = tensor.detach()
             if isinstance(full, DTensor):
                 full = full.full_tensor()

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from matmix.train.distributed import Distributed, ensure_group, from_rank_zero, gather_objects
-from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
+from matmix.train.engine.base import Engine, is_on_meta
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.zero_files import SUBDIRECTORY, convert_to_universal, make_files
 
@@ -58,7 +58,7 @@ class ZeroEngine(Engine):
         super().__init__(config, distributed)
         self.deepspeed = import_deepspeed(distributed.device)
         # DeepSpeed insists on a process group and on torchrun's variable, also in a single process.
-        self.made_group = ensure_group()
+        ensure_group(distributed.device)
         os.environ.setdefault("LOCAL_RANK", str(distributed.local_rank))
 
     def _place(
@@ -203,7 +203,7 @@ class ZeroEngine(Engine):
                 shutil.rmtree(universal, ignore_errors=True)
 
     def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in persistent_tensors(self.module):
+        for name, tensor in self.named_tensors():
             if hasattr(tensor, "ds_id"):
                 with self.deepspeed.zero.GatheredParameters([tensor]):
                     full = tensor.detach().to("cpu", copy=True)
