@@ -150,27 +150,38 @@ def test_bad_input_is_one_error_and_leaves_no_run(overrides, words, dataset, tmp
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_killed_run_goes_on_where_it_was(number, dataset, tmp_path):
-    """SIGTERM saves first; SIGKILL goes back to the last checkpoint. Either way the curve is the uninterrupted one."""
-    options = ["--data.path", dataset, "--steps", "40", "--checkpoint.every", "5", "--evaluation.every", "0"]
+    """SIGTERM and Ctrl-C save first; SIGKILL goes back to the last checkpoint. The curve is the uninterrupted one.
+
+    The signal goes to the whole process group, reading process included, as from a terminal or a scheduler.
+    """
+    options = ["--data.path", dataset, "--steps", "60", "--checkpoint.every", "5", "--evaluation.every", "0"]
+    options += ["--data.workers", "1"]
     command = [sys.executable, "-P", "-m", "matmix.train", "debug_mru", *options]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([*command, "--run-dir", "whole"], cwd=tmp_path, env=environment, check=True, capture_output=True)
-    process = subprocess.Popen([*command, "--run-dir", "killed"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, "--run-dir", "killed"],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     deadline = time.monotonic() + 120
     while not list((tmp_path / "killed").glob("checkpoints/step-*")):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.stderr.read().decode()
         time.sleep(0.01)
-    process.send_signal(number)
-    process.wait(timeout=60)
-    if number == signal.SIGTERM and process.returncode:
-        assert process.returncode == 128 + signal.SIGTERM
+    os.killpg(process.pid, number)
+    errors = process.communicate(timeout=60)[1].decode()
+    assert "Traceback" not in errors
+    if number != signal.SIGKILL and process.returncode:  # 0 where the last step was done before the signal came
+        assert process.returncode == 128 + number
     second = subprocess.run([*command, "--run-dir", "killed"], cwd=tmp_path, env=environment, capture_output=True)
     assert second.returncode == 0, second.stderr.decode()
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert len(losses(tmp_path / "killed")) == 40
+    assert len(losses(tmp_path / "killed")) == 60
 
 
 def test_a_command_line_mistake_is_one_line_and_exit_code_2(tmp_path):
