@@ -1,8 +1,8 @@
 """Choice of implementation for an op.
 
 Every op has a PyTorch form that runs on any device. Hand-written Triton kernels register themselves with
-`provide_triton`; "auto" then takes them for CUDA tensors and the PyTorch form for everything else. The answer is the
-same from every backend, to rounding.
+`provide_triton`; "auto" then takes them for CUDA tensors and the PyTorch form for everything else. The answer
+is the same from every backend, to rounding.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def provide_triton(op: str, kernel: Callable) -> None:
 def implementation(op: str, torch_form: Callable, backend: str, tensor: Tensor) -> Callable:
     """The function that computes `op` for inputs living where `tensor` lives.
 
-    Called inside the registered op, where the tensors are real. Raises ValueError when `backend` is "triton" and
-    cannot be had.
+    Called inside the registered op, where the tensors are real. Raises ValueError when `backend` is "triton"
+    and cannot be had.
     """
     if backend == "torch":
         return torch_form

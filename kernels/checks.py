@@ -1,4 +1,4 @@
-"""Argument checks shared by the ops: each failure is one line that names the op, the argument and the remedy."""
+"""Argument checks shared by the ops: a failure is one line that names the op, the argument and the remedy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, seqlen: int
         )
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"{op}: cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; expected int32 (documents + 1,)"
+            f"{op}: cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; give int32 (documents + 1,)"
         )
     if cu_seqlens.device != like.device:
         raise ValueError(
@@ -52,10 +52,9 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, seqlen: int
     # While torch.compile traces, there are no values to look at.
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu" or type(cu_seqlens) is not Tensor:
         return
-    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != seqlen:
-        raise ValueError(
-            f"{op}: cu_seqlens runs from {int(cu_seqlens[0])} to {int(cu_seqlens[-1])}; it must run from 0 to {seqlen}"
-        )
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0 or last != seqlen:
+        raise ValueError(f"{op}: cu_seqlens runs from {first} to {last}; it must run from 0 to {seqlen}")
     if bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
         raise ValueError(f"{op}: cu_seqlens decreases somewhere; give the boundaries in order")
 

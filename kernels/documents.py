@@ -1,16 +1,19 @@
 """Where packed documents begin and end, and how a sequence is cut into chunks.
 
-A packed layout is one row (batch 1) of `seqlen` tokens holding several documents; `cu_seqlens` (int32, first 0, last
-`seqlen`, one entry more than there are documents) gives the boundaries. Two ways of cutting it into chunks are used:
+A packed layout is one row (batch 1) of `seqlen` tokens holding several documents; `cu_seqlens` (int32, first
+0, last `seqlen`, one entry more than there are documents) gives the boundaries. Two ways of cutting it into
+chunks are used:
 
-- dense: chunks of equal size over the whole row, whatever they contain; masks keep the documents apart. It costs
-  what an unpacked row of the same length costs, and is what training uses.
-- aligned: every document starts a chunk of its own and its last chunk is filled up. Needed when documents bring
-  states of their own or give them back, because a state can then only enter and leave at a chunk's edge.
+- dense: chunks of equal size over the whole row, whatever they contain; masks keep the documents apart. It
+  costs what an unpacked row of the same length costs, and is what training uses.
+- aligned: every document starts a chunk of its own and its last chunk is filled up. Needed when documents
+  bring states of their own or give them back, because a state can then only enter and leave at a chunk's
+  edge.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -19,7 +22,7 @@ from torch.nn.functional import pad
 
 
 def document_ids(cu_seqlens: Tensor, seqlen: int) -> Tensor:
-    """Index of the document of each position: (seqlen,) int64, on the device of `cu_seqlens`, without a host sync."""
+    """Index of the document of each position: (seqlen,) int64 on the device of `cu_seqlens`, no host sync."""
     positions = torch.arange(seqlen, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].to(torch.int64), positions, right=True)
 
@@ -32,7 +35,7 @@ class ChunkLayout(NamedTuple):
     rows: int
     per_row: int
     documents: Tensor | None = None
-    """(M, chunk) document of each position, where a chunk can hold several; None: each row is one document."""
+    """(M, chunk) document of each position where a chunk can hold several; None: a row is one document."""
     left: Tensor | None = None
     """(M,) document whose state reaches the chunk's left edge."""
     right: Tensor | None = None
@@ -51,7 +54,7 @@ class ChunkLayout(NamedTuple):
         return self.gather is not None
 
     def split(self, x: Tensor) -> Tensor:
-        """(batch, seqlen, ...) -> (M, chunk, ...); positions without a token are zero. A view where possible."""
+        """(batch, seqlen, ...) -> (M, chunk, ...), zero where there is no token. A view where possible."""
         if self.gather is not None:
             index = self.gather.clamp(max=max(self.seqlen - 1, 0))
             empty = (self.gather == self.seqlen).view(-1, *[1] * (x.dim() - 2))
@@ -73,7 +76,7 @@ class ChunkLayout(NamedTuple):
 def chunk_layout(
     rows: int, seqlen: int, chunk: int, cu_seqlens: Tensor | None, *, aligned: bool
 ) -> ChunkLayout:
-    """Cut `rows` sequences of `seqlen` tokens into chunks. `aligned` matters only together with `cu_seqlens`."""
+    """Cut `rows` sequences of `seqlen` tokens into chunks. `aligned` matters only with `cu_seqlens`."""
     per_row = -(-seqlen // chunk)
     if cu_seqlens is None:
         return ChunkLayout(seqlen, chunk, rows, per_row)
@@ -88,7 +91,7 @@ def chunk_layout(
 
     bounds = cu_seqlens.tolist()
     firsts, lasts, count = [], [], 0
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         chunks = -(-(end - start) // chunk)
         firsts.append(count if chunks else -1)
         lasts.append(count + chunks - 1 if chunks else -1)
@@ -105,7 +108,7 @@ def chunk_layout(
 
 
 def shift_right(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Row t receives row t - 1 of its document, first rows zero: (batch, seqlen, ...) -> the same shape, a copy."""
+    """Row t receives row t - 1 of its document, first rows zero: a copy of (batch, seqlen, ...)."""
     shifted = torch.zeros_like(x, memory_format=torch.contiguous_format)
     shifted[:, 1:] = keep_within_documents(x[:, :-1], cu_seqlens, x.shape[1])
     return shifted

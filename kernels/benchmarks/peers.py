@@ -1,4 +1,4 @@
-"""What our ops are measured against: the same results by other algorithms, written here from their definitions."""
+"""What our ops are measured against: the same results by other algorithms, written from their definitions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def recurrent_quasiseparable(
 
 
 def _brent_kung(combine, length: int) -> None:
-    """Inclusive scan in place: `combine(left, right)` folds the elements at slice `left` into those at `right`."""
+    """Inclusive scan in place: `combine(left, right)` folds the elements at `left` into those at `right`."""
     step = 1
     while step < length:
         combine(slice(step - 1, length - step, 2 * step), slice(2 * step - 1, length, 2 * step))
@@ -53,7 +53,9 @@ def _brent_kung(combine, length: int) -> None:
 
 
 class BrentKungProduct(torch.autograd.Function):
-    """H_t = H_{t-1} X_t by Brent and Kung's scan, in place, one batched matmul per level; x is (batch, heads, L, o, o).
+    """H_t = H_{t-1} X_t by Brent and Kung's scan, in place, one batched matmul per level.
+
+    x is (batch, heads, seqlen, o, o).
 
     The backward recurrence B_t = G_t + B_{t+1} X_{t+1}^T is the same scan over pairs, from the right.
     """

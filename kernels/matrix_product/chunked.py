@@ -1,16 +1,20 @@
 """Matrix-product scan in chunks, in PyTorch, with a hand-written backward pass.
 
-H_t = H_{t-1} X_t is sequential in t, and multiplying o x o matrices one at a time is slow. Cutting the sequence into
-chunks makes (batch x chunks x heads) independent lanes: one pass multiplies each chunk together, a short scan over the
-chunk products gives the state that enters each chunk, a second pass runs the recurrence in all chunks at once and writes
-the output. Two products per token, no log-depth tree, and no temporary larger than one step of all lanes.
+H_t = H_{t-1} X_t is sequential in t, and multiplying o x o matrices one at a time is slow. Cutting the
+sequence into chunks makes (batch x chunks x heads) independent lanes: one pass multiplies each chunk
+together, a short scan over the chunk products gives the state that enters each chunk, a second pass runs the
+recurrence in all chunks at once and writes the output. Two products per token, no log-depth tree, and no
+temporary larger than one step of all lanes.
 
-The backward pass B_t = G_t + B_{t+1} X_{t+1}^T, dX_t = H_{t-1}^T B_t works in the same two passes from the right. It
-keeps the input, the output and one product per chunk. A packed document restarts the product: its first state is written
-over whatever reached it, so nothing of its neighbour, not even an overflow, comes through.
+The backward pass B_t = G_t + B_{t+1} X_{t+1}^T, dX_t = H_{t-1}^T B_t works in the same two passes from the
+right. It keeps the input, the output and one product per chunk. A packed document restarts the product: its
+first state is written over whatever reached it, so nothing of its neighbour, not even an overflow, comes
+through.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -36,7 +40,8 @@ def products_like(x: Tensor, chunk_size: int | None) -> Tensor:
 class ProductRestarts:
     """First tokens of packed documents inside a span of tokens cut into chunks.
 
-    `at[t]`: chunks in which a document begins at step t, and those documents; `cut`: chunks in which any begins.
+    `at[t]`: chunks in which a document begins at step t, and those documents; `cut`: chunks in which any
+    begins.
     """
 
     def __init__(
@@ -67,7 +72,8 @@ class ProductSpan:
         self.x = self.view(x)
         self.lanes = (x.shape[0], count, *x.shape[2:])
         self.flat = (x.shape[0] * count * x.shape[2], *x.shape[3:])
-        # PyTorch multiplies matrices this small in a loop of its own, which wants the right factor transposed.
+        # PyTorch multiplies matrices this small in a loop of its own, which wants the right factor
+        # transposed.
         self.tiny = x.device.type == "cpu" and x.shape[-1] ** 3 < 400
         self.factor = self.buffer()
 
@@ -105,11 +111,11 @@ def product_spans(x: Tensor, chunk_size: int | None, starts: list[tuple[int, int
 
 
 def document_starts(cu_seqlens: Tensor | None) -> tuple[list[tuple[int, int]], list[int]]:
-    """(first token, document) of the documents that have tokens, and the last token of each document (-1 if empty)."""
+    """(first token, document) of documents that have tokens; last token of each document, -1 if empty."""
     if cu_seqlens is None:
         return [], []
     bounds = cu_seqlens.tolist()
-    pairs = list(zip(bounds[:-1], bounds[1:], strict=True))
+    pairs = list(itertools.pairwise(bounds))
     starts = [(start, document) for document, (start, end) in enumerate(pairs) if end > start]
     return starts, [end - 1 if end > start else -1 for start, end in pairs]
 
@@ -117,7 +123,7 @@ def document_starts(cu_seqlens: Tensor | None) -> tuple[list[tuple[int, int]], l
 def product_forward(
     x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """States (batch, seqlen, nheads, o, o) in x's dtype, final states and chunk products in the working dtype."""
+    """States (batch, seqlen, nheads, o, o) typed like x, final states, and chunk products."""
     starts, lasts = document_starts(cu_seqlens)
     spans = product_spans(x, chunk_size, starts)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -151,7 +157,7 @@ def product_forward(
 
 
 def product_entries(span: ProductSpan, state: Tensor, firsts: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The state that enters each chunk and, where there are several, each chunk's product since its last restart."""
+    """The state that enters each chunk and, of several chunks, each one's product since its last restart."""
     if span.count == 1:
         return state.unsqueeze(1).clone(memory_format=torch.contiguous_format), None
     current, spare = span.buffer(), span.buffer()
@@ -200,9 +206,15 @@ def product_rerun(
 
 
 def product_backward(
-    dh: Tensor | None, dfinal: Tensor | None, x: Tensor, h: Tensor, products: Tensor, initial_state: Tensor | None,
-    cu_seqlens: Tensor | None, chunk_size: int | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    dh: Tensor | None,
+    dfinal: Tensor | None,
+    x: Tensor,
+    h: Tensor,
+    products: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and of the initial state. `dh` and `dfinal` are read only."""
     starts, lasts = document_starts(cu_seqlens)
     spans = product_spans(x, chunk_size, starts)
@@ -232,7 +244,7 @@ def product_backward(
 
 
 class ProductGradient:
-    """The cotangent of the states of a span: `dh`, plus `dfinal` at the last token of each packed document."""
+    """The cotangent of a span's states: `dh`, plus `dfinal` at the last token of each packed document."""
 
     def __init__(self, span: ProductSpan, dh: Tensor | None, dfinal: Tensor | None, lasts: list[int]):
         self.dh = None if dh is None else span.view(dh)
@@ -256,13 +268,20 @@ class ProductGradient:
 
 
 def product_span_backward(
-    span: ProductSpan, gradient: ProductGradient, carry: Tensor, before: Tensor, given: Tensor, dgiven: Tensor,
-    h: Tensor, dx: Tensor, products: Tensor,
-) -> Tensor:  # fmt: skip
-    """Write the span's part of `dx`, and of `dgiven` where documents begin; returns what passes on to its left.
+    span: ProductSpan,
+    gradient: ProductGradient,
+    carry: Tensor,
+    before: Tensor,
+    given: Tensor,
+    dgiven: Tensor,
+    h: Tensor,
+    dx: Tensor,
+    products: Tensor,
+) -> Tensor:
+    """Write the span's part of `dx`, and `dgiven` where documents begin; returns what passes to its left.
 
-    carry (batch, nheads, o, o): what comes from the right, already times X^T of the token there; before: the state that
-    enters the span; given, dgiven: the documents' initial states and their gradients.
+    carry (batch, nheads, o, o): what comes from the right, already times X^T of the token there; before: the
+    state that enters the span; given, dgiven: the documents' initial states and their gradients.
     """
     current, spare = span.buffer(), span.buffer()
     if span.count > 1:
@@ -272,12 +291,15 @@ def product_span_backward(
             current, spare = spare, current
             if step in span.restarts.at:
                 current[0, span.restarts.at[step][0]] = 0
-        # `current` is what each chunk passes to its left by itself; `spare` becomes what reaches it from its right.
+        # `current` is what each chunk passes to its left by itself; `spare` becomes what reaches it from its
+        # right.
         for chunk in reversed(range(span.count)):
             spare[:, chunk] = carry
-            carry = current[:, chunk] if chunk in span.restarts.cut else (
-                current[:, chunk] + carry @ products[:, chunk].mT
-            )  # fmt: skip
+            carry = (
+                current[:, chunk]
+                if chunk in span.restarts.cut
+                else (current[:, chunk] + carry @ products[:, chunk].mT)
+            )
         current, spare = spare, current
     else:
         current.copy_(carry.unsqueeze(1))

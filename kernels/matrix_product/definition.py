@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ def matrix_product_definition(
     bounds = [0, seqlen] if cu_seqlens is None else cu_seqlens.tolist()
     outputs: list[Tensor] = []
     finals = []
-    for number, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
         if initial_state is None:
             h = torch.eye(order, dtype=x.dtype, device=x.device).expand(batch, heads, order, order)
         else:

@@ -30,17 +30,19 @@ def matrix_product_scan(
 
     Args:
         x: (batch, seqlen, nheads, o, o).
-        initial_state: H_0, (batch, nheads, o, o), or (documents, ...) with `cu_seqlens`; None for the identity.
+        initial_state: H_0, (batch, nheads, o, o), or (documents, ...) with `cu_seqlens`; None for the
+            identity.
         return_final_state: also return the state after the last token (of each document).
-        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); the product starts
-            anew at each. On an accelerator the PyTorch form reads them back to the host.
-        reverse: run from the last token to the first, H_t = H_{t+1} X_t; the final state is then the first token's.
+        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); the product
+            starts anew at each. On an accelerator the PyTorch form reads them back to the host.
+        reverse: run from the last token to the first, H_t = H_{t+1} X_t; the final state is then the first
+            token's.
         chunk_size: steps per chunk, any positive number; None lets the backend choose.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        H shaped and typed like x; with `return_final_state` also the states, float32 (float64 for float64 inputs).
-        The recurrence itself runs in that precision whatever the inputs are.
+        H shaped and typed like x; with `return_final_state` also the states, float32 (float64 for float64
+        inputs). The recurrence itself runs in that precision whatever the inputs are.
 
     Raises:
         ValueError: a shape, dtype, device or option does not fit.
@@ -84,9 +86,16 @@ def _(x, initial_state, cu_seqlens, chunk_size, backend):
 
 @torch.library.custom_op("matmix::matrix_product_scan_backward", mutates_args=())
 def _matrix_product_backward(
-    dh: Tensor | None, dfinal: Tensor | None, x: Tensor, h: Tensor, products: Tensor, initial_state: Tensor | None,
-    cu_seqlens: Tensor | None, chunk_size: int | None, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dh: Tensor | None,
+    dfinal: Tensor | None,
+    x: Tensor,
+    h: Tensor,
+    products: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
     run = implementation("matrix_product_scan.backward", product_backward, backend, x)
     dx, dinitial = run(dh, dfinal, x, h, products, initial_state, cu_seqlens, chunk_size)
     return dx, x.new_empty(0) if dinitial is None else dinitial

@@ -10,7 +10,9 @@ from torch import Tensor
 from matmix.kernels.documents import ChunkLayout
 
 SMALLEST_LOG_DECAY = -1000.0
-"""exp of this is 0 in float64 too; a bound keeps sums finite when a decay of exactly 0 (log -inf) is given."""
+"""exp of this is 0 in float64 too; a bound keeps sums finite when a decay of exactly 0 (log -inf) is
+given.
+"""
 
 
 class SideDecay(NamedTuple):
@@ -32,12 +34,16 @@ class SideDecay(NamedTuple):
     total: Tensor
     """(M, nheads): decay of the entering state until it leaves; 0 where a document ends in between."""
     cumulate: Tensor
-    """(M or 1, chunk, chunk) float64 or best available, 1 where the column's decay is part of the row's sum."""
+    """(M or 1, chunk, chunk) float64 or best available, 1 where the column's decay is part of the row's
+    sum.
+    """
     strict: Tensor
     """The same without the row's own decay."""
 
     def log_matrix(self, at: slice) -> Tensor:
-        """(m, nheads, chunk, chunk) log-decay from column to row; meaningless outside the direction's triangle."""
+        """(m, nheads, chunk, chunk) log-decay from column to row; meaningless outside the direction's
+        triangle.
+        """
         matrix = self.row_hi[at].unsqueeze(-1) - self.col_hi[at].unsqueeze(-2)
         if self.row_lo is not None:
             matrix += self.row_lo[at].unsqueeze(-1)
@@ -50,13 +56,19 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 
 
 def side_decay(
-    log_decay: Tensor | None, layout: ChunkLayout, heads: int, reverse: bool, exclusive: bool, dtype: torch.dtype,
-    device: torch.device, same_document: Tensor | None,
-) -> SideDecay:  # fmt: skip
+    log_decay: Tensor | None,
+    layout: ChunkLayout,
+    heads: int,
+    reverse: bool,
+    exclusive: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    same_document: Tensor | None,
+) -> SideDecay:
     """Cumulative decays of one direction.
 
-    log_decay (nheads,), (batch, seqlen, nheads) or None; `exclusive`: rows read before their own token's decay.
-    same_document (M, chunk, chunk) in the dense layout of packed documents.
+    log_decay (nheads,), (batch, seqlen, nheads) or None; `exclusive`: rows read before their own token's
+    decay. same_document (M, chunk, chunk) in the dense layout of packed documents.
     """
     wide = widest_dtype(device)
     if log_decay is None:
@@ -69,14 +81,15 @@ def side_decay(
         cumulate = cumulate.mT
     if same_document is not None:
         cumulate = cumulate * same_document
-    # A product with a mask, not a cumulative sum: a document's sums then hold none of its neighbours' rounding.
+    # A product with a mask, not a cumulative sum: a document's sums then hold none of its neighbours'
+    # rounding.
     strict = cumulate * (1 - torch.eye(layout.chunk, dtype=wide, device=device))
     cols = cumulate @ steps
     rows = strict @ steps if exclusive else cols
     end = cols[:, :1] if reverse else cols[:, -1:]
     enter, leave, total = rows.exp(), (end - cols).clamp_(max=0).exp_(), end[:, 0].exp()
     if layout.documents is not None:
-        entry, exit_ = (layout.right, layout.left) if reverse else (layout.left, layout.right)
+        entry = layout.right if reverse else layout.left
         edge = layout.documents[:, :1] if reverse else layout.documents[:, -1:]
         enter.mul_((layout.documents == entry[:, None])[..., None])
         leave.mul_((layout.documents == edge)[..., None])
@@ -105,16 +118,16 @@ def side_decay_backward(
 ) -> Tensor:
     """Gradient of the log-decays, (M, chunk, nheads), from those of the exponents.
 
-    drow and dcol: of the sums up to rows and columns (the latter with the opposite sign); dleave: of the sums from
-    a column to the edge; dtotal (M, nheads): of the sum over the whole chunk. All (M, chunk, nheads) but the last, drow
-    and dcol in the dtype of `decay.cumulate`.
+    drow and dcol: of the sums up to rows and columns (the latter with the opposite sign); dleave: of the sums
+    from a column to the edge; dtotal (M, nheads): of the sum over the whole chunk. All (M, chunk, nheads) but
+    the last, drow and dcol in the dtype of `decay.cumulate`.
     """
     wide = decay.cumulate.dtype
     gradient = (decay.strict if exclusive else decay.cumulate).mT @ drow
     gradient -= decay.cumulate.mT @ dcol
     if dleave is not None:
-        # Everything written strictly before a token passes that token's decay on its way out. Summed from that side
-        # no large terms cancel, and a document's own mask keeps the others out.
+        # Everything written strictly before a token passes that token's decay on its way out. Summed from
+        # that side no large terms cancel, and a document's own mask keeps the others out.
         gradient += decay.strict @ dleave.to(wide)
     if dtotal is not None:
         gradient += dtotal.to(wide).unsqueeze(1)

@@ -1,11 +1,13 @@
-"""Semiseparable and quasiseparable scans by their definition, in float64: the specification of the fast forms.
+"""Semiseparable and quasiseparable scans by their definition, in float64: what the fast forms must compute.
 
-"Transformers are SSMs" (arXiv 2405.21060) for the causal scan; "Hydra" (arXiv 2407.09941) for the bidirectional one.
-Shapes, names and meaning of the arguments are those of `matmix.kernels.semiseparable_scan` and `quasiseparable_scan`.
-Everything here is plain differentiable PyTorch, slow and quadratic in the length.
+"Transformers are SSMs" (arXiv 2405.21060) for the causal scan; "Hydra" (arXiv 2407.09941) for the other.
+Shapes, names and meaning of the arguments are those of `matmix.kernels.semiseparable_scan` and
+`quasiseparable_scan`. Everything here is plain differentiable PyTorch, slow and quadratic in the length.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -23,7 +25,9 @@ def semiseparable_definition(
     return_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The recurrence h_t = exp(log_decay_t) h_{t-1} + input_scale_t k_t v_t^T, y_t = q_t^T h_t + diagonal_t v_t."""
+    """The recurrence h_t = exp(log_decay_t) h_{t-1} + input_scale_t k_t v_t^T, y_t = q_t^T h_t + diagonal_t
+    v_t.
+    """
     v, q, k, log_decay, input_scale, diagonal, initial_state = _in_float64(
         v, q, k, log_decay, input_scale, diagonal, initial_state
     )
@@ -64,10 +68,12 @@ def quasiseparable_matrix(
     shift: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """M (batch, nheads, seqlen, seqlen) of the bidirectional mixer, entry by entry. Decays are (batch, seqlen, nheads).
+    """M (batch, nheads, seqlen, seqlen) of the bidirectional mixer, entry by entry. Decays are (batch,
+    seqlen, nheads).
 
-    For s < t: M[t, s] = q_f[t'] . k_f[s] exp(sum of log_decay_f over s+1 .. t') w_f[s], with t' = t - 1 if `shift` else t;
-    mirrored for s > t; the diagonal is `diagonal` (plus both directions' own terms without `shift`).
+    For s < t: M[t, s] = q_f[t'] . k_f[s] exp(sum of log_decay_f over s+1 .. t') w_f[s], with t' = t - 1 if
+    `shift` else t; mirrored for s > t; the diagonal is `diagonal` (plus both directions' own terms without
+    `shift`).
     """
     given = (q_forward, k_forward, q_backward, k_backward, log_decay_forward, log_decay_backward)
     qf, kf, qb, kb, af, ab = _in_float64(*given)
@@ -130,13 +136,23 @@ def quasiseparable_definition(
         return torch.cat(pieces, 1)
 
     forward = semiseparable_definition(
-        v, q_forward, k_forward, log_decay_forward, input_scale=input_scale_forward,
-        initial_state=initial_state_forward, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+        v,
+        q_forward,
+        k_forward,
+        log_decay_forward,
+        input_scale=input_scale_forward,
+        initial_state=initial_state_forward,
+        cu_seqlens=cu_seqlens,
+    )
     backward = semiseparable_definition(
-        flip(v), flip(q_backward), flip(k_backward), flip(log_decay_backward),
-        input_scale=flip(input_scale_backward), initial_state=initial_state_backward, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+        flip(v),
+        flip(q_backward),
+        flip(k_backward),
+        flip(log_decay_backward),
+        input_scale=flip(input_scale_backward),
+        initial_state=initial_state_backward,
+        cu_seqlens=cu_seqlens,
+    )
     y = moved(forward) + flip(moved(backward))
     if diagonal is not None:
         v, diagonal = _in_float64(v, diagonal)
@@ -160,4 +176,4 @@ def _documents(cu_seqlens: Tensor | None, seqlen: int) -> list[tuple[int, int]]:
     if cu_seqlens is None:
         return [(0, seqlen)]
     bounds = cu_seqlens.tolist()
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(itertools.pairwise(bounds))

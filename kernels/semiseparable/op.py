@@ -1,7 +1,8 @@
-"""The semiseparable (SSD) and quasiseparable (Hydra) scans as ops: checks, backend choice, registration with PyTorch.
+"""The semiseparable (SSD) and quasiseparable (Hydra) scans as ops: checks, backend choice, registration with
+PyTorch.
 
-Registered custom ops stay whole under torch.compile, can be named in selective activation checkpointing, and are seen
-by FLOP counters.
+Registered custom ops stay whole under torch.compile, can be named in selective activation checkpointing, and
+are seen by FLOP counters.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation
 from matmix.kernels.checks import check_chunk_size, check_cu_seqlens, check_floating, check_shape
-from matmix.kernels.semiseparable.chunked import ScanSide, default_scan_chunk, scan_backward, scan_forward
+from matmix.kernels.semiseparable.backward import scan_backward
+from matmix.kernels.semiseparable.forward import scan_forward
+from matmix.kernels.semiseparable.setup import ScanSide, default_scan_chunk
 
 
 def semiseparable_scan(
@@ -31,25 +34,28 @@ def semiseparable_scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal scan h_t = exp(log_decay_t) h_{t-1} + input_scale_t k_t v_t^T, y_t = q_t^T h_t + diagonal_t v_t.
 
-    "Transformers are SSMs" (arXiv 2405.21060): with log_decay = dt A and input_scale = dt it is the SSD layer's core;
-    without decays it is linear attention, with constant ones RetNet.
+    "Transformers are SSMs" (arXiv 2405.21060): with log_decay = dt A and input_scale = dt it is the core of
+    the SSD layer; without decays it is linear attention, with constant ones RetNet.
 
     Args:
         v: values (batch, seqlen, nheads, headdim).
-        q, k: (batch, seqlen, ngroups, d_state); nheads a multiple of ngroups, consecutive heads share a group.
+        q, k: (batch, seqlen, ngroups, d_state); nheads a multiple of ngroups, consecutive heads share a
+            group.
         log_decay: (batch, seqlen, nheads), (nheads,) or None for no decay; at most 0, -inf allowed.
         input_scale: (batch, seqlen, nheads) or None for 1.
         diagonal: (batch, seqlen, nheads), (nheads,) or None for no skip.
-        initial_state: (batch, nheads, d_state, headdim), or (documents, ...) with `cu_seqlens`; None for zero.
+        initial_state: (batch, nheads, d_state, headdim), or (documents, ...) with `cu_seqlens`; None for
+            zero.
         return_final_state: also return the state after the last token (of each document).
-        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1). A document's output
-            does not depend on its neighbours. A document without tokens passes its state through.
+        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1). A
+            document's output does not depend on its neighbours. A document without tokens passes its state
+            through.
         chunk_size: 16, 32, 64, 128 or 256; None lets the backend choose.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        y shaped and typed like v; with `return_final_state` also the states, float32 (float64 for float64 inputs).
-        Sums and states are float32 throughout whatever the inputs are (float64 for float64).
+        y shaped and typed like v; with `return_final_state` also the states, float32 (float64 for float64
+        inputs). Sums and states are float32 throughout whatever the inputs are (float64 for float64).
 
     Raises:
         ValueError: a shape, dtype, device or option does not fit.
@@ -97,14 +103,15 @@ def quasiseparable_scan(
     chunk_size: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Bidirectional scan y = shift(SS_f(v)) + flip(shift(SS_b(flip v))) + diagonal v, as one op without flips.
+    """Bidirectional scan y = shift(SS_f(v)) + flip(shift(SS_b(flip v))) + diagonal v, without any flips.
 
-    "Hydra" (arXiv 2407.09941). `shift` moves each direction's output one token on in its own sense and puts zero at the
-    document's first (last) token, so that a token meets itself only through `diagonal`; without it the two scans are
-    summed as they are. The backward direction's tensors are indexed by position like all others: nothing is flipped by
-    the caller. Both directions may be given the same q or k.
+    "Hydra" (arXiv 2407.09941). `shift` moves each direction's output one token on in its own sense and puts
+    zero at the document's first (last) token, so that a token meets itself only through `diagonal`; without it
+    the two scans are summed as they are. The backward direction's tensors are indexed by position like all
+    others: nothing is flipped by the caller. Both directions may be given the same q or k.
 
-    Args and errors as in `semiseparable_scan`. `initial_state_backward` is the state beyond the document's last token.
+    Args and errors as in `semiseparable_scan`. `initial_state_backward` is the state beyond the document's
+    last token.
 
     Returns:
         y shaped and typed like v.
@@ -125,9 +132,18 @@ def quasiseparable_scan(
     check_chunk_size(op, chunk_size)
     check_backend(op, backend, v)
     return torch.ops.matmix.quasiseparable_scan(
-        v, *vectors.values(), *decays.values(), *scales.values(), diagonal, initial_state_forward,
-        initial_state_backward, cu_seqlens, shift, chunk_size, backend,
-    )  # fmt: skip
+        v,
+        *vectors.values(),
+        *decays.values(),
+        *scales.values(),
+        diagonal,
+        initial_state_forward,
+        initial_state_backward,
+        cu_seqlens,
+        shift,
+        chunk_size,
+        backend,
+    )
 
 
 def _check_scan(
@@ -194,9 +210,18 @@ def _like(v: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op("matmix::semiseparable_scan", mutates_args=())
 def _semiseparable(
-    v: Tensor, q: Tensor, k: Tensor, log_decay: Tensor | None, input_scale: Tensor | None, diagonal: Tensor | None,
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, final_state: bool, chunk_size: int | None, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    input_scale: Tensor | None,
+    diagonal: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    final_state: bool,
+    chunk_size: int | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
     run = implementation("semiseparable_scan.forward", scan_forward, backend, v)
     side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
     y, final = run(v, (side,), diagonal, False, cu_seqlens, chunk_size, final_state)
@@ -213,10 +238,19 @@ def _(v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, fina
 
 @torch.library.custom_op("matmix::semiseparable_scan_backward", mutates_args=())
 def _semiseparable_backward(
-    dy: Tensor, dfinal: Tensor | None, v: Tensor, q: Tensor, k: Tensor, log_decay: Tensor | None,
-    input_scale: Tensor | None, diagonal: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    chunk_size: int | None, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    dfinal: Tensor | None,
+    v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    input_scale: Tensor | None,
+    diagonal: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = implementation("semiseparable_scan.backward", scan_backward, backend, v)
     side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
     dv, (d,), ddiagonal = run(dy, dfinal, v, (side,), diagonal, False, cu_seqlens, chunk_size)
@@ -248,10 +282,23 @@ _semiseparable.register_autograd(_semiseparable_gradient, setup_context=_semisep
 
 @torch.library.custom_op("matmix::quasiseparable_scan", mutates_args=())
 def _quasiseparable(
-    v: Tensor, qf: Tensor, kf: Tensor, qb: Tensor, kb: Tensor, af: Tensor | None, ab: Tensor | None, wf: Tensor | None,
-    wb: Tensor | None, diagonal: Tensor | None, hf: Tensor | None, hb: Tensor | None, cu_seqlens: Tensor | None,
-    shift: bool, chunk_size: int | None, backend: str,
-) -> Tensor:  # fmt: skip
+    v: Tensor,
+    qf: Tensor,
+    kf: Tensor,
+    qb: Tensor,
+    kb: Tensor,
+    af: Tensor | None,
+    ab: Tensor | None,
+    wf: Tensor | None,
+    wb: Tensor | None,
+    diagonal: Tensor | None,
+    hf: Tensor | None,
+    hb: Tensor | None,
+    cu_seqlens: Tensor | None,
+    shift: bool,
+    chunk_size: int | None,
+    backend: str,
+) -> Tensor:
     run = implementation("quasiseparable_scan.forward", scan_forward, backend, v)
     sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
     return run(v, sides, diagonal, shift, cu_seqlens, chunk_size, False)[0]
@@ -264,12 +311,24 @@ def _(v, *args):
 
 @torch.library.custom_op("matmix::quasiseparable_scan_backward", mutates_args=())
 def _quasiseparable_backward(
-    dy: Tensor, v: Tensor, qf: Tensor, kf: Tensor, qb: Tensor, kb: Tensor, af: Tensor | None, ab: Tensor | None,
-    wf: Tensor | None, wb: Tensor | None, diagonal: Tensor | None, hf: Tensor | None, hb: Tensor | None,
-    cu_seqlens: Tensor | None, shift: bool, chunk_size: int | None, backend: str,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
+    dy: Tensor,
+    v: Tensor,
+    qf: Tensor,
+    kf: Tensor,
+    qb: Tensor,
+    kb: Tensor,
+    af: Tensor | None,
+    ab: Tensor | None,
+    wf: Tensor | None,
+    wb: Tensor | None,
+    diagonal: Tensor | None,
+    hf: Tensor | None,
+    hb: Tensor | None,
+    cu_seqlens: Tensor | None,
+    shift: bool,
+    chunk_size: int | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     run = implementation("quasiseparable_scan.backward", scan_backward, backend, v)
     sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
     dv, (f, b), ddiagonal = run(dy, None, v, sides, diagonal, shift, cu_seqlens, chunk_size)

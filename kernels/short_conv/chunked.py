@@ -1,8 +1,8 @@
 """Short depthwise convolution in PyTorch, with a hand-written backward pass.
 
-Tokens are laid out with enough zero rows between documents that one plain convolution over everything cannot reach from
-one document into another. Channels stay innermost, which is what depthwise kernels on CPU and GPU are fast at. Only the
-inputs are kept for the backward pass; what the activation needs is computed again.
+Tokens are laid out with enough zero rows between documents that one plain convolution over everything cannot
+reach from one document into another. Channels stay innermost, which is what depthwise kernels on CPU and GPU
+are fast at. Only the inputs are kept for the backward pass; what the activation needs is computed again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def conv_canvas(x: Tensor, width: int, causal: bool, cu_seqlens: Tensor | None) 
 
 
 def depthwise_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Correlate (batch, rows, d) with (d, width) along the rows: (batch, rows - width + 1, d), channels innermost."""
+    """Correlate (batch, rows, d) with (d, width) along the rows: (batch, rows - width + 1, d), channels
+    innermost.
+    """
     out = conv2d(x.transpose(1, 2).unsqueeze(2), weight[:, None, None], bias, groups=weight.shape[0])
     return out.squeeze(2).transpose(1, 2)
 
@@ -75,9 +77,14 @@ def conv_forward(
 
 
 def conv_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, causal: bool, activation: str | None,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    activation: str | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, weight and bias."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     width = weight.shape[1]
@@ -93,7 +100,8 @@ def conv_backward(
     dx = canvas.gather(depthwise_rows(gradient, taps.flip(1), None), canvas.right)
     dweight = torch.zeros(width, weight.shape[0], dtype=dtype, device=x.device)
     for row in range(x.shape[0]):
-        # Tokens' gradients stand in rows left .. rows - left; tap j meets them with the input `left - j` rows earlier.
+        # Tokens' gradients stand in rows left .. rows - left; tap j meets them with the input `left - j` rows
+        # earlier.
         for at in row_slabs(canvas.rows - 2 * canvas.left, weight.shape[0], x.device):
             part = gradient[row, at.start + canvas.left : at.stop + canvas.left]
             for tap in range(width):

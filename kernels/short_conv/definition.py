@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def short_conv_definition(
     left = width - 1 if causal else width // 2
     bounds = [0, seqlen] if cu_seqlens is None else cu_seqlens.tolist()
     rows = []
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         for t in range(start, end):
             row = torch.zeros_like(x[:, 0])
             for tap in range(width):

@@ -21,15 +21,16 @@ def short_conv(
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Depthwise convolution over time: y_t = sum over taps j of weight[:, j] x_{t + j - left}, plus bias, activated.
+    """Depthwise convolution over time: y_t = sum over taps j of weight[:, j] x_{t + j - left}, plus bias,
+    activated.
 
     Args:
         x: (batch, seqlen, d).
         weight: (d, width), width 2 to 9; `left` is width - 1 if `causal`, else width // 2 (width then odd).
         bias: (d,) or None.
         activation: None or "silu".
-        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); beyond them, as
-            beyond the sequence's ends, x counts as zero.
+        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); beyond
+            them, as beyond the sequence's ends, x counts as zero.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -61,9 +62,14 @@ def short_conv(
 
 @torch.library.custom_op("matmix::short_conv", mutates_args=())
 def _short_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, causal: bool, activation: str | None, cu_seqlens: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
     backend: str,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     run = implementation("short_conv.forward", conv_forward, backend, x)
     return run(x, weight, bias, causal, activation, cu_seqlens)
 
@@ -75,9 +81,15 @@ def _(x, *args):
 
 @torch.library.custom_op("matmix::short_conv_backward", mutates_args=())
 def _short_conv_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, causal: bool, activation: str | None,
-    cu_seqlens: Tensor | None, backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     run = implementation("short_conv.backward", conv_backward, backend, x)
     dx, dweight, dbias = run(dy, x, weight, bias, causal, activation, cu_seqlens)
     return dx, dweight, x.new_empty(0) if dbias is None else dbias

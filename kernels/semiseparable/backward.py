@@ -1,0 +1,267 @@
+"""Backward pass of the chunked scans, for one direction or two."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.documents import shift_left, shift_right
+from matmix.kernels.semiseparable.decay import SideDecay, side_decay_backward
+from matmix.kernels.semiseparable.matrices import chunk_scores, own_products, own_scale, undecayed_columns
+from matmix.kernels.semiseparable.setup import (
+    ScanSetup,
+    ScanSide,
+    reduce_like,
+    set_up_scan,
+    slabs_of,
+    spread_heads,
+)
+from matmix.kernels.semiseparable.states import entering_states, grouped_rows, pass_states, ungrouped_rows
+
+
+class SideGradients(NamedTuple):
+    """Gradients of the tensors of a `ScanSide`."""
+
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor | None
+    input_scale: Tensor | None
+    initial_state: Tensor | None
+
+
+class SideStates(NamedTuple):
+    """States of one direction in the backward pass, (M, ngroups, d_state, heads of the group * headdim)."""
+
+    entering: Tensor
+    """What enters each chunk."""
+    leaving: Tensor
+    """The cotangent of what leaves each chunk."""
+    initial: Tensor
+    """The cotangent of the initial state, in the op's shape."""
+
+
+class SideSums(NamedTuple):
+    """Gradients of one direction while they are gathered, chunk by chunk."""
+
+    q: Tensor
+    k: Tensor
+    scale: Tensor | None
+    row: Tensor
+    """(M, chunk, nheads): of the decay exponents where rows read."""
+    col: Tensor
+    """(M, chunk, nheads): of the decay exponents where columns write, with the opposite sign."""
+    leave: Tensor | None
+    """(M, chunk, nheads): of the exponents from columns to the chunk's edge."""
+    total: Tensor | None
+    """(M, nheads): of the exponent over the whole chunk."""
+
+
+def scan_backward(
+    dy: Tensor,
+    dfinal: Tensor | None,
+    v: Tensor,
+    sides: tuple[ScanSide, ...],
+    diagonal: Tensor | None,
+    exclusive: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
+    """Gradients of `scan_forward`: of v, of each side's tensors, of the diagonal."""
+    setup = set_up_scan(v, sides, exclusive, cu_seqlens, chunk_size, dfinal is not None)
+    layout, dtype = setup.layout, setup.dtype
+    chunks, dout = layout.split(v), layout.split(dy)
+    states = [
+        side_states(chunks, dout, setup, number, dfinal if number == 0 else None)
+        for number in range(len(sides))
+    ]
+    sums = [side_sums(setup, number, states[number], v.shape[2]) for number in range(len(sides))]
+    spread = spread_heads(diagonal, layout, dtype)
+    ddiagonal = None if spread is None else torch.empty(spread.shape, dtype=dtype, device=v.device)
+    dv = torch.empty_like(chunks, memory_format=torch.contiguous_format)
+    for at in slabs_of(setup):
+        values, grad = chunks[at].to(dtype), dout[at].to(dtype)
+        here = None if spread is None else spread[at]
+        dv[at], along = slab_backward(setup, at, values, grad, here, states, sums)
+        if ddiagonal is not None:
+            ddiagonal[at] = along.transpose(1, 2)
+
+    gradients = tuple(
+        side_gradients(setup, side, setup.decays[number], states[number], sums[number], cu_seqlens)
+        for number, side in enumerate(sides)
+    )
+    if ddiagonal is not None:
+        ddiagonal = reduce_like(layout.join(ddiagonal), diagonal)
+    return layout.join(dv), gradients, ddiagonal
+
+
+def side_states(
+    chunks: Tensor, dout: Tensor, setup: ScanSetup, number: int, dfinal: Tensor | None
+) -> SideStates | None:
+    """The states of a direction computed again, and their cotangents; None where no state passes a chunk."""
+    if not setup.carries[number] and dfinal is None:
+        return None
+    side, decay = setup.sides[number], setup.decays[number]
+    entering, _ = entering_states(chunks, setup, number)
+    leaving = torch.empty_like(entering)
+    for at in slabs_of(setup):
+        read = grouped_rows(dout[at].to(setup.dtype) * decay.enter[at].unsqueeze(-1), setup.groups)
+        torch.matmul(side.q[at].to(setup.dtype).permute(0, 2, 3, 1), read, out=leaving[at])
+    initial = pass_states(leaving, decay.total, dfinal, setup.layout, side.reverse)
+    return SideStates(entering, leaving, initial)
+
+
+def side_sums(setup: ScanSetup, number: int, states: SideStates | None, heads: int) -> SideSums:
+    side, decay = setup.sides[number], setup.decays[number]
+    shape = (*side.q.shape[:2], heads)
+    wide = decay.cumulate.dtype
+
+    def zeros(*shape: int, dtype: torch.dtype = setup.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=side.q.device)
+
+    return SideSums(
+        torch.empty_like(side.q, memory_format=torch.contiguous_format),
+        torch.empty_like(side.k, memory_format=torch.contiguous_format),
+        None if setup.scales[number] is None else zeros(*shape),
+        zeros(*shape, dtype=wide),
+        zeros(*shape, dtype=wide),
+        None if states is None else zeros(*shape),
+        None if states is None else zeros(shape[0], heads),
+    )
+
+
+def slab_backward(
+    setup: ScanSetup,
+    at: slice,
+    values: Tensor,
+    grad: Tensor,
+    diagonal: Tensor | None,
+    states: list[SideStates | None],
+    sums: list[SideSums],
+) -> tuple[Tensor, Tensor | None]:
+    """Some chunks: their part of dv, (m, chunk, nheads, headdim), and dy . v per token where it is needed.
+
+    What belongs to the directions is written into `sums`.
+    """
+    groups, heads = setup.groups, values.shape[2]
+    values_h, grad_h = (x.transpose(1, 2).contiguous() for x in (values, grad))
+    pairs, scores, matrix, scale = chunk_scores(setup, at)
+    dmatrix = (grad_h @ values_h.mT).mul_(matrix)
+    matrix.unflatten(1, (groups, -1)).mul_(scores.unsqueeze(2))
+    if scale is not None:
+        matrix.mul_(scale)
+    dv_h = matrix.mT @ grad_h
+    dscores = dmatrix if scale is None else torch.mul(dmatrix, scale, out=matrix)
+    dscores = dscores.unflatten(1, (groups, -1)).sum(2)
+    # From here on, the derivative by the exponent of each entry, without its input scale.
+    dmatrix.unflatten(1, (groups, -1)).mul_(scores.unsqueeze(2))
+
+    own, down, along = own_products(setup, pairs), None, None
+    if own is not None or diagonal is not None:
+        along = (grad_h * values_h).sum(-1)
+    if diagonal is not None:
+        dv_h.addcmul_(diagonal.transpose(1, 2).unsqueeze(-1), grad_h)
+    if own is not None:
+        own, side_scale = own_scale(setup, at, own, heads)
+        down = along
+        if side_scale is not None:
+            sums[1].scale[at] += (along * own).transpose(1, 2)
+            own, down = own * side_scale, along * side_scale
+        dv_h.addcmul_(own.unsqueeze(-1), grad_h)
+        down = down.unflatten(1, (groups, -1)).sum(2).unsqueeze(-1)
+
+    dvalues = dv_h.transpose(1, 2)
+    for number, (q, k) in enumerate(pairs):
+        mask = setup.masks[number]
+        dside = dscores * (mask[at] if mask.shape[0] > 1 else mask).unsqueeze(1)
+        dq, dk = dside @ k, dside.mT @ q
+        if down is not None and number == 1:
+            dq.addcmul_(down, k)
+            dk.addcmul_(down, q)
+        slab_exponents(setup, at, number, dmatrix, sums[number])
+        if states[number] is not None:
+            through = slab_states(
+                setup, at, number, (q, k), (dq, dk), values, grad, states[number], sums[number]
+            )
+            dvalues = dvalues + through
+        sums[number].q[at] = dq.transpose(1, 2)
+        sums[number].k[at] = dk.transpose(1, 2)
+    return dvalues, along
+
+
+def slab_exponents(setup: ScanSetup, at: slice, number: int, dmatrix: Tensor, sums: SideSums) -> None:
+    """Gradients that one direction's decays and input scales get from inside the chunks."""
+    side, scale, offset = setup.sides[number], setup.scales[number], int(setup.exclusive)
+    # Entries next to the diagonal (on it, without shift) hold no decay: what they would add to rows and take
+    # from columns cancels only to rounding, far too much where the other entries have decayed.
+    exponents = dmatrix.triu(1 + offset) if side.reverse else dmatrix.tril(-1 - offset)
+    if scale is not None:
+        columns = exponents.sum(-2)
+        columns += undecayed_columns(dmatrix, setup.exclusive, side.reverse, len(setup.sides))
+        sums.scale[at] += columns.transpose(1, 2)
+        exponents *= scale[at].transpose(1, 2).unsqueeze(-2)
+    # Row and column sums are subtracted from each other further on: the same numbers, summed exactly.
+    exponents = exponents.to(sums.row.dtype)
+    sums.row[at] = exponents.sum(-1).transpose(1, 2)
+    sums.col[at] = exponents.sum(-2).transpose(1, 2)
+
+
+def slab_states(
+    setup: ScanSetup,
+    at: slice,
+    number: int,
+    pair: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor],
+    values: Tensor,
+    grad: Tensor,
+    states: SideStates,
+    sums: SideSums,
+) -> Tensor:
+    """One direction's gradients through states that enter and leave chunks; returns its part of dv."""
+    (q, k), (dq, dk) = pair, gradients
+    decay, scale = setup.decays[number], setup.scales[number]
+    heads, groups = values.shape[2], setup.groups
+    entering, leaving = states.entering[at], states.leaving[at]
+
+    read = ungrouped_rows(q @ entering, heads)
+    weighted = grad * decay.enter[at].unsqueeze(-1)
+    sums.row[at] += (read * weighted).sum(-1)
+    dq += grouped_rows(weighted, groups) @ entering.mT
+
+    written = ungrouped_rows(k @ leaving, heads)
+    weight = decay.leave[at]
+    along = (written * values).sum(-1) * weight
+    if scale is not None:
+        sums.scale[at] += along
+        along, weight = along * scale[at], weight * scale[at]
+    sums.leave[at] = along
+    dk += grouped_rows(values * weight.unsqueeze(-1), groups) @ leaving.mT
+
+    products = (entering * leaving).sum(2).unflatten(-1, (heads // groups, -1)).sum(-1)
+    sums.total[at] = products.flatten(1) * decay.total[at]
+    return written.mul_(weight.unsqueeze(-1))
+
+
+def side_gradients(
+    setup: ScanSetup,
+    side: ScanSide,
+    decay: SideDecay,
+    states: SideStates | None,
+    sums: SideSums,
+    cu_seqlens: Tensor | None,
+) -> SideGradients:
+    """What was gathered over chunks, back in the shapes and dtypes of the op's arguments."""
+    layout = setup.layout
+    dq = layout.join(sums.q)
+    if setup.exclusive:
+        dq = shift_right(dq, cu_seqlens) if side.reverse else shift_left(dq, cu_seqlens)
+    dlog = dscale = dinitial = None
+    if side.log_decay is not None:
+        dlog = side_decay_backward(decay, sums.row, sums.col, sums.leave, sums.total, setup.exclusive)
+        dlog = reduce_like(layout.join(dlog), side.log_decay)
+    if side.input_scale is not None:
+        dscale = layout.join(sums.scale).to(side.input_scale.dtype)
+    if side.initial_state is not None:
+        dinitial = states.initial.to(side.initial_state.dtype)
+    return SideGradients(dq, layout.join(sums.k), dlog, dscale, dinitial)

@@ -1,0 +1,123 @@
+"""How a scan is cut up: directions, chunks, decays and masks, the same for forward and backward passes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.documents import ChunkLayout, chunk_layout, shift_left, shift_right
+from matmix.kernels.semiseparable.decay import SideDecay, side_decay
+
+
+class ScanSide(NamedTuple):
+    """One direction of a scan: q, k (batch, seqlen, ngroups, d_state), the rest as in
+    `semiseparable_scan`.
+    """
+
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor | None
+    input_scale: Tensor | None
+    initial_state: Tensor | None
+    reverse: bool
+
+
+class ScanSetup(NamedTuple):
+    """What forward and backward passes prepare alike."""
+
+    layout: ChunkLayout
+    dtype: torch.dtype
+    groups: int
+    exclusive: bool
+    sides: tuple[ScanSide, ...]
+    """With q and k as chunks (M, chunk, ngroups, d_state) and q already shifted."""
+    scales: tuple[Tensor | None, ...]
+    """Input scales as chunks (M, chunk, nheads)."""
+    decays: tuple[SideDecay, ...]
+    masks: tuple[Tensor, ...]
+    """(M or 1, chunk, chunk), true where a side's scores count."""
+    carries: tuple[bool, ...]
+    """Whether any state enters a chunk of this side."""
+    slab: int
+    """Chunks worked on at a time, so that chunk matrices stay in the cache."""
+
+
+def default_scan_chunk(seqlen: int, d_state: int, headdim: int) -> int:
+    """Chunk length where the work inside chunks and the work on states balance; short sequences are one
+    chunk.
+    """
+    if seqlen <= 128:
+        return max(16, 1 << (seqlen - 1).bit_length())
+    return 64
+
+
+def set_up_scan(
+    v: Tensor,
+    sides: tuple[ScanSide, ...],
+    exclusive: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+    final_state: bool,
+) -> ScanSetup:
+    batch, seqlen, heads, headdim = v.shape
+    groups, d_state = sides[0].q.shape[2:]
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    chunk = chunk_size or default_scan_chunk(seqlen, d_state, headdim)
+    given = any(side.initial_state is not None for side in sides)
+    layout = chunk_layout(batch, seqlen, chunk, cu_seqlens, aligned=given or final_state)
+
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).tril()
+    same = None
+    if layout.documents is not None:
+        same = layout.documents[:, :, None] == layout.documents[:, None, :]
+    chunks, scales, decays, masks, carries = [], [], [], [], []
+    for side in sides:
+        q = side.q
+        if exclusive:
+            q = shift_left(q, cu_seqlens) if side.reverse else shift_right(q, cu_seqlens)
+        chunks.append(side._replace(q=layout.split(q), k=layout.split(side.k)))
+        scales.append(None if side.input_scale is None else layout.split(side.input_scale).to(dtype))
+        decays.append(
+            side_decay(side.log_decay, layout, heads, side.reverse, exclusive, dtype, v.device, same)
+        )
+        mask = lower.mT if side.reverse else lower
+        if exclusive or (side.reverse and len(sides) == 2):
+            mask = mask & ~torch.eye(chunk, dtype=torch.bool, device=v.device)
+        masks.append((mask & same) if same is not None else mask[None])
+        carries.append(layout.per_row > 1 or side.initial_state is not None)
+    # Chunk matrices of about 1 MB stay in a CPU core's cache; an accelerator wants large launches.
+    budget = 1 << 20 if v.device.type == "cpu" else 1 << 28
+    slab = max(1, budget // (heads * chunk * max(chunk, headdim) * dtype.itemsize))
+    return ScanSetup(
+        layout,
+        dtype,
+        groups,
+        exclusive,
+        tuple(chunks),
+        tuple(scales),
+        tuple(decays),
+        tuple(masks),
+        tuple(carries),
+        slab,
+    )
+
+
+def slabs_of(setup: ScanSetup) -> list[slice]:
+    count = setup.layout.rows * setup.layout.per_row
+    return [slice(start, min(start + setup.slab, count)) for start in range(0, count, setup.slab)]
+
+
+def spread_heads(x: Tensor | None, layout: ChunkLayout, dtype: torch.dtype) -> Tensor | None:
+    """A per-head (nheads,) or per-token (batch, seqlen, nheads) factor as chunks (M, chunk, nheads)."""
+    if x is None:
+        return None
+    if x.dim() == 1:
+        return x.to(dtype).expand(layout.rows * layout.per_row, layout.chunk, -1)
+    return layout.split(x).to(dtype)
+
+
+def reduce_like(gradient: Tensor, like: Tensor) -> Tensor:
+    """(batch, seqlen, nheads) summed to (nheads,) where the input was given per head."""
+    return (gradient.sum((0, 1)) if like.dim() == 1 else gradient).to(like.dtype)

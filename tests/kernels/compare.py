@@ -1,0 +1,59 @@
+"""Comparing an op with its float64 definition: outputs and every gradient, as ratios of root mean squares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def rmse_ratio(got: Tensor, wanted: Tensor) -> float:
+    """Root mean square of the error over that of the wanted values."""
+    got, wanted = got.detach().double(), wanted.detach().double()
+    assert got.shape == wanted.shape, (got.shape, wanted.shape)
+    error = (got - wanted).pow(2).mean().sqrt()
+    return (error / wanted.pow(2).mean().sqrt().clamp(min=1e-300)).item() if error > 0 else float(error)
+
+
+def run(op: Callable, inputs: dict[str, Tensor | None], dtype: torch.dtype, **options) -> dict[str, Tensor]:
+    """Outputs of `op` and gradients of all its inputs for one fixed random cotangent, by name."""
+    leaves = {
+        name: None if x is None else x.detach().to(dtype).clone().requires_grad_()
+        for name, x in inputs.items()
+    }
+    outputs = op(**leaves, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    draw = torch.Generator().manual_seed(7)
+    loss = sum((y * torch.randn(y.shape, generator=draw).to(y.dtype)).sum() for y in outputs)
+    loss.backward()
+    found = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    found |= {f"d {name}": x.grad for name, x in leaves.items() if x is not None}
+    # An input that nothing depends on (a decay of a single token) may be left without a gradient by autograd.
+    return {
+        name: torch.zeros_like(leaves[name[2:]]) if value is None else value for name, value in found.items()
+    }
+
+
+def assert_matches(
+    op: Callable,
+    definition: Callable,
+    inputs: dict[str, Tensor | None],
+    *,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float = 1e-5,
+    op_options: dict | None = None,
+    **options,
+) -> None:
+    """The op in `dtype` agrees with the definition on the same (rounded) inputs in float64."""
+    rounded = {name: None if x is None else x.to(dtype) for name, x in inputs.items()}
+    got = run(op, rounded, dtype, **options, **(op_options or {}))
+    wanted = run(definition, rounded, torch.float64, **options)
+    errors = {name: rmse_ratio(got[name], wanted[name]) for name in wanted}
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"{wrong} for {options}"
+
+
+def packed(lengths: list[int]) -> Tensor:
+    """cu_seqlens of documents of these lengths."""
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)

@@ -1,0 +1,8 @@
+"""Lets the test files of this folder import each other's helpers, whatever pytest's import mode."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

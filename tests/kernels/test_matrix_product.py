@@ -1,0 +1,161 @@
+"""The matrix-product scan against its recurrence and the golden files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from compare import assert_matches, packed, rmse_ratio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from matmix.kernels import matrix_product_scan
+from matmix.kernels.matrix_product.chunked import matrix_product_chunked
+from matmix.kernels.matrix_product.definition import matrix_product_definition
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def make(seqlen, *, batch=2, heads=3, order=4, states=0):
+    """Nearly orthogonal matrices: their products neither grow nor vanish."""
+    torch.manual_seed(seqlen)
+    x = torch.linalg.qr(torch.randn(batch, seqlen, heads, order, order))[0].contiguous()
+    inputs = {"x": x + 0.01 * torch.randn_like(x)}
+    if states:
+        inputs["initial_state"] = torch.randn(states, heads, order, order)
+    return inputs
+
+
+@pytest.mark.parametrize("seqlen", [1, 7, 64, 129, 1000])
+@pytest.mark.parametrize("order", [4, 8])
+def test_lengths(seqlen, order):
+    inputs = make(seqlen, order=order, states=2)
+    assert_matches(matrix_product_scan, matrix_product_definition, inputs, return_final_state=True)
+
+
+@pytest.mark.parametrize("order", [2, 3, 16, 32])
+def test_orders(order):
+    assert_matches(matrix_product_scan, matrix_product_definition, make(40, order=order))
+
+
+@pytest.mark.parametrize("lengths", [[1, 7, 64, 129, 30], [1] * 9, [0, 70, 0, 1, 0], [200, 1, 1, 40]])
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_packed_documents(lengths, states, reverse):
+    inputs = make(sum(lengths), batch=1, states=len(lengths) if states else 0)
+    assert_matches(
+        matrix_product_scan,
+        matrix_product_definition,
+        inputs,
+        cu_seqlens=packed(lengths),
+        return_final_state=True,
+        reverse=reverse,
+    )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    seqlen=st.integers(1, 70),
+    order=st.sampled_from([2, 4, 8]),
+    chunk=st.sampled_from([None, 1, 5, 16, 100]),
+    states=st.booleans(),
+    final=st.booleans(),
+    reverse=st.booleans(),
+    cuts=st.lists(st.integers(0, 70), max_size=5),
+)
+def test_any_combination(seqlen, order, chunk, states, final, reverse, cuts):
+    cuts = sorted({min(cut, seqlen) for cut in cuts})
+    bounds = [0, *cuts, seqlen]
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if cuts else None
+    batch = 1 if cuts else 2
+    rows = (len(bounds) - 1 if cuts else batch) if states else 0
+    inputs = make(seqlen, batch=batch, order=order, states=rows)
+    for op in (matrix_product_scan, matrix_product_chunked):
+        assert_matches(
+            op,
+            matrix_product_definition,
+            inputs,
+            op_options={"chunk_size": chunk},
+            cu_seqlens=cu_seqlens,
+            return_final_state=final,
+            reverse=reverse,
+        )
+
+
+@pytest.mark.parametrize("name", ["mru_scan_1_4", "mru_scan_7_4", "mru_scan_33_8"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5)])
+def test_golden(name, dtype, tolerance):
+    """Files hold (batch, heads, length, o, o)."""
+    golden = {key: x.transpose(1, 2) for key, x in load_file(GOLDEN / f"{name}.safetensors").items()}
+    x = golden["X"].to(dtype).requires_grad_()
+    h = matrix_product_scan(x)
+    h.backward(golden["dH"].to(dtype))
+    assert rmse_ratio(h, golden["H"]) < tolerance
+    assert rmse_ratio(x.grad, golden["dX"]) < tolerance
+
+
+def test_inputs_and_incoming_gradients_stay_as_they_are():
+    inputs = make(50, states=2)
+    leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+    h, final = matrix_product_scan(**leaves, return_final_state=True, chunk_size=100)
+    dh, dfinal = torch.randn_like(h), torch.randn_like(final)
+    kept = dh.clone(), dfinal.clone()
+    torch.autograd.backward((h, final), (dh, dfinal))
+    assert torch.equal(dh, kept[0])
+    assert torch.equal(dfinal, kept[1])
+    assert all(torch.equal(leaves[n], x) for n, x in inputs.items())
+
+
+def test_gradient_through_the_final_state_only():
+    inputs = make(20)
+    grads = []
+    for op in (matrix_product_scan, matrix_product_definition):
+        x = inputs["x"].double().requires_grad_()
+        op(x, return_final_state=True)[1].square().sum().backward()
+        grads.append(x.grad)
+    assert rmse_ratio(*grads) < 1e-12
+
+
+def test_gradcheck():
+    inputs = {n: x.double().requires_grad_() for n, x in make(7, heads=1, order=2, states=2).items()}
+    assert torch.autograd.gradcheck(
+        lambda x, h: matrix_product_scan(x, initial_state=h, return_final_state=True), tuple(inputs.values())
+    )
+
+
+def test_documents_are_bit_independent_even_of_overflow():
+    lengths = [5, 20, 1, 80, 30]
+    x = make(sum(lengths), batch=1, order=8)["x"]
+    cu_seqlens = packed(lengths)
+    weight = torch.randn_like(x)
+
+    def outputs(x):
+        x = x.clone().requires_grad_()
+        h = matrix_product_scan(x, cu_seqlens=cu_seqlens)
+        grad = torch.autograd.grad(h, x, weight)[0]
+        return h.detach(), grad
+
+    changed = x.clone()
+    changed[:, 26:106] *= 1e30
+    for before, after in zip(outputs(x), outputs(changed), strict=True):
+        assert torch.equal(before[:, :26], after[:, :26])
+        assert torch.equal(before[:, 106:], after[:, 106:])
+        assert not after[:, 26:106].isfinite().all()
+
+
+def test_bfloat16_keeps_float32_states():
+    x = make(600, order=8)["x"].bfloat16()
+    h, final = matrix_product_scan(x, return_final_state=True)
+    wanted, end = matrix_product_definition(x, return_final_state=True)
+    assert h.dtype == torch.bfloat16
+    assert rmse_ratio(final, end) < 1e-5
+    assert rmse_ratio(h, wanted) < 4e-3
+
+
+def test_strided_input():
+    x = make(40)["x"]
+    wanted = matrix_product_scan(x)
+    assert torch.equal(matrix_product_scan(x.transpose(1, 2).contiguous().transpose(1, 2)), wanted)
+    assert rmse_ratio(matrix_product_scan(x.mT.contiguous().mT), wanted) < 1e-6

@@ -1,0 +1,90 @@
+"""Short convolution and gated norm against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import assert_matches, packed, rmse_ratio
+
+from matmix.kernels import gated_norm, short_conv
+from matmix.kernels.gated_norm.chunked import gated_norm_torch
+from matmix.kernels.gated_norm.definition import gated_norm_definition
+from matmix.kernels.short_conv.chunked import short_conv_torch
+from matmix.kernels.short_conv.definition import short_conv_definition
+
+
+def conv_inputs(seqlen, width, *, batch=2, d=12, bias=True):
+    torch.manual_seed(seqlen)
+    inputs = {"x": torch.randn(batch, seqlen, d), "weight": torch.randn(d, width)}
+    if bias:
+        inputs["bias"] = torch.randn(d)
+    return inputs
+
+
+@pytest.mark.parametrize("seqlen", [1, 2, 7, 129])
+@pytest.mark.parametrize(("width", "causal"), [(7, False), (3, False), (9, True), (4, True), (2, True)])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_conv(seqlen, width, causal, activation):
+    inputs = conv_inputs(seqlen, width, bias=activation is not None)
+    for op in (short_conv, short_conv_torch):
+        assert_matches(op, short_conv_definition, inputs, causal=causal, activation=activation)
+
+
+@pytest.mark.parametrize("lengths", [[1, 7, 64, 29], [1] * 9, [0, 20, 0, 1, 0]])
+@pytest.mark.parametrize(("width", "causal"), [(7, False), (4, True)])
+def test_conv_of_packed_documents(lengths, width, causal):
+    inputs = conv_inputs(sum(lengths), width, batch=1)
+    assert_matches(
+        short_conv,
+        short_conv_definition,
+        inputs,
+        causal=causal,
+        activation="silu",
+        cu_seqlens=packed(lengths),
+    )
+
+
+def test_conv_documents_are_bit_independent():
+    inputs = conv_inputs(60, 7, batch=1)
+    cu_seqlens = packed([10, 20, 30])
+    before = short_conv(**inputs, cu_seqlens=cu_seqlens)
+    inputs["x"] = inputs["x"].clone()
+    inputs["x"][:, 10:30] = torch.nan
+    after = short_conv(**inputs, cu_seqlens=cu_seqlens)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert torch.equal(before[:, 30:], after[:, 30:])
+
+
+def test_conv_of_strided_and_bfloat16_inputs():
+    inputs = conv_inputs(50, 7)
+    wide = torch.randn(2, 50, 30)
+    wide[..., 5:17] = inputs["x"]
+    wanted = short_conv(**inputs)
+    assert torch.equal(short_conv(**{**inputs, "x": wide[..., 5:17]}), wanted)
+    half = short_conv(**{**inputs, "x": inputs["x"].bfloat16()})
+    assert half.dtype == torch.bfloat16
+    assert rmse_ratio(half, wanted) < 1e-2
+
+
+@pytest.mark.parametrize("seqlen", [1, 7, 129])
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_gated_norm(seqlen, group_size):
+    torch.manual_seed(seqlen)
+    inputs = {"x": torch.randn(2, seqlen, 12), "weight": torch.randn(12), "gate": torch.randn(2, seqlen, 12)}
+    for op in (gated_norm, gated_norm_torch):
+        assert_matches(op, gated_norm_definition, inputs, group_size=group_size)
+
+
+def test_gated_norm_over_several_slabs():
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(300, 640), "weight": torch.randn(640), "gate": torch.randn(300, 640)}
+    assert_matches(gated_norm, gated_norm_definition, inputs)
+
+
+def test_gradchecks():
+    torch.manual_seed(0)
+    x, gate = (torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight, bias = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    taps = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *t: gated_norm(*t, group_size=2), (x, weight, gate))
+    assert torch.autograd.gradcheck(lambda *t: short_conv(*t, activation="silu"), (x, taps, bias))
