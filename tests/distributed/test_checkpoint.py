@@ -8,6 +8,7 @@ import pytest
 import scenarios
 import torch
 
+from matmix.train import checkpoint as checkpoints
 from matmix.train.checkpoint import CheckpointManager, read_portable
 from matmix.train.checkpoint_files import MANIFEST
 from matmix.train.engine import EngineConfig
@@ -194,6 +195,19 @@ def test_portable_weights(directory):
     assert read["blocks.0.up.weight"].shape == (30, 10)
     assert read["scale"].item() == pytest.approx(0.9)  # buffers that belong to the state are in it,
     assert "positions" not in read  # tables that can be computed are not
+
+
+def test_generators_of_ranks_that_were_not_there(directory, monkeypatch):
+    """More ranks than the saved run had: a stream for each, its own and the same at every resume."""
+
+    def draw(rank):
+        monkeypatch.setattr(checkpoints, "rank_and_world_size", lambda: (rank, 4))
+        checkpoints._restore_generators(directory / "step-00000002" / "generators")
+        return torch.rand(()).item()
+
+    drawn = [draw(rank) for rank in range(4)]
+    assert len(set(drawn)) == 4
+    assert [draw(rank) for rank in range(4)] == drawn
 
 
 def test_nothing_is_unpickled_but_an_index(directory):

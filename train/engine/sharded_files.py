@@ -39,7 +39,8 @@ _INDEX_CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
-    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # Python 3.13
     "collections": {"OrderedDict"},
 }
 

@@ -186,7 +186,7 @@ class ZeroEngine(Engine):
         if self.rank == 0:
             try:
                 convert_to_universal(directory, universal)
-            except OSError as error:
+            except Exception as error:  # the other ranks wait for the word that it went wrong
                 problem = (
                     f"checkpoint {directory} could not be converted for {self.world_size} ranks: {error}"
                 )
