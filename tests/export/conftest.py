@@ -1,0 +1,64 @@
+"""Small exported models, one of each kind, with what their original gives."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from matmix.data.tokenizer import train_sentencepiece
+from matmix.model.interop.huggingface import export_model
+
+# For `import small_models` and `import bare_site`, here and in the tests.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from small_models import MODELS, MULTILINGUAL, random_model, training_text
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_cache(tmp_path_factory):
+    """Code from exports is copied here, not into the user's cache, which parallel tests would share."""
+    from transformers import dynamic_module_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """A sentencepiece tokenizer as `matmix prepare` trains it."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    return train_sentencepiece(training_text(), path, vocab_size=420)
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory, tokenizer) -> Path:
+    """A folder with an export of each of MODELS, and the logits and token ids that it must give."""
+    work = tmp_path_factory.mktemp("exports")
+    texts = [[text, tokenizer.encode(text)] for text in MULTILINGUAL]
+    for name, config in MODELS.items():
+        model = random_model(config)
+        (work / name).mkdir()
+        causal = config.causal
+        export_model(
+            config,
+            model.state_dict(),
+            tokenizer.path,
+            # The names of the directories are the same on purpose: transformers caches code by them.
+            work / name / "export",
+            special=tokenizer.special,
+            prefix="bos" if causal else "cls",
+            suffix="eos" if causal else "sep",
+            max_shard_bytes=5 * 10**9 if name == "mru" else 20_000,
+        )
+        ids = torch.randint(8, 420, (2, 12), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            logits = model(ids)
+        save_file({"input_ids": ids, "logits": logits}, work / name / "reference.safetensors")
+        (work / name / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
+    return work

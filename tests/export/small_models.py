@@ -1,0 +1,84 @@
+"""Small models of every kind, and text in many scripts."""
+
+from __future__ import annotations
+
+import torch
+
+from matmix.model import ModelConfig, build_model, initialize
+from matmix.model.config import MixerOptions
+from matmix.model.mixers.attention import AttentionConfig
+from matmix.model.mixers.hydra import HydraConfig
+from matmix.model.mixers.mru import MRUConfig
+
+MIXERS = MixerOptions(
+    mru=MRUConfig(order=4), hydra=HydraConfig(d_state=8, headdim=8), attention=AttentionConfig(headdim=8)
+)
+
+MULTILINGUAL = (
+    "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate.",
+    "  spaces   and\ttabs \n\n\nand newlines\r\n ",
+    "Größe, naïve café — “quotes” … ½ ﬁn",
+    "Привет, мир! שלום עולם مرحبا بالعالم नमस्ते สวัสดี",
+    "你好，世界。こんにちは 안녕하세요",
+    "emoji 😀😃 👩‍👩‍👧‍👦 👍🏽 🏳️‍🌈 🇫🇷 end",
+    "e\u0301 か\u3099 zero\u200bwidth\u00a0nbsp 0x41 <0x41> a < b > c",
+)
+
+
+SENTENCE = (
+    "the quick brown fox jumps over the lazy dog while kings and queens sing songs of summer nights and "
+    "winter days where rivers run to seas that no ship ever crossed before"
+)
+
+
+def training_text() -> list[str]:
+    """A little English with some other scripts."""
+    words = SENTENCE.split()
+    lines = [" ".join(words[(i * j) % len(words)] for j in range(1, 12)) for i in range(1, 200)]
+    return lines + list(MULTILINGUAL) * 3
+
+
+MODELS = {
+    "mru": ModelConfig(vocab_size=448, d_model=32, n_layers=2, layers=("mru",), mixers=MIXERS),
+    "mixed": ModelConfig(
+        vocab_size=448,
+        d_model=32,
+        n_layers=3,
+        layers=("mru", "attention"),
+        mixers=MIXERS,
+        tie_embeddings=False,
+    ),
+    "hydra": ModelConfig(
+        architecture="encoder",
+        vocab_size=448,
+        d_model=32,
+        n_layers=3,
+        layers=("hydra", "hydra", "attention"),
+        mixers=MIXERS,
+        mlp_ratio=2.0,
+    ),
+    "hydra_post": ModelConfig(
+        architecture="encoder",
+        vocab_size=448,
+        d_model=32,
+        n_layers=2,
+        layers=("hydra",),
+        mlp_ratio=0.0,
+        norm="post",
+        norm_bias=True,
+        position_embeddings=True,
+        max_seqlen=64,
+        mixers=MIXERS,
+    ),
+}
+
+
+def random_model(config: ModelConfig, seed: int = 0) -> torch.nn.Module:
+    """A model in which every parameter matters: nothing is left at 0 or 1."""
+    model = build_model(config)
+    initialize(model, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return model.eval()

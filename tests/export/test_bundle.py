@@ -1,0 +1,225 @@
+"""The modelling file is the sources themselves, no more of them than needed, and stands alone."""
+
+from __future__ import annotations
+
+import ast
+import sys
+
+import pytest
+import torch
+from small_models import MODELS
+from transformers.dynamic_module_utils import get_imports
+
+from matmix.model import build_model, initialize
+from matmix.model.interop import bundle as bundling
+from matmix.model.interop.bundle import bundle
+from matmix.model.interop.huggingface import write_code
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def code(request, tmp_path_factory):
+    """(configuration, text of modeling_matmix.py)"""
+    folder = tmp_path_factory.mktemp("code")
+    write_code(folder, MODELS[request.param])
+    return MODELS[request.param], (folder / "modeling_matmix.py").read_text(encoding="utf-8")
+
+
+def names_in(text: str) -> set[str]:
+    return {node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+
+
+def test_only_what_the_layers_need_is_there(code):
+    config, text = code
+    classes = {"mru": "MRU", "hydra": "Hydra", "attention": "Attention"}
+    for mixer, name in classes.items():
+        assert (name in names_in(text)) == (mixer in config.layers)
+    assert ("LanguageModel" in names_in(text)) == config.causal
+    assert ("Encoder" in names_in(text)) == (not config.causal)
+    assert "Copyright" in text.splitlines()[0]
+
+
+def test_matmix_is_imported_only_where_it_may_be_absent(code):
+    _, text = code
+    tree = ast.parse(text)
+    (guarded,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "_installed_kernels"]
+    project = [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("matmix"))
+        or (isinstance(node, ast.Import) and any(alias.name.startswith("matmix") for alias in node.names))
+    ]
+    assert project
+    assert all(guarded.lineno <= line <= guarded.end_lineno for line in project)
+
+
+def test_transformers_asks_for_nothing_but_torch(code, tmp_path):
+    (tmp_path / "modeling_matmix.py").write_text(code[1], encoding="utf-8")
+    standard = set(sys.stdlib_module_names)
+    assert set(get_imports(tmp_path / "modeling_matmix.py")) - standard == {"torch", "transformers"}
+
+
+def test_definitions_are_the_sources_as_they_stand(code):
+    _, text = code
+    from matmix.model import backbone
+
+    with open(backbone.__file__, encoding="utf-8") as file:
+        source = file.read()
+    assert source[source.index("class Backbone") :].strip() in text
+
+
+def test_installed_kernels_are_used_only_in_the_same_series(exports, monkeypatch):
+    import importlib.metadata
+
+    from transformers import AutoModelForCausalLM
+
+    import matmix.kernels
+
+    model = AutoModelForCausalLM.from_pretrained(exports / "mru" / "export", trust_remote_code=True)
+    module = sys.modules[type(model).__module__]
+    assert module.matrix_product_scan is matmix.kernels.matrix_product_scan
+    assert module._installed_kernels() is matmix.kernels
+    ours = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.10.0" if name == "matmix" else ours(name)
+    )
+    assert module._installed_kernels() is None
+
+
+@pytest.mark.parametrize("name", ["mru", "hydra"])
+def test_installed_kernels_give_the_same_logits(exports, name):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    auto_class = AutoModelForCausalLM if MODELS[name].causal else AutoModelForMaskedLM
+    model = auto_class.from_pretrained(exports / name / "export", trust_remote_code=True).eval()
+    reference = load_file(exports / name / "reference.safetensors")
+    assert (model(reference["input_ids"]).logits - reference["logits"]).abs().max() <= 1e-5
+
+
+def test_fresh_models_start_as_training_starts_them(exports):
+    """from_config draws the same distributions as `initialize`."""
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    config = AutoConfig.from_pretrained(exports / "hydra" / "export", trust_remote_code=True)
+    fresh = AutoModelForMaskedLM.from_config(config, trust_remote_code=True)
+    expected = build_model(MODELS["hydra"])
+    initialize(expected, 0)
+    for name, parameter in fresh.model.named_parameters():
+        other = expected.get_parameter(name)
+        if other.unique().numel() == 1:
+            assert torch.equal(parameter, other), name
+        elif name.endswith("dt_bias"):
+            # softplus^-1 of step sizes from 0.001 to 0.1
+            assert parameter.unique().numel() > 1
+            assert -6.91 <= parameter.min() <= parameter.max() <= -2.25
+        else:
+            assert parameter.numel() >= 64
+            assert 0.7 < parameter.std() / other.std() < 1.4, name
+            assert parameter.mean().abs() < 0.5 * other.std(), name
+
+
+# ---- the bundler on a toy project
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """Write modules of a project called toybox; returns a function that bundles them."""
+    (tmp_path / "toybox").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(bundling, "PROJECT", "toybox")
+    monkeypatch.setattr(bundling, "KERNELS", "toybox.kernels")
+
+    def make(roots, registries=None, **modules: str) -> str:
+        for name, text in modules.items():
+            (tmp_path / "toybox" / f"{name}.py").write_text(text)
+        return bundle(roots, header='"""Toy."""', version="1.2.3", registries=registries)
+
+    yield make
+    for name in [name for name in sys.modules if name.split(".")[0] == "toybox"]:
+        del sys.modules[name]
+
+
+def run(text: str) -> dict:
+    scope: dict = {"__name__": "bundled"}
+    exec(compile(text, "bundled", "exec"), scope)
+    return scope
+
+
+def test_follows_names_through_modules_in_order(toy):
+    text = toy(
+        [("toybox.top", "answer")],
+        top="""
+from functools import cache
+from toybox.middle import double
+
+
+@cache
+def answer():
+    return double(BASE)
+
+
+# why 21
+BASE = 21
+'''Half of it.'''
+
+UNUSED = 1
+""",
+        middle="""
+import math as m
+from toybox.bottom import Number
+
+
+def double(x: Number) -> Number:
+    return m.prod([2, x])
+""",
+        bottom="""
+Number = int | float
+
+
+def unused():
+    return other()
+""",
+    )
+    assert run(text)["answer"]() == 42
+    assert "UNUSED" not in text
+    assert "unused" not in text
+    assert "# why 21\nBASE = 21\n'''Half of it.'''" in text
+    assert text.index("Number = ") < text.index("def double") < text.index("def answer")
+
+
+def test_cuts_registries(toy):
+    text = toy(
+        [("toybox.top", "build")],
+        registries={"KINDS": frozenset({"a"})},
+        top="from toybox.kinds import KINDS\n\n\ndef build(name):\n    return KINDS[name]()\n",
+        kinds='from toybox.a import A\nfrom toybox.b import B\n\nKINDS: dict[str, type] = {"a": A, "b": B}\n',
+        a="class A:\n    pass\n",
+        b="class B:\n    pass\n",
+    )
+    assert type(run(text)["build"]("a")).__name__ == "A"
+    assert "class B" not in text
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        (
+            {"top": "from toybox.a import f\nfrom toybox.b import g\n\n\ndef h():\n    return f() + g()\n",
+             "a": "def f():\n    return one\n\n\none = 1\n",
+             "b": "def g():\n    return one\n\n\none = 2\n"},
+            "one is defined in",
+        ),
+        ({"top": "from toybox.a import f as other\n\n\ndef h():\n    return other()\n", "a": ""}, "under another name"),
+        ({"top": "def h():\n    from toybox.a import f\n    return f()\n", "a": ""}, "inside a definition"),
+        ({"top": "from .a import f\n\n\ndef h():\n    return f()\n", "a": ""}, "relative imports"),
+        ({"top": "from toybox.a import f\n\n\ndef h():\n    return f()\n", "a": ""}, "does not define f"),
+        (
+            {"top": "from math import pi as x\nfrom toybox.a import f\n\n\ndef h():\n    return f(x)\n",
+             "a": "from math import e as x\n\n\ndef f(y):\n    return x + y\n"},
+            "in another module",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_bundled_is_an_assertion(toy, modules, message):
+    with pytest.raises(AssertionError, match=message):
+        toy([("toybox.top", "h")], **modules)

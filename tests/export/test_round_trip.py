@@ -1,0 +1,47 @@
+"""Exports load, and give the same numbers, where transformers and PyTorch are installed and matmix is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bare_site import make_bare_site
+
+CHECK = Path(__file__).with_name("bare_check.py")
+# A Python of an environment with another (newer) transformers and no matmix.
+OTHER_PYTHON = os.environ.get("MATMIX_TRANSFORMERS5_PYTHON", "")
+
+
+def run_check(python: str, options: list[str], arguments: list[Path], home: Path) -> str:
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "HF_HOME": str(home / "huggingface"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [python, *options, str(CHECK), *map(str, arguments)]
+    run = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout.splitlines()[-1]
+
+
+def test_exports_work_with_transformers_and_torch_only(exports, tmp_path):
+    site = make_bare_site(tmp_path / "site")
+    # -I -S: no PYTHONPATH, no site-packages, no .pth files.
+    last = run_check(sys.executable, ["-I", "-S"], [exports, site], tmp_path)
+    assert last.startswith("ok: transformers 4.")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not OTHER_PYTHON, reason="MATMIX_TRANSFORMERS5_PYTHON names no Python with transformers 5"
+)
+def test_exports_work_with_newer_transformers(exports, tmp_path):
+    last = run_check(OTHER_PYTHON, ["-I"], [exports], tmp_path)
+    assert last.startswith("ok: transformers ")
+    assert not last.startswith("ok: transformers 4.")
