@@ -27,7 +27,8 @@ pretrain: .venv/installed
 	  --max-document-chars 4000 --validation-fraction 0.03
 	@$(BIN)/matmix train mru_shakespeare
 	@echo && $(BIN)/matmix generate $(RUN) --prompt "ROMEO:" --max-new-tokens 150
-	@echo && $(BIN)/matmix export $(RUN) --out exports/mru_shakespeare
+	@echo; if [ -d exports/mru_shakespeare ]; then echo "Already exported to exports/mru_shakespeare."; \
+	  else $(BIN)/matmix export $(RUN) --out exports/mru_shakespeare; fi
 	@echo
 	@echo "All done. What you can do next:"
 	@echo "  $(BIN)/matmix generate $(RUN) --prompt 'To be'          more text from the trained model"

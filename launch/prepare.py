@@ -5,7 +5,7 @@ from __future__ import annotations
 from matmix.data.prepare import prepare
 from matmix.data.prepare_config import PrepareConfig
 from matmix.train.arguments import parse_arguments
-from matmix.train.console import guarded
+from matmix.train.console import guarded, report
 
 
 def main(arguments: list[str]) -> int:
@@ -20,7 +20,12 @@ def main(arguments: list[str]) -> int:
         options = ["--inputs", *inputs, *options]
 
     def run() -> int:
-        prepare(parse_arguments(PrepareConfig, options, prog="matmix prepare INPUT ... --out DIR"))
+        config = parse_arguments(PrepareConfig, options, prog="matmix prepare INPUT ... --out DIR")
+        try:
+            prepare(config)
+        except RuntimeError as error:  # a tokenising process was killed, for lack of memory for example
+            report(error)
+            return 1
         return 0
 
     return guarded(run)

@@ -34,7 +34,8 @@ def report(error: BaseException, *, every_rank: bool = False) -> None:
 
 
 def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
-    """Runs a command and returns its exit code: 2 for the user's mistakes, 1 for a diverged run, 130 for Ctrl-C.
+    """Runs a command and returns its exit code: 2 for the user's mistakes, 1 for a diverged model or a system that
+    failed (full disk, killed process), 130 for Ctrl-C.
 
     MATMIX_TRACEBACK=1 lets errors through with their tracebacks.
     """
@@ -45,8 +46,8 @@ def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
     except USER_ERRORS as error:
         report(error, every_rank=every_rank)
         return 2
-    except NonFiniteError as error:
-        report(error)
+    except (NonFiniteError, OverflowError, OSError) as error:
+        report(error, every_rank=every_rank)
         return 1
     except KeyboardInterrupt:
         print("matmix: interrupted", file=sys.stderr)

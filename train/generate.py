@@ -224,7 +224,7 @@ def _banned(source: Source) -> torch.Tensor:
 
 @torch.inference_mode()
 def fill_masks(source: Source, prompt: str) -> str:
-    """Lines with the likeliest tokens for each <mask> of the prompt, then the prompt with the best ones in."""
+    """Lines with the likeliest tokens for each <mask> of the prompt, and the prompt with the best ones in."""
     mask = source.special.get("mask")
     if mask is None:
         raise ValueError(f"{source.path} is an encoder, and its tokenizer has no mask token to fill in")

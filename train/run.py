@@ -12,10 +12,11 @@ from matmix.train.config import RunConfig
 from matmix.train.recipe import config_from_dict, differences, read_toml, write_config
 
 # What may change when a run is started again: how it is watched, spread and kept, but nothing that defines its numbers.
-# (Another engine word is refused because the two engines' checkpoints have different layouts.)
+# (Engines whose checkpoints have another layout are refused when the checkpoint is loaded.)
 _MAY_CHANGE = ("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every", "logging.", "checkpoint.")
-_MAY_CHANGE += ("evaluation.", "data.workers", "data.cache_dir", "engine.")
-_MAY_NOT_CHANGE = ("engine.name", "engine.precision")
+_MAY_CHANGE += ("evaluation.", "engine.", "data.workers", "data.worker_start", "data.prefetch", "data.verify")
+_MAY_CHANGE += ("data.path", "data.validation_path", "data.cache_dir")  # the checkpoint knows the data by its contents
+_MAY_NOT_CHANGE = ("engine.precision",)
 
 
 def _is_free(key: str) -> bool:

@@ -106,8 +106,8 @@ def quasiseparable_scan(
     """Bidirectional scan y = shift(SS_f(v)) + flip(shift(SS_b(flip v))) + diagonal v, without any flips.
 
     "Hydra" (arXiv 2407.09941). `shift` moves each direction's output one token on in its own sense and puts
-    zero at the document's first (last) token, so that a token meets itself only through `diagonal`; without it
-    the two scans are summed as they are. The backward direction's tensors are indexed by position like all
+    zero at the document's first (last) token, so that a token meets itself only through `diagonal`; without
+    it the two scans are summed as they are. The backward direction's tensors are indexed by position like all
     others: nothing is flipped by the caller. Both directions may be given the same q or k.
 
     Args and errors as in `semiseparable_scan`. `initial_state_backward` is the state beyond the document's

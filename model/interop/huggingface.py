@@ -120,11 +120,11 @@ def export_model(
         write_code(temporary, config)
         _write_json(temporary / "config.json", transformers_config(config, special, dtype))
         if config.causal:
-            ids = _special_ids(special)
-            # Where documents start with no token of their own, generation from nothing starts as after
-            # one's end.
-            ids["bos_token_id"] = special.get("bos") if prefix == "bos" else special.get("eos")
-            _write_json(temporary / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
+            # Where documents start with no token of their own, what is generated from nothing starts as after
+            # the end of one.
+            start = special.get("bos") if prefix == "bos" else special.get("eos")
+            ids = {"pad": special.get("pad"), "bos": start, "eos": special.get("eos")}
+            _write_json(temporary / "generation_config.json", _token_ids(ids))
         if fast is not None:
             family = FAMILIES[config.architecture]
             write_tokenizer(
@@ -167,7 +167,7 @@ def transformers_config(config: ModelConfig, special: Mapping[str, int | None], 
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype,
-        **_special_ids(special),
+        **_token_ids(special),
         "matmix": model_config_to_dict(config),
     }
 
@@ -226,7 +226,7 @@ def model_card(config: ModelConfig, has_tokenizer: bool, notes: str) -> str:
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
 
 
-def _special_ids(special: Mapping[str, int | None]) -> dict[str, int]:
+def _token_ids(special: Mapping[str, int | None]) -> dict[str, int]:
     names = ("pad", "bos", "eos", "cls", "sep", "mask")
     return {f"{name}_token_id": special[name] for name in names if special.get(name) is not None}
 
