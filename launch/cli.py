@@ -10,7 +10,7 @@ from matmix.train.console import guarded, leave_source_tree
 
 _EPILOG = """\
 from text to a model elsewhere:
-  matmix prepare shakespeare --out datasets/shakespeare
+  matmix prepare bundled:shakespeare --out datasets/shakespeare --vocab-size 2048 --max-document-chars 4000
   matmix train mru_shakespeare
   matmix generate runs/mru_shakespeare --prompt "ROMEO:"
   matmix export runs/mru_shakespeare --out exports/mru_shakespeare
