@@ -67,8 +67,10 @@ def write_weights(
         nbytes = converted.numel() * converted.element_size()
         if size + nbytes > max_shard_bytes:
             flush()
-        # A copy where the tensor is a view of something larger, which would stay in memory (and be refused).
-        pending[prefix + name] = converted.clone() if converted.data_ptr() == tensor.data_ptr() else converted
+        # A copy where the tensor may be a view of something larger, which would stay in memory.
+        if converted.data_ptr() == tensor.data_ptr():
+            converted = converted.clone(memory_format=torch.contiguous_format)
+        pending[prefix + name] = converted.contiguous()
         size, total = size + nbytes, total + nbytes
     missing = [name for name in expected if name not in seen]
     if missing:

@@ -209,7 +209,7 @@ def test_cuts_registries(toy):
              "b": "def g():\n    return one\n\n\none = 2\n"},
             "one is defined in",
         ),
-        ({"top": "from toybox.a import f as other\n\n\ndef h():\n    return other()\n", "a": ""}, "under another name"),
+        ({"top": "from toybox.a import f as g\n\n\ndef h():\n    return g()\n", "a": ""}, "another name"),
         ({"top": "def h():\n    from toybox.a import f\n    return f()\n", "a": ""}, "inside a definition"),
         ({"top": "from .a import f\n\n\ndef h():\n    return f()\n", "a": ""}, "relative imports"),
         ({"top": "from toybox.a import f\n\n\ndef h():\n    return f()\n", "a": ""}, "does not define f"),

@@ -1,0 +1,261 @@
+"""From runs, and from other projects' checkpoints, to exports and generated text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import run_recipe, weights
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+from matmix.data.tokenizer import Tokenizer
+from matmix.train.export import export_run, import_reference
+from matmix.train.generate import continue_text, fill_masks, generate, load_source
+from matmix.train.sampling import Sampling
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def language_model(dataset, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "mru"
+    run_recipe("debug_mru", dataset, run_dir, "--steps", "4", "--checkpoint.every", "2")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def encoder(dataset, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "hydra"
+    run_recipe("debug_hydra", dataset, run_dir, "--steps", "2", "--evaluation.batches", "1")
+    return run_dir
+
+
+def output_of(source, **options) -> str:
+    pieces: list[str] = []
+    assert generate(source, write=pieces.append, **options) == 0
+    return "".join(pieces)
+
+
+# ---- export
+
+
+@pytest.mark.parametrize("kind", ["language_model", "encoder"])
+def test_a_run_becomes_an_export(kind, request, tmp_path):
+    run_dir, told = request.getfixturevalue(kind), []
+    out = export_run(run_dir, tmp_path / "out", tell=told.append)
+    assert len(told) == 1
+    assert "Exported step-0000000" in told[0]
+    auto_class = AutoModelForCausalLM if kind == "language_model" else AutoModelForMaskedLM
+    model = auto_class.from_pretrained(out, trust_remote_code=True)
+    saved = weights(run_dir)
+    assert {name.removeprefix("model.") for name, _ in model.named_parameters()} == set(saved)
+    assert all(torch.equal(p, saved[name.removeprefix("model.")]) for name, p in model.named_parameters())
+    source = load_source(run_dir, device="cpu")
+    ids = torch.randint(8, 300, (1, 20))
+    with torch.no_grad():
+        assert (source.model(ids) - model.eval()(ids).logits).abs().max() <= 1e-5
+
+
+def test_exports_put_the_special_tokens_of_the_training_around_text(language_model, encoder, tmp_path):
+    special = Tokenizer.load(export_run(encoder, tmp_path / "encoder", tell=print)).special
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "encoder")
+    plain = tokenizer("the king", add_special_tokens=False)["input_ids"]
+    assert tokenizer("the king")["input_ids"] == [special["cls"], *plain, special["sep"]]
+    pair = tokenizer("the king", "the king")
+    assert pair["input_ids"] == [special["cls"], *plain, special["sep"], *plain, special["sep"]]
+    assert pair["token_type_ids"] == [0] * (len(plain) + 2) + [1] * (len(plain) + 1)
+    assert (tokenizer.padding_side, tokenizer.mask_token_id) == ("right", special["mask"])
+    # The language model was trained on documents that start with no special token and end with </s>.
+    export_run(language_model, tmp_path / "lm", tell=print)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "lm")
+    assert tokenizer("the king")["input_ids"] == plain
+    assert (tokenizer.padding_side, tokenizer.eos_token_id) == ("left", special["eos"])
+    defaults = json.loads((tmp_path / "lm" / "generation_config.json").read_text())
+    assert defaults == {
+        "pad_token_id": special["pad"],
+        "bos_token_id": special["eos"],
+        "eos_token_id": special["eos"],
+    }
+
+
+def test_a_step_can_be_chosen(language_model, tmp_path):
+    early = load_file(export_run(language_model, tmp_path / "2", step=2, tell=print) / "model.safetensors")
+    late = load_file(export_run(language_model, tmp_path / "4", tell=print) / "model.safetensors")
+    assert any(not torch.equal(early[name], late[name]) for name in late)
+    assert "4 steps" in (tmp_path / "4" / "README.md").read_text()
+    with pytest.raises(ValueError, match="no checkpoint of step 3; there are: 2, 4"):
+        export_run(language_model, tmp_path / "3", step=3)
+
+
+def test_bfloat16(language_model, tmp_path):
+    out = export_run(language_model, tmp_path / "out", dtype="bfloat16", tell=print)
+    tensors = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype="auto")
+    ids = torch.arange(10, 20).unsqueeze(0)
+    assert model(ids).logits.dtype == torch.bfloat16
+    text = {len(ids[0]) for ids in [model.generate(ids, max_new_tokens=5, eos_token_id=None)]}
+    assert text == {15}
+
+
+def test_export_mistakes(language_model, tmp_path):
+    with pytest.raises(FileNotFoundError, match="run directory not found"):
+        export_run(tmp_path / "absent", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"is not a run directory: it has no config\.toml"):
+        export_run(tmp_path / "empty", tmp_path / "out")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.toml").write_text((language_model / "config.toml").read_text())
+    with pytest.raises(ValueError, match="has no checkpoint yet; train it first"):
+        export_run(tmp_path / "new", tmp_path / "out")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("mine")
+    with pytest.raises(ValueError, match="not an empty directory"):
+        export_run(language_model, tmp_path / "taken")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- import
+
+
+def read_golden(name: str) -> tuple[dict, dict, dict]:
+    with safe_open(GOLDEN / f"{name}.safetensors", "pt") as file:
+        metadata = file.metadata()
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    state = {key.removeprefix("state."): value for key, value in tensors.items() if key.startswith("state.")}
+    return state, tensors, metadata
+
+
+@pytest.mark.parametrize(("kind", "golden"), [("hydra", "hydra_mlm_postnorm"), ("mru-lm", "mru_lm_a")])
+def test_other_projects_checkpoints_become_exports(kind, golden, tmp_path):
+    state, tensors, metadata = read_golden(golden)
+    save_file(
+        {key: value.contiguous() for key, value in state.items()}, tmp_path / "theirs.safetensors", metadata
+    )
+    out = import_reference(kind, tmp_path / "theirs.safetensors", tmp_path / "out", tell=print)
+    auto_class = AutoModelForMaskedLM if kind == "hydra" else AutoModelForCausalLM
+    model, info = auto_class.from_pretrained(out, trust_remote_code=True, output_loading_info=True)
+    assert not any(info.values())
+    logits = model.eval()(tensors["input_ids"]).logits
+    assert (logits - tensors["logits"]).abs().max() <= 1e-4
+    with pytest.raises(ValueError, match="has no tokenizer to turn a prompt into tokens"):
+        generate(out, prompt="x")
+
+
+def test_an_imported_checkpoint_brings_its_tokenizer(tmp_path, tokenizer):
+    state, _, metadata = read_golden("mru_lm_a")
+    import tokenizers
+
+    names = ["<pad>", "<unk>", "</s>", *"abcdefghijklmnopqrstuvwxyz "]
+    theirs = tokenizers.Tokenizer(
+        tokenizers.models.BPE({name: index for index, name in enumerate(names)}, [], unk_token="<unk>")
+    )
+    theirs.add_special_tokens(names[:3])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    save_file(
+        {key: value.contiguous() for key, value in state.items()}, tmp_path / "model.safetensors", metadata
+    )
+    out = import_reference("mru-lm", tmp_path, tmp_path / "out", tell=print)
+    assert AutoTokenizer.from_pretrained(out)("a cat").input_ids == theirs.encode("a cat").ids
+    assert output_of(out, prompt="a cat", max_new_tokens=4, temperature=0.0).startswith("a cat")
+
+
+def test_import_mistakes(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        import_reference("hydra", tmp_path / "absent", tmp_path / "out")
+    with pytest.raises(ValueError, match="cannot import from 'bert'"):
+        import_reference("bert", GOLDEN / "mru_lm_a.safetensors", tmp_path / "out")
+    with pytest.raises(ValueError, match="hydra-mlm"):
+        import_reference("hydra", GOLDEN / "mru_lm_a.safetensors", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- generate
+
+
+def test_generation_carries_state_and_is_that_of_the_whole_text(language_model):
+    source = load_source(language_model, device="cpu")
+    ids = source.tokenizer.encode("the king").ids
+    text = "".join(continue_text(source, "the king", max_new_tokens=12, sampling=GREEDY))
+    expected = list(ids)
+    for _ in range(12):
+        with torch.no_grad():
+            logits = source.model(torch.tensor([expected]))[0, -1]
+        logits[[index for index in source.special.values() if index != source.special["eos"]]] = -torch.inf
+        token = int(logits[: source.tokenizer.get_vocab_size()].argmax())
+        if token == source.special["eos"]:
+            break
+        expected.append(token)
+    assert source.tokenizer.decode(expected) == "the king" + text
+
+
+def test_runs_and_their_exports_generate_the_same(language_model, encoder, tmp_path):
+    export_run(language_model, tmp_path / "lm", tell=print)
+    options = {"prompt": "the king\n", "max_new_tokens": 20, "seed": 3}
+    text = output_of(language_model, **options)
+    assert text.startswith("the king\n")
+    assert text == output_of(tmp_path / "lm", **options)
+    assert text != output_of(language_model, **{**options, "seed": 4})
+    assert text == output_of(language_model, **options)
+    export_run(encoder, tmp_path / "encoder", tell=print)
+    options = {"prompt": "the <mask> speaks to <mask> crown"}
+    assert output_of(encoder, **options) == output_of(tmp_path / "encoder", **options)
+
+
+def test_generation_starts_without_a_prompt(language_model):
+    assert output_of(language_model, max_new_tokens=5).endswith("\n")
+    assert output_of(language_model, prompt="the", max_new_tokens=0) == "the\n"
+
+
+def test_a_special_tokens_name_in_a_prompt_is_text(language_model):
+    source = load_source(language_model, device="cpu")
+    assert source.special["eos"] not in source.tokenizer.encode("a </s> b").ids
+
+
+def test_encoders_fill_in_masks(encoder):
+    source = load_source(encoder, device="cpu")
+    lines = fill_masks(source, "the <mask> speaks to <mask> crown").splitlines()
+    assert lines[0] == "<mask> 1 of 2:"
+    assert lines[6] == "<mask> 2 of 2:"
+    shares = [float(line.split("%")[0]) for line in lines[1:6]]
+    assert shares == sorted(shares, reverse=True)
+    assert "<mask>" not in "\n".join(lines[12:])
+    assert "speaks to" in "\n".join(lines[12:])
+    best = lines[1].split("  ")[-1]
+    ids = [source.special["cls"], *source.tokenizer.encode("the <mask> speaks to <mask> crown").ids[1:]]
+    with torch.no_grad():
+        logits = source.model(torch.tensor([ids]))[0, ids.index(source.special["mask"])]
+    logits[:7] = -torch.inf
+    assert best == repr(source.tokenizer.decode([int(logits[: source.tokenizer.get_vocab_size()].argmax())]))
+
+
+def test_generate_mistakes(language_model, encoder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run or export at"):
+        generate(tmp_path / "absent")
+    with pytest.raises(ValueError, match="is neither a run"):
+        generate(tmp_path)
+    with pytest.raises(ValueError, match="is an encoder, which fills in words: put <mask>"):
+        generate(encoder, prompt="the king")
+    with pytest.raises(ValueError, match="temperature must be 0 or more"):
+        generate(language_model, temperature=-1.0)
+    with pytest.raises(ValueError, match="top_p must be above 0"):
+        generate(language_model, top_p=0.0)
+    with pytest.raises(ValueError, match="top_k must be 0 or more"):
+        generate(language_model, top_k=-1)
+    with pytest.raises(ValueError, match="max_new_tokens must be 0 or more"):
+        generate(language_model, max_new_tokens=-1)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match="is not an export of matmix"):
+        generate(tmp_path)
+    out = export_run(language_model, tmp_path / "out", tell=print)
+    with pytest.raises(ValueError, match="is an export, which has no steps"):
+        generate(out, step=2)
+    (out / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"is not complete: it lacks model\.safetensors"):
+        generate(out, prompt="x")

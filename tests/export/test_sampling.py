@@ -1,0 +1,87 @@
+"""Tokens are drawn from the distribution that was asked for, and text appears in whole characters."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from matmix.train.sampling import Sampling, text_pieces
+
+PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
+LOGITS = torch.tensor(PROBABILITIES).log()
+
+
+def frequencies(sampling: Sampling, logits=LOGITS, count: int = 4000) -> list[float]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = Counter(sampling.draw(logits, generator) for _ in range(count))
+    return [drawn[index] / count for index in range(len(logits))]
+
+
+def cut(*kept: float) -> list[float]:
+    return [value / sum(kept) for value in kept] + [0.0] * (4 - len(kept))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, PROBABILITIES),
+        ({"top_k": 2}, cut(0.4, 0.3)),
+        ({"top_k": 9}, PROBABILITIES),
+        ({"top_p": 0.6}, cut(0.4, 0.3)),
+        ({"top_p": 0.01}, [1.0, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.7}, cut(0.4, 0.3)),
+        ({"temperature": 0.5}, [p * p / sum(q * q for q in PROBABILITIES) for p in PROBABILITIES]),
+        ({"temperature": 0.0}, [1.0, 0, 0, 0]),
+        ({"temperature": 1e-30}, [1.0, 0, 0, 0]),
+    ],
+)
+def test_frequencies(options, expected):
+    sampling = Sampling(**{"temperature": 1.0, "top_p": 1.0, **options})
+    assert frequencies(sampling) == pytest.approx(expected, abs=0.03)
+
+
+def test_tokens_that_are_ruled_out_are_never_drawn():
+    logits = LOGITS.clone()
+    logits[0] = -math.inf
+    assert frequencies(Sampling(temperature=5.0, top_p=1.0), logits)[0] == 0
+    assert frequencies(Sampling(temperature=0.0), logits, 1)[1] == 1
+
+
+def decode_bytes(ids) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("before", ["", "earlier text ", "é", "a long earlier text 👍🏽"])
+@pytest.mark.parametrize("text", ["plain", "naïve café", "日本語", "👍🏽 x 👩‍👩‍👧", ""])
+def test_pieces_are_whole_characters(text, before):
+    pieces = list(text_pieces(text.encode(), decode_bytes, list(before.encode())))
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_character_that_never_ends_is_shown_at_last():
+    pieces = list(text_pieces("aé".encode()[:-1], decode_bytes))
+    assert pieces == ["a", "\ufffd"]
+
+
+def test_pieces_come_as_soon_as_they_can():
+    seen: list[int] = []
+
+    def tokens():
+        for token in b"abc":
+            seen.append(token)
+            yield token
+
+    assert [len(seen) for _ in text_pieces(tokens(), decode_bytes)] == [1, 2, 3]
+
+
+def test_a_space_before_a_word_is_kept(tokenizer):
+    """Decoders that strip a space at the start must not do so in the middle of a text."""
+    text = "the quick brown fox  jumps\n over"
+    ids = tokenizer.encode(text)
+    for cut_at in range(len(ids)):
+        pieces = text_pieces(ids[cut_at:], tokenizer.decode, ids[:cut_at])
+        assert tokenizer.decode(ids[:cut_at]) + "".join(pieces) == text
