@@ -61,16 +61,14 @@ def write_weights(
                 f"but the configured model has {tuple(expected[name])}"
             )
         seen.add(name)
-        converted = tensor.detach().cpu()
-        if converted.is_floating_point():
-            converted = converted.to(DTYPES[dtype])
-        nbytes = converted.numel() * converted.element_size()
+        kept = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
+        nbytes = tensor.numel() * kept.itemsize
         if size + nbytes > max_shard_bytes:
             flush()
-        # A copy where the tensor may be a view of something larger, which would stay in memory.
-        if converted.data_ptr() == tensor.data_ptr():
-            converted = converted.clone(memory_format=torch.contiguous_format)
-        pending[prefix + name] = converted.contiguous()
+        converted = tensor.detach().to("cpu", kept).contiguous()
+        if converted.untyped_storage().nbytes() > nbytes:
+            converted = converted.clone()  # not a part of something larger, which would stay in memory
+        pending[prefix + name] = converted
         size, total = size + nbytes, total + nbytes
     missing = [name for name in expected if name not in seen]
     if missing:
