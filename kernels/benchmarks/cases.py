@@ -1,4 +1,4 @@
-"""What is measured: each case builds inputs once and offers our op and its peers on them, forward and backward."""
+"""What is measured: each case builds inputs once and offers our op and its peers on them, both passes."""
 
 from __future__ import annotations
 
