@@ -135,11 +135,12 @@ class Loader:
         return self.shards[0].manifest.tokenizer.vocab_size
 
     @property
-    def bytes_per_token(self) -> float:
-        """UTF-8 bytes of the text for each token of it (special tokens not counted): bits per byte =
-        loss in nats per token / ln 2 / this. With a suffix token and no prefix a causal pass predicts
-        exactly as many tokens."""
-        return sum(s.info.bytes for s in self.shards) / max(1, sum(s.info.tokens for s in self.shards))
+    def bytes_per_target(self) -> float:
+        """UTF-8 bytes of the text for each token that a causal pass over the split predicts: bits per byte = loss in
+        nats per token / ln 2 / this. Special tokens around a document are predicted, its very first token is not."""
+        extra = (self.config.prefix != "none") + (self.config.suffix != "none") - 1
+        targets = sum(s.info.tokens + extra * s.info.documents for s in self.shards)
+        return sum(s.info.bytes for s in self.shards) / max(1, targets)
 
     @property
     def token_histogram(self) -> np.ndarray:

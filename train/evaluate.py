@@ -45,5 +45,5 @@ def evaluate(engine: Engine, loader: Loader, config: RunConfig) -> dict[str, flo
         metrics["masked_accuracy"] = correct / count
     else:
         metrics["accuracy"] = correct / count
-        metrics["bits_per_byte"] = loss / math.log(2) / loader.bytes_per_token
+        metrics["bits_per_byte"] = loss / math.log(2) / loader.bytes_per_target
     return metrics

@@ -151,6 +151,7 @@ class Trainer:
         newest = self.checkpoints.latest_valid(self.tell)
         if self.engine.rank == 0:
             self.run.begin(self.config)
+            self.loader.tokenizer.save(self.run.path / "tokenizer")  # runs outlive the datasets they were trained on
         if newest is None:
             return
         extra = self.checkpoints.load(newest, self.engine)

@@ -15,7 +15,7 @@ from matmix.data import benchmark
 from matmix.data.batch import Batch
 from matmix.data.config import DataConfig
 from matmix.data.loader import Loader, build_loader
-from matmix.data.masking import MaskingConfig
+from matmix.data.masking import IGNORED, MaskingConfig
 from matmix.data.prepare import PrepareConfig, prepare
 
 GLOBAL = 16
@@ -343,7 +343,7 @@ def test_prepared_text_comes_back(tmp_path, kind, compression):
         assert (padding == loader.tokenizer.special["pad"]).all()
         found += [loader.tokenizer.decode(document[:-1]) for document in documents]
         tokens = sum(len(document) - 1 for document in documents)
-        text_bytes += loader.bytes_per_token * tokens
+        text_bytes += loader.bytes_per_target * tokens
         text_tokens += tokens
         assert loader.token_histogram.sum() == (text_tokens if split == "train" else text_tokens - tokens)
     assert sorted(found) == sorted(texts)
@@ -390,6 +390,14 @@ def test_mixture_read_once_over(mixture):
 # -- what the loader tells
 
 
+@pytest.mark.parametrize("prefix", ["none", "bos"])
+@pytest.mark.parametrize("suffix", ["none", "eos"])
+def test_targets_of_a_causal_pass_times_bytes_a_target_are_the_bytes_of_the_text(small, prefix, suffix):
+    loader = loader_of(small, one_pass=True, prefix=prefix, suffix=suffix)
+    targets = sum(int((batch.labels != IGNORED).sum()) for batch in loader)
+    assert targets * loader.bytes_per_target == pytest.approx(loader.shards[0].info.bytes)
+
+
 def test_facts(small, data):
     loader = loader_of(small)
     documents = data.documents(43)
@@ -398,7 +406,7 @@ def test_facts(small, data):
     assert loader.batches_per_epoch == loader.samples_per_epoch // GLOBAL
     assert loader_of(small, total=4096).batches_per_epoch == 1
     assert loader.vocab_size == loader.tokenizer.vocab_size == data.vocab_size
-    assert loader.bytes_per_token == 3.0
+    assert loader.bytes_per_target == 3.0
     histogram = np.bincount(np.concatenate(documents), minlength=data.vocab_size)
     assert np.array_equal(loader.token_histogram, histogram)
 
