@@ -51,9 +51,7 @@ class DataConfig:
             raise ValueError("data.path and data.mixture are both given: keep one of them")
         for path, weight in self.mixture.items():
             if not (isinstance(weight, int | float) and math.isfinite(weight) and weight > 0):
-                raise ValueError(
-                    f"data.mixture: the weight of {path} must be a positive number, got {weight}"
-                )
+                raise ValueError(f"data.mixture: the weight of {path} must be a positive number, got {weight}")
         for name in ("seqlen", "shuffle_block", "prefetch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} must be at least 1, got {getattr(self, name)}")
@@ -67,6 +65,4 @@ class DataConfig:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"data.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}"
-                )
+                raise ValueError(f"data.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")

@@ -54,9 +54,7 @@ class _Plan:
     Knows nothing of its loader, so that the two make no cycle of references.
     """
 
-    def __init__(
-        self, limit: int | None, global_batch: int, micro_batch: int, rank: int, world_size: int
-    ) -> None:
+    def __init__(self, limit: int | None, global_batch: int, micro_batch: int, rank: int, world_size: int) -> None:
         self.start = 0
         self.limit = limit
         self.global_batch = global_batch

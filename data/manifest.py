@@ -115,8 +115,7 @@ class Manifest:
             raise ValueError(f"{path} is damaged ({error}); prepare the dataset again") from error
         if version != MANIFEST_VERSION:
             raise ValueError(
-                f"{path} has version {version}, this matmix reads version {MANIFEST_VERSION}; "
-                "prepare the dataset again"
+                f"{path} has version {version}, this matmix reads version {MANIFEST_VERSION}; prepare the dataset again"
             )
         try:
             return cls.from_dict(raw)

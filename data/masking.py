@@ -37,8 +37,7 @@ class MaskingConfig:
                 raise ValueError(f"masking {name} must be between 0 and 1, got {getattr(self, name)}")
         if self.mask_share + self.random_share > 1 + 1e-9:
             raise ValueError(
-                "masking mask_share + random_share must be at most 1, "
-                f"got {self.mask_share} + {self.random_share}"
+                f"masking mask_share + random_share must be at most 1, got {self.mask_share} + {self.random_share}"
             )
 
 
@@ -67,9 +66,7 @@ class Masker:
         if not 0 <= mask_id < vocab_size:
             raise ValueError(f"the mask token has id {mask_id}, outside the vocabulary of {vocab_size}")
         if config.random_share > 0 and len(ordinary_ids) == 0:
-            raise ValueError(
-                "masking with random replacements needs a vocabulary with ordinary (not special) tokens"
-            )
+            raise ValueError("masking with random replacements needs a vocabulary with ordinary (not special) tokens")
         self.config = config
         self.seed = seed
         self.mask_id = mask_id

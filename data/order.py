@@ -69,9 +69,7 @@ class Block:
 class Order:
     """The order of one split. extra = special tokens added to each document."""
 
-    def __init__(
-        self, shards: TokenShards, *, extra: int, shuffle: bool, shuffle_block: int, seed: int
-    ) -> None:
+    def __init__(self, shards: TokenShards, *, extra: int, shuffle: bool, shuffle_block: int, seed: int) -> None:
         self.shards = shards
         self.extra = extra
         self.shuffle = shuffle

@@ -66,9 +66,7 @@ class Packing(ABC):
         begins bool (width,), and returns how many tokens are real. Raises what `TokenShards.read`
         raises."""
 
-    def _copy(
-        self, block: Block, number: int, offset: int, length: int, out: np.ndarray, *, at: int = 0
-    ) -> None:
+    def _copy(self, block: Block, number: int, offset: int, length: int, out: np.ndarray, *, at: int = 0) -> None:
         """out[at : at + length] = elements [offset, offset + length) of a document with its special
         tokens."""
         text = self.shards.read(int(block.shard[number]), int(block.index[number]))
@@ -101,9 +99,7 @@ class ConcatPacking(Packing):
         done = 0
         while done < count:
             offset = first + done - int(starts[block])
-            done += self._fill_from(
-                self.order.block(epoch, block), offset, count - done, tokens, begins, done
-            )
+            done += self._fill_from(self.order.block(epoch, block), offset, count - done, tokens, begins, done)
             block += 1
         return count
 
@@ -121,9 +117,7 @@ class ConcatPacking(Packing):
         )
         return begin + int(permutation[slot - begin])
 
-    def _fill_from(
-        self, block: Block, offset: int, limit: int, tokens: np.ndarray, begins: np.ndarray, at: int
-    ) -> int:
+    def _fill_from(self, block: Block, offset: int, limit: int, tokens: np.ndarray, begins: np.ndarray, at: int) -> int:
         """Copies up to `limit` tokens from token `offset` of a block to position `at`; returns how many."""
         number = first = int(block.ends.searchsorted(offset, side="right"))
         last = int(block.ends.searchsorted(offset + limit, side="left"))

@@ -145,9 +145,7 @@ def _write(config: PrepareConfig, sources: Sequence[Source], workspace: Workspac
         size_limit=int(config.shard_megabytes * (1 << 20)),
     )
     splits = SPLITS if config.validation_fraction else SPLITS[:1]
-    writers = {
-        name: SplitWriter(shard_format, workspace.out / name, workspace.work / name) for name in splits
-    }
+    writers = {name: SplitWriter(shard_format, workspace.out / name, workspace.work / name) for name in splits}
     histogram = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     progress = workspace.restore(writers, histogram)
     if progress.records:

@@ -73,26 +73,20 @@ class PrepareConfig:
             if getattr(self, name) < low:
                 raise ValueError(f"prepare: {name} must be at least {low}, got {getattr(self, name)}")
         if 0 < self.max_document_chars < 16:
-            raise ValueError(
-                f"prepare: max_document_chars must be 0 or at least 16, got {self.max_document_chars}"
-            )
+            raise ValueError(f"prepare: max_document_chars must be 0 or at least 16, got {self.max_document_chars}")
         for name in ("sample_megabytes", "shard_megabytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"prepare: {name} must be above 0, got {getattr(self, name)}")
         if self.shard_megabytes > 4000:
             raise ValueError(f"prepare: shard_megabytes must be at most 4000, got {self.shard_megabytes}")
         if not 0 <= self.validation_fraction < 1:
-            raise ValueError(
-                f"prepare: validation_fraction must be in [0, 1), got {self.validation_fraction}"
-            )
+            raise ValueError(f"prepare: validation_fraction must be in [0, 1), got {self.validation_fraction}")
         if not 0 <= self.max_malformed <= 1:
             raise ValueError(f"prepare: max_malformed must be in [0, 1], got {self.max_malformed}")
         if not 0 < self.character_coverage <= 1:
             raise ValueError(f"prepare: character_coverage must be in (0, 1], got {self.character_coverage}")
         if self.text_documents == "separator" and not self.document_separator.strip():
-            raise ValueError(
-                "prepare: document_separator is blank; for blank lines use text_documents=paragraph"
-            )
+            raise ValueError("prepare: document_separator is blank; for blank lines use text_documents=paragraph")
 
     def read_options(self) -> ReadOptions:
         return ReadOptions(

@@ -102,9 +102,7 @@ def tokenize_in_order(
         return
     # Forking a process that runs threads (torch, tqdm, the tokenizers library) may lock up; spawning does
     # not.
-    pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(worker,)
-    )
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(worker,))
     waiting: deque[tuple[Chunk, Future[Tokenized]]] = deque()
     try:
         for chunk in chunks:

@@ -21,9 +21,7 @@ class ProgressReport:
         self._started = self._last = time.monotonic()
         self._bar: tqdm | None = None
         if sys.stderr.isatty():
-            self._bar = tqdm(
-                total=total_bytes, unit="B", unit_scale=True, desc=label, dynamic_ncols=True, leave=False
-            )
+            self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc=label, dynamic_ncols=True, leave=False)
 
     def __enter__(self) -> ProgressReport:
         return self

@@ -35,9 +35,7 @@ def take_sample(sources: Sequence[Source], options: ReadOptions, budget: int) ->
     return sample
 
 
-def _take(
-    sources: Sequence[Source], start: Position, options: ReadOptions, share: int, sample: Sample
-) -> None:
+def _take(sources: Sequence[Source], start: Position, options: ReadOptions, share: int, sample: Sample) -> None:
     for chunk in read_chunks(sources, options, start):
         for found in documents_of(chunk, options):
             if isinstance(found, Malformed):

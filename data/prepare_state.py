@@ -84,9 +84,7 @@ class Workspace:
                 for shard in info.shards:
                     path = self.out / split / shard.file
                     if not path.is_file() or path.stat().st_size != shard.bytes:
-                        raise ValueError(
-                            f"{path} is missing or damaged; delete {self.out} and prepare it again"
-                        )
+                        raise ValueError(f"{path} is missing or damaged; delete {self.out} and prepare it again")
             return "finished"
         options = self.work / "options.json"
         if options.exists():

@@ -48,9 +48,7 @@ class Chunk:
     records: list[bytes] | list[object]
 
 
-def read_chunks(
-    sources: Sequence[Source], options: ReadOptions, start: Position | None = None
-) -> Iterator[Chunk]:
+def read_chunks(sources: Sequence[Source], options: ReadOptions, start: Position | None = None) -> Iterator[Chunk]:
     """Chunks of all sources in order, from a position on.
 
     Raises ValueError for a damaged or non-UTF-8 file and for a .parquet file without the text column.
@@ -153,9 +151,7 @@ def _records(stream: io.BufferedReader, source: Source, options: ReadOptions, li
         yield from _groups(stream, lambda row: row.strip() == mark, keep_together=False)
 
 
-def _groups(
-    stream: io.BufferedReader, is_end: Callable[[bytes], bool], *, keep_together: bool
-) -> Iterator[bytes]:
+def _groups(stream: io.BufferedReader, is_end: Callable[[bytes], bool], *, keep_together: bool) -> Iterator[bytes]:
     """Lines up to and with the one that ends a record (with `keep_together`, the last of a run of such
     lines).
     """

@@ -17,9 +17,7 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
         if tensor.dtype not in FLOATING:
             raise ValueError(f"{op}: {name} has dtype {tensor.dtype}; give a floating-point tensor")
         if device is not None and tensor.device != device:
-            raise ValueError(
-                f"{op}: {name} is on {tensor.device}, other inputs on {device}; move them together"
-            )
+            raise ValueError(f"{op}: {name} is on {tensor.device}, other inputs on {device}; move them together")
         device = tensor.device
 
 
@@ -38,17 +36,13 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, seqlen: int
     if cu_seqlens is None:
         return
     if batch != 1:
-        raise ValueError(
-            f"{op}: cu_seqlens needs batch 1, got {batch}; flatten the batch to (1, batch * length, ...)"
-        )
+        raise ValueError(f"{op}: cu_seqlens needs batch 1, got {batch}; flatten the batch to (1, batch * length, ...)")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{op}: cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; give int32 (documents + 1,)"
         )
     if cu_seqlens.device != like.device:
-        raise ValueError(
-            f"{op}: cu_seqlens is on {cu_seqlens.device}, inputs on {like.device}; move it there"
-        )
+        raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, inputs on {like.device}; move it there")
     # While torch.compile traces, there are no values to look at.
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu" or type(cu_seqlens) is not Tensor:
         return

@@ -73,17 +73,13 @@ class ChunkLayout(NamedTuple):
         return x[:, : self.seqlen].contiguous()
 
 
-def chunk_layout(
-    rows: int, seqlen: int, chunk: int, cu_seqlens: Tensor | None, *, aligned: bool
-) -> ChunkLayout:
+def chunk_layout(rows: int, seqlen: int, chunk: int, cu_seqlens: Tensor | None, *, aligned: bool) -> ChunkLayout:
     """Cut `rows` sequences of `seqlen` tokens into chunks. `aligned` matters only with `cu_seqlens`."""
     per_row = -(-seqlen // chunk)
     if cu_seqlens is None:
         return ChunkLayout(seqlen, chunk, rows, per_row)
     if not aligned:
-        documents = pad(
-            document_ids(cu_seqlens, seqlen)[None], (0, per_row * chunk - seqlen), mode="replicate"
-        )
+        documents = pad(document_ids(cu_seqlens, seqlen)[None], (0, per_row * chunk - seqlen), mode="replicate")
         documents = documents.view(per_row, chunk)
         left = torch.cat([documents[:1, 0], documents[:-1, -1]])
         right = torch.cat([documents[1:, 0], documents[-1:, -1]])

@@ -57,7 +57,12 @@ def _export(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--max-shard-bytes", type=int, default=5 * 10**9, help="size of a weight file (default: 5 GB)")
     options = vars(parser.parse_args(arguments))
-    return guarded(lambda: export_run(options.pop("run"), options.pop("out"), **options) and 0 or 0)
+
+    def run() -> int:
+        export_run(options.pop("run"), options.pop("out"), **options)
+        return 0
+
+    return guarded(run)
 
 
 def _import(arguments: list[str]) -> int:
@@ -66,11 +71,16 @@ def _import(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="matmix import", description="Turn a checkpoint of another project into an export directory."
     )
-    parser.add_argument("--from", dest="kind", required=True, choices=["hydra", "mru-lm"], help="whose checkpoint it is")
+    parser.add_argument("--from", dest="kind", required=True, choices=["hydra", "mru-lm"], help="whose it is")
     parser.add_argument("file", metavar="FILE", help=".safetensors, .pt, .bin or a directory in transformers' layout")
     parser.add_argument("out", metavar="OUT", help="directory to write")
     options = parser.parse_args(arguments)
-    return guarded(lambda: import_reference(options.kind, options.file, options.out) and 0 or 0)
+
+    def run() -> int:
+        import_reference(options.kind, options.file, options.out)
+        return 0
+
+    return guarded(run)
 
 
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {

@@ -75,9 +75,7 @@ class Backbone(nn.Module):
             input_ids = input_ids.flatten() if indices is None else input_ids.flatten()[indices]
             input_ids = input_ids.unsqueeze(0)
             if token_type_ids is not None:
-                token_type_ids = (
-                    token_type_ids.flatten() if indices is None else token_type_ids.flatten()[indices]
-                )
+                token_type_ids = token_type_ids.flatten() if indices is None else token_type_ids.flatten()[indices]
                 token_type_ids = token_type_ids.unsqueeze(0)
         x = self.embed(input_ids, token_type_ids, cu_seqlens)
         for block in self.blocks:

@@ -142,8 +142,7 @@ class ModelConfig:
             raise ValueError(f"sequence length {seqlen}: must be 1 or more")
         if self.architecture == "encoder" and self.position_embeddings and seqlen > self.max_seqlen:
             raise ValueError(
-                f"sequence length {seqlen} exceeds the {self.max_seqlen} position embeddings; "
-                "raise model.max_seqlen"
+                f"sequence length {seqlen} exceeds the {self.max_seqlen} position embeddings; raise model.max_seqlen"
             )
         for name in sorted({name for name, _ in self.layer_kinds() if name is not None}):
             MIXERS[name].check_seqlen(self.mixer_config(name), seqlen, self.max_seqlen)

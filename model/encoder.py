@@ -31,9 +31,7 @@ class EncoderEmbeddings(nn.Module):
         if hasattr(self, "token_type"):
             x = x + self.token_type(torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids)
         elif token_type_ids is not None:
-            raise ValueError(
-                "this encoder has no token types (model.type_vocab_size = 0); leave token_type_ids out"
-            )
+            raise ValueError("this encoder has no token types (model.type_vocab_size = 0); leave token_type_ids out")
         if hasattr(self, "position"):
             x = x + self.position(document_positions(input_ids.shape[1], cu_seqlens, input_ids.device))
         return self.dropout(self.norm(x))

@@ -16,9 +16,7 @@ def flops_per_token(config: ModelConfig, seqlen: int, *, head_share: float = 1.0
     total = 0.0
     for mixer, has_mlp in config.layer_kinds():
         if mixer is not None:
-            total += MIXERS[mixer].flops_per_token(
-                config.d_model, config.mixer_config(mixer), seqlen, config.causal
-            )
+            total += MIXERS[mixer].flops_per_token(config.d_model, config.mixer_config(mixer), seqlen, config.causal)
         if has_mlp:
             total += 2.0 * 2 * config.d_model * round(config.d_model * config.mlp_ratio)
     head = config.vocab_size * config.d_model

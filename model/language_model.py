@@ -51,9 +51,7 @@ class LanguageModel(Backbone):
         weight, bias = self.output_projection()
         return F.linear(self.features(x), weight, bias), new_state
 
-    def prefill(
-        self, input_ids: torch.Tensor, state: list[Any] | None = None
-    ) -> tuple[torch.Tensor, list[Any]]:
+    def prefill(self, input_ids: torch.Tensor, state: list[Any] | None = None) -> tuple[torch.Tensor, list[Any]]:
         """Logits (B, vocab_size) after the last of input_ids (B, L), L >= 1, and the state there, in parallel
         form."""
         if input_ids.shape[1] == 0:

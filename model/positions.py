@@ -64,8 +64,7 @@ def apply_rotary(
     """Turn neighbouring channel pairs of q and k (B, L, H, D) by their positions (L,); computed in
     float32 at least."""
     cos, sin, log_scale = (
-        None if table is None else table.unsqueeze(1)
-        for table in rotary_tables(positions, q.shape[-1], base, kind)
+        None if table is None else table.unsqueeze(1) for table in rotary_tables(positions, q.shape[-1], base, kind)
     )
 
     def turn(x: torch.Tensor, sign: int) -> torch.Tensor:

@@ -59,7 +59,9 @@ def _message(box: str) -> str:
     return texts[1] if len(texts) > 1 else "arguments not understood"
 
 
-def parse_arguments(cls: type[Config], arguments: list[str], *, prog: str, default: Any = tyro.MISSING_NONPROP) -> Config:
+def parse_arguments(
+    cls: type[Config], arguments: list[str], *, prog: str, default: Any = tyro.MISSING_NONPROP
+) -> Config:
     """`arguments` (``--key value``, tables with dots) as a `cls`, what they leave out taken from `default`.
 
     Raises ValueError (one line); ``--help`` prints all fields with their docstrings and exits.

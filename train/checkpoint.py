@@ -77,9 +77,7 @@ class CheckpointManager:
 
     # -- saving ------------------------------------------------------------------------------------------
 
-    def save(
-        self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = _tell_on_rank_zero
-    ) -> Path | None:
+    def save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = _tell_on_rank_zero) -> Path | None:
         """Writes a checkpoint and removes those that need not be kept.
 
         extra: JSON values that `load` gives back. Returns the path, or None when the storage failed: then
@@ -101,9 +99,7 @@ class CheckpointManager:
         tell(f"warning: no checkpoint at step {step}: {complaint}; training goes on, {last}")
         return None
 
-    def _write(
-        self, step: int, engine: Engine, extra: dict[str, Any], temporary: Path, target: Path
-    ) -> str | None:
+    def _write(self, step: int, engine: Engine, extra: dict[str, Any], temporary: Path, target: Path) -> str | None:
         """The steps of a save, each of them on all ranks before the next; stops where one of them fails."""
         rank, world_size = rank_and_world_size()
         names: list[str] = []
@@ -192,8 +188,7 @@ class CheckpointManager:
             tell(f"warning: skipping a checkpoint: {problem}")
         if first_problem is not None:
             raise ValueError(
-                f"{first_problem}; no checkpoint in {self.directory} is valid: "
-                "restore one, or use another run_dir"
+                f"{first_problem}; no checkpoint in {self.directory} is valid: restore one, or use another run_dir"
             )
         return None
 

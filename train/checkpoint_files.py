@@ -83,9 +83,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"checkpoint {directory} is damaged: its {MANIFEST} cannot be read") from None
     if not known:
-        raise ValueError(
-            f"checkpoint {directory} was written by another version of matmix: update one of the two"
-        )
+        raise ValueError(f"checkpoint {directory} was written by another version of matmix: update one of the two")
     return manifest
 
 

@@ -57,12 +57,13 @@ def _closing_words(config: RunConfig, result) -> str:
         why = f" by {signal.Signals(result.signal).name}" if result.signal else ""
         return f"Stopped{why} at step {result.step} of {config.steps}, saved. The same command goes on from there."
     metrics = result.metrics
-    lines = [f"{'Nothing to do, run finished' if result.steps_done == 0 else 'Finished'} at step {result.step}: {config.run_dir}"]
+    done = "Finished" if result.steps_done else "Nothing to do, the run finished"
+    lines = [f"{done} at step {result.step}: {config.run_dir}"]
     line = f"Validation loss {metrics['loss']:.4f} nats per token"
     if "masked_accuracy" in metrics:
         lines.append(f"{line} (masked), accuracy of masked tokens {metrics['masked_accuracy']:.1%}.")
     else:
         lines.append(f"{line}, {metrics['bits_per_byte']:.3f} bits per byte.")
     lines.append(f"Unigram entropy of the corpus {result.unigram_entropy:.4f} nats per token.")
-    lines.append(f"Next: matmix generate {config.run_dir} --prompt '...'   or   matmix export {config.run_dir} --out DIR")
+    lines.append(f"Next: matmix generate {config.run_dir} --prompt TEXT, or matmix export {config.run_dir} --out DIR")
     return "\n".join(lines)

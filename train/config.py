@@ -1,7 +1,7 @@
 """The configuration of a run: frozen dataclasses whose field docstrings are the command line's help.
 
 Order of precedence: the defaults here, then the recipe (TOML), then the command line. Validation lives in
-``__post_init__`` only, so that a config that exists is a config that is valid. Reading and writing: `matmix.train.recipe`.
+``__post_init__`` only, so that a config that exists is a valid one. Reading and writing: `matmix.train.recipe`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Weight decay of matrices and embeddings."""
     fully_decoupled: bool = False
-    """True: a step shrinks weights by weight_decay * lr_t / lr instead of weight_decay * lr_t (the paper's own form)."""
+    """A step shrinks weights by weight_decay * lr_t / lr instead of weight_decay * lr_t (the paper's own form)."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 = not clipped."""
 

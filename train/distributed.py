@@ -59,9 +59,7 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(
-            'device = "cuda" was asked for, but torch finds no CUDA device here; use --device cpu'
-        )
+        raise ValueError('device = "cuda" was asked for, but torch finds no CUDA device here; use --device cpu')
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"process {local_rank} on this machine has no CUDA device: there are "

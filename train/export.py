@@ -55,9 +55,7 @@ def export_run(
     return out
 
 
-def import_reference(
-    kind: str, file: str | Path, out_dir: str | Path, *, tell: Callable[[str], None] = print
-) -> Path:
+def import_reference(kind: str, file: str | Path, out_dir: str | Path, *, tell: Callable[[str], None] = print) -> Path:
     """Turn a checkpoint of another project into a directory that transformers loads without matmix.
 
     Args:

@@ -232,9 +232,7 @@ def fill_masks(source: Source, prompt: str) -> str:
     ids = source.tokenizer.encode(prompt.replace(MASK, source.tokenizer.id_to_token(mask))).ids
     places = [place for place, index in enumerate(ids) if index == mask]
     if not places:
-        raise ValueError(
-            f"{source.path} is an encoder, which fills in words: put {MASK} where the prompt lacks one"
-        )
+        raise ValueError(f"{source.path} is an encoder, which fills in words: put {MASK} where the prompt lacks one")
     select = torch.tensor(places, device=source.device)
     logits = source.model(torch.tensor([ids], device=source.device), select=select)
     probabilities = logits.float().softmax(-1).masked_fill(_banned(source), 0.0)

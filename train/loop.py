@@ -72,9 +72,7 @@ class Trainer:
         self.checkpoints = CheckpointManager(
             self.run.checkpoints, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
         )
-        self.speed = Speedometer(
-            flops_per_token(config.model, config.data.seqlen), distributed.device, world_size
-        )
+        self.speed = Speedometer(flops_per_token(config.model, config.data.seqlen), distributed.device, world_size)
         self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
         self.metrics: dict[str, float] = {}
 
@@ -177,9 +175,7 @@ class Trainer:
         if self.metrics.get("step") != self.state.step:
             with self.speed.paused():
                 if self.validation is None:
-                    self.validation = make_loader(
-                        self.config, "validation", self.engine.rank, self.engine.world_size
-                    )
+                    self.validation = make_loader(self.config, "validation", self.engine.rank, self.engine.world_size)
                 metrics = evaluate(self.engine, self.validation, self.config)
                 self.call("on_evaluation", metrics)
             self.metrics = {"step": self.state.step, **metrics}

@@ -114,22 +114,31 @@ def print_plan(config: RunConfig) -> int:
     tokens = plan.tokens_per_step * plan.steps
     flops = 3 * plan.flops_per_token
     gib = 2**30
-    engine = config.engine.name + (f" stage {config.engine.zero_stage}" if config.engine.name == "deepspeed" else "")
-    vocabulary = f"vocabulary {config.model.vocab_size}" if config.model.vocab_size else (
-        f"vocabulary {_ASSUMED_VOCABULARY} assumed, the data's is taken when training"
-    )
-    print(
-        f"parameters        {short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary})\n"
-        f"FLOPs per token   {short_number(plan.flops_per_token)} forward, {short_number(flops)} forward and backward\n"
-        f"memory per rank   {plan.total_bytes / gib:.2f} GiB estimated: {plan.state_bytes / gib:.2f} weights, gradients "
-        f"and moments, {plan.gathered_bytes / gib:.2f} gathered weights, {plan.activation_bytes / gib:.2f} activations\n"
-        f"batch             {config.global_batch_size} sequences of {config.data.seqlen} = "
-        f"{short_number(plan.tokens_per_step)} tokens; {ranks} rank(s) x {plan.accumulation} micro-batch(es) of "
-        f"{plan.micro_batch_size}\n"
-        f"engine            {engine}, {config.engine.precision}, activation checkpointing "
-        f"{config.engine.activation_checkpointing}\n"
-        f"steps             {plan.steps:,}\n"
-        f"tokens            {short_number(tokens)} ({tokens:,})\n"
-        f"compute           {flops * tokens:.3g} FLOPs in all"
-    )
+    engine = config.engine.name
+    if engine == "deepspeed":
+        engine += f" stage {config.engine.zero_stage}"
+    vocabulary = f"vocabulary {config.model.vocab_size}"
+    if config.model.vocab_size == 0:
+        vocabulary = f"vocabulary {_ASSUMED_VOCABULARY} assumed, training takes the data's"
+    memory = {
+        "weights, gradients and moments": plan.state_bytes,
+        "gathered weights": plan.gathered_bytes,
+        "activations": plan.activation_bytes,
+    }
+    parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in memory.items())
+    sequences = f"{config.global_batch_size} sequences of {config.data.seqlen}"
+    pieces = f"{ranks} rank(s) x {plan.accumulation} micro-batch(es) of {plan.micro_batch_size}"
+    rows = {
+        "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary})",
+        "FLOPs per token": f"{short_number(plan.flops_per_token)} forward, {short_number(flops)} with backward",
+        "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
+        "batch": f"{sequences} = {short_number(plan.tokens_per_step)} tokens; {pieces}",
+        "engine": f"{engine}, {config.engine.precision}, activation checkpointing "
+        f"{config.engine.activation_checkpointing}",
+        "steps": f"{plan.steps:,}",
+        "tokens": f"{short_number(tokens)} ({tokens:,})",
+        "compute": f"{flops * tokens:.3g} FLOPs in all",
+    }
+    for name, text in rows.items():
+        print(f"{name:<16}  {text}")
     return 0

@@ -13,9 +13,13 @@ from matmix.train.recipe import config_from_dict, differences, read_toml, write_
 
 # What may change when a run is started again: how it is watched, spread and kept, but nothing that defines its numbers.
 # (Engines whose checkpoints have another layout are refused when the checkpoint is loaded.)
-_MAY_CHANGE = ("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every", "logging.", "checkpoint.")
-_MAY_CHANGE += ("evaluation.", "engine.", "data.workers", "data.worker_start", "data.prefetch", "data.verify")
-_MAY_CHANGE += ("data.path", "data.validation_path", "data.cache_dir")  # the checkpoint knows the data by its contents
+_MAY_CHANGE = (
+    *("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every"),
+    *("logging.", "checkpoint.", "evaluation.", "engine."),
+    *("data.workers", "data.worker_start", "data.prefetch", "data.verify", "data.cache_dir"),
+    # The checkpoint knows its data by their contents, wherever they lie.
+    *("data.path", "data.validation_path"),
+)
 _MAY_NOT_CHANGE = ("engine.precision",)
 
 

@@ -77,9 +77,7 @@ class Storage:
             return
         stored = Path(self.path) / split / shard.file
         if not stored.is_file():
-            raise FileNotFoundError(
-                f"{self.path}: shard {split}/{shard.file} is missing; prepare the data again"
-            )
+            raise FileNotFoundError(f"{self.path}: shard {split}/{shard.file} is missing; prepare the data again")
         size = stored.stat().st_size
         if size != shard.bytes:
             raise ValueError(
@@ -158,9 +156,7 @@ class Storage:
             target.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except OSError as error:
-            raise ValueError(
-                f"cannot write the data cache {self.cache} ({error}); set data.cache_dir"
-            ) from None
+            raise ValueError(f"cannot write the data cache {self.cache} ({error}); set data.cache_dir") from None
         try:
             yield
         finally:
@@ -176,9 +172,7 @@ class Storage:
         except OSError as error:
             if isinstance(error, FileNotFoundError):
                 raise
-            raise ValueError(
-                f"cannot write {target} to the data cache ({error}); see data.cache_dir"
-            ) from None
+            raise ValueError(f"cannot write {target} to the data cache ({error}); see data.cache_dir") from None
         finally:
             part.unlink(missing_ok=True)
 
@@ -191,9 +185,7 @@ class Storage:
             try:
                 self._download("manifest.json", target)
             except FileNotFoundError:
-                raise FileNotFoundError(
-                    f"there is no prepared dataset at {self.path}: no manifest.json"
-                ) from None
+                raise FileNotFoundError(f"there is no prepared dataset at {self.path}: no manifest.json") from None
             return target.read_bytes()
 
 

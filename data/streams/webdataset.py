@@ -25,9 +25,7 @@ def open_shard(path: Path, shard: ShardInfo, *, dtype: str, where: str) -> OpenS
     Raises ValueError if it is truncated or does not hold the documents that the manifest promises.
     """
     with path.open("rb") as file:
-        data = (
-            memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if path.stat().st_size else b""
-        )
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if path.stat().st_size else b""
     members = _token_members(data, where)
     if len(members) != shard.documents:
         raise damaged(where, f"it holds {len(members)} documents instead of {shard.documents}")

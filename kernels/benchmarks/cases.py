@@ -19,9 +19,7 @@ from matmix.kernels.benchmarks.peers import BrentKungProduct, recurrent_quasisep
 Candidates = dict[str, Callable[[], object]]
 
 
-def forward_backward(
-    op: Callable[..., Tensor], inputs: list[Tensor], cotangent: Tensor
-) -> Callable[[], object]:
+def forward_backward(op: Callable[..., Tensor], inputs: list[Tensor], cotangent: Tensor) -> Callable[[], object]:
     """A call that runs `op` on the inputs and takes the gradients of all of them."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     return lambda: torch.autograd.grad(op(*leaves), leaves, cotangent)

@@ -26,13 +26,8 @@ def recurrent_quasiseparable(
         for t in order:
             # The shift: a token reads what its neighbour would have read, without its own input.
             reads.append(h)
-            h = (
-                torch.exp(a[:, t, :, None, None]) * h
-                + (w[:, t, :, None] * k[:, t])[..., None] * v[:, t, :, None]
-            )
-        return [
-            (q[:, s, :, None] @ h).squeeze(-2) for s, h in zip([order[0], *order[:-1]], reads, strict=True)
-        ]
+            h = torch.exp(a[:, t, :, None, None]) * h + (w[:, t, :, None] * k[:, t])[..., None] * v[:, t, :, None]
+        return [(q[:, s, :, None] @ h).squeeze(-2) for s, h in zip([order[0], *order[:-1]], reads, strict=True)]
 
     forward = torch.stack(scan(qf, kf, af, wf, range(v.shape[1])), 1)
     backward = torch.stack(scan(qb, kb, ab, wb, range(v.shape[1] - 1, -1, -1))[::-1], 1)

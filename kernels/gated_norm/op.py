@@ -48,9 +48,7 @@ def gated_norm(
 
 
 @torch.library.custom_op("matmix::gated_norm", mutates_args=())
-def _gated_norm(
-    x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None, backend: str
-) -> Tensor:
+def _gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None, backend: str) -> Tensor:
     run = implementation("gated_norm.forward", norm_forward, backend, x)
     return run(x, weight, gate, eps, group_size)
 

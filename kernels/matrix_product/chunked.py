@@ -44,9 +44,7 @@ class ProductRestarts:
     begins.
     """
 
-    def __init__(
-        self, starts: list[tuple[int, int]], offset: int, count: int, chunk: int, device: torch.device
-    ):
+    def __init__(self, starts: list[tuple[int, int]], offset: int, count: int, chunk: int, device: torch.device):
         at: dict[int, tuple[list[int], list[int]]] = {}
         self.cut: set[int] = set()
         for position, document in starts:
@@ -56,17 +54,13 @@ class ProductRestarts:
                 rows.append(row)
                 documents.append(document)
                 self.cut.add(row)
-        self.at = {
-            step: tuple(torch.tensor(index, device=device) for index in pair) for step, pair in at.items()
-        }
+        self.at = {step: tuple(torch.tensor(index, device=device) for index in pair) for step, pair in at.items()}
 
 
 class ProductSpan:
     """A piece of the sequence, (batch, count, chunk, nheads, o, o), with the buffers its steps share."""
 
-    def __init__(
-        self, x: Tensor, offset: int, count: int, chunk: int, dtype: torch.dtype, restarts: ProductRestarts
-    ):
+    def __init__(self, x: Tensor, offset: int, count: int, chunk: int, dtype: torch.dtype, restarts: ProductRestarts):
         self.slice = slice(offset, offset + count * chunk)
         self.count, self.chunk, self.dtype, self.restarts = count, chunk, dtype, restarts
         self.x = self.view(x)
@@ -132,17 +126,13 @@ def product_forward(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     products = identity.new_zeros(0)
     if cu_seqlens is None:
-        state = (
-            identity.expand(batch, heads, order, order) if initial_state is None else initial_state.to(dtype)
-        )
+        state = identity.expand(batch, heads, order, order) if initial_state is None else initial_state.to(dtype)
         firsts = final = None
     else:
         # Each document's first state, and, in `final`, its last as the passes reach it.
         state = identity.expand(batch, heads, order, order)
         count = len(lasts)
-        given = (
-            identity.expand(count, heads, order, order) if initial_state is None else initial_state.to(dtype)
-        )
+        given = identity.expand(count, heads, order, order) if initial_state is None else initial_state.to(dtype)
         final = given.clone()
         firsts = torch.empty_like(final)
         if starts:
@@ -296,9 +286,7 @@ def product_span_backward(
         for chunk in reversed(range(span.count)):
             spare[:, chunk] = carry
             carry = (
-                current[:, chunk]
-                if chunk in span.restarts.cut
-                else (current[:, chunk] + carry @ products[:, chunk].mT)
+                current[:, chunk] if chunk in span.restarts.cut else (current[:, chunk] + carry @ products[:, chunk].mT)
             )
         current, spare = spare, current
     else:

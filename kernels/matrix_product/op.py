@@ -50,9 +50,7 @@ def matrix_product_scan(
     op = "matrix_product_scan"
     check_floating(op, x=x, initial_state=initial_state)
     if x.dim() != 5 or x.shape[-1] != x.shape[-2] or 0 in x.shape:
-        raise ValueError(
-            f"{op}: x has shape {tuple(x.shape)}; expected (batch, seqlen, nheads, o, o), none of them 0"
-        )
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (batch, seqlen, nheads, o, o), none of them 0")
     check_cu_seqlens(op, cu_seqlens, x.shape[0], x.shape[1], x)
     if initial_state is not None:
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -72,10 +72,7 @@ def scan_backward(
     setup = set_up_scan(v, sides, exclusive, cu_seqlens, chunk_size, dfinal is not None)
     layout, dtype = setup.layout, setup.dtype
     chunks, dout = layout.split(v), layout.split(dy)
-    states = [
-        side_states(chunks, dout, setup, number, dfinal if number == 0 else None)
-        for number in range(len(sides))
-    ]
+    states = [side_states(chunks, dout, setup, number, dfinal if number == 0 else None) for number in range(len(sides))]
     sums = [side_sums(setup, number, states[number], v.shape[2]) for number in range(len(sides))]
     spread = spread_heads(diagonal, layout, dtype)
     ddiagonal = None if spread is None else torch.empty(spread.shape, dtype=dtype, device=v.device)
@@ -181,9 +178,7 @@ def slab_backward(
             dk.addcmul_(down, q)
         slab_exponents(setup, at, number, dmatrix, sums[number])
         if states[number] is not None:
-            through = slab_states(
-                setup, at, number, (q, k), (dq, dk), values, grad, states[number], sums[number]
-            )
+            through = slab_states(setup, at, number, (q, k), (dq, dk), values, grad, states[number], sums[number])
             dvalues = dvalues + through
         sums[number].q[at] = dq.transpose(1, 2)
         sums[number].k[at] = dk.transpose(1, 2)

@@ -23,9 +23,7 @@ from matmix.kernels.semiseparable.setup import ScanSide
 
 class SemiseparableFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, final_state, chunk_size
-    ):
+    def forward(ctx, v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, final_state, chunk_size):
         ctx.save_for_backward(v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens)
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
@@ -38,9 +36,7 @@ class SemiseparableFunction(torch.autograd.Function):
         v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens = ctx.saved_tensors
         dy = torch.zeros_like(v) if dy is None else dy
         side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-        dv, (dside,), ddiagonal = scan_backward(
-            dy, dfinal, v, (side,), diagonal, False, cu_seqlens, ctx.chunk_size
-        )
+        dv, (dside,), ddiagonal = scan_backward(dy, dfinal, v, (side,), diagonal, False, cu_seqlens, ctx.chunk_size)
         tensors = (dv, dside.q, dside.k, dside.log_decay, dside.input_scale, ddiagonal, dside.initial_state)
         return *tensors, None, None, None
 

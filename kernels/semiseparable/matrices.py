@@ -9,9 +9,7 @@ from torch.nn.functional import pad
 from matmix.kernels.semiseparable.setup import ScanSetup
 
 
-def chunk_scores(
-    setup: ScanSetup, at: slice
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor, Tensor | None]:
+def chunk_scores(setup: ScanSetup, at: slice) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor, Tensor | None]:
     """q and k of each side, (m, ngroups, chunk, d_state), and the three factors of the chunk matrices:
 
     scores (m, ngroups, chunk, chunk), zero outside the masks; decays (m, nheads, chunk, chunk), at most 1
@@ -53,9 +51,7 @@ def own_products(setup: ScanSetup, pairs: list[tuple[Tensor, Tensor]]) -> Tensor
 def own_scale(setup: ScanSetup, at: slice, own: Tensor, heads: int) -> tuple[Tensor, Tensor | None]:
     """`own_products` per head, (m, nheads, chunk), and the backward side's input scale in that shape."""
     scale = setup.scales[1]
-    return own.repeat_interleave(heads // setup.groups, 1), None if scale is None else scale[at].transpose(
-        1, 2
-    )
+    return own.repeat_interleave(heads // setup.groups, 1), None if scale is None else scale[at].transpose(1, 2)
 
 
 def undecayed_columns(matrix: Tensor, exclusive: bool, reverse: bool, sides: int) -> Tensor:

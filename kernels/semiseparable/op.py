@@ -61,9 +61,7 @@ def semiseparable_scan(
         ValueError: a shape, dtype, device or option does not fit.
     """
     op = "semiseparable_scan"
-    _check_scan(
-        op, v, {"q": q, "k": k}, {"log_decay": log_decay, "diagonal": diagonal}, {"input_scale": input_scale}
-    )
+    _check_scan(op, v, {"q": q, "k": k}, {"log_decay": log_decay, "diagonal": diagonal}, {"input_scale": input_scale})
     check_cu_seqlens(op, cu_seqlens, v.shape[0], v.shape[1], v)
     _check_state(op, "initial_state", initial_state, v, q, cu_seqlens)
     check_chunk_size(op, chunk_size)
@@ -161,14 +159,10 @@ def _check_scan(
     batch, seqlen, heads, _ = v.shape
     first, vector = next(iter(vectors.items()))
     if vector.dim() != 4 or 0 in vector.shape:
-        raise ValueError(
-            f"{op}: {first} has shape {tuple(vector.shape)}; expected (batch, seqlen, ngroups, d_state)"
-        )
+        raise ValueError(f"{op}: {first} has shape {tuple(vector.shape)}; expected (batch, seqlen, ngroups, d_state)")
     groups, d_state = vector.shape[2:]
     if heads % groups:
-        raise ValueError(
-            f"{op}: {heads} heads cannot share {groups} groups; make nheads a multiple of ngroups"
-        )
+        raise ValueError(f"{op}: {heads} heads cannot share {groups} groups; make nheads a multiple of ngroups")
     for name, tensor in vectors.items():
         check_shape(op, name, tensor, (batch, seqlen, groups, d_state))
     for name, tensor in factors.items():
@@ -179,9 +173,7 @@ def _check_scan(
             check_shape(op, name, tensor, (batch, seqlen, heads))
 
 
-def _check_state(
-    op: str, name: str, state: Tensor | None, v: Tensor, q: Tensor, cu_seqlens: Tensor | None
-) -> None:
+def _check_state(op: str, name: str, state: Tensor | None, v: Tensor, q: Tensor, cu_seqlens: Tensor | None) -> None:
     if state is not None:
         check_floating(op, v=v, **{name: state})
         rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -203,8 +195,7 @@ def _working_dtype(v: Tensor) -> torch.dtype:
 
 def _like(v: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(
-        v.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in inputs
+        v.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs
     )
 
 

@@ -79,15 +79,13 @@ def set_up_scan(
             q = shift_left(q, cu_seqlens) if side.reverse else shift_right(q, cu_seqlens)
         chunks.append(side._replace(q=layout.split(q), k=layout.split(side.k)))
         scales.append(None if side.input_scale is None else layout.split(side.input_scale).to(dtype))
-        decays.append(
-            side_decay(side.log_decay, layout, heads, side.reverse, exclusive, dtype, v.device, same)
-        )
+        decays.append(side_decay(side.log_decay, layout, heads, side.reverse, exclusive, dtype, v.device, same))
         mask = lower.mT if side.reverse else lower
         if exclusive or (side.reverse and len(sides) == 2):
             mask = mask & ~torch.eye(chunk, dtype=torch.bool, device=v.device)
         masks.append((mask & same) if same is not None else mask[None])
         carries.append(layout.per_row > 1 or side.initial_state is not None)
-    # A few MB of chunk matrices stay in a CPU's caches and keep its cores busy; accelerators want more at once.
+    # A few MB of chunk matrices fit a CPU's caches and keep its cores busy; accelerators want more at once.
     budget = 3 << 20 if v.device.type == "cpu" else 1 << 28
     slab = max(1, budget // (heads * chunk * max(chunk, headdim) * dtype.itemsize))
     return ScanSetup(

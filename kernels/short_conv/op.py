@@ -48,9 +48,7 @@ def short_conv(
     if not 2 <= width <= 9:
         raise ValueError(f"{op}: weight has {width} taps; give 2 to 9")
     if not causal and width % 2 == 0:
-        raise ValueError(
-            f"{op}: a centred convolution needs an odd number of taps, got {width}; or use causal=True"
-        )
+        raise ValueError(f"{op}: a centred convolution needs an odd number of taps, got {width}; or use causal=True")
     if bias is not None:
         check_shape(op, "bias", bias, (x.shape[2],))
     if activation not in (None, "silu"):

@@ -198,9 +198,7 @@ class _Collector:
             if attribute is None:
                 plain.append(f"import {module}" if name == module else f"import {module} as {name}")
             else:
-                grouped.setdefault(module, []).append(
-                    attribute if name == attribute else f"{attribute} as {name}"
-                )
+                grouped.setdefault(module, []).append(attribute if name == attribute else f"{attribute} as {name}")
         lines = sorted(plain) + [
             f"from {module} import {', '.join(sorted(grouped[module]))}" for module in sorted(grouped)
         ]
@@ -228,9 +226,7 @@ def read_module(module_name: str) -> Module:
             continue
         _refuse_inner_imports(module_name, node)
         following = body[index + 1] if index + 1 < len(body) else None
-        documented = (
-            following if isinstance(node, ast.Assign | ast.AnnAssign) and _is_docstring(following) else None
-        )
+        documented = following if isinstance(node, ast.Assign | ast.AnnAssign) and _is_docstring(following) else None
         uses = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - set(names)
         definition = Definition(
             tuple(names), frozenset(uses), _segment(lines, node, documented), len(module.definitions)
@@ -243,12 +239,8 @@ def read_module(module_name: str) -> Module:
 def _record_import(module: Module, node: ast.Import | ast.ImportFrom) -> None:
     for alias in node.names:
         if isinstance(node, ast.Import):
-            assert not alias.name.startswith(PROJECT), (
-                f"{module.name}: import names from {alias.name}, not the module"
-            )
-            assert alias.asname or "." not in alias.name, (
-                f"{module.name}: import {alias.name} needs a name of its own"
-            )
+            assert not alias.name.startswith(PROJECT), f"{module.name}: import names from {alias.name}, not the module"
+            assert alias.asname or "." not in alias.name, f"{module.name}: import {alias.name} needs a name of its own"
             module.other_imports[alias.asname or alias.name] = (alias.name, None)
             continue
         assert node.level == 0, f"{module.name}: relative imports cannot be bundled"
@@ -266,9 +258,7 @@ def _bound_names(node: ast.stmt) -> list[str]:
         return [node.name]
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.Try | ast.If):
         names = [
-            inner.id
-            for inner in ast.walk(node)
-            if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+            inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
         ]
         for inner in ast.walk(node):
             if isinstance(inner, ast.ImportFrom | ast.Import):
@@ -280,17 +270,11 @@ def _bound_names(node: ast.stmt) -> list[str]:
 def _refuse_inner_imports(module_name: str, node: ast.stmt) -> None:
     for inner in ast.walk(node):
         if isinstance(inner, ast.ImportFrom) and (inner.module or "").split(".")[0] == PROJECT:
-            raise AssertionError(
-                f"{module_name}: line {inner.lineno} imports project code inside a definition"
-            )
+            raise AssertionError(f"{module_name}: line {inner.lineno} imports project code inside a definition")
 
 
 def _is_docstring(node: ast.stmt | None) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _segment(lines: list[str], node: ast.stmt, documented: ast.stmt | None) -> str:

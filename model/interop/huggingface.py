@@ -193,9 +193,7 @@ def write_code(directory: Path, config: ModelConfig) -> None:
     fingerprint = hashlib.sha256(modeling.encode()).hexdigest()[:16]
     configuration = bundle(
         [(_CONFIG_SOURCE, family.config_class)],
-        header=header(
-            "Configuration of a matmix model for transformers.", f"\nFor modeling_matmix.py {fingerprint}."
-        ),
+        header=header("Configuration of a matmix model for transformers.", f"\nFor modeling_matmix.py {fingerprint}."),
         version=matmix_version,
     )
     (directory / "modeling_matmix.py").write_text(modeling, encoding="utf-8")

@@ -16,9 +16,7 @@ from matmix.model.interop.plain_config import model_config_from_dict
 
 def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in float32 of logits (..., vocab_size) against labels (...), -100 = ignored."""
-    return F.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten().to(logits.device), ignore_index=-100
-    )
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten().to(logits.device), ignore_index=-100)
 
 
 def refuse_input_embeddings(inputs_embeds: torch.Tensor | None) -> None:

@@ -86,9 +86,7 @@ class MatmixEncoderModel(MatmixEncoderBase):
         return_dict: bool | None = None,
     ) -> BaseModelOutput | tuple:
         refuse_input_embeddings(inputs_embeds)
-        output = BaseModelOutput(
-            last_hidden_state=self.hidden_states(input_ids, attention_mask, token_type_ids)
-        )
+        output = BaseModelOutput(last_hidden_state=self.hidden_states(input_ids, attention_mask, token_type_ids))
         return output.to_tuple() if return_dict is False else output
 
 
@@ -165,9 +163,7 @@ class MatmixForSequenceClassification(MatmixEncoderBase):
         if kind is None and self.config.num_labels == 1:
             kind = "regression"
         if kind is None:
-            kind = (
-                "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
-            )
+            kind = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
         if kind == "regression":
             return F.mse_loss(logits.squeeze(-1), labels.to(logits.dtype).view_as(logits.squeeze(-1)))
         if kind == "multi_label_classification":

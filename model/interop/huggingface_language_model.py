@@ -106,9 +106,7 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=state)
         return output.to_tuple() if return_dict is False else output
 
-    def _full_logits(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int
-    ) -> torch.Tensor:
+    def _full_logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int) -> torch.Tensor:
         batch, length = input_ids.shape
         if not keep or keep >= length:
             return self.model(input_ids, attention_mask=attention_mask)

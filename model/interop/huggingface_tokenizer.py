@@ -46,9 +46,7 @@ def load_fast_tokenizer(path: str | Path, special: Mapping[str, int | None]) -> 
         tokenizer = sentencepiece_to_fast(path, mask=tokenizer.id_to_token(special["mask"]))
     different = first_difference(tokenizer, path)
     if different is not None:
-        raise ValueError(
-            f"{path} cannot be made a fast tokenizer with the same ids: they differ for {different!r}"
-        )
+        raise ValueError(f"{path} cannot be made a fast tokenizer with the same ids: they differ for {different!r}")
     return tokenizer
 
 
@@ -80,9 +78,7 @@ def write_tokenizer(
         for name, index in special.items()
         if name in _TOKEN_NAMES and index is not None
     }
-    inputs = (
-        ["input_ids", "token_type_ids", "attention_mask"] if token_types else ["input_ids", "attention_mask"]
-    )
+    inputs = ["input_ids", "token_type_ids", "attention_mask"] if token_types else ["input_ids", "attention_mask"]
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,

@@ -72,9 +72,7 @@ def write_weights(
         size, total = size + nbytes, total + nbytes
     missing = [name for name in expected if name not in seen]
     if missing:
-        raise ValueError(
-            f"the weights lack {missing[0]!r} ({len(missing)} of {len(expected)} tensors are missing)"
-        )
+        raise ValueError(f"the weights lack {missing[0]!r} ({len(missing)} of {len(expected)} tensors are missing)")
     flush()
     _name_shards(directory, shards, total)
     return total

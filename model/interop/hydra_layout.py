@@ -77,9 +77,7 @@ def mixer_names(options: HydraConfig) -> list[str]:
     return names
 
 
-def hydra_mlm_layout(
-    state: Mapping[str, torch.Tensor], values: Mapping[str, Any]
-) -> tuple[ModelConfig, Layout]:
+def hydra_mlm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """The encoder (kind hydra-mlm) that a BertConfig describes; keys of it that say nothing about it are
     ignored. Options of the layer that a BertConfig lacks may be added to it: ngroups, bias, conv_bias,
     learnable_init_states.
@@ -148,9 +146,7 @@ def hydra_mlm_layout(
         theirs = f"bert.encoder.layer.{index}.layer."
         names |= {f"blocks.{index}.mixer.{name}": f"{theirs}mixer.{name}" for name in mixer_names(options)}
         names |= {f"blocks.{index}.norm_mixer.{part}": f"{theirs}norm.{part}" for part in ("weight", "bias")}
-    ignored = {"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"} | (
-        {output} if tied else set()
-    )
+    ignored = {"bert.embeddings.position_ids", "bert.embeddings.token_type_ids"} | ({output} if tied else set())
     return model, Layout(kind="hydra-mlm", names=names, ignored=frozenset(ignored))
 
 

@@ -25,9 +25,7 @@ _CONFIG_FILES = ("config.json", "modelcfg.json", "model.json")
 _WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin", "model.pt")
 
 
-def read_checkpoint(
-    source: str, path: str | Path, **overrides: Any
-) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+def read_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Read a checkpoint of another project.
 
     Args:
@@ -83,9 +81,7 @@ def find_weights(directory: Path) -> Path:
     for name in _WEIGHT_FILES:
         if (directory / name).is_file():
             return directory / name
-    others = sorted(
-        file for file in directory.iterdir() if file.suffix in (".safetensors", ".pt", ".pth", ".bin")
-    )
+    others = sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".pt", ".pth", ".bin"))
     if len(others) != 1:
         what = "no weights" if not others else f"{len(others)} files of weights"
         raise ValueError(f"{directory} holds {what}; name the file to read")
@@ -127,16 +123,13 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
-            f"{path} cannot be read as plain tensors ({reason}); save its state dict alone, best as "
-            ".safetensors"
+            f"{path} cannot be read as plain tensors ({reason}); save its state dict alone, best as .safetensors"
         ) from None
     # Composer keeps the weights below state.model, others below one of these words.
     for word in ("state", "model", "state_dict", "model_state_dict"):
         if isinstance(content, Mapping) and isinstance(content.get(word), Mapping):
             content = content[word]
-    if not isinstance(content, Mapping) or not all(
-        isinstance(value, torch.Tensor) for value in content.values()
-    ):
+    if not isinstance(content, Mapping) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise ValueError(f"{path} does not hold a state dict of tensors")
     return dict(content), {}
 
@@ -147,9 +140,7 @@ def strip_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     while True:
         for prefix in ("_orig_mod.", "module.", "model.", "state."):
             if any(name.startswith(prefix) for name in state):
-                kept = {
-                    name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)
-                }
+                kept = {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
                 break
         else:
             return state

@@ -70,9 +70,7 @@ def literal(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return ast.literal_eval(
-            value.replace("inf", "1e999") if value.startswith(("(", "[", "inf")) else value
-        )
+        return ast.literal_eval(value.replace("inf", "1e999") if value.startswith(("(", "[", "inf")) else value)
     except (ValueError, SyntaxError):
         return value
 
@@ -94,18 +92,14 @@ def rename_state(
     renamed = {}
     for ours, theirs in layout.names.items():
         if theirs not in state:
-            raise ValueError(
-                f"{layout.kind}: the state lacks key {theirs!r} of shape {shape_text(expected[ours])}"
-            )
+            raise ValueError(f"{layout.kind}: the state lacks key {theirs!r} of shape {shape_text(expected[ours])}")
         if state[theirs].shape != expected[ours].shape:
             raise ValueError(
                 f"{layout.kind}: key {theirs!r} has shape {shape_text(state[theirs])}, "
                 f"but the configuration gives {shape_text(expected[ours])}"
             )
         renamed[ours] = state[theirs]
-    unexpected = [
-        name for name in state if name not in layout.ignored and name not in set(layout.names.values())
-    ]
+    unexpected = [name for name in state if name not in layout.ignored and name not in set(layout.names.values())]
     if unexpected:
         first = unexpected[0]
         more = f" (and {len(unexpected) - 1} more)" if len(unexpected) > 1 else ""

@@ -35,8 +35,7 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
     order = math.isqrt(state_size // nheads) if nheads > 0 else 0
     if nheads < 1 or nheads * order**2 != state_size:
         raise ValueError(
-            f"mru-lm: state_size = {state_size} is not n_state_heads = {nheads} times the square of a "
-            "whole number"
+            f"mru-lm: state_size = {state_size} is not n_state_heads = {nheads} times the square of a whole number"
         )
     blocks = "layers" not in values and any(name.startswith("blocks.") for name in state)
     kinds = block_kinds(state, config) if blocks else layer_kinds(config)
@@ -123,9 +122,7 @@ def block_kinds(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> lis
     """The mixer of every block of the "blocks" arrangement, from the names in the state."""
     found = {int(name.split(".")[1]) for name in state if name.startswith("blocks.")}
     count = config.get("n_blocks", 1 + max(found))
-    return [
-        "attn" if any(name.startswith(f"blocks.{i}.attn.") for name in state) else "mru" for i in range(count)
-    ]
+    return ["attn" if any(name.startswith(f"blocks.{i}.attn.") for name in state) else "mru" for i in range(count)]
 
 
 def construction_of(state: Mapping[str, torch.Tensor], config: ForeignConfig, nheads: int, order: int) -> str:

@@ -42,9 +42,7 @@ class ReferenceHydra(FromReference, Hydra):
 class ReferenceEncoder(FromReference, Encoder):
     """A Hydra encoder with masked-LM head."""
 
-    def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
-    ) -> Any:
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
         return super().forward(input_ids, attention_mask=attention_mask, **options)
 
 
@@ -75,13 +73,9 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
             module = (ReferenceEncoder if kind == "hydra-mlm" else ReferenceLanguageModel)(model_config)
     else:
         near = difflib.get_close_matches(kind, KINDS, n=1)
-        raise ValueError(
-            f"unknown kind {kind!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {KINDS}")
-        )
+        raise ValueError(f"unknown kind {kind!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {KINDS}"))
     renamed = rename_state(layout, dict(module.named_parameters()), state)
-    module.load_state_dict(
-        {name: tensor.detach().float().clone() for name, tensor in renamed.items()}, assign=True
-    )
+    module.load_state_dict({name: tensor.detach().float().clone() for name, tensor in renamed.items()}, assign=True)
     module.requires_grad_(True)
     module.reference_names = dict(layout.names)
     if isinstance(module, Encoder):

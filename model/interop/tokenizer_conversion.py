@@ -71,9 +71,7 @@ def sentencepiece_to_fast(path: str | Path, *, mask: str | None = None) -> Token
     proto = _read_proto(path)
     _refuse_unsupported(proto, path)
     pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
-    tokenizer = Tokenizer(
-        _unigram(proto, pieces) if proto.trainer_spec.model_type == 1 else _bpe(proto, pieces)
-    )
+    tokenizer = Tokenizer(_unigram(proto, pieces) if proto.trainer_spec.model_type == 1 else _bpe(proto, pieces))
     tokenizer.normalizer = _normalizer(proto.normalizer_spec)
     tokenizer.pre_tokenizer = _pre_tokenizer(proto.normalizer_spec, pieces)
     tokenizer.decoder = _decoder(proto.normalizer_spec)
@@ -88,9 +86,7 @@ def sentencepiece_to_fast(path: str | Path, *, mask: str | None = None) -> Token
     return tokenizer
 
 
-def first_difference(
-    tokenizer: Tokenizer, path: str | Path, texts: Iterable[str] = PROBE_TEXTS
-) -> str | None:
+def first_difference(tokenizer: Tokenizer, path: str | Path, texts: Iterable[str] = PROBE_TEXTS) -> str | None:
     """The first of `texts` that the fast tokenizer and the sentencepiece model at `path` give different
     ids, or None. Both read special tokens in the text as plain text."""
     import sentencepiece
@@ -113,9 +109,7 @@ def _refuse_unsupported(proto, path: Path) -> None:
     if proto.trainer_spec.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
         raise ValueError(f"{path}: whitespace as suffix or left unescaped has no fast tokenizer counterpart")
     if any(piece.type == _UNUSED for piece in proto.pieces):
-        raise ValueError(
-            f"{path}: a sentencepiece model with unused pieces has no fast tokenizer counterpart"
-        )
+        raise ValueError(f"{path}: a sentencepiece model with unused pieces has no fast tokenizer counterpart")
 
 
 def _bpe(proto, pieces: list[tuple[str, float, int]]) -> BPE:
@@ -188,9 +182,7 @@ def _pre_tokenizer(spec, pieces: list[tuple[str, float, int]]) -> pre_tokenizers
         mark = SPACE_MARK if spec.remove_extra_whitespaces else " "
         steps.append(pre_tokenizers.Metaspace(replacement=mark, prepend_scheme="first", split=False))
     normal = [piece for piece, _, kind in pieces if kind == _NORMAL]
-    user_defined = sorted(
-        (piece for piece, _, kind in pieces if kind == _USER_DEFINED), key=len, reverse=True
-    )
+    user_defined = sorted((piece for piece, _, kind in pieces if kind == _USER_DEFINED), key=len, reverse=True)
     # Words are cut before each mark if no piece spans such a cut: then cutting changes nothing and is faster.
     split = not any(SPACE_MARK in piece[1:] for piece in normal + user_defined)
     steps.append(pre_tokenizers.Metaspace(replacement=SPACE_MARK, prepend_scheme="never", split=split))

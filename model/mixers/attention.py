@@ -45,9 +45,7 @@ class Attention(Mixer):
     sequence_aligned = True
     complexity = "O(L^2)"
 
-    def __init__(
-        self, d_model: int, config: AttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
-    ):
+    def __init__(self, d_model: int, config: AttentionConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
         self.nheads = self.head_count(d_model, config)
         self.value_headdim = config.value_headdim or config.headdim
@@ -66,9 +64,7 @@ class Attention(Mixer):
     def check(cls, d_model: int, config: AttentionConfig) -> None:
         for name, least in (("headdim", 1), ("nheads", 0), ("value_headdim", 0)):
             if getattr(config, name) < least:
-                raise ValueError(
-                    f"model.mixers.attention.{name} = {getattr(config, name)}: must be {least} or more"
-                )
+                raise ValueError(f"model.mixers.attention.{name} = {getattr(config, name)}: must be {least} or more")
         if config.nheads == 0 and d_model % config.headdim:
             raise ValueError(
                 f"model.mixers.attention.headdim = {config.headdim} does not divide d_model = {d_model}; "
@@ -76,8 +72,7 @@ class Attention(Mixer):
             )
         if config.position != "none" and config.headdim % 2:
             raise ValueError(
-                f"model.mixers.attention.headdim = {config.headdim}: must be even "
-                f"with position = {config.position!r}"
+                f"model.mixers.attention.headdim = {config.headdim}: must be even with position = {config.position!r}"
             )
 
     @classmethod
@@ -88,9 +83,7 @@ class Attention(Mixer):
         seen = (seqlen + 1) / 2 if causal else seqlen
         return 2.0 * (projections + seen * nheads * (config.headdim + value_headdim))
 
-    def project(
-        self, x: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k (B, L, H, headdim), turned by `positions` (L,), and v (B, L, H, value_headdim)."""
         q = self.q_proj(x).unflatten(-1, (self.nheads, -1))
         k = self.k_proj(x).unflatten(-1, (self.nheads, -1))
@@ -104,9 +97,7 @@ class Attention(Mixer):
     ) -> torch.Tensor:
         q, k, v = self.project(x, document_positions(x.shape[1], cu_seqlens, x.device))
         dropout = self.config.dropout if self.training else 0.0
-        y = packed_attention(
-            q, k, v, causal=self.causal, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, dropout=dropout
-        )
+        y = packed_attention(q, k, v, causal=self.causal, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, dropout=dropout)
         return self.out_proj(y.flatten(-2))
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,9 +115,7 @@ class Attention(Mixer):
         q, k, v = self.project(x, torch.arange(past, past + new, device=x.device))
         k, v = torch.cat((state[0].to(k.dtype), k), 1), torch.cat((state[1].to(v.dtype), v), 1)
         mask = torch.ones(new, past + new, dtype=torch.bool, device=x.device).tril(past)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
-        )
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
         return self.out_proj(y.transpose(1, 2).flatten(-2)), (k, v)
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:

@@ -29,9 +29,7 @@ class Mixer(nn.Module):
     complexity: ClassVar[str]
     """Cost in the sequence length L."""
 
-    def __init__(
-        self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float
-    ) -> None:
+    def __init__(self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float) -> None:
         """
         Args:
             d_model: width of inputs and outputs.

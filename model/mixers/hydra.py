@@ -61,9 +61,7 @@ class Hydra(Mixer):
     sequence_aligned = True
     complexity = "O(L)"
 
-    def __init__(
-        self, d_model: int, config: HydraConfig, *, causal: bool, max_seqlen: int, output_std: float
-    ):
+    def __init__(self, d_model: int, config: HydraConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
         self.d_inner, self.nheads, self.d_group, conv_dim = self.widths(d_model, config)
         self.in_proj = nn.Linear(d_model, self.d_inner + conv_dim + 2 * self.nheads, bias=config.bias)
@@ -122,17 +120,11 @@ class Hydra(Mixer):
         scan = 2 * 3 * d_inner * config.d_state
         return 2.0 * (projections + conv_dim * config.d_conv + scan)
 
-    def parts(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The gate z (B, L, d_inner) and all arguments of the scan."""
         config = self.config
-        z, vbc, dt = self.in_proj(x).split(
-            [self.d_inner, self.d_inner + 4 * self.d_group, 2 * self.nheads], -1
-        )
-        vbc = short_conv(
-            vbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", cu_seqlens=cu_seqlens
-        )
+        z, vbc, dt = self.in_proj(x).split([self.d_inner, self.d_inner + 4 * self.d_group, 2 * self.nheads], -1)
+        vbc = short_conv(vbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", cu_seqlens=cu_seqlens)
         v, k_forward, q_forward, k_backward, q_backward = vbc.split([self.d_inner] + 4 * [self.d_group], -1)
         high = config.dt_limit_high if config.dt_limit_high > 0 else math.inf
         # Step sizes and decays in float32: bfloat16 would round the decay of long memories to 1.
@@ -192,12 +184,9 @@ class Hydra(Mixer):
             return F.pad(weights * decay, (0, 1, 1, 0))
 
         flipped = (
-            a[name].flip(1)
-            for name in ("q_backward", "k_backward", "log_decay_backward", "input_scale_backward")
+            a[name].flip(1) for name in ("q_backward", "k_backward", "log_decay_backward", "input_scale_backward")
         )
-        below = one_direction(
-            a["q_forward"], a["k_forward"], a["log_decay_forward"], a["input_scale_forward"]
-        )
+        below = one_direction(a["q_forward"], a["k_forward"], a["log_decay_forward"], a["input_scale_forward"])
         above = one_direction(*flipped).flip(-1, -2)
         assert below.shape[-1] == length
         return below + above + torch.diag_embed(a["diagonal"].transpose(1, 2))
@@ -224,12 +213,7 @@ def dt_bias_init(low: float, high: float, floor: float) -> InitRule:
     """softplus^-1 of step sizes drawn log-uniformly from [low, high] and floored."""
 
     def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        dt = (
-            torch.empty(shape)
-            .uniform_(math.log(low), math.log(high), generator=generator)
-            .exp()
-            .clamp(min=floor)
-        )
+        dt = torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp().clamp(min=floor)
         return dt + torch.log(-torch.expm1(-dt))
 
     return rule

@@ -85,8 +85,7 @@ class MRU(Mixer):
         least = 2 if config.construction == "cayley" else 1
         if not least <= config.order <= 64:
             raise ValueError(
-                f"model.mixers.mru.order = {config.order}: must be from {least} to 64 "
-                f"with {config.construction}"
+                f"model.mixers.mru.order = {config.order}: must be from {least} to 64 with {config.construction}"
             )
         if config.nheads < 0:
             raise ValueError(f"model.mixers.mru.nheads = {config.nheads}: must be 0 (automatic) or more")
@@ -115,9 +114,7 @@ class MRU(Mixer):
     def state_matrices(self, x: torch.Tensor) -> torch.Tensor:
         """X (..., H, order, order) in float32 (float64 for float64 inputs) from x (..., d_model)."""
         elements = self.element_dropout(self.in_proj(x))
-        elements = elements.to(torch.promote_types(elements.dtype, torch.float32)).unflatten(
-            -1, (self.nheads, -1)
-        )
+        elements = elements.to(torch.promote_types(elements.dtype, torch.float32)).unflatten(-1, (self.nheads, -1))
         with torch.autocast(elements.device.type, enabled=False):
             return build_state_matrices(elements, self.config.construction, self.order)
 
@@ -154,9 +151,7 @@ class MRU(Mixer):
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Continue from a state; raises OverflowError when the states stop being finite."""
         matrices = self.state_matrices(x)
-        states, final = matrix_product_scan(
-            matrices, initial_state=state.to(matrices.dtype), return_final_state=True
-        )
+        states, final = matrix_product_scan(matrices, initial_state=state.to(matrices.dtype), return_final_state=True)
         self.watch(states)
         self.refuse_overflow()
         return self.combine(states, x), final

@@ -29,16 +29,12 @@ def random_documents(count: int, seed: int = 0, longest: int = 60) -> list[np.nd
     return [rng.integers(FIRST_WORD, VOCAB_SIZE, n) for n in lengths]
 
 
-def write_tokenizer(
-    path: Path, without: tuple[str, ...] = (), vocab_size: int = VOCAB_SIZE
-) -> dict[str, int | None]:
+def write_tokenizer(path: Path, without: tuple[str, ...] = (), vocab_size: int = VOCAB_SIZE) -> dict[str, int | None]:
     """tokenizer.json with a word a number, and its special ids; the specials in `without` become words."""
     names = [f"w{i}" if n in without else SPECIALS[n] for i, n in enumerate(SPECIALS)]
     vocab = {name: i for i, name in enumerate([*names, *(f"w{i}" for i in range(FIRST_WORD, vocab_size))])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=names[1]))
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True) for n, t in SPECIALS.items() if n not in without]
-    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for n, t in SPECIALS.items() if n not in without])
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path))
     return {name: None if name in without else i for i, name in enumerate(SPECIALS)}
@@ -113,9 +109,7 @@ def write_mds(folder: Path, groups: list[list[np.ndarray]], compression: str | N
     entries = []
     for number, group in enumerate(groups):
         part = folder / f"part{number}"
-        with MDSWriter(
-            columns={"tokens": f"ndarray:{dtype}"}, out=str(part), compression=compression
-        ) as writer:
+        with MDSWriter(columns={"tokens": f"ndarray:{dtype}"}, out=str(part), compression=compression) as writer:
             for tokens in group:
                 writer.write({"tokens": tokens})
         (entry,) = json.loads((part / "index.json").read_text())["shards"]
@@ -132,9 +126,7 @@ def write_mds(folder: Path, groups: list[list[np.ndarray]], compression: str | N
     return [(e["zip_data"] or e["raw_data"])["basename"] for e in entries]
 
 
-def write_webdataset(
-    folder: Path, groups: list[list[np.ndarray]], compression: str | None, dtype: str
-) -> list[str]:
+def write_webdataset(folder: Path, groups: list[list[np.ndarray]], compression: str | None, dtype: str) -> list[str]:
     import webdataset
 
     names = []

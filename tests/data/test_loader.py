@@ -26,9 +26,7 @@ def loader_of(path, *, workers=0, micro=4, world=1, rank=0, total=GLOBAL, **opti
     given = {name: options.pop(name) for name in arguments if name in options}
     where = {} if path is None else {"path": str(path)}
     config = DataConfig(**{"seqlen": 24, "workers": workers, "shuffle_block": 2, **where, **options})
-    return build_loader(
-        config, global_batch_size=total, micro_batch_size=micro, rank=rank, world_size=world, **given
-    )
+    return build_loader(config, global_batch_size=total, micro_batch_size=micro, rank=rank, world_size=world, **given)
 
 
 def take(loader: Loader, count: int) -> list[Batch]:
@@ -557,9 +555,7 @@ def test_memory_is_pinned_only_for_cuda(small, monkeypatch):
 
 
 def test_benchmark(small, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "sys.argv", ["benchmark", str(small), "--seconds", "0.2", "--data.seqlen", "24", "--masked"]
-    )
+    monkeypatch.setattr("sys.argv", ["benchmark", str(small), "--seconds", "0.2", "--data.seqlen", "24", "--masked"])
     benchmark.main()
     rate = float(capsys.readouterr().out.split(" tokens/s with 1 worker(s)")[0].replace(",", ""))
     assert rate > 10_000

@@ -32,9 +32,7 @@ def apply(masker, tokens, epoch=0, first=0, counts=None):
 @pytest.mark.parametrize(("probability", "mask_share", "random_share"), [(0.3, 0.8, 0.1), (0.15, 0.5, 0.25)])
 def test_shares(probability, mask_share, random_share):
     original = tokens()
-    seen, labels = apply(
-        masker(probability=probability, mask_share=mask_share, random_share=random_share), original
-    )
+    seen, labels = apply(masker(probability=probability, mask_share=mask_share, random_share=random_share), original)
     chosen = labels != IGNORED
     ordinary = original >= len(SPECIAL)
     assert not (chosen & ~ordinary).any()

@@ -117,9 +117,7 @@ def test_concat_windows_are_the_line_cut_up(
     if shuffle:  # each window once, those of a block together
         assert sorted(found) == sorted(windows)
         starts = packing.order.plan(epoch).token_starts
-        per_block = (
-            np.histogram(np.arange(len(windows)) * seqlen, bins=np.unique(starts))[0] if windows else []
-        )
+        per_block = np.histogram(np.arange(len(windows)) * seqlen, bins=np.unique(starts))[0] if windows else []
         at = 0
         for size in per_block:
             assert sorted(found[at : at + size]) == sorted(windows[at : at + size])

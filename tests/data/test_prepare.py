@@ -47,9 +47,7 @@ def options(tmp_path, **changes):
 
 
 def contents(folder):
-    return {
-        str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()
-    }
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
 @pytest.fixture
@@ -98,9 +96,7 @@ def test_webdataset_is_read_by_webdataset(tmp_path, texts, compression):
 
     manifest = prepare(options(tmp_path, format="webdataset", compression=compression))
     tokenizer = Tokenizer.load(tmp_path / "out")
-    unzip = (
-        "import sys, zstandard; zstandard.ZstdDecompressor().copy_stream(sys.stdin.buffer, sys.stdout.buffer)"
-    )
+    unzip = "import sys, zstandard; zstandard.ZstdDecompressor().copy_stream(sys.stdin.buffer, sys.stdout.buffer)"
     for split, expected in expected_split(texts).items():
         folder = tmp_path / "out" / split
         files = [str(folder / s.file) for s in manifest.splits[split].shards]
@@ -163,9 +159,7 @@ def test_mds_shards_are_those_of_streaming(tmp_path, dtype, compression):
     from streaming import MDSWriter
 
     rng = np.random.default_rng(0)
-    rows = [
-        rng.integers(0, 60000, n).astype(dtype) for n in [1, 255, 256, 70_000, *rng.integers(1, 900, 200)]
-    ]
+    rows = [rng.integers(0, 60000, n).astype(dtype) for n in [1, 255, 256, 70_000, *rng.integers(1, 900, 200)]]
     theirs = tmp_path / "theirs"
     with MDSWriter(
         columns={"tokens": f"ndarray:{dtype}"},
@@ -253,9 +247,7 @@ def test_existing_tokenizers(tmp_path, texts, capfd):
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     backend.save(str(tmp_path / "tokenizer.json"))
-    manifest = prepare(
-        options(tmp_path, out=str(tmp_path / "third"), tokenizer=str(tmp_path / "tokenizer.json"))
-    )
+    manifest = prepare(options(tmp_path, out=str(tmp_path / "third"), tokenizer=str(tmp_path / "tokenizer.json")))
     assert (manifest.tokenizer.kind, manifest.tokenizer.file) == ("tokenizers", "tokenizer/tokenizer.json")
     words = sum(len(t.split()) for t in expected_split(texts)["train"])
     assert manifest.splits["train"].tokens == words
@@ -371,10 +363,6 @@ def test_bundled_corpora(tmp_path):
 
 
 def test_workers_do_not_pay_for_torch():
-    program = (
-        "import sys, matmix.data.prepare_pool; print('torch' in sys.modules or 'streaming' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/"
-    )
+    program = "import sys, matmix.data.prepare_pool; print('torch' in sys.modules or 'streaming' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout.strip() == "False"

@@ -68,9 +68,7 @@ def test_empty_corpus(tmp_path, corpus, with_tokenizer):
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.jsonl").write_text('\n{"text": " "}\n')
     fails(options(tmp_path, "a.txt", **changes), r"the corpus is empty: there is no text in .*a\.txt")
-    fails(
-        options(tmp_path, "a.txt", "b.jsonl", **changes), "the corpus is empty: there is no text in 2 files"
-    )
+    fails(options(tmp_path, "a.txt", "b.jsonl", **changes), "the corpus is empty: there is no text in 2 files")
 
 
 @pytest.mark.parametrize("with_tokenizer", [False, True])
@@ -92,9 +90,7 @@ def test_malformed_lines(tmp_path, corpus, capfd):
     corpus[7] = "{broken"
     corpus[120] = '{"body": "x"}'
     (tmp_path / "in.jsonl").write_text("\n".join(corpus))
-    message = fails(
-        options(tmp_path, max_malformed=0.009), "2 of 200 lines are malformed", MalformedError, True
-    )
+    message = fails(options(tmp_path, max_malformed=0.009), "2 of 200 lines are malformed", MalformedError, True)
     assert "in.jsonl, line 8: not JSON" in message
     assert "in.jsonl, line 121: no field 'text' (its fields: body)" in message
     # The work is kept: a larger share is no other preparation.

@@ -38,9 +38,7 @@ def options(tmp_path, out, **changes):
 
 
 def contents(folder):
-    return {
-        str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()
-    }
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
 class Interruption(BaseException):

@@ -119,9 +119,7 @@ def test_malformed_records(tmp_path):
     assert [d for d in found if isinstance(d, str)] == ["good", "", "last"]
     bad = [d for d in found if isinstance(d, Malformed)]
     assert [b.line for b in bad] == [3, 4, 5, 6, 7]
-    for b, reason in zip(
-        bad, ["not JSON", "JSON object", "fields: body, id", "NoneType", "surrogate"], strict=True
-    ):
+    for b, reason in zip(bad, ["not JSON", "JSON object", "fields: body, id", "NoneType", "surrogate"], strict=True):
         assert reason in b.reason
     pq.write_table(pa.table({"text": ["a", None, "b"]}), tmp_path / "a.parquet")
     found = documents([tmp_path / "a.parquet"])

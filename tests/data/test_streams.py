@@ -158,16 +158,12 @@ def test_downloads_are_tried_again(flaky, tmp_path):
     storage.download("s3://bucket/file", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "here"
     flaky(3)
-    with pytest.raises(
-        ValueError, match=r"^cannot download s3://bucket/file: ConnectionError: reset by peer$"
-    ):
+    with pytest.raises(ValueError, match=r"^cannot download s3://bucket/file: ConnectionError: reset by peer$"):
         storage.download("s3://bucket/file", tmp_path / "file")
 
 
 def test_unknown_scheme():
-    with pytest.raises(
-        ValueError, match=r"^cannot read ftp://host/data/manifest.json: Unsupported remote path"
-    ):
+    with pytest.raises(ValueError, match=r"^cannot read ftp://host/data/manifest.json: Unsupported remote path"):
         open_dataset("ftp://host/data")
 
 
@@ -233,18 +229,14 @@ def test_unknown_split(small):
 
 
 def test_tokenizer_of_the_run_differs(small):
-    open_dataset(
-        str(small), tokenizer_sha256=json.loads((small / "manifest.json").read_text())["tokenizer"]["sha256"]
-    )
+    open_dataset(str(small), tokenizer_sha256=json.loads((small / "manifest.json").read_text())["tokenizer"]["sha256"])
     with pytest.raises(ValueError, match=r"prepared with another tokenizer .* than this run uses .ffff"):
         open_dataset(str(small), tokenizer_sha256="f" * 64)
 
 
 def stored_shard(path: Path, number: int) -> Path:
     return (
-        path
-        / "train"
-        / json.loads((path / "manifest.json").read_text())["splits"]["train"]["shards"][number]["file"]
+        path / "train" / json.loads((path / "manifest.json").read_text())["splits"]["train"]["shards"][number]["file"]
     )
 
 
@@ -324,9 +316,7 @@ def test_damaged_lengths(small, tmp_path, content):
     path = copy(small, tmp_path / "data")
     lengths = np.load(path / "train" / "lengths.npy")
     if content.startswith("wrong"):
-        np.save(
-            path / "train" / "lengths.npy", lengths.astype(int) if content == "wrong dtype" else lengths[:-1]
-        )
+        np.save(path / "train" / "lengths.npy", lengths.astype(int) if content == "wrong dtype" else lengths[:-1])
     else:
         (path / "train" / "lengths.npy").write_text(content)
     with pytest.raises(ValueError, match=r"train/lengths.npy (is|does)"):

@@ -79,8 +79,7 @@ def test_ids_of_trained_tokenizer(trained):
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_training_is_reproducible(tmp_path, model_type):
     twice = [
-        train_sentencepiece([TEXT], tmp_path / f"{i}.model", vocab_size=295, model_type=model_type)
-        for i in range(2)
+        train_sentencepiece([TEXT], tmp_path / f"{i}.model", vocab_size=295, model_type=model_type) for i in range(2)
     ]
     assert twice[0].sha256 == twice[1].sha256
 
@@ -154,9 +153,7 @@ def test_files_that_are_no_tokenizer(tmp_path, name, content, error, message):
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_vocabulary_that_the_text_does_not_support(tmp_path, model_type):
     path = tmp_path / "tokenizer.model"
-    with pytest.raises(
-        ValueError, match=r"larger than this text supports: the largest possible is ([\d,]+)"
-    ) as e:
+    with pytest.raises(ValueError, match=r"larger than this text supports: the largest possible is ([\d,]+)") as e:
         train_sentencepiece([TEXT], path, vocab_size=9000, model_type=model_type)
     with pytest.raises(ValueError, match="too small for the characters"):
         train_sentencepiece([TEXT], path, vocab_size=264, model_type=model_type)

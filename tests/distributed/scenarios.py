@@ -67,9 +67,7 @@ class Toy(nn.Module):
 def initialize(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        full = torch.randn(parameter.shape, generator=generator) * 0.2 + (
-            1.0 if name.endswith("norm.weight") else 0.0
-        )
+        full = torch.randn(parameter.shape, generator=generator) * 0.2 + (1.0 if name.endswith("norm.weight") else 0.0)
         if isinstance(parameter, DTensor):
             # Given by value on every rank: no rank's copy is sent to the others.
             full = distribute_tensor(
@@ -107,15 +105,11 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, LENGTH), generator=generator)
     targets = (tokens + 1) % VOCABULARY
-    targets[
-        torch.rand(targets.shape, generator=generator) < 0.3
-    ] = -100  # ranks differ in their number of targets
+    targets[torch.rand(targets.shape, generator=generator) < 0.3] = -100  # ranks differ in their number of targets
     return tokens, targets
 
 
-def train_step(
-    engine: Engine, step: int, *, accumulation: int, max_norm: float = 0.5, poison: bool = False
-) -> Any:
+def train_step(engine: Engine, step: int, *, accumulation: int, max_norm: float = 0.5, poison: bool = False) -> Any:
     """(global mean loss, gradient norm) of one step."""
     tokens, targets = batch_of(step)
     count = (targets != -100).sum()
@@ -191,9 +185,7 @@ def partition_everything() -> None:
     zero.ZERO_OPTIONS["stage3_param_persistence_threshold"] = 0
 
 
-def stop_and_resume(
-    name: str, directory: str, *, dropout: float, stop: int, steps: int, accumulation: int
-) -> Any:
+def stop_and_resume(name: str, directory: str, *, dropout: float, stop: int, steps: int, accumulation: int) -> Any:
     """Runs to `steps`, with a checkpoint at `stop`; then again from there. (losses, losses from `stop` on
     again)."""
     partition_everything()
@@ -262,9 +254,7 @@ def full_disk(name: str, directory: str) -> dict[str, Any]:
     """Saves that fail on one rank only, in two ways, between saves that work."""
     engine = make_engine(EngineConfig(**ENGINES[name]))
     manager = CheckpointManager(Path(directory) / name, keep_last=2)
-    faulty_rank = (
-        0 if name == "zero0" else engine.world_size - 1
-    )  # at stage 0 only rank 0 has something to write
+    faulty_rank = 0 if name == "zero0" else engine.world_size - 1  # at stage 0 only rank 0 has something to write
     told: list[str] = []
     saved, listings = [], []
     save = engine.save

@@ -118,9 +118,7 @@ def test_only_damaged_ones_are_an_error(directory):
     flip_a_bit(directory / "step-00000001")
     truncate(directory / "step-00000002")
     told = []
-    with pytest.raises(
-        ValueError, match=r"step-00000002 is damaged: .* no checkpoint in .* is valid: restore one"
-    ):
+    with pytest.raises(ValueError, match=r"step-00000002 is damaged: .* no checkpoint in .* is valid: restore one"):
         CheckpointManager(directory).latest_valid(told.append)
     assert len(told) == 2
 
@@ -144,14 +142,10 @@ def test_other_architectures(directory):
     manager = CheckpointManager(directory)
     narrow = scenarios.make_engine(EngineConfig(), layers=2)
     before = scenarios.weights(narrow)
-    with pytest.raises(
-        ValueError, match=r"another architecture: it holds blocks\.2\.A_log \(3,\), which this model"
-    ):
+    with pytest.raises(ValueError, match=r"another architecture: it holds blocks\.2\.A_log \(3,\), which this model"):
         manager.load(directory / "step-00000002", narrow)
     assert scenarios.weights(narrow) == before
-    with pytest.raises(
-        ValueError, match=r"another architecture: it has no blocks\.3\.A_log, which is \(3,\) in this"
-    ):
+    with pytest.raises(ValueError, match=r"another architecture: it has no blocks\.3\.A_log, which is \(3,\) in this"):
         manager.load(directory / "step-00000002", scenarios.make_engine(EngineConfig(), layers=4))
 
     class Wide(scenarios.Toy):
@@ -161,18 +155,14 @@ def test_other_architectures(directory):
 
     wide = scenarios.build_engine(EngineConfig(), scenarios.place())
     wide.prepare(Wide(), scenarios.initialize, scenarios.make_optimizer)
-    with pytest.raises(
-        ValueError, match=r"blocks\.1\.up\.weight is \(30, 10\) there and \(40, 10\) in this model"
-    ):
+    with pytest.raises(ValueError, match=r"blocks\.1\.up\.weight is \(30, 10\) there and \(40, 10\) in this model"):
         manager.load(directory / "step-00000002", wide)
 
 
 def test_the_other_kind_of_engine(directory):
     engine = scenarios.make_engine(EngineConfig())
     engine.kind = "deepspeed"
-    with pytest.raises(
-        ValueError, match=r'engine\.name = "fsdp2" or "ddp" and cannot be continued with "deepspeed"'
-    ):
+    with pytest.raises(ValueError, match=r'engine\.name = "fsdp2" or "ddp" and cannot be continued with "deepspeed"'):
         CheckpointManager(directory).load(directory / "step-00000002", engine)
 
 
@@ -225,8 +215,6 @@ def test_nothing_is_unpickled_but_an_index(directory):
 
     manifest["files"]["sharded/.metadata"] = [index.stat().st_size, zlib.crc32(index.read_bytes())]
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(
-        ValueError, match=r"its index \.metadata: it names .*open, which has no place in an index"
-    ):
+    with pytest.raises(ValueError, match=r"its index \.metadata: it names .*open, which has no place in an index"):
         CheckpointManager(directory).load(checkpoint, scenarios.make_engine(EngineConfig()))
     assert not (directory / "harm").exists()

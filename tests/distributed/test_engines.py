@@ -34,9 +34,7 @@ def assert_same_run(found, expected, tolerance=1e-5):
 def test_the_reference_learns_and_clips(reference):
     history, _ = reference
     assert history[-1][0] < history[0][0] - 0.3
-    assert (
-        max(norm for _, norm in history) > 0.5
-    )  # above the limit, so that clipping is part of what is compared
+    assert max(norm for _, norm in history) > 0.5  # above the limit, so that clipping is part of what is compared
 
 
 @pytest.mark.parametrize("accumulation", [2, GLOBAL_BATCH])
@@ -76,9 +74,7 @@ def test_bf16_is_the_same_on_every_engine(reference):
     runs = [(option, 5, 1) for option in options]
     found = run_distributed(scenarios.losses_of_all, 2, arguments=(runs,))[0]
     for option, run in zip(options, found, strict=True):
-        if (
-            option != options[-1]
-        ):  # ZeRO-3 has a linear layer of its own, which rounds before it adds the bias
+        if option != options[-1]:  # ZeRO-3 has a linear layer of its own, which rounds before it adds the bias
             assert_same_run(run, found[0])
         for got, want in zip(run[0], one[0], strict=True):
             assert got == pytest.approx(want, rel=5e-3)  # products of another size are rounded otherwise

@@ -67,9 +67,7 @@ def test_gaussian_pairs_are_restored():
 
 def test_agreements_between_ranks():
     found = run_distributed(scenarios.agree, 2)
-    assert (
-        found == [("from 0", [0, 1], "disk of rank 1 (rank 1)", "rank 1 failed: KeyError('a bug')", 3.0)] * 2
-    )
+    assert found == [("from 0", [0, 1], "disk of rank 1 (rank 1)", "rank 1 failed: KeyError('a bug')", 3.0)] * 2
 
 
 def test_together_alone():

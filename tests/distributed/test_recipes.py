@@ -48,9 +48,7 @@ def test_loop_on_any_engine_and_number_of_ranks(dataset, tmp_path):
         steps, validation = history(reference)
         assert len(steps) == STEPS
         weights = dict(read_portable(reference / "checkpoints" / f"step-{STEPS:08d}"))
-        for run_dir in (
-            Path(path) for ranks in (2, 4) for path, (name, _) in planned[ranks].items() if name == recipe
-        ):
+        for run_dir in (Path(path) for ranks in (2, 4) for path, (name, _) in planned[ranks].items() if name == recipe):
             found, found_validation = history(run_dir)
             for step, (got, want) in enumerate(zip(found, steps, strict=True)):
                 assert got == pytest.approx(want, rel=2e-5), (run_dir.name, step)

@@ -45,9 +45,7 @@ def test_weights_are_read_without_ranks(tmp_path):
     names = ["ddp", "fsdp2", "zero1", "zero3"]
     found = run_distributed(scenarios.save_and_tell_weights, 2, arguments=(names, str(tmp_path)))
     for name in names:
-        read = {
-            key: tensor.flatten().tolist() for key, tensor in read_portable(tmp_path / name / "step-00000001")
-        }
+        read = {key: tensor.flatten().tolist() for key, tensor in read_portable(tmp_path / name / "step-00000001")}
         assert read == found[0][name] == found[1][name], name
 
 

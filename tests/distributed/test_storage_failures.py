@@ -71,9 +71,7 @@ def test_first_save_fails(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write_manifest", no_space)
         assert manager.save(1, engine, {}, told.append) is None
-    assert told == [
-        "warning: no checkpoint at step 1: No space left on device; training goes on, there is none so far"
-    ]
+    assert told == ["warning: no checkpoint at step 1: No space left on device; training goes on, there is none so far"]
     assert manager.latest_valid() is None
 
 

@@ -39,13 +39,14 @@ def test_prepare_train_resume_generate_export(recipe, shards, tmp_path):
     assert "Finished at step 8" in resumed.stdout
     assert "Unigram entropy" in resumed.stdout
     assert "Next: matmix generate" in resumed.stdout
-    assert "Nothing to do" in _run(tmp_path, MATMIX, *train).stdout
+    assert "Nothing to do, the run finished at step 8" in _run(tmp_path, MATMIX, *train).stdout
 
     prompt = "The king" if recipe == "debug_mru" else "The <mask> of line"
     sample = _run(tmp_path, MATMIX, "generate", "run", "--prompt", prompt, "--max-new-tokens", "8")
     assert "king" in sample.stdout if recipe == "debug_mru" else sample.stdout.strip()
     _run(tmp_path, MATMIX, "export", "run", "--out", "out")
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= written
     _run(tmp_path, MATMIX, "generate", "out", "--prompt", prompt, "--max-new-tokens", "8")
 
 

@@ -39,9 +39,7 @@ def largest(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def load(auto_class, path, **options):
     """A model, after checking that every weight was there and had a place."""
-    model, info = auto_class.from_pretrained(
-        path, trust_remote_code=True, output_loading_info=True, **options
-    )
+    model, info = auto_class.from_pretrained(path, trust_remote_code=True, output_loading_info=True, **options)
     problems = {name: list(keys) for name, keys in info.items() if keys}
     return model.eval(), problems
 
@@ -124,8 +122,7 @@ def check_generation(model, ids: torch.Tensor, pad: int) -> None:
         found = model.generate(batch, attention_mask=mask, use_cache=cached, **options)[:, -6:]
         assert torch.equal(found, expected), f"padding on the left changes generation, use_cache={cached}"
     beams = [
-        model.generate(batch, attention_mask=mask, use_cache=cached, num_beams=3, **options)
-        for cached in (True, False)
+        model.generate(batch, attention_mask=mask, use_cache=cached, num_beams=3, **options) for cached in (True, False)
     ]
     assert torch.equal(*beams), "beam search with and without carried state differ"
     torch.manual_seed(0)
@@ -173,9 +170,7 @@ def check_encoder(folder: Path, saved: Path, tokenizer) -> None:
     check_tied(model)
     with torch.no_grad():
         check_padding(model, ids, tokenizer.pad_token_id)
-    batch = tokenizer(
-        ["one <mask> three", "a longer row of text, <mask> it"], padding=True, return_tensors="pt"
-    )
+    batch = tokenizer(["one <mask> three", "a longer row of text, <mask> it"], padding=True, return_tensors="pt")
     assert (batch["input_ids"] == tokenizer.mask_token_id).sum() == 2
     assert (batch["input_ids"][:, 0] == tokenizer.cls_token_id).all()
     assert batch["attention_mask"][0, -1] == 0

@@ -34,9 +34,7 @@ def make_bare_site(folder: Path, roots: tuple[str, ...] = ("torch", "transformer
     folder.mkdir(parents=True, exist_ok=True)
     for name in required_distributions(roots):
         installed = distribution(name)
-        for top in {
-            file.parts[0] for file in installed.files or [] if file.parts[0] not in ("..", "__pycache__")
-        }:
+        for top in {file.parts[0] for file in installed.files or [] if file.parts[0] not in ("..", "__pycache__")}:
             link = folder / top
             if not link.exists() and not top.endswith(".pth"):
                 link.symlink_to(Path(str(installed.locate_file(top))))

@@ -79,9 +79,7 @@ def test_installed_kernels_are_used_only_in_the_same_series(exports, monkeypatch
     assert module.matrix_product_scan is matmix.kernels.matrix_product_scan
     assert module._installed_kernels() is matmix.kernels
     ours = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: "0.10.0" if name == "matmix" else ours(name)
-    )
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.10.0" if name == "matmix" else ours(name))
     assert module._installed_kernels() is None
 
 

@@ -38,9 +38,7 @@ def test_exports_work_with_transformers_and_torch_only(exports, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not OTHER_PYTHON, reason="MATMIX_TRANSFORMERS5_PYTHON names no Python with transformers 5"
-)
+@pytest.mark.skipif(not OTHER_PYTHON, reason="MATMIX_TRANSFORMERS5_PYTHON names no Python with transformers 5")
 def test_exports_work_with_newer_transformers(exports, tmp_path):
     last = run_check(OTHER_PYTHON, ["-I"], [exports], tmp_path)
     assert last.startswith("ok: transformers ")

@@ -135,9 +135,7 @@ def read_golden(name: str) -> tuple[dict, dict, dict]:
 @pytest.mark.parametrize(("kind", "golden"), [("hydra", "hydra_mlm_postnorm"), ("mru-lm", "mru_lm_a")])
 def test_other_projects_checkpoints_become_exports(kind, golden, tmp_path):
     state, tensors, metadata = read_golden(golden)
-    save_file(
-        {key: value.contiguous() for key, value in state.items()}, tmp_path / "theirs.safetensors", metadata
-    )
+    save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "theirs.safetensors", metadata)
     out = import_reference(kind, tmp_path / "theirs.safetensors", tmp_path / "out", tell=print)
     auto_class = AutoModelForMaskedLM if kind == "hydra" else AutoModelForCausalLM
     model, info = auto_class.from_pretrained(out, trust_remote_code=True, output_loading_info=True)
@@ -158,9 +156,7 @@ def test_an_imported_checkpoint_brings_its_tokenizer(tmp_path, tokenizer):
     )
     theirs.add_special_tokens(names[:3])
     theirs.save(str(tmp_path / "tokenizer.json"))
-    save_file(
-        {key: value.contiguous() for key, value in state.items()}, tmp_path / "model.safetensors", metadata
-    )
+    save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "model.safetensors", metadata)
     out = import_reference("mru-lm", tmp_path, tmp_path / "out", tell=print)
     assert AutoTokenizer.from_pretrained(out)("a cat").input_ids == theirs.encode("a cat").ids
     assert output_of(out, prompt="a cat", max_new_tokens=4, temperature=0.0).startswith("a cat")

@@ -27,18 +27,14 @@ def random_texts(count: int) -> list[str]:
     draw = random.Random(0)
     mixed = ["".join(draw.choice(_ALPHABET) for _ in range(draw.randint(1, 30))) for _ in range(count)]
     ranges = [(32, 127), (160, 0x3000), (0x3000, 0xD800), (0x1F300, 0x1FA00)]
-    return mixed + [
-        "".join(chr(draw.randrange(*draw.choice(ranges))) for _ in range(12)) for _ in range(count)
-    ]
+    return mixed + ["".join(chr(draw.randrange(*draw.choice(ranges))) for _ in range(12)) for _ in range(count)]
 
 
 def train(path, **options) -> str:
     """A sentencepiece model with options that `matmix prepare` does not offer, as one may bring along."""
     writer = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(
-            [line for text in training_text() for line in text.split("\n") if line.strip()]
-        ),
+        sentence_iterator=iter([line for text in training_text() for line in text.split("\n") if line.strip()]),
         model_writer=writer,
         vocab_size=600,
         hard_vocab_limit=False,
@@ -54,9 +50,7 @@ def train(path, **options) -> str:
 def mismatches(fast: FastTokenizer, path: str, texts: list[str]) -> list[str]:
     reference = sentencepiece.SentencePieceProcessor(model_file=path)
     fast.encode_special_tokens = True
-    return [
-        text for text in texts if fast.encode(text, add_special_tokens=False).ids != reference.encode(text)
-    ]
+    return [text for text in texts if fast.encode(text, add_special_tokens=False).ids != reference.encode(text)]
 
 
 @pytest.fixture(scope="module", params=["bpe", "unigram", "char"])
@@ -101,9 +95,7 @@ def test_models_with_a_dummy_prefix(model_type, byte_fallback, user_symbols, tmp
 def test_models_with_sentencepiece_defaults(model_type, tmp_path):
     """nmt_nfkc normalisation, extra spaces removed, a space in front, no bytes."""
     path = train(tmp_path / "default.model", model_type=model_type)
-    assert (
-        mismatches(sentencepiece_to_fast(path), path, [*PROBE_TEXTS, *MULTILINGUAL, *training_text()]) == []
-    )
+    assert mismatches(sentencepiece_to_fast(path), path, [*PROBE_TEXTS, *MULTILINGUAL, *training_text()]) == []
 
 
 def test_special_tokens_are_found_in_text_or_not(tokenizer):
@@ -122,12 +114,8 @@ def test_a_difference_is_found_and_refused(tokenizer, tmp_path, monkeypatch):
     assert first_difference(fast, tokenizer.path) is None
     other = train(tmp_path / "other.model", model_type="bpe")
     assert first_difference(fast, other) == PROBE_TEXTS[0]
-    monkeypatch.setattr(
-        "matmix.model.interop.huggingface_tokenizer.sentencepiece_to_fast", lambda *a, **k: fast
-    )
-    with pytest.raises(
-        ValueError, match="cannot be made a fast tokenizer with the same ids: they differ for 'To be"
-    ):
+    monkeypatch.setattr("matmix.model.interop.huggingface_tokenizer.sentencepiece_to_fast", lambda *a, **k: fast)
+    with pytest.raises(ValueError, match="cannot be made a fast tokenizer with the same ids: they differ for 'To be"):
         load_fast_tokenizer(other, {})
 
 

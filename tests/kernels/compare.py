@@ -18,10 +18,7 @@ def rmse_ratio(got: Tensor, wanted: Tensor) -> float:
 
 def run(op: Callable, inputs: dict[str, Tensor | None], dtype: torch.dtype, **options) -> dict[str, Tensor]:
     """Outputs of `op` and gradients of all its inputs for one fixed random cotangent, by name."""
-    leaves = {
-        name: None if x is None else x.detach().to(dtype).clone().requires_grad_()
-        for name, x in inputs.items()
-    }
+    leaves = {name: None if x is None else x.detach().to(dtype).clone().requires_grad_() for name, x in inputs.items()}
     outputs = op(**leaves, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     draw = torch.Generator().manual_seed(7)
@@ -30,9 +27,7 @@ def run(op: Callable, inputs: dict[str, Tensor | None], dtype: torch.dtype, **op
     found = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
     found |= {f"d {name}": x.grad for name, x in leaves.items() if x is not None}
     # An input that nothing depends on (a decay of a single token) may be left without a gradient by autograd.
-    return {
-        name: torch.zeros_like(leaves[name[2:]]) if value is None else value for name, value in found.items()
-    }
+    return {name: torch.zeros_like(leaves[name[2:]]) if value is None else value for name, value in found.items()}
 
 
 def assert_matches(

@@ -58,9 +58,7 @@ def test_decays(kind, shift):
 @pytest.mark.parametrize("shift", [True, False])
 def test_packed_documents(lengths, states, shift):
     inputs = make(sum(lengths), batch=1, states=len(lengths) if states else 0)
-    assert_matches(
-        quasiseparable_scan, quasiseparable_definition, inputs, cu_seqlens=packed(lengths), shift=shift
-    )
+    assert_matches(quasiseparable_scan, quasiseparable_definition, inputs, cu_seqlens=packed(lengths), shift=shift)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -81,9 +79,7 @@ def test_any_combination(seqlen, groups, chunk, kind, scales, diagonal, shift, s
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if cuts else None
     batch = 1 if cuts else 2
     rows = (len(bounds) - 1 if cuts else batch) if states else 0
-    inputs = make(
-        seqlen, batch=batch, groups=groups, kind=kind, scales=scales, diagonal=diagonal, states=rows
-    )
+    inputs = make(seqlen, batch=batch, groups=groups, kind=kind, scales=scales, diagonal=diagonal, states=rows)
     for op in (quasiseparable_scan, quasiseparable_chunked):
         assert_matches(
             op,

@@ -80,9 +80,7 @@ def test_schema_fake_and_autograd_registration(name):
         first(op(*tensors)).sum().backward()
     assert len(calls) == 2
     for func, args in calls:
-        args = tuple(
-            a.detach().requires_grad_(a.is_floating_point()) if torch.is_tensor(a) else a for a in args
-        )
+        args = tuple(a.detach().requires_grad_(a.is_floating_point()) if torch.is_tensor(a) else a for a in args)
         utils = ("test_schema", "test_faketensor", "test_autograd_registration")
         if not func.name().endswith("_backward"):
             utils += ("test_aot_dispatch_static",)
@@ -156,9 +154,7 @@ BAD = {
     "initial_state has shape": lambda: semiseparable_scan(
         torch.ones(2, 3, 4, 5), *[torch.ones(2, 3, 2, 4)] * 2, None, initial_state=torch.ones(2, 4, 5, 4)
     ),
-    "cu_seqlens needs batch 1": lambda: matrix_product_scan(
-        torch.ones(2, 3, 1, 4, 4), cu_seqlens=packed([3])
-    ),
+    "cu_seqlens needs batch 1": lambda: matrix_product_scan(torch.ones(2, 3, 1, 4, 4), cu_seqlens=packed([3])),
     "must run from 0 to 3": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 4), cu_seqlens=packed([2])),
     "decreases": lambda: matrix_product_scan(
         torch.ones(1, 3, 1, 4, 4), cu_seqlens=torch.tensor([0, 2, 1, 3], dtype=torch.int32)
@@ -170,9 +166,7 @@ BAD = {
     "odd number of taps": lambda: short_conv(torch.ones(1, 3, 4), torch.ones(4, 6)),
     "give 2 to 9": lambda: short_conv(torch.ones(1, 3, 4), torch.ones(4, 11)),
     "activation is": lambda: short_conv(torch.ones(1, 3, 4), torch.ones(4, 3), activation="gelu"),
-    "divisor of the width 4": lambda: gated_norm(
-        torch.ones(3, 4), torch.ones(4), torch.ones(3, 4), group_size=3
-    ),
+    "divisor of the width 4": lambda: gated_norm(torch.ones(3, 4), torch.ones(4), torch.ones(3, 4), group_size=3),
 }
 
 

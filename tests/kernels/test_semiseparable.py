@@ -21,9 +21,7 @@ def decays(kind: str, batch: int, seqlen: int, heads: int) -> torch.Tensor | Non
         "none": lambda: None,
         "zero": lambda: 0 * ones,
         "strong": lambda: -50 * ones,
-        "mixed": lambda: torch.where(
-            torch.rand(batch, seqlen, heads) < 0.1, -50.0, -0.02 * torch.rand(heads)
-        ),
+        "mixed": lambda: torch.where(torch.rand(batch, seqlen, heads) < 0.1, -50.0, -0.02 * torch.rand(heads)),
     }[kind]()
 
 
@@ -58,9 +56,7 @@ def make(
 
 @pytest.mark.parametrize("seqlen", [1, 7, 64, 129, 1000])
 def test_lengths(seqlen):
-    assert_matches(
-        semiseparable_scan, semiseparable_definition, make(seqlen, states=2), return_final_state=True
-    )
+    assert_matches(semiseparable_scan, semiseparable_definition, make(seqlen, states=2), return_final_state=True)
 
 
 @pytest.mark.parametrize("kind", ["head", "none", "zero", "strong", "mixed"])
@@ -129,8 +125,7 @@ def test_final_state_continues_the_sequence():
 
 def test_gradcheck():
     inputs = {
-        n: x.double().requires_grad_()
-        for n, x in make(9, heads=2, d_state=2, headdim=2, groups=1, states=2).items()
+        n: x.double().requires_grad_() for n, x in make(9, heads=2, d_state=2, headdim=2, groups=1, states=2).items()
     }
 
     def op(*tensors):
@@ -169,10 +164,7 @@ def test_strided_inputs():
     """Slices of one projection, as a layer makes them."""
     torch.manual_seed(0)
     both = torch.randn(2, 50, 4 * 6 + 2 * 5 + 2 * 5)
-    v, q, k = (
-        x.unflatten(-1, s)
-        for x, s in zip(both.split([24, 10, 10], -1), [(4, 6), (2, 5), (2, 5)], strict=True)
-    )
+    v, q, k = (x.unflatten(-1, s) for x, s in zip(both.split([24, 10, 10], -1), [(4, 6), (2, 5), (2, 5)], strict=True))
     decay = -torch.rand(2, 4, 50).transpose(1, 2)
     wanted = semiseparable_scan(v.contiguous(), q.contiguous(), k.contiguous(), decay.contiguous())
     assert rmse_ratio(semiseparable_scan(v, q, k, decay), wanted) < 1e-6

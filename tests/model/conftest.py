@@ -28,9 +28,7 @@ def small_config():
     def make(architecture="language_model", layers=("mru",), **changes):
         mixers = {name: changes.pop(name) for name in ("attention", "hydra", "mru") if name in changes}
         fields = {"d_model": 32, "n_layers": 3, "vocab_size": 61, "mlp_ratio": 2.0} | changes
-        return ModelConfig(
-            architecture=architecture, layers=layers, mixers=_small_options(**mixers), **fields
-        )
+        return ModelConfig(architecture=architecture, layers=layers, mixers=_small_options(**mixers), **fields)
 
     return make
 

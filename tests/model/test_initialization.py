@@ -72,10 +72,7 @@ def test_every_parameter_built_on_meta_is_filled(small_config):
 
 
 def test_wrapper_names_are_seen_through():
-    assert (
-        clean_parameter_name("module.blocks.0._checkpoint_wrapped_module.norm.weight")
-        == "blocks.0.norm.weight"
-    )
+    assert clean_parameter_name("module.blocks.0._checkpoint_wrapped_module.norm.weight") == "blocks.0.norm.weight"
     assert clean_parameter_name("_orig_mod.blocks.0._orig_mod.norm.weight") == "blocks.0.norm.weight"
 
 

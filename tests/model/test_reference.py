@@ -80,10 +80,7 @@ def _scan(x, dt, decay, b, c, state):
     (L, H, N)."""
     ys = []
     for t in range(x.shape[0]):
-        state = (
-            state * (dt[t] * decay).exp()[:, None, None]
-            + dt[t, :, None, None] * x[t, :, :, None] * b[t, :, None]
-        )
+        state = state * (dt[t] * decay).exp()[:, None, None] + dt[t, :, None, None] * x[t, :, :, None] * b[t, :, None]
         ys.append((state * c[t, :, None]).sum(-1))
     return torch.stack(ys)
 
@@ -96,9 +93,7 @@ def _hydra_by_definition(state, u, *, d_state, headdim, ngroups):
         [d_inner, d_inner + 4 * ngroups * d_state, 2 * nheads], -1
     )
     width = s["conv1d.weight"].shape[-1]
-    xbc = F.conv1d(
-        xbc.T[None], s["conv1d.weight"], s.get("conv1d.bias"), padding=width // 2, groups=xbc.shape[1]
-    )
+    xbc = F.conv1d(xbc.T[None], s["conv1d.weight"], s.get("conv1d.bias"), padding=width // 2, groups=xbc.shape[1])
     x, *bc = F.silu(xbc[0].T).split([d_inner] + 4 * [ngroups * d_state], -1)
     b_f, c_f, b_b, c_b = (
         part.unflatten(-1, (ngroups, d_state)).repeat_interleave(nheads // ngroups, dim=1) for part in bc
@@ -159,9 +154,7 @@ def test_hydra_layers_of_other_shapes(sizes, options):
     weights = {key: value.double().requires_grad_() for key, value in state.items()}
     u, cotangent = torch.randn(2, 21, sizes["d_model"]), torch.randn(2, 21, sizes["d_model"])
     keys = ("d_state", "headdim", "ngroups")
-    expected = torch.stack(
-        [_hydra_by_definition(weights, row.double(), **{k: sizes[k] for k in keys}) for row in u]
-    )
+    expected = torch.stack([_hydra_by_definition(weights, row.double(), **{k: sizes[k] for k in keys}) for row in u])
     y = layer(u)
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
     (y * cotangent).sum().backward()
@@ -216,9 +209,7 @@ def test_hydra_encoder_with_pre_norm_positions_and_groups():
     for row, length in enumerate((9, 6)):
         x = s["bert.embeddings.word_embeddings.weight"][ids[row, :length]]
         x = x + s["bert.embeddings.token_type_embeddings.weight"][types[row, :length]]
-        x = norm(
-            x + s["bert.embeddings.position_embeddings.weight"][:length], "bert.embeddings.LayerNorm", 1e-3
-        )
+        x = norm(x + s["bert.embeddings.position_embeddings.weight"][:length], "bert.embeddings.LayerNorm", 1e-3)
         for index in range(2):
             prefix = f"bert.encoder.layer.{index}.layer."
             mixer = _below(state, prefix + "mixer.")

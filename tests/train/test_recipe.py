@@ -60,7 +60,7 @@ def test_keys_may_be_written_with_underscores_or_hyphens(recipe, underscored):
 )
 def test_a_bad_recipe_is_one_line_that_names_file_and_key(recipe, text, words):
     path = recipe(text)
-    with pytest.raises(ValueError, match="mine.toml") as error:
+    with pytest.raises(ValueError, match=r"mine\.toml") as error:
         load_config(path)
     message = str(error.value)
     assert "\n" not in message

@@ -26,7 +26,7 @@ class NanGuard(Callback):
         )
         if self.in_a_row >= self.limit:
             raise NonFiniteError(
-                f"{self.limit} steps in a row had a NaN or infinite loss or gradient (last: step {trainer.state.step}); "
-                f"the newest checkpoint is from before them; try a lower optimizer.lr, longer schedule.warmup or "
-                f"engine.precision = fp32"
+                f"{self.limit} steps in a row had a NaN or infinite loss or gradient (last: step "
+                f"{trainer.state.step}); the newest checkpoint is from before them; try a lower optimizer.lr, a longer "
+                f"schedule.warmup or engine.precision = fp32"
             )

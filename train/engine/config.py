@@ -39,9 +39,7 @@ class EngineConfig:
         if self.selective_every < 1:
             raise ValueError(f"engine.selective_every must be >= 1, got {self.selective_every}")
         if self.replicate > 1 and self.name != "fsdp2":
-            raise ValueError(
-                f'engine.replicate = {self.replicate} needs engine.name = "fsdp2", got "{self.name}"'
-            )
+            raise ValueError(f'engine.replicate = {self.replicate} needs engine.name = "fsdp2", got "{self.name}"')
         if self.compile and self.name == "deepspeed" and self.zero_stage == 3:
             # Its hooks on the modules inside a block would be compiled with them: gradients come out wrong.
             raise ValueError(

@@ -64,13 +64,9 @@ class _Reader(dcp.FileSystemReader):
                 with path.open("rb") as file:
                     self.index = _IndexUnpickler(file).load()
             except FileNotFoundError:
-                raise ValueError(
-                    f"checkpoint {path.parent} is damaged: its index .metadata is missing"
-                ) from None
+                raise ValueError(f"checkpoint {path.parent} is damaged: its index .metadata is missing") from None
             except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError) as error:
-                raise ValueError(
-                    f"checkpoint {path.parent} is damaged: its index .metadata: {error}"
-                ) from None
+                raise ValueError(f"checkpoint {path.parent} is damaged: its index .metadata: {error}") from None
         return self.index
 
 
@@ -126,9 +122,7 @@ def storage_error(failure: CheckpointException) -> BaseException:
     ours."""
     for rank, (error, _) in sorted(failure.failures.items()):
         if (found := find_os_error(error)) is not None:
-            return OSError(
-                found.errno, f"{found.strerror or found}{f' (rank {rank})' if is_distributed() else ''}"
-            )
+            return OSError(found.errno, f"{found.strerror or found}{f' (rank {rank})' if is_distributed() else ''}")
     return RuntimeError(f"saving failed: {failure}")
 
 
@@ -140,8 +134,6 @@ def find_os_error(error: BaseException | None) -> OSError | None:
         if isinstance(seen, OSError):
             return seen
         seen = seen.__cause__ or seen.__context__
-    if isinstance(error, RuntimeError) and (
-        "file write failed" in str(error) or "unexpected pos" in str(error)
-    ):
+    if isinstance(error, RuntimeError) and ("file write failed" in str(error) or "unexpected pos" in str(error)):
         return OSError(None, "the file could not be written whole")
     return None

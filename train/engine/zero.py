@@ -187,9 +187,7 @@ class ZeroEngine(Engine):
             try:
                 convert_to_universal(directory, universal)
             except Exception as error:  # the other ranks wait for the word that it went wrong
-                problem = (
-                    f"checkpoint {directory} could not be converted for {self.world_size} ranks: {error}"
-                )
+                problem = f"checkpoint {directory} could not be converted for {self.world_size} ranks: {error}"
         try:
             problem = from_rank_zero(problem)
             if problem:
