@@ -100,10 +100,7 @@ class FsdpEngine(Engine):
 
     def _global_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Norm over all tensors and all shards of them; copies of a shard count once."""
-        if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients))
-        else:
-            norms = torch.zeros(1, device=self.device)
+        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=self.device)
         norm = torch.linalg.vector_norm(norms)
         if self.mesh is None:
             return norm
