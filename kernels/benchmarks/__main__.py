@@ -50,8 +50,9 @@ def memory_of(title: str, candidate: str, threads: int) -> int:
 def wait_passively() -> None:
     """Start again, if need be, with OpenMP threads that sleep while they wait.
 
-    Spinning, which is the default, makes many short parallel regions cost a time slice each as soon as anything
-    else runs on the machine; then all that is measured is the other program. OpenMP reads this only at its start.
+    Spinning, which is the default, makes many short parallel regions cost a time slice each as soon as
+    anything else runs on the machine; then all that is measured is the other program. OpenMP reads this only
+    when it starts.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
