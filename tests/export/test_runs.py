@@ -70,15 +70,15 @@ def test_exports_put_the_special_tokens_of_the_training_around_text(language_mod
     assert pair["input_ids"] == [special["cls"], *plain, special["sep"], *plain, special["sep"]]
     assert pair["token_type_ids"] == [0] * (len(plain) + 2) + [1] * (len(plain) + 1)
     assert (tokenizer.padding_side, tokenizer.mask_token_id) == ("right", special["mask"])
-    # The language model was trained on documents that start with no special token and end with </s>.
+    # The language model was trained on documents that start with <s> and end with </s>.
     export_run(language_model, tmp_path / "lm", tell=print)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "lm")
-    assert tokenizer("the king")["input_ids"] == plain
+    assert tokenizer("the king")["input_ids"] == [special["bos"], *plain]
     assert (tokenizer.padding_side, tokenizer.eos_token_id) == ("left", special["eos"])
     defaults = json.loads((tmp_path / "lm" / "generation_config.json").read_text())
     assert defaults == {
         "pad_token_id": special["pad"],
-        "bos_token_id": special["eos"],
+        "bos_token_id": special["bos"],
         "eos_token_id": special["eos"],
     }
 
