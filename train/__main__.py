@@ -2,7 +2,10 @@
 
 import sys
 
-from matmix.train.command import main
+from matmix.train.console import begin_process
 
 if __name__ == "__main__":
+    begin_process()
+    from matmix.train.command import main
+
     sys.exit(main())

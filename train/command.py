@@ -7,7 +7,7 @@ import signal
 import sys
 
 from matmix.train.config import RunConfig
-from matmix.train.console import guarded, leave_source_tree
+from matmix.train.console import guarded
 from matmix.train.recipe import bundled_recipes, load_config
 
 USAGE = """usage: matmix train RECIPE [--dry-run] [--key value ...]
@@ -20,7 +20,6 @@ The same command again resumes the run from its newest checkpoint."""
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code (0 done, 2 the user's mistake, 128 + n stopped and saved by signal n)."""
-    leave_source_tree()
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE.format(recipes=", ".join(bundled_recipes())))

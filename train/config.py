@@ -195,6 +195,7 @@ class RunConfig:
             f'objective.name = "{self.objective.name}" trains model.architecture = "{needs}", '
             f'but the model is "{self.model.architecture}"; change one of the two',
         )
+        self.model.check_seqlen(self.data.seqlen)
 
     @property
     def last_step(self) -> int:

@@ -53,9 +53,9 @@ class Trainer:
 
     def __init__(self, config: RunConfig, distributed: Distributed) -> None:
         rank, world_size = distributed.rank, distributed.world_size
-        self.loader = make_loader(config, "train", rank, world_size)
-        self.config = config = with_data_facts(config, self.loader)
         self.run = RunDirectory(config.run_dir)
+        self.loader = make_loader(config, "train", rank, world_size, self.run.tokenizer_sha256())
+        self.config = config = with_data_facts(config, self.loader)
         self.run.check(config)
         self.state = TrainState()
         self.accumulation = self.loader.micro_batches_per_step
@@ -175,7 +175,9 @@ class Trainer:
         if self.metrics.get("step") != self.state.step:
             with self.speed.paused():
                 if self.validation is None:
-                    self.validation = make_loader(self.config, "validation", self.engine.rank, self.engine.world_size)
+                    ranks = self.engine.rank, self.engine.world_size
+                    sha256 = self.loader.tokenizer.sha256
+                    self.validation = make_loader(self.config, "validation", *ranks, sha256)
                 metrics = evaluate(self.engine, self.validation, self.config)
                 self.call("on_evaluation", metrics)
             self.metrics = {"step": self.state.step, **metrics}
@@ -212,8 +214,13 @@ class Trainer:
                 callback.on_message(self, text)
 
 
-def make_loader(config: RunConfig, split: str, rank: int, world_size: int) -> Loader:
-    """Batches without end of the training split, or one pass over the validation split."""
+def make_loader(
+    config: RunConfig, split: str, rank: int, world_size: int, tokenizer_sha256: str | None = None
+) -> Loader:
+    """Batches without end of the training split, or one pass over the validation split.
+
+    tokenizer_sha256: what the data must have been prepared with; None = any tokenizer.
+    """
     objective, training = config.objective, split == "train"
     masking = objective.masking if training else objective.evaluation_masking
     return build_loader(
@@ -226,6 +233,7 @@ def make_loader(config: RunConfig, split: str, rank: int, world_size: int) -> Lo
         seed=config.seed,
         masking=masking if objective.name == "masked_lm" else None,
         one_pass=not training,
+        tokenizer_sha256=tokenizer_sha256,
     )
 
 

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from matmix.data.tokenizer import Tokenizer
 from matmix.train.config import RunConfig
 from matmix.train.recipe import config_from_dict, differences, read_toml, write_config
 
@@ -50,6 +51,11 @@ class RunDirectory:
         if not self.config_path.is_file():
             raise ValueError(f"{self.path} is not a run directory: it has no config.toml")
         return config_from_dict(read_toml(self.config_path), str(self.config_path))
+
+    def tokenizer_sha256(self) -> str | None:
+        """Hash of the tokenizer the run was started with, None before its start."""
+        folder = self.path / "tokenizer"
+        return Tokenizer.load(folder).sha256 if folder.is_dir() else None
 
     def check(self, config: RunConfig) -> None:
         """Raises ValueError if the directory holds something other than a run of `config` (showing the difference)."""

@@ -28,7 +28,7 @@ class Profiler(Callback):
 
     def _begin(self, trainer) -> None:
         if self.profile is None and trainer.state.step + 1 == self.start:
-            self.profile = torch.profiler.profile(record_shapes=True, profile_memory=True)
+            self.profile = torch.profiler.profile(record_shapes=True, profile_memory=True, acc_events=True)
             self.profile.__enter__()
 
     def _finish(self, trainer) -> None:

@@ -1,0 +1,71 @@
+"""What a run records: TensorBoard scalars, metrics.jsonl after a crash, a profiler trace, the closing words."""
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import losses, records, run_recipe
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from matmix.train.callbacks.progress import short_number, short_time
+
+
+def test_tensorboard_holds_what_metrics_jsonl_holds(dataset, tmp_path):
+    run_recipe("debug_hydra", dataset, tmp_path / "run", "--logging.tensorboard", "True")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    speed = {"speed/tokens_per_second", "speed/data_wait_share", "memory/peak_gib"}
+    assert {"train/loss", "train/lr", "train/grad_norm", "validation/loss", "validation/masked_accuracy"} <= tags
+    assert speed <= tags
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses(tmp_path / "run"))
+    assert [event.step for event in events.Scalars("validation/loss")] == [4, 8]
+
+
+def test_records_have_the_numbers_people_ask_for(dataset, tmp_path):
+    run_recipe("debug_mru", dataset, tmp_path / "run")
+    record = records(tmp_path / "run")[-1]
+    assert record["step"] == 8
+    assert record["tokens"] == 8 * 8 * 32
+    assert record["lr"] == pytest.approx(1e-2 * 0.1)
+    assert 0 <= record["data_wait"] <= 1
+    assert record["memory"] > 0
+    assert "mfu" not in record  # no device here whose peak is known
+
+
+def test_metrics_of_steps_that_are_done_again_appear_once(dataset, tmp_path):
+    run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "4")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "train", "step": 5, "loss": 99.0}) + "\n")
+        file.write('{"kind": "train", "st')  # killed while writing
+    run_recipe("debug_mru", dataset, tmp_path / "run")
+    assert [record["step"] for record in records(tmp_path / "run")] == list(range(1, 9))
+    assert max(losses(tmp_path / "run")) < 50
+
+
+def test_a_profiler_trace_covers_its_window(dataset, tmp_path):
+    options = ["--logging.profile-start", "2", "--logging.profile-steps", "2"]
+    run_recipe("debug_mru", dataset, tmp_path / "run", "--steps", "4", "--evaluation.every", "0", *options)
+    (trace,) = (tmp_path / "run" / "profile").iterdir()
+    assert trace.name == "step-00000002.json"
+    names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step") for name in names) == 2
+
+
+def test_another_tokenizer_than_the_runs_is_refused(dataset, tmp_path):
+    from matmix.data.prepare import prepare
+    from matmix.data.prepare_config import PrepareConfig
+
+    run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "2")
+    source = str(Path(dataset).parent / "verses.jsonl")
+    other = str(tmp_path / "other")
+    prepare(PrepareConfig(inputs=(source,), out=other, vocab_size=310, validation_fraction=0.1, processes=1))
+    with pytest.raises(ValueError, match="tokenizer"):
+        run_recipe("debug_mru", other, tmp_path / "run")
+    with pytest.raises(ValueError, match="tokenizer"):
+        run_recipe("debug_mru", dataset, tmp_path / "new", "--data.validation-path", other)
+
+
+def test_numbers_and_times_are_short():
+    assert [short_number(n) for n in (0.5, 999, 1234567, 3.2e9)] == ["0.5", "999", "1.23M", "3.2G"]
+    assert [short_time(n) for n in (5, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
