@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from matmix.train.console import guarded, leave_source_tree
+from matmix.train.console import begin_process, guarded
 
 _EPILOG = """\
 from text to a model elsewhere:
@@ -94,7 +94,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `matmix` command; returns the exit code."""
-    leave_source_tree()
+    begin_process()
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in VERBS:
         return VERBS[arguments[0]][0](arguments[1:])
