@@ -8,12 +8,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation
 from matmix.kernels.checks import check_cu_seqlens, check_floating, check_shape
-from matmix.kernels.matrix_product.chunked import (
-    product_backward,
-    product_forward,
-    products_like,
-    reverse_products,
-)
+from matmix.kernels.matrix_product.backward import product_backward
+from matmix.kernels.matrix_product.chunked import reverse_products
+from matmix.kernels.matrix_product.forward import product_forward
+from matmix.kernels.matrix_product.spans import products_like
 
 
 def matrix_product_scan(

@@ -1,0 +1,94 @@
+"""Forward pass of the matrix-product scan: multiply chunks together, scan over them, run all chunks at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, product_dtype, product_spans
+
+
+def product_forward(
+    x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """States (batch, seqlen, nheads, o, o) typed like x, final states, and chunk products."""
+    documents = ProductDocuments(cu_seqlens)
+    dtype = product_dtype(x)
+    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    given = given_states(initial_state, rows, x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    products = out.new_zeros(0, dtype=dtype)
+    firsts, final = given, given.clone()
+    if documents.starts:
+        tokens, owners = (torch.tensor(index, device=x.device) for index in zip(*documents.starts, strict=True))
+        begun = x[0].index_select(0, tokens).to(dtype)
+        firsts = given.clone()
+        firsts[owners] = begun if initial_state is None else given[owners] @ begun
+    # With packed documents nothing reaches the first token from its left: any state will do there.
+    state = given if cu_seqlens is None else given[:1]
+    for span in product_spans(x, chunk_size, documents):
+        entering, found = product_entries(span, state, firsts)
+        products = found if found is not None else products
+        state = product_states(span, entering, firsts, span.view(out), final)
+    if cu_seqlens is None:
+        final = state.contiguous()
+    return out, final, products
+
+
+def given_states(initial_state: Tensor | None, rows: int, x: Tensor) -> Tensor:
+    """The initial states in the working dtype, the identity where none are given; not to be written to."""
+    if initial_state is not None:
+        return initial_state.to(product_dtype(x))
+    identity = torch.eye(x.shape[-1], dtype=product_dtype(x), device=x.device)
+    return identity.expand(rows, *x.shape[2:])
+
+
+def load_factors(span: ProductSpan, block: range, out: Tensor) -> tuple[Tensor, ...]:
+    """The span's matrices at the steps of a block, (lanes, o, o) each, laid out as fast right factors."""
+    if span.tiny:
+        return span.by_lane(span.load(span.x.mT, block.start, block.stop, out).mT)
+    return span.by_lane(span.load(span.x, block.start, block.stop, out))
+
+
+def product_entries(span: ProductSpan, state: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The state that enters each chunk and, of several chunks, each one's product since its last restart."""
+    if span.count == 1:
+        return state.unsqueeze(1).clone(memory_format=torch.contiguous_format), None
+    factors = span.buffers()
+    current, spare = span.buffer().copy_(span.x[:, :, 0]).view(span.flat), span.buffer().view(span.flat)
+    for block in span.blocks():
+        for step, right in zip(block, load_factors(span, block, factors), strict=True):
+            if step:
+                torch.bmm(current, right, out=spare)
+                current, spare = spare, current
+            restart_product(span, step, current, firsts)
+    products = current.view(span.lanes)
+    states = [state.flatten(0, 1)]
+    for chunk, product in enumerate(span.chunk_major(products)[:-1]):
+        states.append(product if chunk in span.cut else torch.bmm(states[-1], product))
+    return span.lane_major(states), products
+
+
+def restart_product(span: ProductSpan, step: int, current: Tensor, firsts: Tensor) -> None:
+    """Documents that begin at this step: their first state replaces whatever reached it."""
+    if step in span.starts:
+        rows, documents = span.starts[step]
+        span.rows(current)[rows] = firsts[documents]
+
+
+def product_states(span: ProductSpan, state: Tensor, firsts: Tensor, out: Tensor, final: Tensor) -> Tensor:
+    """Run the recurrence in all chunks, writing every state (and `final` where documents end); returns the last."""
+    factors, states = span.buffers(), span.buffers()
+    slots = span.by_lane(states)
+    state = state.view(span.flat)
+    for block in span.blocks():
+        rights = load_factors(span, block, factors)
+        # The state before a block's first step lies in the buffer's last slot: never in the one written to.
+        for step, right, slot in zip(block, rights, slots[: len(block)], strict=True):
+            state = torch.bmm(state, right, out=slot)
+            restart_product(span, step, state, firsts)
+            if step in span.ends:
+                rows, documents = span.ends[step]
+                final[documents] = span.rows(state)[rows]
+        span.store(states[: len(block)], out, block.start)
+    return state.view(span.lanes)[:, -1]

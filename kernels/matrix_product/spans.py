@@ -1,0 +1,123 @@
+"""A sequence of matrices cut into chunks that advance together, a few steps at a time."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+STEPS_AT_ONCE = 4
+"""Steps whose matrices are copied together into a buffer: few enough to stay small, enough to make few copies."""
+
+
+def default_product_chunk(seqlen: int) -> int:
+    """About the square root of the length: as many steps inside chunks as there are chunks to scan over."""
+    chunk = 1
+    while 2 * chunk * chunk <= seqlen:
+        chunk *= 2
+    return chunk
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def products_like(x: Tensor, chunk_size: int | None) -> Tensor:
+    """An empty tensor shaped like the chunk products that `product_forward` returns for x."""
+    chunk = min(chunk_size or default_product_chunk(x.shape[1]), x.shape[1])
+    count = x.shape[1] // chunk
+    return x.new_empty((x.shape[0], count, *x.shape[2:]) if count > 1 else (0,), dtype=product_dtype(x))
+
+
+class ProductDocuments:
+    """Where packed documents begin and end, on the host; without `cu_seqlens` there is nothing to know."""
+
+    def __init__(self, cu_seqlens: Tensor | None):
+        bounds = [] if cu_seqlens is None else cu_seqlens.tolist()
+        pairs = list(enumerate(itertools.pairwise(bounds)))
+        self.starts = [(start, document) for document, (start, end) in pairs if end > start]
+        self.ends = [(end - 1, document) for document, (start, end) in pairs if end > start]
+        self.empty = [document for document, (start, end) in pairs if end == start]
+
+
+class ProductSpan:
+    """`count` chunks of `chunk` tokens from token `offset` on: lanes are (batch, count, nheads).
+
+    `starts` and `ends`: step -> (chunks, documents) of the documents that begin or end there; `cut`: the chunks in
+    which one begins.
+    """
+
+    def __init__(self, x: Tensor, documents: ProductDocuments, offset: int, count: int, chunk: int):
+        self.tokens = slice(offset, offset + count * chunk)
+        self.count, self.chunk, self.dtype, self.device = count, chunk, product_dtype(x), x.device
+        self.x = self.view(x)
+        self.lanes = (x.shape[0], count, *x.shape[2:])
+        self.flat = (x.shape[0] * count * x.shape[2], *x.shape[3:])
+        self.starts, self.ends = self.at_steps(documents.starts), self.at_steps(documents.ends)
+        self.cut = {row for rows, _ in self.starts.values() for row in rows.tolist()}
+        # PyTorch multiplies matrices this small in a loop of its own, which wants the right factor transposed.
+        self.tiny = x.device.type == "cpu" and x.shape[-1] ** 3 < 400
+
+    def view(self, x: Tensor) -> Tensor:
+        """(batch, seqlen, ...) -> (batch, count, chunk, ...), the span's tokens."""
+        return x[:, self.tokens].unflatten(1, (self.count, self.chunk))
+
+    def at_steps(self, tokens: list[tuple[int, int]]) -> dict[int, tuple[Tensor, Tensor]]:
+        found: dict[int, tuple[list[int], list[int]]] = {}
+        for token, document in tokens:
+            if self.tokens.start <= token < self.tokens.stop:
+                row, step = divmod(token - self.tokens.start, self.chunk)
+                rows, documents = found.setdefault(step, ([], []))
+                rows.append(row)
+                documents.append(document)
+        return {step: tuple(torch.tensor(index, device=self.device) for index in pair) for step, pair in found.items()}
+
+    def blocks(self) -> list[range]:
+        """The steps, a few at a time."""
+        starts = range(0, self.chunk, STEPS_AT_ONCE)
+        return [range(start, min(start + STEPS_AT_ONCE, self.chunk)) for start in starts]
+
+    def buffer(self, steps: int | None = None) -> Tensor:
+        """One matrix per lane, (batch, count, nheads, o, o), or several with a leading dimension of steps."""
+        shape = self.lanes if steps is None else (steps, *self.lanes)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def buffers(self) -> Tensor:
+        return self.buffer(min(STEPS_AT_ONCE, self.chunk))
+
+    def load(self, source: Tensor, first: int, last: int, out: Tensor) -> Tensor:
+        """Copy steps first .. last - 1 of (batch, count, chunk, nheads, o, o) into `out`, steps leading."""
+        return out[: last - first].copy_(source[:, :, first:last].permute(2, 0, 1, 3, 4, 5))
+
+    def store(self, buffer: Tensor, target: Tensor, first: int) -> None:
+        """The inverse of `load`."""
+        target[:, :, first : first + buffer.shape[0]] = buffer.permute(1, 2, 0, 3, 4, 5)
+
+    def by_lane(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(steps, *lanes) -> for each step (lanes, o, o), a view to multiply with."""
+        return x.flatten(1, 3).unbind(0)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """One step as (lanes, o, o) -> (chunks, nheads, o, o), a view; packed documents have batch 1."""
+        return x.view(self.lanes)[0]
+
+    def chunk_major(self, x: Tensor) -> tuple[Tensor, ...]:
+        """(batch, count, nheads, o, o) -> for each chunk (batch * nheads, o, o), a copy."""
+        return x.transpose(0, 1).contiguous().flatten(1, 2).unbind(0)
+
+    def lane_major(self, chunks: list[Tensor]) -> Tensor:
+        """The inverse of `chunk_major`."""
+        batch, _, heads = self.lanes[:3]
+        return torch.stack(chunks).unflatten(1, (batch, heads)).transpose(0, 1).contiguous()
+
+
+def product_spans(x: Tensor, chunk_size: int | None, documents: ProductDocuments) -> list[ProductSpan]:
+    """Whole chunks first, then what is left at the end as one short chunk."""
+    seqlen = x.shape[1]
+    chunk = min(chunk_size or default_product_chunk(seqlen), seqlen)
+    count, left = divmod(seqlen, chunk)
+    spans = [ProductSpan(x, documents, 0, count, chunk)]
+    if left:
+        spans.append(ProductSpan(x, documents, seqlen - left, 1, left))
+    return spans
