@@ -3,6 +3,9 @@
 Prints one line per case with forward + backward times and, per peer, how many times our time and our peak
 memory it takes; writes the same with hardware, versions and date as JSON (--out). `--only TEXT` picks cases
 by their title. Peak memory is the growth of the resident set of a fresh process that runs one candidate once.
+
+Leave the machine alone meanwhile: OpenMP's threads spin while they wait, so that any other busy process makes
+code of many short parallel regions look many times slower (OMP_WAIT_POLICY=PASSIVE tames that, at a price).
 """
 
 from __future__ import annotations
@@ -45,18 +48,6 @@ def memory_of(title: str, candidate: str, threads: int) -> int:
     }
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
-
-
-def wait_passively() -> None:
-    """Start again, if need be, with OpenMP threads that sleep while they wait.
-
-    Spinning, which is the default, makes many short parallel regions cost a time slice each as soon as
-    anything else runs on the machine; then all that is measured is the other program. OpenMP reads this only
-    when it starts.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-        os.execv(sys.executable, [sys.executable, "-m", "matmix.kernels.benchmarks", *sys.argv[1:]])
 
 
 def memory_command(title: str, candidate: str) -> None:
@@ -104,7 +95,6 @@ def main() -> None:
     memory.add_argument("title", choices=list(CPU_CASES))
     memory.add_argument("candidate")
     options = parser.parse_args()
-    wait_passively()
     if options.command == "memory":
         memory_command(options.title, options.candidate)
     else:

@@ -154,8 +154,7 @@ def span_gradients(
         left = previous[: len(block)]
         # The factors have been used: their buffer takes the result.
         result = recurrence.factors[: len(block)]
-        right = sums.mT.contiguous().mT if span.tiny else sums
-        torch.bmm(left.mT.flatten(0, 3), right.flatten(0, 3), out=result.flatten(0, 3))
+        torch.bmm(left.mT.flatten(0, 3), sums.flatten(0, 3), out=result.flatten(0, 3))
         for number, step in enumerate(block):
             if step in span.starts:
                 rows, documents = span.starts[step]

@@ -44,9 +44,7 @@ def given_states(initial_state: Tensor | None, rows: int, x: Tensor) -> Tensor:
 
 
 def load_factors(span: ProductSpan, block: range, out: Tensor) -> tuple[Tensor, ...]:
-    """The span's matrices at the steps of a block, (lanes, o, o) each, laid out as fast right factors."""
-    if span.tiny:
-        return span.by_lane(span.load(span.x.mT, block.start, block.stop, out).mT)
+    """The span's matrices at the steps of a block, (lanes, o, o) each."""
     return span.by_lane(span.load(span.x, block.start, block.stop, out))
 
 

@@ -56,8 +56,6 @@ class ProductSpan:
         self.flat = (x.shape[0] * count * x.shape[2], *x.shape[3:])
         self.starts, self.ends = self.at_steps(documents.starts), self.at_steps(documents.ends)
         self.cut = {row for rows, _ in self.starts.values() for row in rows.tolist()}
-        # PyTorch multiplies matrices this small in a loop of its own, which wants the right factor transposed.
-        self.tiny = x.device.type == "cpu" and x.shape[-1] ** 3 < 400
 
     def view(self, x: Tensor) -> Tensor:
         """(batch, seqlen, ...) -> (batch, count, chunk, ...), the span's tokens."""
