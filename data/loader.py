@@ -19,7 +19,7 @@ has the same number of micro-batches and every token counts once.
 
 import gc
 import math
-import signal
+import os
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
@@ -220,10 +220,9 @@ def _begin_worker(worker: int) -> None:
     # A forked process inherits the parent's garbage; collecting it there would run finalisers (those of other
     # loaders end their workers) that only the parent may run.
     gc.freeze()
-    # Ctrl-C and a scheduler's SIGTERM reach the whole process group. What to do is the parent's to decide: it may
-    # want to finish its step and save first. A worker whose parent has died ends by itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Ctrl-C reaches the whole process group. What to do then is the parent's to decide: it may want to finish its step
+    # and save. (Ignoring the signals here would not do: the parent ends workers by SIGTERM.)
+    os.setpgrp()
 
 
 def _as_is(batch: Batch | Failure) -> Batch | Failure:
