@@ -18,7 +18,7 @@ help:
 	  { echo "Python's venv module is incomplete; on Debian or Ubuntu run: apt-get install python3-venv"; exit 2; }
 	@echo "Installing the pinned set into .venv (about 6 GB on disk, a few minutes) ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
 	@touch $@
 
 # Each command says so and does nothing where its work is already done, so a second `make pretrain` resumes or ends.

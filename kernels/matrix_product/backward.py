@@ -24,6 +24,7 @@ def product_backward(
     packed = cu_seqlens is not None
     rows = cu_seqlens.shape[0] - 1 if packed else x.shape[0]
     given = given_states(initial_state, rows, x)
+    learned = initial_state is not None
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dgiven = torch.zeros(given.shape, dtype=given.dtype, device=x.device)
     carry = torch.zeros(x.shape[0], *x.shape[2:], dtype=given.dtype, device=x.device)
@@ -39,10 +40,11 @@ def product_backward(
         entered = h[:, span.tokens.start - 1] if span.tokens.start else given[: x.shape[0]]
         several = span.count > 1
         arriving = carries_from_right(span, gradient, carry, products) if several else carry.unsqueeze(1)
-        carry = span_gradients(span, gradient, arriving, entered, given, dgiven, h, dx)
+        recurrence = BackwardRecurrence(span, gradient, dgiven if packed and learned else None)
+        carry = span_gradients(span, recurrence, arriving, entered, given if learned else None, h, dx)
     if not packed:
         dgiven = carry
-    return dx, None if initial_state is None else dgiven.to(initial_state.dtype)
+    return dx, dgiven.to(initial_state.dtype) if learned else None
 
 
 class ProductGradient:
@@ -130,19 +132,17 @@ def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tens
 
 def span_gradients(
     span: ProductSpan,
-    gradient: ProductGradient,
+    recurrence: BackwardRecurrence,
     arriving: Tensor,
     entered: Tensor,
-    given: Tensor,
-    dgiven: Tensor,
+    given: Tensor | None,
     h: Tensor,
     dx: Tensor,
 ) -> Tensor:
-    """Write the span's part of `dx`, and `dgiven` where documents begin; returns what passes to its left.
+    """Write the span's part of `dx`; returns what passes to its left.
 
-    entered: the state that enters the span; given, dgiven: the initial states of documents and their gradients.
+    entered: the state that enters the span; given: the initial states of documents, None for the identity.
     """
-    recurrence = BackwardRecurrence(span, gradient, dgiven)
     states, dstates, previous = span.view(h), span.view(dx), span.buffers()
     for block in reversed(span.blocks()):
         sums = recurrence.run(block, arriving)
@@ -158,7 +158,8 @@ def span_gradients(
         for number, step in enumerate(block):
             if step in span.starts:
                 rows, documents = span.starts[step]
-                result[number][0, rows] = given[documents].mT @ sums[number][0, rows]
+                own = sums[number][0, rows]
+                result[number][0, rows] = own if given is None else given[documents].mT @ own
         span.store(result, dstates, block.start)
     factor = span.buffer().copy_(span.x[:, :, 0])
     top = recurrence.above.view(span.lanes)

@@ -29,9 +29,12 @@ def product_forward(
     for span in product_spans(x, chunk_size, documents):
         entering, found = product_entries(span, state, firsts)
         products = found if found is not None else products
-        state = product_states(span, entering, firsts, span.view(out), final)
+        state = product_states(span, entering, firsts, span.view(out), None if out.dtype == dtype else final)
     if cu_seqlens is None:
         final = state.contiguous()
+    elif out.dtype == dtype and documents.ends:
+        tokens, owners = (list(index) for index in zip(*documents.ends, strict=True))
+        final[owners] = out[0, tokens]
     return out, final, products
 
 
@@ -74,8 +77,11 @@ def restart_product(span: ProductSpan, step: int, current: Tensor, firsts: Tenso
         span.rows(current)[rows] = firsts[documents]
 
 
-def product_states(span: ProductSpan, state: Tensor, firsts: Tensor, out: Tensor, final: Tensor) -> Tensor:
-    """Run the recurrence in all chunks, writing every state (and `final` where documents end); returns the last."""
+def product_states(span: ProductSpan, state: Tensor, firsts: Tensor, out: Tensor, final: Tensor | None) -> Tensor:
+    """Run the recurrence in all chunks, writing every state; returns the last.
+
+    `final`, if given, receives the states where documents end, unrounded.
+    """
     factors, states = span.buffers(), span.buffers()
     slots = span.by_lane(states)
     state = state.view(span.flat)
@@ -85,7 +91,7 @@ def product_states(span: ProductSpan, state: Tensor, firsts: Tensor, out: Tensor
         for step, right, slot in zip(block, rights, slots[: len(block)], strict=True):
             state = torch.bmm(state, right, out=slot)
             restart_product(span, step, state, firsts)
-            if step in span.ends:
+            if final is not None and step in span.ends:
                 rows, documents = span.ends[step]
                 final[documents] = span.rows(state)[rows]
         span.store(states[: len(block)], out, block.start)

@@ -25,6 +25,10 @@ class ConvCanvas(NamedTuple):
     right: int
     tokens: Tensor | None
     """(seqlen,) row of each token, None where there is one document per batch row."""
+    sources: Tensor | None
+    """(rows,) token of each row; any token for the zero rows."""
+    gaps: Tensor | None
+    """The zero rows."""
     seqlen: int
     rows: int
 
@@ -32,7 +36,8 @@ class ConvCanvas(NamedTuple):
         """(batch, seqlen, d) -> (batch, rows, d)."""
         if self.tokens is None:
             return pad(x, (0, 0, self.left, self.left))
-        return x.new_zeros(1, self.rows, x.shape[2]).index_copy_(1, self.tokens, x)
+        # Reading by index is several times faster than writing by index.
+        return x.index_select(1, self.sources).index_fill_(1, self.gaps, 0)
 
     def gather(self, x: Tensor, before: int) -> Tensor:
         """Of convolved rows those that belong to tokens; `before` zero rows were used up to the left."""
@@ -45,10 +50,14 @@ def conv_canvas(x: Tensor, width: int, causal: bool, cu_seqlens: Tensor | None) 
     left = width - 1 if causal else width // 2
     seqlen = x.shape[1]
     if cu_seqlens is None:
-        return ConvCanvas(left, width - 1 - left, None, seqlen, seqlen + 2 * left)
+        return ConvCanvas(left, width - 1 - left, None, None, None, seqlen, seqlen + 2 * left)
     ids = document_ids(cu_seqlens, seqlen)
     tokens = torch.arange(seqlen, device=x.device) + (ids + 1) * left
-    return ConvCanvas(left, width - 1 - left, tokens, seqlen, seqlen + cu_seqlens.shape[0] * left)
+    rows = seqlen + cu_seqlens.shape[0] * left
+    sources = tokens.new_zeros(rows).index_copy_(0, tokens, torch.arange(seqlen, device=x.device))
+    before = torch.arange(cu_seqlens.shape[0], device=x.device) * left
+    gaps = (cu_seqlens + before)[:, None] + torch.arange(left, device=x.device)
+    return ConvCanvas(left, width - 1 - left, tokens, sources, gaps.flatten(), seqlen, rows)
 
 
 def depthwise_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
