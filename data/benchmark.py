@@ -6,6 +6,7 @@
 One line per measurement, and how many tokens per second one reading process gives.
 """
 
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -46,13 +47,17 @@ def measure(loader: Loader, seconds: float, warm_up: int = 4) -> float:
 
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
-    loader = build_loader(
-        replace(options.data, path=options.path),
-        split=options.split,
-        global_batch_size=options.batch,
-        micro_batch_size=options.batch,
-        masking=MaskingConfig() if options.masked else None,
-    )
+    try:
+        loader = build_loader(
+            replace(options.data, path=options.path),
+            split=options.split,
+            global_batch_size=options.batch,
+            micro_batch_size=options.batch,
+            masking=MaskingConfig() if options.masked else None,
+        )
+    except (ValueError, FileNotFoundError) as error:
+        print(f"matmix: error: {error}", file=sys.stderr)
+        sys.exit(2)
     rate = measure(loader, options.seconds)
     workers = options.data.workers
     print(

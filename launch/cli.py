@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from matmix.train.console import begin_process, guarded
 
@@ -32,7 +33,7 @@ def _train(arguments: list[str]) -> int:
 def _generate(arguments: list[str]) -> int:
     from matmix.train.generate import generate
 
-    parser = argparse.ArgumentParser(prog="matmix generate", description="Sample text from a run or an export.")
+    parser = _Parser(prog="matmix generate", description="Sample text from a run or an export.")
     parser.add_argument("source", metavar="RUN", help="run directory or export directory")
     parser.add_argument("--prompt", default="", help="text to continue; for an encoder, text with <mask> in it")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to add (default: 128)")
@@ -48,7 +49,7 @@ def _generate(arguments: list[str]) -> int:
 def _export(arguments: list[str]) -> int:
     from matmix.train.export import export_run
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="matmix export", description="Write a run's weights as a directory that transformers loads by itself."
     )
     parser.add_argument("run", metavar="RUN", help="run directory")
@@ -68,9 +69,7 @@ def _export(arguments: list[str]) -> int:
 def _import(arguments: list[str]) -> int:
     from matmix.train.export import import_reference
 
-    parser = argparse.ArgumentParser(
-        prog="matmix import", description="Turn a checkpoint of another project into an export directory."
-    )
+    parser = _Parser(prog="matmix import", description="Turn a checkpoint of another project into an export directory.")
     parser.add_argument("--from", dest="kind", required=True, choices=["hydra", "mru-lm"], help="whose it is")
     parser.add_argument("file", metavar="FILE", help=".safetensors, .pt, .bin or a directory in transformers' layout")
     parser.add_argument("out", metavar="OUT", help="directory to write")
@@ -81,6 +80,13 @@ def _import(arguments: list[str]) -> int:
         return 0
 
     return guarded(run)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors are ours: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} ({self.prog} --help explains)")
 
 
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
@@ -97,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     begin_process()
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in VERBS:
-        return VERBS[arguments[0]][0](arguments[1:])
+        return guarded(lambda: VERBS[arguments[0]][0](arguments[1:]))
     verbs = "\n".join(f"  {name:<10}{text}" for name, (_, text) in VERBS.items())
     usage = f"usage: matmix VERB ...   (matmix VERB --help explains each)\n\n{verbs}\n\n{_EPILOG}"
     if arguments and arguments[0] not in ("-h", "--help"):

@@ -20,6 +20,11 @@ def main(arguments: list[str]) -> int:
         options = ["--inputs", *inputs, *options]
 
     def run() -> int:
+        usage = "matmix prepare INPUT ... --out DIR [--option value ...]"
+        if "--help" not in options and "-h" not in options:
+            for flag, what in (("--inputs", "input"), ("--out", "output folder")):
+                if not any(option.split("=")[0] == flag for option in options):
+                    raise ValueError(f"no {what} given: {usage}")
         config = parse_arguments(PrepareConfig, options, prog="matmix prepare INPUT ... --out DIR")
         try:
             prepare(config)

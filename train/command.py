@@ -25,11 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(USAGE.format(recipes=", ".join(bundled_recipes())))
         return 0 if arguments else 2
     dry_run = "--dry-run" in arguments
+    arguments = [argument for argument in arguments if argument != "--dry-run"]
     loaded: list[RunConfig] = []
 
     def read() -> int:
-        overrides = [argument for argument in arguments[1:] if argument != "--dry-run"]
-        loaded.append(load_config(arguments[0], overrides))
+        loaded.append(load_config(arguments[0], arguments[1:]))
         return 0
 
     code = guarded(read)
@@ -48,13 +48,23 @@ def _train(config: RunConfig) -> int:
     result = train(config)
     if int(os.environ.get("RANK", "0")) == 0:
         print(_closing_words(config, result))
+    if not result.saved:
+        return 1
     return 128 + result.signal if result.signal and not result.finished else 0
 
 
 def _closing_words(config: RunConfig, result) -> str:
+    if not result.saved:
+        return (
+            f"Step {result.step} of {config.steps} is not saved: its checkpoint could not be written (see above). "
+            f"Make room and start the same command again; it goes on from the newest checkpoint."
+        )
     if not result.finished:
-        why = f" by {signal.Signals(result.signal).name}" if result.signal else ""
-        return f"Stopped{why} at step {result.step} of {config.steps}, saved. The same command goes on from there."
+        if result.signal:
+            how = f"by {signal.Signals(result.signal).name} at step {result.step} of {config.steps}, saved"
+            return f"Stopped {how}. The same command goes on from there."
+        how = f"at step {result.step} of {config.steps} as stop_step says, saved"
+        return f"Stopped {how}. Without stop_step it goes on from there."
     metrics = result.metrics
     done = "Finished" if result.steps_done else "Nothing to do, the run finished"
     lines = [f"{done} at step {result.step}: {config.run_dir}"]

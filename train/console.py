@@ -32,7 +32,7 @@ def report(error: BaseException, *, every_rank: bool = False) -> None:
         return
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.strerror and error.filename:
-        text = f"{error.strerror}: {error.filename}"
+        text = f"{error.strerror}: {error.filename2 or error.filename}"  # of a copy, the target is the second
     print(f"matmix: error: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr, flush=True)
 
 
@@ -49,6 +49,9 @@ def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
     except USER_ERRORS as error:
         report(error, every_rank=every_rank)
         return 2
+    except BrokenPipeError:
+        sys.stdout = None  # the reader (head, less) has left; nothing more is to be flushed at exit
+        return 0
     except (NonFiniteError, OverflowError, OSError) as error:
         report(error, every_rank=every_rank)
         return 1

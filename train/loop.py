@@ -44,6 +44,7 @@ class Result:
     steps_done: int  # by this call; 0 if the run had already finished
     finished: bool
     signal: int  # the signal that ended it early, or 0
+    saved: bool  # whether the last step is in a checkpoint
     metrics: dict[str, float]  # of the last evaluation
     unigram_entropy: float  # of the training split, nats per token
 
@@ -75,6 +76,8 @@ class Trainer:
         self.speed = Speedometer(flops_per_token(config.model, config.data.seqlen), distributed.device, world_size)
         self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
         self.metrics: dict[str, float] = {}
+        self.unsaved_step = -1  # the step whose checkpoint could not be written
+        self.complained: set[int] = set()
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -130,8 +133,8 @@ class Trainer:
                     self.evaluate()
                 if config.checkpoint.every and state.step % config.checkpoint.every == 0:
                     self.save()
-            self.save()
-            if state.step == config.steps and not self.is_summarised():
+            saved = self.save()
+            if state.step == config.steps and saved and not self.is_summarised():
                 self.finish()
         finally:
             self.call("on_end")
@@ -140,6 +143,7 @@ class Trainer:
             steps_done=state.step - first,
             finished=state.step == config.steps,
             signal=self.signals.received,
+            saved=saved,
             metrics=self.metrics,
             unigram_entropy=unigram_entropy(self.loader.token_histogram),
         )
@@ -157,10 +161,12 @@ class Trainer:
         self.loader.load_state_dict(extra["data"])
         self.tell(f"resumed from {newest.name}: {self.config.last_step - self.state.step} steps to go")
 
-    def save(self) -> None:
-        """Writes a checkpoint of the current step unless there is one."""
+    def save(self) -> bool:
+        """Writes a checkpoint of the current step unless there is one, or a try has just failed; True if there is."""
+        if self.state.step == self.unsaved_step:
+            return False
         if self.checkpoints.has(self.state.step):
-            return
+            return True
         with self.speed.paused():
             extra = {
                 "train_state": dataclasses.asdict(self.state),
@@ -168,7 +174,9 @@ class Trainer:
                 "config": config_to_dict(self.config),
                 "git_revision": git_revision(),
             }
-            self.checkpoints.save(self.state.step, self.engine, extra, self.tell)
+            path = self.checkpoints.save(self.state.step, self.engine, extra, self.tell)
+        self.unsaved_step = self.state.step if path is None else -1
+        return path is not None
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates once per step: the last step's scheduled evaluation is also the final one."""
@@ -196,13 +204,24 @@ class Trainer:
         if self.engine.rank == 0:
             entropy = unigram_entropy(self.loader.token_histogram)
             summary = {"step": self.state.step, "tokens": self.state.tokens, "validation": self.metrics}
-            self.run.write_summary({**summary, "unigram_entropy": entropy})
+            try:
+                self.run.write_summary({**summary, "unigram_entropy": entropy})
+            except OSError as error:
+                self.tell(f"warning: no summary written ({error}); the same command tries again")
 
     # -- callbacks -----------------------------------------------------------------------------------------------
 
     def call(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, event)(self, *arguments)
+            try:
+                getattr(callback, event)(self, *arguments)
+            except OSError as error:
+                if not callback.records:
+                    raise
+                # A full disk must cost records, not the run.
+                if id(callback) not in self.complained:
+                    self.complained.add(id(callback))
+                    self.tell(f"warning: {type(callback).__name__} cannot write ({error}); training goes on without")
 
     def tell(self, text: str) -> None:
         """Shows a message once, on the main rank."""

@@ -90,6 +90,8 @@ def make_plan(config: RunConfig, ranks: int) -> Plan:
     inputs = blocks * micro * config.data.seqlen * model_config.d_model * 4
     recomputed = {"none": 0.0, "full": 1.0, "selective": 1 / config.engine.selective_every}
     share = recomputed[config.engine.activation_checkpointing]
+    if config.engine.activation_checkpointing == "selective" and config.engine.selective_by == "op":
+        share = 0.0  # what the ops keep is not known here: the figure without checkpointing is a bound
     kept = activations * (1 - share) + (share > 0) * (inputs * share + activations / blocks)
     return Plan(
         parameters=parameters,
@@ -128,13 +130,16 @@ def print_plan(config: RunConfig) -> int:
     parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in memory.items())
     sequences = f"{config.global_batch_size} sequences of {config.data.seqlen}"
     pieces = f"{ranks} rank(s) x {plan.accumulation} micro-batch(es) of {plan.micro_batch_size}"
+    by_op = ""
+    if config.engine.activation_checkpointing == "selective" and config.engine.selective_by == "op":
+        by_op = " by op (the activations above are without it)"
     rows = {
         "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary})",
         "FLOPs per token": f"{short_number(plan.flops_per_token)} forward, {short_number(flops)} with backward",
         "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
         "batch": f"{sequences} = {short_number(plan.tokens_per_step)} tokens; {pieces}",
         "engine": f"{engine}, {config.engine.precision}, activation checkpointing "
-        f"{config.engine.activation_checkpointing}",
+        f"{config.engine.activation_checkpointing}{by_op}",
         "steps": f"{plan.steps:,}",
         "tokens": f"{short_number(tokens)} ({tokens:,})",
         "compute": f"{flops * tokens:.3g} FLOPs in all",

@@ -90,6 +90,8 @@ def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Run
     """
     path = find_recipe(recipe)
     config = config_from_dict(read_toml(path), str(path))
+    if Path(recipe).is_dir():
+        config = dataclasses.replace(config, run_dir=recipe)  # a run goes on where it lies, wherever it began
     config = parse_arguments(RunConfig, list(overrides), default=config, prog="matmix train RECIPE")
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=f"runs/{path.stem}")

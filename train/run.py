@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -78,7 +79,8 @@ class RunDirectory:
     def begin(self, config: RunConfig) -> None:
         """Makes the directory and writes the resolved config (rank 0 only)."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_config(config, self.config_path)
+        # Where to stop belongs to one start of the run, not to the run.
+        write_config(dataclasses.replace(config, stop_step=0), self.config_path)
 
     def read_summary(self) -> dict[str, Any] | None:
         path = self.path / "summary.json"

@@ -1,5 +1,6 @@
 """The loop in one process: what is written, exact resumption, the guard, and the run directory's contract."""
 
+import errno
 import json
 import os
 import signal
@@ -13,8 +14,11 @@ import torch
 from runs import losses, records, run_recipe, weights
 
 from matmix.train import loop
+from matmix.train.callbacks.metrics_file import MetricsFile
 from matmix.train.errors import NonFiniteError
+from matmix.train.loop import train
 from matmix.train.objectives import Loss
+from matmix.train.recipe import load_config
 
 
 @pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])
@@ -109,6 +113,47 @@ def test_many_nan_steps_in_a_row_stop_the_run_with_a_message(monkeypatch, datase
     with pytest.raises(NonFiniteError, match=r"3 steps in a row .* step 7\).*optimizer.lr"):
         run_recipe("debug_mru", dataset, tmp_path / "run", "--max-bad-steps", "3")
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
+
+
+def _full_disk(*_: object, **__: object):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_fills_up_costs_records_and_checkpoints_but_not_the_run(monkeypatch, capsys, dataset, tmp_path):
+    run_recipe("debug_mru", dataset, tmp_path / "whole")
+    true_step = loop.Trainer.train_step
+
+    def step(trainer, batches):
+        if trainer.state.step == 4:  # the checkpoint of step 4 stands
+            monkeypatch.setattr(MetricsFile, "_append", _full_disk)
+            monkeypatch.setattr(type(trainer.engine), "save", _full_disk)
+        true_step(trainer, batches)
+
+    monkeypatch.setattr(loop.Trainer, "train_step", step)
+    result = run_recipe("debug_mru", dataset, tmp_path / "run")
+    assert (result.step, result.saved) == (8, False)
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == 2
+    assert "No space left on device" in warnings[0]
+    assert "the last valid one is step-00000004" in warnings[1]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+    monkeypatch.undo()
+    again = run_recipe("debug_mru", dataset, tmp_path / "run")
+    assert (again.steps_done, again.saved, again.finished) == (4, True, True)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_run_directory_is_a_recipe_that_goes_on_where_it_lies(dataset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_recipe("debug_mru", dataset, "run", "--stop-step", "3")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").rename(tmp_path / "elsewhere" / "moved")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    result = train(load_config("moved"))
+    assert (result.steps_done, result.finished) == (5, True)
+    assert [path.name for path in Path().iterdir()] == ["moved"]
 
 
 def test_a_run_directory_of_another_config_is_refused_with_the_difference(dataset, tmp_path):

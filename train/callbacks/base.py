@@ -32,9 +32,11 @@ class StepRecord:
 
 
 class Callback:
-    """All methods are optional. `main` callbacks live on rank 0 only."""
+    """All methods are optional. Those with `main_rank_only` live on rank 0 alone."""
 
     main_rank_only: bool = True
+    records: bool = False
+    """It only writes records: where it cannot, training goes on without them."""
 
     def on_start(self, trainer: Trainer) -> None:
         """Before the first step; the state has been restored."""

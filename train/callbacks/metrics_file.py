@@ -12,6 +12,8 @@ from matmix.train.callbacks.base import Callback, StepRecord
 class MetricsFile(Callback):
     """Appends records. Records of steps that a resumed run does again are dropped first, so that none appears twice."""
 
+    records = True
+
     def on_start(self, trainer) -> None:
         self.path = trainer.run.path / "metrics.jsonl"
         if not self.path.exists():

@@ -10,6 +10,8 @@ from matmix.train.callbacks.base import Callback
 class Profiler(Callback):
     """Traces `logging.profile_steps` steps from `logging.profile_start` into RUN/profile/step-N.json."""
 
+    records = True
+
     def __init__(self, start: int, steps: int) -> None:
         self.start, self.steps = start, steps
         self.profile: torch.profiler.profile | None = None

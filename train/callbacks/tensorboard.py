@@ -22,6 +22,8 @@ _NAMES = {
 class TensorBoard(Callback):
     """Writes to RUN/tensorboard; a resumed run hides the events of the steps that it does again."""
 
+    records = True
+
     def on_start(self, trainer) -> None:
         from torch.utils.tensorboard import SummaryWriter  # two seconds of import that only this callback needs
 

@@ -1,0 +1,119 @@
+"""The user's mistakes, by the command itself: exit code 2, one line of error, nothing written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import run_recipe
+
+from matmix.launch.cli import main
+
+
+def _fails(capsys, arguments: list[str], *words: str) -> None:
+    capsys.readouterr()
+    assert main(arguments) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert errors[0].startswith("matmix: error: ")
+    for word in words:
+        assert word in errors[0]
+
+
+TRAIN = {
+    "unknown key": (["--optimizer.lrr", "1"], ["optimizer.lrr", "optimizer.lr"]),
+    "wrong type": (["--optimizer.lr", "fast"], ["--optimizer.lr", "fast"]),
+    "no data": (["--data.path", "nowhere"], ["nowhere"]),
+    "sequence length": (["--data.seqlen", "0"], ["data.seqlen", "1"]),
+    "batch": (["--global-batch-size", "9"], ["does not divide", "use 1"]),
+    "cuda": (["--device", "cuda"], ["cuda", "--device cpu"]),
+    "vocabulary": (["--model.vocab-size", "5"], ["model.vocab_size = 5", "320"]),
+    "mixer": (["--model.layers", "hydra"], ["hydra", "language_model"]),
+}
+
+
+@pytest.mark.parametrize("case", TRAIN)
+def test_train(case, dataset, tmp_path, capsys):
+    overrides, words = TRAIN[case]
+    arguments = ["train", "debug_mru", "--run-dir", str(tmp_path / "run"), "--data.path", dataset, *overrides]
+    _fails(capsys, arguments, *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_length_that_the_model_does_not_take(tmp_path, capsys):
+    overrides = ["--model.position-embeddings", "True", "--model.max-seqlen", "16", "--data.seqlen", "32"]
+    _fails(capsys, ["train", "debug_hydra", *overrides], "32", "16", "model.max_seqlen")
+
+
+def test_another_config_shows_the_difference(dataset, tmp_path, capsys):
+    run = str(tmp_path / "run")
+    run_recipe("debug_mru", dataset, run, "--stop-step", "1")
+    _fails(capsys, ["train", "debug_mru", "--data.path", dataset, "--run-dir", run, "--seed", "7"], "seed: 0 there, 7")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_damaged_checkpoint_names_the_file(damage, dataset, tmp_path, capsys):
+    run = tmp_path / "run"
+    run_recipe("debug_mru", dataset, run, "--stop-step", "1")
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    victim = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    if damage == "missing":
+        victim.unlink()
+    else:
+        victim.write_bytes(victim.read_bytes()[:-100])
+    before = sorted(path.name for path in checkpoint.rglob("*"))
+    _fails(capsys, ["train", "debug_mru", "--data.path", dataset, "--run-dir", str(run)], victim.name, damage[:5])
+    _fails(capsys, ["export", str(run), "--out", str(tmp_path / "out")], victim.name)
+    assert sorted(path.name for path in checkpoint.rglob("*")) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_another_architecture_names_key_and_shapes(dataset, tmp_path, capsys):
+    narrow, wide = tmp_path / "narrow", tmp_path / "wide"
+    run_recipe("debug_mru", dataset, narrow, "--stop-step", "1")
+    run_recipe("debug_mru", dataset, wide, "--stop-step", "1", "--model.mlp-ratio", "4")
+    shutil.rmtree(wide / "checkpoints")
+    shutil.copytree(narrow / "checkpoints", wide / "checkpoints")
+    arguments = ["train", "debug_mru", "--data.path", dataset, "--run-dir", str(wide), "--model.mlp-ratio", "4"]
+    _fails(capsys, arguments, "blocks.0.mlp", "64", "128")
+
+
+PREPARE = {
+    "empty": (b"", ["no "]),
+    "not utf-8": (b'{"text": "fine"}\n{"text": "caf\xe9"}\n', ["UTF-8", "input.jsonl"]),
+    "vocabulary": (b'{"text": "a small text about very little"}\n', ["vocab"]),
+    "malformed": (b'{"text": "fine"}\nnot json\n', ["malformed", "input.jsonl"]),
+}
+
+
+@pytest.mark.parametrize("case", PREPARE)
+def test_prepare(case, tmp_path, capsys):
+    content, words = PREPARE[case]
+    (tmp_path / "input.jsonl").write_bytes(content)
+    _fails(capsys, ["prepare", str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out")], *words)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["prepare"], ["no input given", "INPUT"]),
+        (["prepare", "a.txt"], ["no output folder given"]),
+        (["export"], ["RUN", "--out"]),
+        (["generate", "run", "--temperature", "hot"], ["--temperature", "hot"]),
+        (["import", "--from", "gpt", "a", "b"], ["gpt", "hydra"]),
+        (["train", "mru_shakespear"], ["mru_shakespeare"]),
+    ],
+)
+def test_command_lines(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _fails(capsys, arguments, *words)
+    assert not list(Path().iterdir())
+
+
+def test_prepare_refuses_to_overwrite(tmp_path, capsys):
+    (tmp_path / "input.jsonl").write_text(json.dumps({"text": "word " * 500}) + "\n")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    _fails(capsys, ["prepare", str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out")], "out")
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
