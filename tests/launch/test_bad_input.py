@@ -25,7 +25,7 @@ TRAIN = {
     "wrong type": (["--optimizer.lr", "fast"], ["--optimizer.lr", "fast"]),
     "no data": (["--data.path", "nowhere"], ["nowhere"]),
     "sequence length": (["--data.seqlen", "0"], ["data.seqlen", "1"]),
-    "batch": (["--global-batch-size", "9"], ["does not divide", "use 1"]),
+    "batch": (["--global-batch-size", "9"], ["does not divide", "use 3"]),
     "cuda": (["--device", "cuda"], ["cuda", "--device cpu"]),
     "vocabulary": (["--model.vocab-size", "5"], ["model.vocab_size = 5", "320"]),
     "mixer": (["--model.layers", "hydra"], ["hydra", "language_model"]),
@@ -90,7 +90,9 @@ PREPARE = {
 def test_prepare(case, tmp_path, capsys):
     content, words = PREPARE[case]
     (tmp_path / "input.jsonl").write_bytes(content)
-    _fails(capsys, ["prepare", str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out")], *words)
+    size = "8192" if case == "vocabulary" else "270"
+    arguments = ["prepare", str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out"), "--vocab-size", size]
+    _fails(capsys, arguments, *words)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
