@@ -31,10 +31,10 @@ pretrain: .venv/installed
 	  else $(BIN)/matmix export $(RUN) --out exports/mru_shakespeare; fi
 	@echo
 	@echo "All done. What you can do next:"
-	@echo "  $(BIN)/matmix generate $(RUN) --prompt 'To be'          more text from the trained model"
-	@echo "  $(BIN)/tensorboard --logdir runs                                      the curves"
-	@echo "  $(BIN)/matmix train hydra_shakespeare                                 a Hydra encoder on the same data"
-	@echo "  $(BIN)/matmix train mru_shakespeare --model.layers attention --run-dir runs/gpt   the attention baseline"
+	@echo "  more text:               $(BIN)/matmix generate $(RUN) --prompt 'To be'"
+	@echo "  the curves:              $(BIN)/tensorboard --logdir runs"
+	@echo "  a Hydra encoder:         $(BIN)/matmix train hydra_shakespeare"
+	@echo "  the attention baseline:  $(BIN)/matmix train mru_shakespeare --model.layers attention --run-dir runs/gpt"
 
 test: .venv/installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" tests

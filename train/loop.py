@@ -159,7 +159,8 @@ class Trainer:
         extra = self.checkpoints.load(newest, self.engine)
         self.state = TrainState(**extra["train_state"])
         self.loader.load_state_dict(extra["data"])
-        self.tell(f"resumed from {newest.name}: {self.config.last_step - self.state.step} steps to go")
+        if self.state.step < self.config.last_step:
+            self.tell(f"resumed from {newest.name}: {self.config.last_step - self.state.step} steps to go")
 
     def save(self) -> bool:
         """Writes a checkpoint of the current step unless there is one, or a try has just failed; True if there is."""
