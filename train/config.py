@@ -37,6 +37,11 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         _require(self.z_loss >= 0, f"objective.z_loss must be >= 0, got {self.z_loss}")
 
+    @property
+    def target_share(self) -> float:
+        """Share of the tokens that are predicted in training, and so pass through the readout."""
+        return self.masking.probability if self.name == "masked_lm" else 1.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:

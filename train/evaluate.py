@@ -33,7 +33,7 @@ def evaluate(engine: Engine, loader: Loader, config: RunConfig) -> dict[str, flo
     loader.samples = 0
     for batch in itertools.islice(loader, limit):
         targets = count_targets(batch)
-        loss = compute_loss(engine.model, batch.to(engine.device), config.objective)
+        loss = compute_loss(engine.model, batch.to(engine.device, non_blocking=True), config.objective)
         sums += torch.tensor([loss.loss.item(), loss.correct.item(), float(targets)], dtype=torch.float64)
     engine.train()
     total, correct, count = engine.all_reduce_sum(sums.to(engine.device)).tolist()

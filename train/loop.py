@@ -73,7 +73,8 @@ class Trainer:
         self.checkpoints = CheckpointManager(
             self.run.checkpoints, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
         )
-        self.speed = Speedometer(flops_per_token(config.model, config.data.seqlen), distributed.device, world_size)
+        flops = flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share)
+        self.speed = Speedometer(flops, distributed.device, world_size)
         self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
         self.metrics: dict[str, float] = {}
         self.unsaved_step = -1  # the step whose checkpoint could not be written
@@ -96,7 +97,7 @@ class Trainer:
             group["lr"] = lr
         sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
         for index, batch in enumerate(micro_batches):
-            loss = compute_loss(engine.model, batch.to(engine.device), config.objective)
+            loss = compute_loss(engine.model, batch.to(engine.device, non_blocking=True), config.objective)
             engine.backward(loss.total / max(targets, 1), last=index == self.accumulation - 1)
             sums += torch.stack([loss.loss.detach(), loss.correct]).double()
         norm = engine.step(config.optimizer.max_grad_norm)

@@ -95,7 +95,7 @@ def make_plan(config: RunConfig, ranks: int) -> Plan:
     kept = activations * (1 - share) + (share > 0) * (inputs * share + activations / blocks)
     return Plan(
         parameters=parameters,
-        flops_per_token=flops_per_token(model_config, config.data.seqlen),
+        flops_per_token=flops_per_token(model_config, config.data.seqlen, head_share=config.objective.target_share),
         tokens_per_step=config.global_batch_size * config.data.seqlen,
         steps=config.steps,
         ranks=ranks,
