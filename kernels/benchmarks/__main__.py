@@ -21,6 +21,7 @@ import torch
 
 from matmix.kernels.benchmarks.cases import CPU_CASES
 from matmix.kernels.benchmarks.measure import best_times, environment, peak_memory
+from matmix.kernels.benchmarks.plot import draw
 
 SLOW = 2.0
 """Seconds: a candidate that takes longer both times that it is first tried is not timed again."""
@@ -71,7 +72,7 @@ def describe(title: str, found: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def cpu_command(only: str, rounds: int, threads: int, out: Path) -> None:
+def cpu_command(only: str, rounds: int, threads: int, out: Path, plot: Path | None) -> None:
     torch.set_num_threads(threads)
     results = {}
     for title in CPU_CASES:
@@ -79,8 +80,12 @@ def cpu_command(only: str, rounds: int, threads: int, out: Path) -> None:
             results[title] = measured_case(title, rounds, threads)
             print(describe(title, results[title]), flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"environment": environment(), "cases": results}, indent=1) + "\n")
+    record = {"environment": environment(), "cases": results}
+    out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"written to {out}")
+    if plot is not None:
+        draw(record, plot)
+        print(f"drawn in {plot}")
 
 
 def main() -> None:
@@ -91,6 +96,7 @@ def main() -> None:
     cpu.add_argument("--rounds", type=int, default=15, help="how often the candidates of a case take turns")
     cpu.add_argument("--threads", type=int, default=2)
     cpu.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
+    cpu.add_argument("--plot", type=Path, default=None, help="also draw the ratios into this file (PNG, SVG, PDF)")
     memory = commands.add_parser("memory", help="peak bytes of one candidate of one case, in this process")
     memory.add_argument("title", choices=list(CPU_CASES))
     memory.add_argument("candidate")
@@ -98,7 +104,7 @@ def main() -> None:
     if options.command == "memory":
         memory_command(options.title, options.candidate)
     else:
-        cpu_command(options.only, options.rounds, options.threads, options.out)
+        cpu_command(options.only, options.rounds, options.threads, options.out, options.plot)
 
 
 if __name__ == "__main__":
