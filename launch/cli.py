@@ -43,7 +43,7 @@ def _generate(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
     parser.add_argument("--step", type=int, default=None, help="checkpoint to use (default: the newest)")
     options = vars(parser.parse_args(arguments))
-    return guarded(lambda: generate(options.pop("source"), **options))
+    return generate(options.pop("source"), **options)
 
 
 def _export(arguments: list[str]) -> int:
@@ -58,12 +58,8 @@ def _export(arguments: list[str]) -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--max-shard-bytes", type=int, default=5 * 10**9, help="size of a weight file (default: 5 GB)")
     options = vars(parser.parse_args(arguments))
-
-    def run() -> int:
-        export_run(options.pop("run"), options.pop("out"), **options)
-        return 0
-
-    return guarded(run)
+    export_run(options.pop("run"), options.pop("out"), **options)
+    return 0
 
 
 def _import(arguments: list[str]) -> int:
@@ -74,12 +70,8 @@ def _import(arguments: list[str]) -> int:
     parser.add_argument("file", metavar="FILE", help=".safetensors, .pt, .bin or a directory in transformers' layout")
     parser.add_argument("out", metavar="OUT", help="directory to write")
     options = parser.parse_args(arguments)
-
-    def run() -> int:
-        import_reference(options.kind, options.file, options.out)
-        return 0
-
-    return guarded(run)
+    import_reference(options.kind, options.file, options.out)
+    return 0
 
 
 class _Parser(argparse.ArgumentParser):

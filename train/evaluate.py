@@ -5,19 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
 import torch
 
 from matmix.data.loader import Loader
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.objectives import compute_loss, count_targets
-
-
-def unigram_entropy(histogram: np.ndarray) -> float:
-    """Entropy in nats of the token frequencies: the loss of the best model that ignores context."""
-    share = histogram[histogram > 0] / histogram.sum()
-    return float(-(share * np.log(share)).sum())
 
 
 @torch.no_grad()

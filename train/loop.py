@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from matmix.data.loader import Loader, build_loader
+from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
 from matmix.train import rng
@@ -18,7 +19,7 @@ from matmix.train.checkpoint import CheckpointManager
 from matmix.train.config import RunConfig
 from matmix.train.distributed import Distributed
 from matmix.train.engine import Engine, build_engine
-from matmix.train.evaluate import evaluate, unigram_entropy
+from matmix.train.evaluate import evaluate
 from matmix.train.objectives import compute_loss, count_targets
 from matmix.train.optimizer import make_optimizer
 from matmix.train.recipe import config_to_dict
@@ -77,6 +78,7 @@ class Trainer:
         self.speed = Speedometer(flops, distributed.device, world_size)
         self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
         self.metrics: dict[str, float] = {}
+        self.unigram_entropy = unigram_entropy(self.loader.token_histogram)
         self.unsaved_step = -1  # the step whose checkpoint could not be written
         self.complained: set[int] = set()
 
@@ -146,7 +148,7 @@ class Trainer:
             signal=self.signals.received,
             saved=saved,
             metrics=self.metrics,
-            unigram_entropy=unigram_entropy(self.loader.token_histogram),
+            unigram_entropy=self.unigram_entropy,
         )
 
     def restore(self) -> None:
@@ -204,10 +206,9 @@ class Trainer:
         """The final evaluation, and the summary that says the run is complete."""
         self.evaluate()
         if self.engine.rank == 0:
-            entropy = unigram_entropy(self.loader.token_histogram)
             summary = {"step": self.state.step, "tokens": self.state.tokens, "validation": self.metrics}
             try:
-                self.run.write_summary({**summary, "unigram_entropy": entropy})
+                self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy})
             except OSError as error:
                 self.tell(f"warning: no summary written ({error}); the same command tries again")
 

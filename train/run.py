@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -92,8 +93,12 @@ class RunDirectory:
         os.replace(temporary, self.path / "summary.json")
 
 
+@functools.cache
 def git_revision() -> str:
-    """Revision of the working copy that holds this package, "-dirty" added where it has changes; "" outside git."""
+    """Revision of the working copy that holds this package, "-dirty" added where it has changes; "" outside git.
+
+    Found once: a process runs the code it began with, and two git commands are much for every checkpoint.
+    """
     here = Path(__file__).resolve().parent
     try:
         head = subprocess.run(
