@@ -17,7 +17,7 @@ from matmix.train import rng
 from matmix.train.callbacks import Callback, StopSignals, make_callbacks
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.config import RunConfig
-from matmix.train.distributed import Distributed
+from matmix.train.distributed import Distributed, barrier
 from matmix.train.engine import Engine, build_engine
 from matmix.train.evaluate import evaluate
 from matmix.train.objectives import compute_loss, count_targets
@@ -154,6 +154,7 @@ class Trainer:
     def restore(self) -> None:
         """Loads the newest valid checkpoint, if there is one. Raises ValueError if there are only damaged ones."""
         newest = self.checkpoints.latest_valid(self.tell)
+        barrier()  # no rank is still checking a directory that rank 0 begins to fill
         if self.engine.rank == 0:
             self.run.begin(self.config)
             self.loader.tokenizer.save(self.run.path / "tokenizer")  # runs outlive the datasets they were trained on
