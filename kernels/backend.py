@@ -1,51 +1,71 @@
 """Choice of implementation for an op.
 
-Every op has a PyTorch form that runs on any device. Hand-written Triton kernels register themselves with
-`provide_triton`; "auto" then takes them for CUDA tensors and the PyTorch form for everything else. The answer
-is the same from every backend, to rounding.
+Every op has a PyTorch form that runs on any device; most have Triton kernels too. "auto" takes the kernels for
+CUDA (or ROCm) tensors and the PyTorch form for everything else. The answer is the same, to rounding.
+
+Triton is imported only when its kernels are first needed, so that `import matmix` stays quick and works where
+Triton does not exist. With TRITON_INTERPRET=1 in the environment, `backend="triton"` runs the kernels in
+Triton's interpreter on CPU tensors: slow, but enough to check them without a GPU.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Backend = Literal["auto", "torch", "triton"]
 BACKENDS = ("auto", "torch", "triton")
 
-_triton_kernels: dict[str, Callable] = {}
+_TRITON_FORMS = {
+    "semiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
+    "quasiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
+    "short_conv": "matmix.kernels.short_conv.fused",
+    "gated_norm": "matmix.kernels.gated_norm.fused",
+}
+"""Module whose functions `forward` and `backward` are the Triton form of an op."""
 
 
-def provide_triton(op: str, kernel: Callable) -> None:
-    """Make `kernel` the Triton implementation of the half-op `op`, e.g. "matrix_product_scan.forward"."""
-    _triton_kernels[op] = kernel
+def implementation(
+    op: str, half: Literal["forward", "backward"], torch_form: Callable, backend: str, like: Tensor, why_not: str = ""
+) -> Callable:
+    """The function that computes one half of `op` for inputs that are typed and placed like `like`.
 
-
-def implementation(op: str, torch_form: Callable, backend: str, tensor: Tensor) -> Callable:
-    """The function that computes `op` for inputs living where `tensor` lives.
-
-    Called inside the registered op, where the tensors are real. Raises ValueError when `backend` is "triton"
-    and cannot be had.
+    Called inside the registered op, where the tensors are real. `why_not` says what about the inputs the
+    kernels cannot do, if anything. Raises ValueError when `backend` is "triton" and cannot be had.
     """
     if backend == "torch":
         return torch_form
-    kernel = _triton_kernels.get(op) if tensor.is_cuda else None
-    if kernel is None and backend == "triton":
-        raise ValueError(_why_no_triton(op, tensor))
-    return kernel or torch_form
+    reason = _no_triton(op, like) or why_not
+    if reason and backend == "triton":
+        raise ValueError(f'{op}: backend "triton" {reason}; use backend="auto"')
+    if reason or not (like.is_cuda or backend == "triton"):
+        return torch_form
+    return getattr(importlib.import_module(_TRITON_FORMS[op]), half)
 
 
-def check_backend(op: str, backend: str, tensor: Tensor) -> None:
-    """Raise ValueError, before anything runs, for an unknown backend or one that cannot serve `tensor`."""
+def check_backend(op: str, backend: str, like: Tensor, why_not: str = "") -> None:
+    """Raise ValueError, before anything runs, for an unknown backend or one that cannot serve `like`."""
     if backend not in BACKENDS:
         raise ValueError(f"{op}: backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
-    if backend == "triton" and not (tensor.is_cuda and f"{op}.forward" in _triton_kernels):
-        raise ValueError(_why_no_triton(op, tensor))
+    reason = (_no_triton(op, like) or why_not) if backend == "triton" else ""
+    if reason:
+        raise ValueError(f'{op}: backend "triton" {reason}; use backend="auto"')
 
 
-def _why_no_triton(op: str, tensor: Tensor) -> str:
-    if not tensor.is_cuda:
-        return f'{op}: backend "triton" needs CUDA tensors, got one on {tensor.device}; use backend="auto"'
-    return f'{op}: there is no Triton kernel for this op; use backend="auto"'
+def _no_triton(op: str, like: Tensor) -> str:
+    """Why there are no Triton kernels of `op` for tensors like this one; empty if there are."""
+    if op not in _TRITON_FORMS:
+        return "has no kernels for this op yet"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton, which is not installed"
+    if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"needs CUDA tensors, got one on {like.device}"
+    if like.dtype == torch.float64:
+        return "has no float64 kernels"
+    return ""

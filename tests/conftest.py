@@ -7,9 +7,28 @@ import os
 import random
 
 import pytest
+import torch
 
 # One thread per process: the tests run in parallel, and float sums keep their order from run to run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Triton decides at its own import whether its functions can be interpreted. Only the tests that ask for the
+# interpreter see the variable after that (fixture `interpreter`): subprocesses run as users run them.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language
+
+    del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture
+def interpreter(monkeypatch) -> str:
+    """Triton kernels run: on the GPU if there is one, else interpreted on the CPU. Returns the device to use."""
+    if torch.cuda.is_available():
+        return "cuda"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return "cpu"
+
 
 _WORDS = [
     *("the", "a", "king", "queen", "sword", "crown", "night", "day", "love", "death", "honour", "grief"),

@@ -49,7 +49,7 @@ def gated_norm(
 
 @torch.library.custom_op("matmix::gated_norm", mutates_args=())
 def _gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None, backend: str) -> Tensor:
-    run = implementation("gated_norm.forward", norm_forward, backend, x)
+    run = implementation("gated_norm", "forward", norm_forward, backend, x)
     return run(x, weight, gate, eps, group_size)
 
 
@@ -62,7 +62,7 @@ def _(x, *args):
 def _gated_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("gated_norm.backward", norm_backward, backend, x)
+    run = implementation("gated_norm", "backward", norm_backward, backend, x)
     return run(dy, x, weight, gate, eps, group_size)
 
 

@@ -68,7 +68,7 @@ def matrix_product_scan(
 def _matrix_product(
     x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int | None, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("matrix_product_scan.forward", product_forward, backend, x)
+    run = implementation("matrix_product_scan", "forward", product_forward, backend, x)
     return run(x, initial_state, cu_seqlens, chunk_size)
 
 
@@ -92,7 +92,7 @@ def _matrix_product_backward(
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    run = implementation("matrix_product_scan.backward", product_backward, backend, x)
+    run = implementation("matrix_product_scan", "backward", product_backward, backend, x)
     dx, dinitial = run(dh, dfinal, x, h, products, initial_state, cu_seqlens, chunk_size)
     return dx, x.new_empty(0) if dinitial is None else dinitial
 

@@ -213,7 +213,7 @@ def _semiseparable(
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    run = implementation("semiseparable_scan.forward", scan_forward, backend, v)
+    run = implementation("semiseparable_scan", "forward", scan_forward, backend, v)
     side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
     y, final = run(v, (side,), diagonal, False, cu_seqlens, chunk_size, final_state)
     return y, *_or_empty(v, final)
@@ -242,7 +242,7 @@ def _semiseparable_backward(
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = implementation("semiseparable_scan.backward", scan_backward, backend, v)
+    run = implementation("semiseparable_scan", "backward", scan_backward, backend, v)
     side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
     dv, (d,), ddiagonal = run(dy, dfinal, v, (side,), diagonal, False, cu_seqlens, chunk_size)
     return dv, d.q, d.k, *_or_empty(v, d.log_decay, d.input_scale, ddiagonal, d.initial_state)
@@ -290,7 +290,7 @@ def _quasiseparable(
     chunk_size: int | None,
     backend: str,
 ) -> Tensor:
-    run = implementation("quasiseparable_scan.forward", scan_forward, backend, v)
+    run = implementation("quasiseparable_scan", "forward", scan_forward, backend, v)
     sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
     return run(v, sides, diagonal, shift, cu_seqlens, chunk_size, False)[0]
 
@@ -320,7 +320,7 @@ def _quasiseparable_backward(
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = implementation("quasiseparable_scan.backward", scan_backward, backend, v)
+    run = implementation("quasiseparable_scan", "backward", scan_backward, backend, v)
     sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
     dv, (f, b), ddiagonal = run(dy, None, v, sides, diagonal, shift, cu_seqlens, chunk_size)
     rest = (

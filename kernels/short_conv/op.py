@@ -68,7 +68,7 @@ def _short_conv(
     cu_seqlens: Tensor | None,
     backend: str,
 ) -> Tensor:
-    run = implementation("short_conv.forward", conv_forward, backend, x)
+    run = implementation("short_conv", "forward", conv_forward, backend, x)
     return run(x, weight, bias, causal, activation, cu_seqlens)
 
 
@@ -88,7 +88,7 @@ def _short_conv_backward(
     cu_seqlens: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("short_conv.backward", conv_backward, backend, x)
+    run = implementation("short_conv", "backward", conv_backward, backend, x)
     dx, dweight, dbias = run(dy, x, weight, bias, causal, activation, cu_seqlens)
     return dx, dweight, x.new_empty(0) if dbias is None else dbias
 

@@ -1,0 +1,67 @@
+"""Launching Triton kernels: the one place through which all of them go.
+
+Recording instead of running gives the exact signatures and constants that a call would launch, so that every
+configuration can be compiled ahead of time for hardware that is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel, as it was asked for."""
+
+    kernel: Any
+    """A function decorated with `triton.jit`."""
+    grid: tuple[int, ...]
+    arguments: tuple
+    """Tensors, integers, floats or None, in the order of the kernel's parameters."""
+    constants: dict[str, Any]
+    """The kernel's `tl.constexpr` parameters by name."""
+    num_warps: int
+    num_stages: int
+
+
+_recorder: ContextVar[list[Launch] | None] = ContextVar("recorder", default=None)
+
+
+@contextlib.contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """Within this block kernels are noted in the returned list and not run; outputs stay unwritten."""
+    launches: list[Launch] = []
+    token = _recorder.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorder.reset(token)
+
+
+def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int = 2, **constants) -> None:
+    """Run `kernel` on `grid` (nothing if the grid is empty), on the device of the first tensor."""
+    if 0 in grid:
+        return
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.append(Launch(kernel, grid, arguments, constants, num_warps, num_stages))
+        return
+    device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How kernels multiply tiles of this dtype; only float32 has a choice.
+
+    tf32x3 keeps float32's accuracy on NVIDIA's tensor cores, where exact float32 products would take scalar
+    instructions; AMD's matrix cores multiply float32 as it is.
+    """
+    if dtype != torch.float32 or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1":
+        return "ieee"
+    return "tf32x3"

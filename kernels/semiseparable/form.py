@@ -1,0 +1,32 @@
+"""What kind of scan it is: the choices that are fixed before any number is looked at."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ScanForm(NamedTuple):
+    """How directions read and how they are put together."""
+
+    shift: bool = False
+    """Each direction's output moves one token on in its own sense (Hydra): tokens do not meet themselves."""
+    combine: str = "add"
+    """Two directions: "add", "mult" (elementwise product) or "concat" (forward | backward along headdim)."""
+    self_term: str = "sum"
+    """Two directions without shift: a token's own terms count in full in each ("sum") or half ("mean")."""
+    normalize: bool = False
+    """Divide each row by its sum of mixer weights plus `eps`; "add" only, without initial states."""
+    eps: float = 1e-6
+
+
+class ScanOutput(NamedTuple):
+    """What the forward pass of a scan gives."""
+
+    y: Tensor
+    """(batch, seqlen, nheads, headdim), 2 * headdim wide for "concat"; already normalised if asked for."""
+    row_sum: Tensor | None
+    """(batch, seqlen, nheads) float32 sums of the mixer's rows, without eps; only with `normalize`."""
+    final: Tensor | None
+    """The state after the last token, float32; only if asked for, one direction only."""
