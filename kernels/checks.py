@@ -1,11 +1,20 @@
-"""Argument checks shared by the ops: a failure is one line that names the op, the argument and the remedy."""
+"""Argument checks shared by the ops: a failure is one line that names the op, the argument and the remedy.
+
+Shapes, dtypes and devices are always checked. Values are looked at where that is cheap and waits for nothing:
+on the CPU, boundaries of documents and bounds of decays. With MATMIX_CHECK_VALUES=1 in the environment every
+floating input, on any device, is also looked at for NaN and infinity, and boundaries and decays on
+accelerators too: each call then waits for the device, so this is for finding where a NaN comes from.
+"""
 
 from __future__ import annotations
+
+import os
 
 import torch
 from torch import Tensor
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CHUNK_SIZES = (16, 32, 64, 128, 256)
 
 
 def check_floating(op: str, **tensors: Tensor | None) -> None:
@@ -14,11 +23,21 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{op}: {name} is a {type(tensor).__name__}; give a floating-point tensor")
         if tensor.dtype not in FLOATING:
             raise ValueError(f"{op}: {name} has dtype {tensor.dtype}; give a floating-point tensor")
         if device is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, other inputs on {device}; move them together")
         device = tensor.device
+
+
+def check_same_dtype(op: str, **tensors: Tensor) -> None:
+    """All given tensors have the first one's dtype."""
+    (first, like), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.dtype != like.dtype:
+            raise ValueError(f"{op}: {name} has dtype {tensor.dtype}, {first} {like.dtype}; give them one dtype")
 
 
 def check_shape(op: str, name: str, tensor: Tensor, *expected: tuple[int, ...]) -> None:
@@ -28,11 +47,14 @@ def check_shape(op: str, name: str, tensor: Tensor, *expected: tuple[int, ...]) 
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {wanted}")
 
 
-def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, seqlen: int, like: Tensor) -> None:
-    """Boundaries of packed documents: int32 (ndocs + 1,), first 0, last seqlen, never decreasing, batch 1.
+def check_choice(op: str, name: str, value: object, choices: tuple) -> None:
+    """The option is one of a few."""
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+        raise ValueError(f"{op}: {name} is {value!r}; use {' or '.join(map(repr, choices))}")
 
-    The values are looked at on the CPU only: on an accelerator that would wait for the device.
-    """
+
+def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, seqlen: int, like: Tensor) -> None:
+    """Boundaries of packed documents: int32 (ndocs + 1,), first 0, last seqlen, never decreasing, batch 1."""
     if cu_seqlens is None:
         return
     if batch != 1:
@@ -43,8 +65,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, seqlen: int
         )
     if cu_seqlens.device != like.device:
         raise ValueError(f"{op}: cu_seqlens is on {cu_seqlens.device}, inputs on {like.device}; move it there")
-    # While torch.compile traces, there are no values to look at.
-    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu" or type(cu_seqlens) is not Tensor:
+    if not can_look(cu_seqlens):
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if first != 0 or last != seqlen:
@@ -55,5 +76,41 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, seqlen: int
 
 def check_chunk_size(op: str, chunk_size: int | None) -> None:
     """None, or a power of two between 16 and 256."""
-    if chunk_size is not None and chunk_size not in (16, 32, 64, 128, 256):
-        raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or one of 16, 32, 64, 128, 256")
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size not in CHUNK_SIZES):
+        raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or one of {', '.join(map(str, CHUNK_SIZES))}")
+
+
+def check_at_most(op: str, bound: float, **tensors: Tensor | None) -> None:
+    """No value above `bound` and no NaN."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.numel() and can_look(tensor):
+            largest = float(tensor.detach().max())
+            if not largest <= bound:
+                raise ValueError(f"{op}: {name} reaches {largest:g}; it must be at most {bound:g} everywhere")
+
+
+def check_finite(op: str, *, below: tuple[str, ...] = (), **tensors: Tensor | None) -> None:
+    """With MATMIX_CHECK_VALUES=1: no NaN and no infinity, but -inf in those named in `below`."""
+    if not values_wanted():
+        return
+    for name, tensor in tensors.items():
+        if tensor is None or not can_look(tensor):
+            continue
+        bad = tensor.isnan() | tensor.isposinf() if name in below else ~tensor.isfinite()
+        if bool(bad.any()):
+            raise ValueError(f"{op}: {name} holds NaN or infinity at {int(bad.sum())} of {bad.numel()} places")
+
+
+def values_wanted() -> bool:
+    """Whether the environment asks for a look at all values on all devices."""
+    return os.environ.get("MATMIX_CHECK_VALUES") == "1"
+
+
+def can_look(tensor: Tensor) -> bool:
+    """Whether the tensor has values to look at that are at hand, or worth waiting for.
+
+    While torch.compile traces there are none; on an accelerator a look would wait for the device.
+    """
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return False
+    return tensor.device.type == "cpu" or (values_wanted() and tensor.device.type != "meta")

@@ -9,26 +9,18 @@ from torch import Tensor
 
 from matmix.kernels.documents import shift_left, shift_right
 from matmix.kernels.semiseparable.decay import SideDecay, side_decay_backward
-from matmix.kernels.semiseparable.matrices import chunk_scores, own_products, own_scale, undecayed_columns
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide, SideGradients
+from matmix.kernels.semiseparable.forward import with_ones
+from matmix.kernels.semiseparable.matrices import chunk_scores, own_terms, token_factor, undecayed_columns
 from matmix.kernels.semiseparable.setup import (
     ScanSetup,
-    ScanSide,
     reduce_like,
+    scan_dtype,
     set_up_scan,
     slabs_of,
     spread_heads,
 )
 from matmix.kernels.semiseparable.states import entering_states, grouped_rows, pass_states, ungrouped_rows
-
-
-class SideGradients(NamedTuple):
-    """Gradients of the tensors of a `ScanSide`."""
-
-    q: Tensor
-    k: Tensor
-    log_decay: Tensor | None
-    input_scale: Tensor | None
-    initial_state: Tensor | None
 
 
 class SideStates(NamedTuple):
@@ -60,16 +52,47 @@ class SideSums(NamedTuple):
 
 def scan_backward(
     dy: Tensor,
+    drow_sum: Tensor | None,
     dfinal: Tensor | None,
     v: Tensor,
     sides: tuple[ScanSide, ...],
     diagonal: Tensor | None,
-    exclusive: bool,
+    form: ScanForm,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
 ) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
-    """Gradients of `scan_forward`: of v, of each side's tensors, of the diagonal."""
-    setup = set_up_scan(v, sides, exclusive, cu_seqlens, chunk_size, dfinal is not None)
+    """Gradients of the linear scan, combined by "add" or "concat": of v, of each side's tensors, of the diagonal.
+
+    dy: cotangent of the output before any normalisation; drow_sum (batch, seqlen, nheads): of the sums of the
+    mixer's rows, or None; dfinal: of the final state, or None.
+    """
+    if form.combine == "concat" and len(sides) == 2:
+        parts = [
+            linear_backward(half, None, v, (side,), diagonal, form, cu_seqlens, chunk_size)
+            for half, side in zip(dy.chunk(2, -1), sides, strict=True)
+        ]
+        (dv, (dfirst,), ddiagonal), (dv_other, (dsecond,), ddiagonal_other) = parts
+        return dv + dv_other, (dfirst, dsecond), None if ddiagonal is None else ddiagonal + ddiagonal_other
+    if drow_sum is None:
+        return linear_backward(dy, dfinal, v, sides, diagonal, form, cu_seqlens, chunk_size)
+    exact = scan_dtype(v)
+    dy = torch.cat([dy.to(exact), drow_sum.to(exact).unsqueeze(-1)], -1)
+    dv, gradients, ddiagonal = linear_backward(dy, dfinal, with_ones(v), sides, diagonal, form, cu_seqlens, chunk_size)
+    return dv[..., :-1].to(v.dtype, memory_format=torch.contiguous_format), gradients, ddiagonal
+
+
+def linear_backward(
+    dy: Tensor,
+    dfinal: Tensor | None,
+    v: Tensor,
+    sides: tuple[ScanSide, ...],
+    diagonal: Tensor | None,
+    form: ScanForm,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
+    """Gradients of `linear_forward`."""
+    setup = set_up_scan(v, sides, form, cu_seqlens, chunk_size, dfinal is not None)
     layout, dtype = setup.layout, setup.dtype
     chunks, dout = layout.split(v), layout.split(dy)
     states = [side_states(chunks, dout, setup, number, dfinal if number == 0 else None) for number in range(len(sides))]
@@ -79,8 +102,7 @@ def scan_backward(
     dv = torch.empty_like(chunks, memory_format=torch.contiguous_format)
     for at in slabs_of(setup):
         values, grad = chunks[at].to(dtype), dout[at].to(dtype)
-        here = None if spread is None else spread[at]
-        dv[at], along = slab_backward(setup, at, values, grad, here, states, sums)
+        dv[at], along = slab_backward(setup, at, values, grad, spread, states, sums)
         if ddiagonal is not None:
             ddiagonal[at] = along.transpose(1, 2)
 
@@ -154,28 +176,25 @@ def slab_backward(
     # From here on, the derivative by the exponent of each entry, without its input scale.
     dmatrix.unflatten(1, (groups, -1)).mul_(scores.unsqueeze(2))
 
-    own, down, along = own_products(setup, pairs), None, None
-    if own is not None or diagonal is not None:
+    own, along = own_terms(setup, pairs, heads), None
+    factor = token_factor(setup, at, own, diagonal)
+    if factor is not None:
         along = (grad_h * values_h).sum(-1)
-    if diagonal is not None:
-        dv_h.addcmul_(diagonal.transpose(1, 2).unsqueeze(-1), grad_h)
-    if own is not None:
-        own, side_scale = own_scale(setup, at, own, heads)
-        down = along
-        if side_scale is not None:
-            sums[1].scale[at] += (along * own).transpose(1, 2)
-            own, down = own * side_scale, along * side_scale
-        dv_h.addcmul_(own.unsqueeze(-1), grad_h)
-        down = down.unflatten(1, (groups, -1)).sum(2).unsqueeze(-1)
+        dv_h.addcmul_(factor.unsqueeze(-1), grad_h)
 
     dvalues = dv_h.transpose(1, 2)
     for number, (q, k) in enumerate(pairs):
         mask = setup.masks[number]
         dside = dscores * (mask[at] if mask.shape[0] > 1 else mask).unsqueeze(1)
         dq, dk = dside @ k, dside.mT @ q
-        if down is not None and number == 1:
-            dq.addcmul_(down, k)
-            dk.addcmul_(down, q)
+        if own is not None:
+            down = along
+            if setup.scales[number] is not None:
+                sums[number].scale[at] += (along * own[number]).transpose(1, 2)
+                down = along * setup.scales[number][at].transpose(1, 2)
+            down = down.unflatten(1, (groups, -1)).sum(2).unsqueeze(-1)
+            dq.addcmul_(down, k, value=setup.own_weight)
+            dk.addcmul_(down, q, value=setup.own_weight)
         slab_exponents(setup, at, number, dmatrix, sums[number])
         if states[number] is not None:
             through = slab_states(setup, at, number, (q, k), (dq, dk), values, grad, states[number], sums[number])

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from matmix.kernels.semiseparable.backward import scan_backward
+from matmix.kernels.semiseparable.combined import combined_backward, move_gates
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.forward import scan_forward
-from matmix.kernels.semiseparable.setup import ScanSide
 
 
 class SemiseparableFunction(torch.autograd.Function):
@@ -28,7 +29,8 @@ class SemiseparableFunction(torch.autograd.Function):
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
         side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-        return scan_forward(v, (side,), diagonal, False, cu_seqlens, chunk_size, final_state)
+        y, _, final = scan_forward(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size, final_state)
+        return y, final
 
     @staticmethod
     @once_differentiable
@@ -36,26 +38,31 @@ class SemiseparableFunction(torch.autograd.Function):
         v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens = ctx.saved_tensors
         dy = torch.zeros_like(v) if dy is None else dy
         side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-        dv, (dside,), ddiagonal = scan_backward(dy, dfinal, v, (side,), diagonal, False, cu_seqlens, ctx.chunk_size)
+        dv, (dside,), ddiagonal = scan_backward(
+            dy, None, dfinal, v, (side,), diagonal, ScanForm(), cu_seqlens, ctx.chunk_size
+        )
         tensors = (dv, dside.q, dside.k, dside.log_decay, dside.input_scale, ddiagonal, dside.initial_state)
         return *tensors, None, None, None
 
 
 class QuasiseparableFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, shift, chunk_size):
-        ctx.save_for_backward(v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens)
-        ctx.options = shift, chunk_size
+    def forward(ctx, v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, form, chunk_size):
         sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
-        return scan_forward(v, sides, diagonal, shift, cu_seqlens, chunk_size, False)[0]
+        y, row_sum, _ = scan_forward(v, sides, diagonal, form, cu_seqlens, chunk_size, False)
+        given = v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens
+        ctx.save_for_backward(*given, y if form.normalize else None, row_sum)
+        ctx.options = form, chunk_size
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens = ctx.saved_tensors
-        shift, chunk_size = ctx.options
+        v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, y, row_sum = ctx.saved_tensors
         sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
-        dv, (f, b), ddiagonal = scan_backward(dy, None, v, sides, diagonal, shift, cu_seqlens, chunk_size)
+        dv, (f, b), ddiagonal = combined_backward(
+            scan_forward, scan_backward, dy, y, row_sum, v, sides, diagonal, ctx.options[0], cu_seqlens, ctx.options[1]
+        )
         scans = (f.q, f.k, b.q, b.k, f.log_decay, b.log_decay, f.input_scale, b.input_scale)
         return dv, *scans, ddiagonal, f.initial_state, b.initial_state, None, None, None
 
@@ -93,6 +100,11 @@ def quasiseparable_chunked(
     input_scale_backward: Tensor | None = None,
     diagonal: Tensor | None = None,
     shift: bool = True,
+    combine: str = "add",
+    self_term: str = "sum",
+    normalize: str | None = None,
+    eps: float = 1e-6,
+    gate_offset: int = 0,
     initial_state_forward: Tensor | None = None,
     initial_state_backward: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -106,13 +118,13 @@ def quasiseparable_chunked(
         q_backward,
         k_backward,
         log_decay_forward,
-        log_decay_backward,
+        move_gates(log_decay_backward, gate_offset, cu_seqlens),
         input_scale_forward,
         input_scale_backward,
         diagonal,
         initial_state_forward,
         initial_state_backward,
         cu_seqlens,
-        shift,
+        ScanForm(shift, combine, self_term, normalize is not None, eps),
         chunk_size,
     )

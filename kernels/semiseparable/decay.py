@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import ChunkLayout
+from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY
 
 SMALLEST_LOG_DECAY = -1000.0
 """exp of this is 0 in float64 too; a bound keeps sums finite when a decay of exactly 0 (log -inf) is
@@ -51,6 +52,11 @@ class SideDecay(NamedTuple):
         return matrix
 
 
+def largest_sum(chunk: int) -> float:
+    """No log-decay summed inside a chunk of this length is larger, rounding included."""
+    return LARGEST_LOG_DECAY * (chunk + 1)
+
+
 def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -75,7 +81,7 @@ def side_decay(
         log_decay = torch.zeros(heads, dtype=wide, device=device)
     if log_decay.dim() == 1:
         log_decay = log_decay.expand(layout.rows if layout.gather is None else 1, layout.seqlen, heads)
-    steps = layout.split(log_decay.to(wide)).clamp(min=SMALLEST_LOG_DECAY)
+    steps = layout.split(log_decay.to(wide)).clamp(SMALLEST_LOG_DECAY, LARGEST_LOG_DECAY)
     cumulate = torch.ones(layout.chunk, layout.chunk, dtype=wide, device=device).tril()[None]
     if reverse:
         cumulate = cumulate.mT
@@ -87,7 +93,9 @@ def side_decay(
     cols = cumulate @ steps
     rows = strict @ steps if exclusive else cols
     end = cols[:, :1] if reverse else cols[:, -1:]
-    enter, leave, total = rows.exp(), (end - cols).clamp_(max=0).exp_(), end[:, 0].exp()
+    # Between documents a difference means nothing and could be anything: bounded, not to give inf * 0.
+    leave = (end - cols).clamp_(max=largest_sum(layout.chunk)).exp_()
+    enter, total = rows.exp(), end[:, 0].exp()
     if layout.documents is not None:
         entry = layout.right if reverse else layout.left
         edge = layout.documents[:, :1] if reverse else layout.documents[:, -1:]

@@ -1,10 +1,15 @@
-"""What kind of scan it is: the choices that are fixed before any number is looked at."""
+"""What kind of scan it is: the choices that are fixed before any number is looked at, and what goes in and out."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+LARGEST_LOG_DECAY = 0.01
+"""Bound of a log-decay per token: states may grow this fast and no faster, so that no product inside a chunk
+overflows.
+"""
 
 
 class ScanForm(NamedTuple):
@@ -19,6 +24,27 @@ class ScanForm(NamedTuple):
     normalize: bool = False
     """Divide each row by its sum of mixer weights plus `eps`; "add" only, without initial states."""
     eps: float = 1e-6
+
+
+class ScanSide(NamedTuple):
+    """One direction of a scan: q, k (batch, seqlen, ngroups, d_state), the rest as in `semiseparable_scan`."""
+
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor | None
+    input_scale: Tensor | None
+    initial_state: Tensor | None
+    reverse: bool
+
+
+class SideGradients(NamedTuple):
+    """Gradients of the tensors of a `ScanSide`, shaped and typed like them; None for what was not given."""
+
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor | None
+    input_scale: Tensor | None
+    initial_state: Tensor | None
 
 
 class ScanOutput(NamedTuple):

@@ -5,13 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from matmix.kernels.semiseparable.matrices import chunk_scores, own_products, own_scale
-from matmix.kernels.semiseparable.setup import (
-    ScanSide,
-    set_up_scan,
-    slabs_of,
-    spread_heads,
-)
+from matmix.kernels.semiseparable.form import ScanForm, ScanOutput, ScanSide
+from matmix.kernels.semiseparable.matrices import chunk_scores, own_terms, token_factor
+from matmix.kernels.semiseparable.setup import scan_dtype, set_up_scan, slabs_of, spread_heads
 from matmix.kernels.semiseparable.states import entering_states, ungrouped_rows
 
 
@@ -19,15 +15,49 @@ def scan_forward(
     v: Tensor,
     sides: tuple[ScanSide, ...],
     diagonal: Tensor | None,
-    exclusive: bool,
+    form: ScanForm,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+    final_state: bool,
+) -> ScanOutput:
+    """The scan of one direction or two as `form` says; `final_state` asks for the first side's last state."""
+    if form.normalize:
+        y, _ = linear_forward(with_ones(v), sides, diagonal, form, cu_seqlens, chunk_size, False)
+        row_sum = y[..., -1].contiguous()
+        return ScanOutput((y[..., :-1] / (row_sum + form.eps).unsqueeze(-1)).to(v.dtype), row_sum, None)
+    if form.combine == "add" or len(sides) == 1:
+        y, final = linear_forward(v, sides, diagonal, form, cu_seqlens, chunk_size, final_state)
+        return ScanOutput(y, None, final)
+    if form.combine == "concat":
+        halves = [linear_forward(v, (side,), diagonal, form, cu_seqlens, chunk_size, False)[0] for side in sides]
+        return ScanOutput(torch.cat(halves, -1), None, None)
+    exact = v.to(scan_dtype(v))
+    y, other = (linear_forward(exact, (side,), None, form, cu_seqlens, chunk_size, False)[0] for side in sides)
+    y.mul_(other)
+    if diagonal is not None:
+        y.addcmul_(diagonal.to(y.dtype).unsqueeze(-1), exact)
+    return ScanOutput(y.to(v.dtype), None, None)
+
+
+def with_ones(v: Tensor) -> Tensor:
+    """Values with a column of ones, whose output is the sum of each row of the mixer."""
+    v = v.to(scan_dtype(v))
+    return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
+
+
+def linear_forward(
+    v: Tensor,
+    sides: tuple[ScanSide, ...],
+    diagonal: Tensor | None,
+    form: ScanForm,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
     final_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Output (as v) and, if asked for, the final state of the first side."""
-    setup = set_up_scan(v, sides, exclusive, cu_seqlens, chunk_size, final_state)
+    """The sum of all sides: output (as v) and, if asked for, the final state of the first side."""
+    setup = set_up_scan(v, sides, form, cu_seqlens, chunk_size, final_state)
     layout, dtype, groups = setup.layout, setup.dtype, setup.groups
-    heads, _headdim = v.shape[2:]
+    heads = v.shape[2]
     chunks = layout.split(v)
     states: list[Tensor | None] = []
     final = None
@@ -45,12 +75,9 @@ def scan_forward(
         if scale is not None:
             matrix.mul_(scale)
         out = matrix @ values
-        own = own_products(setup, pairs)
-        if own is not None:
-            own, side_scale = own_scale(setup, at, own, heads)
-            out.addcmul_((own if side_scale is None else own * side_scale).unsqueeze(-1), values)
-        if diagonal is not None:
-            out.addcmul_(diagonal[at].transpose(1, 2).unsqueeze(-1), values)
+        factor = token_factor(setup, at, own_terms(setup, pairs, heads), diagonal)
+        if factor is not None:
+            out.addcmul_(factor.unsqueeze(-1), values)
         out = out.transpose(1, 2)
         for (q, _), entering, decay in zip(pairs, states, setup.decays, strict=True):
             if entering is not None:

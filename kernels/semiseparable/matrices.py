@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from matmix.kernels.semiseparable.decay import largest_sum
 from matmix.kernels.semiseparable.setup import ScanSetup
 
 
 def chunk_scores(setup: ScanSetup, at: slice) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor, Tensor | None]:
     """q and k of each side, (m, ngroups, chunk, d_state), and the three factors of the chunk matrices:
 
-    scores (m, ngroups, chunk, chunk), zero outside the masks; decays (m, nheads, chunk, chunk), at most 1
-    everywhere; input scales, broadcastable to the decays, or None.
+    scores (m, ngroups, chunk, chunk), zero outside the masks; decays (m, nheads, chunk, chunk),
+    finite everywhere; input scales, broadcastable to the decays, or None.
     """
     pairs, scores = [], None
     for number, side in enumerate(setup.sides):
@@ -32,7 +33,7 @@ def chunk_scores(setup: ScanSetup, at: slice) -> tuple[list[tuple[Tensor, Tensor
         decay = torch.where(lower, decay, second[0].log_matrix(at))
     # Outside the masks a difference of cumulative decays can be a large positive number: never exponentiate
     # that.
-    decay = decay.clamp_(max=0).exp_()
+    decay = decay.clamp_(max=largest_sum(setup.layout.chunk)).exp_()
     scale = None
     if any(s is not None for s in setup.scales):
         ones = decay.new_ones(1, 1, 1)
@@ -41,17 +42,26 @@ def chunk_scores(setup: ScanSetup, at: slice) -> tuple[list[tuple[Tensor, Tensor
     return pairs, scores, decay, scale
 
 
-def own_products(setup: ScanSetup, pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """q_t . k_t of the backward side, (m, ngroups, chunk), where both sides hold the diagonal; else None."""
-    if len(pairs) == 1 or setup.exclusive:
+def own_terms(setup: ScanSetup, pairs: list[tuple[Tensor, Tensor]], heads: int) -> list[Tensor] | None:
+    """What each side's own terms q_t . k_t count, (m, nheads, chunk) before input scales; None where the masks
+    hold them or nothing does.
+    """
+    if not setup.own_weight:
         return None
-    return (pairs[1][0] * pairs[1][1]).sum(-1)
+    share = heads // setup.groups
+    return [(q * k).sum(-1).mul_(setup.own_weight).repeat_interleave(share, 1) for q, k in pairs]
 
 
-def own_scale(setup: ScanSetup, at: slice, own: Tensor, heads: int) -> tuple[Tensor, Tensor | None]:
-    """`own_products` per head, (m, nheads, chunk), and the backward side's input scale in that shape."""
-    scale = setup.scales[1]
-    return own.repeat_interleave(heads // setup.groups, 1), None if scale is None else scale[at].transpose(1, 2)
+def token_factor(setup: ScanSetup, at: slice, own: list[Tensor] | None, diagonal: Tensor | None) -> Tensor | None:
+    """What a token's value is multiplied by on its way into its own output, (m, nheads, chunk).
+
+    diagonal (M, chunk, nheads).
+    """
+    factor = None if diagonal is None else diagonal[at].transpose(1, 2)
+    for term, scale in zip(own or (), setup.scales, strict=False):
+        term = term if scale is None else term * scale[at].transpose(1, 2)
+        factor = term if factor is None else factor + term
+    return factor
 
 
 def undecayed_columns(matrix: Tensor, exclusive: bool, reverse: bool, sides: int) -> Tensor:
@@ -59,6 +69,6 @@ def undecayed_columns(matrix: Tensor, exclusive: bool, reverse: bool, sides: int
     if exclusive:
         column = matrix.diagonal(offset=1 if reverse else -1, dim1=-2, dim2=-1)
         return pad(column, (1, 0) if reverse else (0, 1))
-    if reverse and sides == 2:
+    if sides == 2:
         return torch.zeros_like(matrix[..., 0])
     return matrix.diagonal(dim1=-2, dim2=-1)

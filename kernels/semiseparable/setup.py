@@ -9,19 +9,7 @@ from torch import Tensor
 
 from matmix.kernels.documents import ChunkLayout, chunk_layout, shift_left, shift_right
 from matmix.kernels.semiseparable.decay import SideDecay, side_decay
-
-
-class ScanSide(NamedTuple):
-    """One direction of a scan: q, k (batch, seqlen, ngroups, d_state), the rest as in
-    `semiseparable_scan`.
-    """
-
-    q: Tensor
-    k: Tensor
-    log_decay: Tensor | None
-    input_scale: Tensor | None
-    initial_state: Tensor | None
-    reverse: bool
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 
 
 class ScanSetup(NamedTuple):
@@ -31,6 +19,9 @@ class ScanSetup(NamedTuple):
     dtype: torch.dtype
     groups: int
     exclusive: bool
+    """Hydra's shift: rows read before their own token."""
+    own_weight: float
+    """Two directions without shift: what a token's own terms, which no mask holds then, count; else 0."""
     sides: tuple[ScanSide, ...]
     """With q and k as chunks (M, chunk, ngroups, d_state) and q already shifted."""
     scales: tuple[Tensor | None, ...]
@@ -42,6 +33,11 @@ class ScanSetup(NamedTuple):
     """Whether any state enters a chunk of this side."""
     slab: int
     """Chunks worked on at a time, so that chunk matrices stay in the cache."""
+
+
+def scan_dtype(v: Tensor) -> torch.dtype:
+    """What sums and states are kept in."""
+    return torch.float64 if v.dtype == torch.float64 else torch.float32
 
 
 def default_scan_chunk(seqlen: int, d_state: int, headdim: int) -> int:
@@ -56,14 +52,17 @@ def default_scan_chunk(seqlen: int, d_state: int, headdim: int) -> int:
 def set_up_scan(
     v: Tensor,
     sides: tuple[ScanSide, ...],
-    exclusive: bool,
+    form: ScanForm,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
     final_state: bool,
 ) -> ScanSetup:
+    """Both directions of one linear scan: of `form`, only `shift` and `self_term` matter here."""
     batch, seqlen, heads, headdim = v.shape
+    exclusive, both = form.shift, len(sides) == 2
+    own_weight = 0.0 if exclusive or not both else 0.5 if form.self_term == "mean" else 1.0
     groups, d_state = sides[0].q.shape[2:]
-    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    dtype = scan_dtype(v)
     chunk = chunk_size or default_scan_chunk(seqlen, d_state, headdim)
     given = any(side.initial_state is not None for side in sides)
     layout = chunk_layout(batch, seqlen, chunk, cu_seqlens, aligned=given or final_state)
@@ -81,7 +80,7 @@ def set_up_scan(
         scales.append(None if side.input_scale is None else layout.split(side.input_scale).to(dtype))
         decays.append(side_decay(side.log_decay, layout, heads, side.reverse, exclusive, dtype, v.device, same))
         mask = lower.mT if side.reverse else lower
-        if exclusive or (side.reverse and len(sides) == 2):
+        if exclusive or both:
             mask = mask & ~torch.eye(chunk, dtype=torch.bool, device=v.device)
         masks.append((mask & same) if same is not None else mask[None])
         carries.append(layout.per_row > 1 or side.initial_state is not None)
@@ -93,6 +92,7 @@ def set_up_scan(
         dtype,
         groups,
         exclusive,
+        own_weight,
         tuple(chunks),
         tuple(scales),
         tuple(decays),

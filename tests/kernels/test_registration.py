@@ -131,7 +131,8 @@ def test_memory_of_backward_is_lean():
         return x
 
     torch.manual_seed(0)
-    v, q, k, decay = draw(1, 512, 4, 16), draw(1, 512, 1, 16), draw(1, 512, 1, 16), draw(1, 512, 4)
+    v, q, k = draw(1, 512, 4, 16), draw(1, 512, 1, 16), draw(1, 512, 1, 16)
+    decay = (-torch.rand(1, 512, 4)).requires_grad_()
     inputs = {x.untyped_storage().data_ptr() for x in (v, q, k, decay)}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         y = quasiseparable_scan(v, q, k, q, k, decay, decay)
