@@ -1,0 +1,174 @@
+"""Calls of the ops' Triton forms that between them reach every kernel with every choice made at compile time.
+
+The tensors are on the device "meta": they have the sizes of real training but neither memory nor values, which the
+host side of a kernel must not look at anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+
+BATCH, SEQLEN = 8, 8192
+_PLAIN = ScanForm()
+
+
+class Call(NamedTuple):
+    """Forward and backward pass of one op on tensors of one dtype."""
+
+    op: str
+    title: str
+    dtype: torch.dtype
+    run: Callable[[ModuleType], object]
+    """Calls `forward` and `backward` of the module given."""
+    main: bool = False
+    """Models use the op like this."""
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def calls() -> Iterator[Call]:
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from conv_calls(dtype)
+        yield from norm_calls(dtype)
+        yield from scan_calls(dtype)
+    for call in (*conv_calls(torch.float16), *norm_calls(torch.float16), *scan_calls(torch.float16)):
+        if call.main:
+            yield call._replace(main=False)  # like bfloat16: one configuration is enough
+
+
+def conv_calls(dtype: torch.dtype) -> Iterator[Call]:
+    def call(title: str, width: int, main: bool = False, **options) -> Call:
+        return Call("short_conv", title, dtype, functools.partial(_run_conv, dtype, width, **options), main)
+
+    yield call("width 7 centred, packed, silu", 7, main=True, bias=True, silu=True, packed=True, split=True)
+    yield call("width 4 causal, silu", 4, main=True, causal=True, bias=True, silu=True)
+    yield call("width 4 causal, plain", 4, causal=True)
+    yield call("width 7 centred, silu", 7, bias=True, silu=True, split=True)
+    yield call("width 9 centred", 9, bias=True)
+    yield call("width 9 causal, packed, silu", 9, causal=True, silu=True, packed=True)
+    yield call("width 2 causal, odd number of channels", 2, causal=True, channels=77)
+
+
+def _run_conv(
+    dtype: torch.dtype,
+    width: int,
+    module: ModuleType,
+    *,
+    channels: int = 1664,
+    causal: bool = False,
+    bias: bool = False,
+    silu: bool = False,
+    packed: bool = False,
+    split: bool = False,
+) -> None:
+    x = _empty(*((1, BATCH * SEQLEN) if packed else (BATCH, SEQLEN)), channels, dtype=dtype)
+    if split:  # as a layer's one input projection gives it
+        x = _empty(*x.shape[:2], 2 * channels + 24, dtype=dtype)[..., channels : 2 * channels]
+    weight, offset = _empty(channels, width, dtype=dtype), _empty(channels, dtype=dtype) if bias else None
+    options = (causal, "silu" if silu else None, _documents() if packed else None)
+    y = module.forward(x, weight, offset, *options)
+    module.backward(torch.empty_like(y), x, weight, offset, *options)
+
+
+def norm_calls(dtype: torch.dtype) -> Iterator[Call]:
+    for width, group, main in ((1536, None, True), (1536, 64, True), (4096, None, False), (77, None, False)):
+        run = functools.partial(_run_norm, dtype, width, group)
+        yield Call("gated_norm", f"groups of {group or width} in {width}", dtype, run, main)
+
+
+def _run_norm(dtype: torch.dtype, width: int, group: int | None, module: ModuleType) -> None:
+    x = _empty(BATCH, SEQLEN, width, dtype=dtype)
+    gate = _empty(BATCH, SEQLEN, 2 * width + 152, dtype=dtype)[..., :width]
+    weight = _empty(width, dtype=dtype)
+    y = module.forward(x, weight, gate, 1e-5, group)
+    module.backward(torch.empty_like(y), x, weight, gate, 1e-5, group)
+
+
+def scan_calls(dtype: torch.dtype) -> Iterator[Call]:
+    def call(title: str, sides: int = 2, main: bool = False, **options) -> Call:
+        op = "semiseparable_scan" if sides == 1 else "quasiseparable_scan"
+        return Call(op, title, dtype, functools.partial(_run_scan, dtype, sides, **options), main)
+
+    hydra = {"form": ScanForm(shift=True), "decay": "token", "scale": True, "diagonal": "token"}
+    yield call("Hydra", main=True, **hydra)
+    yield call("Hydra, packed", packed=True, **hydra)
+    for d_state in (16, 128):
+        for headdim in (16, 128):
+            yield call(f"Hydra, state {d_state} x {headdim}", d_state=d_state, headdim=headdim, **hydra)
+    yield call("Hydra, concat", **hydra | {"form": ScanForm(shift=True, combine="concat"), "diagonal": "head"})
+    yield call("Hydra, mult", **hydra | {"form": ScanForm(shift=True, combine="mult")})
+    lion = {"form": ScanForm(self_term="mean", normalize=True), "decay": "head"}
+    yield call("LION, gates per head", **lion)
+    yield call("LION, gates per token, packed", packed=True, **lion | {"decay": "token"})
+    ssd = {"decay": "token", "scale": True, "diagonal": "head"}
+    yield call("SSD", sides=1, main=True, **ssd)
+    yield call("SSD from a state to a state", sides=1, states=True, **ssd)
+    yield call("SSD from a state to a state, packed", sides=1, states=True, packed=True, **ssd)
+    yield call("linear attention", sides=1)
+    yield call("RetNet", sides=1, decay="head")
+    yield call("two directions from states", states=True, **hydra | {"form": ScanForm()})
+
+
+def _run_scan(
+    dtype: torch.dtype,
+    directions: int,
+    module: ModuleType,
+    *,
+    form: ScanForm = _PLAIN,
+    d_state: int = 64,
+    headdim: int = 64,
+    decay: str | None = None,
+    scale: bool = False,
+    diagonal: str | None = None,
+    packed: bool = False,
+    states: bool = False,
+) -> None:
+    heads, groups = 24, 2
+    batch, seqlen, cu_seqlens = (1, BATCH * SEQLEN, _documents()) if packed else (BATCH, SEQLEN, None)
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    v = _empty(batch, seqlen, heads, headdim, dtype=dtype)
+
+    def factor(kind: str | None) -> Tensor | None:
+        """Per token a view of all heads' and directions' factors, as a layer's projection gives them."""
+        if kind == "token":
+            return _empty(batch, seqlen, 2 * heads)[..., :heads]
+        return None if kind is None else _empty(heads)
+
+    sides = tuple(
+        ScanSide(
+            _empty(batch, seqlen, groups, d_state, dtype=dtype),
+            _empty(batch, seqlen, groups, d_state, dtype=dtype),
+            factor(decay),
+            factor("token" if scale else None),
+            _empty(sequences, heads, d_state, headdim) if states else None,
+            reverse,
+        )
+        for reverse in (False, True)[:directions]
+    )
+    final_state, skip = states and directions == 1, factor(diagonal)
+    out = module.forward(v, sides, skip, form, cu_seqlens, None, final_state)
+    drow_sum = None if out.row_sum is None else torch.empty_like(out.row_sum)
+    dfinal = torch.empty_like(out.final) if final_state else None
+    # Backward passes are of linear scans: the registered op takes products and quotients apart first.
+    linear = form._replace(combine="add" if form.combine == "add" else "concat", normalize=False)
+    dy = _empty(*v.shape[:3], headdim * (1 if linear.combine == "add" else 2), dtype=dtype)
+    module.backward(dy, drow_sum, dfinal, v, sides, skip, linear, cu_seqlens, None)
+
+
+def _documents() -> Tensor:
+    """Boundaries of documents of 1,024 tokens on average."""
+    return _empty(BATCH * SEQLEN // 1024 + 1, dtype=torch.int32)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,246 @@
+"""Ahead-of-time compilation of recorded kernel launches for GPUs that need not be there.
+
+Triton itself binds and specialises the arguments (pointer types, multiples of 16, ones folded to constants, None),
+so that what is compiled here is what the launch would compile on that GPU; only the driver, which would ask the
+GPU what it is, is replaced. Processes that use this module must not have TRITON_INTERPRET set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+from triton.runtime.jit import compute_cache_key
+
+from matmix.kernels.launching import Launch
+
+
+class Hardware(NamedTuple):
+    """A GPU architecture to compile for."""
+
+    target: GPUTarget
+    shared_memory: int
+    """Bytes that one thread block (work-group) may use."""
+    tensor_memory: int = 0
+    """Columns of Blackwell's tensor memory that one thread block may use."""
+
+
+# CUDA C++ programming guide, "Technical specifications per compute capability": at most 163 KB of shared memory per
+# thread block for 8.0 and 227 KB for 9.0 and 10.0. PTX ISA, "Tensor memory addressing": 512 columns.
+# AMD Instinct MI300 (CDNA3) ISA, "Local data share": 64 kB per work-group.
+HARDWARE = {
+    "sm_80": Hardware(GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_90": Hardware(GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_100": Hardware(GPUTarget("cuda", 100, 32), 227 * 1024, tensor_memory=512),
+    "gfx942": Hardware(GPUTarget("hip", "gfx942", 64), 64 * 1024),
+}
+
+
+class Resources(NamedTuple):
+    """What one compiled kernel takes of the hardware."""
+
+    kernel: str
+    target: str
+    """A key of `HARDWARE`."""
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    registers: int
+    """32-bit registers per thread; on gfx942 vector and accumulation registers together."""
+    spill_bytes: int
+    """Bytes per thread of register spills, stores plus loads; on gfx942 vector registers' stores only."""
+    shared_bytes: int
+    tensor_memory: int
+    compile_seconds: float
+    """Time that the compiler took when it last ran: results come from Triton's cache if they are there."""
+    error: str = ""
+    """Why it does not compile; the numbers are then 0."""
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """What the compiler is told of a tensor; unlike the tensor it is cheap to send to another process."""
+
+    dtype: torch.dtype
+    misalignment: int
+    """Address modulo 16 bytes."""
+    storage_bytes: int
+
+    def data_ptr(self) -> int:
+        return self.misalignment
+
+    def ptr_range(self) -> int:
+        return self.storage_bytes
+
+
+class Compilation(NamedTuple):
+    """A launch for one architecture, in plain data."""
+
+    module: str
+    kernel: str
+    arguments: tuple
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    target: str
+    key: str
+    """Equal for two launches of a kernel exactly if Triton would compile it once for both."""
+
+
+def compilation(launch: Launch, target: str) -> Compilation:
+    """What Triton would compile for this launch on `target`, a key of `HARDWARE`."""
+    if not isinstance(launch.kernel, JITFunction):
+        raise TypeError(f"{launch.kernel} cannot be compiled; import its module without TRITON_INTERPRET")
+    if target.startswith("gfx"):
+        constants = {name: "ieee" if value == "tf32x3" else value for name, value in launch.constants.items()}
+    else:
+        constants = dict(launch.constants)  # see launching.dot_precision
+    arguments = tuple(_pointer(x) if isinstance(x, torch.Tensor) else x for x in launch.arguments)
+    with _pretend(target):
+        hardware = HARDWARE[target]
+        *_, binder = launch.kernel.device_caches[hardware.target]
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        _, specialization, options = binder(*arguments, **constants, **options)
+        key = compute_cache_key({}, specialization, options)
+    function = launch.kernel.fn
+    return Compilation(
+        function.__module__,
+        function.__qualname__,
+        arguments,
+        constants,
+        launch.num_warps,
+        launch.num_stages,
+        target,
+        f"{function.__module__}.{function.__qualname__}-{target}-{key}",
+    )
+
+
+def _pointer(tensor: torch.Tensor) -> Pointer:
+    # Allocators of GPU memory align storages by 256 bytes and more.
+    misalignment = tensor.storage_offset() * tensor.element_size() % 16
+    return Pointer(tensor.dtype, misalignment, tensor.untyped_storage().size())
+
+
+def compiled(job: Compilation) -> Resources:
+    """Compile, or find in Triton's cache on disk; a compiler's error is returned and not raised."""
+    kernel = getattr(importlib.import_module(job.module), job.kernel)
+    about = (kernel.__name__, job.target, job.constants, job.num_warps, job.num_stages)
+    with _pretend(job.target):
+        try:
+            found = kernel.run(
+                *job.arguments,
+                grid=None,
+                warmup=True,
+                num_warps=job.num_warps,
+                num_stages=job.num_stages,
+                **job.constants,
+            )
+        except Exception as error:  # whatever the compiler raises is a finding about this kernel
+            return Resources(*about, 0, 0, 0, 0, 0.0, error=f"{type(error).__name__}: {error}")
+    report = found.metadata.report
+    return Resources(
+        *about,
+        report["registers"],
+        report["spill_bytes"],
+        found.metadata.shared,
+        getattr(found.metadata, "tmem_size", None) or 0,
+        report["seconds"],
+    )
+
+
+def problem(found: Resources) -> str:
+    """Why this kernel should not be shipped; empty if nothing is wrong.
+
+    Spills count on sm_90, the hardware that configurations are chosen for; elsewhere they only cost time.
+    """
+    hardware = HARDWARE[found.target]
+    if found.error:
+        return found.error
+    if found.shared_bytes > hardware.shared_memory:
+        return f"takes {found.shared_bytes:,} bytes of shared memory; {hardware.shared_memory:,} are there"
+    if found.tensor_memory > hardware.tensor_memory:
+        return f"takes {found.tensor_memory} columns of tensor memory; {hardware.tensor_memory} are there"
+    if found.spill_bytes and found.target == "sm_90":
+        return f"spills {found.spill_bytes:,} bytes"
+    return ""
+
+
+class _AbsentGPU:
+    """Answers what Triton asks its driver when it compiles without launching."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> GPUTarget:
+        return self.target  # kernels compiled in this process are kept by device
+
+    def get_current_stream(self, device) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _pretend(target: str) -> Iterator[None]:
+    """Triton compiles for `target` in this block and notes what the assembler says in the kernel's metadata."""
+    before = driver._active
+    driver.set_active(_AbsentGPU(HARDWARE[target].target))
+    with knobs.cache.scope(), knobs.runtime.scope():
+        # Entries of the ordinary cache, for a GPU that is there, lack the notes.
+        knobs.cache.dir = os.path.join(knobs.cache.dir, "resources")
+        knobs.runtime.add_stages_inspection_hook = _note_resources
+        try:
+            yield
+        finally:
+            driver._active = before
+
+
+def _note_resources(backend, stages: dict, options, language, capability) -> None:
+    """Let the last stage of a compilation write registers, spills and time into the metadata."""
+    start = time.perf_counter()
+    assemble = stages[backend.binary_ext]
+
+    def noted(source, metadata: dict):
+        if backend.binary_ext == "cubin":
+            with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+                knobs.nvidia.dump_ptxas_log = True
+                binary = assemble(source, metadata)
+            report = ptxas_report(log.getvalue())
+        else:
+            binary = assemble(source, metadata)
+            report = amdgcn_report(source)
+        metadata["report"] = {**report, "seconds": time.perf_counter() - start}
+        return binary
+
+    stages[backend.binary_ext] = noted
+
+
+def ptxas_report(log: str) -> dict[str, int]:
+    """Registers and spills from what `ptxas -v` prints."""
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if not registers or not spills:
+        raise ValueError(f"ptxas did not say what the kernel uses:\n{log}")
+    return {"registers": max(registers), "spill_bytes": sum(int(n) for pair in spills for n in pair)}
+
+
+def amdgcn_report(assembly: str) -> dict[str, int]:
+    """Registers and spills from the code object metadata at the end of AMD assembly.
+
+    https://llvm.org/docs/AMDGPUUsage.html#code-object-v3-metadata: .vgpr_count includes the accumulation registers
+    where, as on gfx942, both are one file; spill counts are stores of one 32-bit register each.
+    """
+    counts = {name: int(n) for name, n in re.findall(r"^\s*(?:- )?\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
+    return {"registers": counts["vgpr_count"], "spill_bytes": 4 * counts["vgpr_spill_count"]}
