@@ -33,18 +33,18 @@ class Recorded(NamedTuple):
     launch: Launch
 
 
-def launches(scope: str = "standard", only: str = "") -> list[Recorded]:
+def launches(scope: str = "standard", only: Iterable[str] = ()) -> list[Recorded]:
     """All launches of the ops' kernels, recorded without running them.
 
     Args:
         scope: "full": every call under every configuration; "standard": every configuration for calls that are
             marked as main, and all calls under the configuration that the kernels choose themselves; "sample": of
             "standard" one launch of each kernel and dtype.
-        only: keep calls whose op or title contains this.
+        only: keep calls whose op, title and dtype, on one line, contain all of these texts.
     """
     found: list[Recorded] = []
     for call in calls():
-        if only not in f"{call.op}: {call.title}":
+        if not all(text in f"{call.op}: {call.title}, {call.dtype_name}" for text in only):
             continue
         module = importlib.import_module(_TRITON_FORMS[call.op])
         forced = [None, *(module.configurations() if call.main or scope == "full" else ())]
@@ -116,8 +116,14 @@ def _order(row: tuple[Call, Resources]) -> tuple:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m matmix.kernels.benchmarks resources", description=__doc__)
     parser.add_argument("--target", action="append", choices=list(HARDWARE), help="may be repeated; all if not given")
-    parser.add_argument("--only", default="", help="calls whose op or title contains this text")
-    parser.add_argument("--scope", choices=["sample", "standard", "full"], default="standard", help=launches.__doc__)
+    parser.add_argument("--only", action="append", default=[], help="calls whose op, title or dtype contains this text")
+    parser.add_argument(
+        "--scope",
+        choices=["sample", "standard", "full"],
+        default="standard",
+        help="one launch of each kernel and dtype; main calls under every configuration and the others under the one "
+        "that the kernels choose; or every call under every configuration",
+    )
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="compiling processes")
     parser.add_argument("--json", type=Path, default=None, help="also write the results into this file")
     options = parser.parse_args(argv)

@@ -1,0 +1,177 @@
+"""Every kernel that a call can launch compiles for every GPU that we name, without one being there.
+
+The compiler needs processes that never saw TRITON_INTERPRET; what it found before comes from Triton's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from matmix.kernels.backend import _TRITON_FORMS
+from matmix.kernels.compiling import HARDWARE, Resources, amdgcn_report, compilation, compiled, problem, ptxas_report
+from matmix.kernels.launching import launch, record_launches
+
+OTHERS = [target for target in HARDWARE if target != "sm_90"]
+DTYPES = ("bfloat16", "float32")
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    """A Python process with safe sys.path that can import this file."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.run([sys.executable, "-P", *command], env=environment, capture_output=True, text=True)
+
+
+def resources_of(tmp_path: Path, op: str, *options: str) -> list[dict]:
+    """What `python -m matmix.kernels.benchmarks.resources` finds out about one op's kernels."""
+    out = tmp_path / "resources.json"
+    out.unlink(missing_ok=True)
+    done = run("-m", "matmix.kernels.benchmarks.resources", "--only", f"{op}: ", *options, "--json", str(out))
+    assert out.exists(), done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    wrong = [line for line in found if line["error"]]
+    assert not wrong, "\n".join(f"{x['kernel']} on {x['target']}, {x['constants']}: {x['error']}" for x in wrong)
+    for line in found:
+        hardware = HARDWARE[line["target"]]
+        assert line["registers"] > 0, line
+        assert line["shared_bytes"] <= hardware.shared_memory, line
+        assert line["tensor_memory"] <= hardware.tensor_memory, line
+        if line["target"] == "sm_90":
+            assert line["spill_bytes"] == 0, line
+    assert done.returncode == 0, done.stdout + done.stderr
+    return found
+
+
+@pytest.mark.parametrize("op", _TRITON_FORMS)
+def test_every_configuration_fits_sm_90(tmp_path, op):
+    found = resources_of(tmp_path, op, "--target", "sm_90")
+    assert {line["dtype"] for line in found} == {"bfloat16", "float16", "float32"}
+
+
+@pytest.mark.parametrize("op", _TRITON_FORMS)
+def test_a_sample_fits_the_other_gpus(tmp_path, op):
+    targets = [word for target in OTHERS for word in ("--target", target)]
+    found = resources_of(tmp_path, op, "--scope", "sample", *targets)
+    kernels = {target: {x["kernel"] for x in found if x["target"] == target} for target in OTHERS}
+    assert len(kernels["sm_80"]) >= 2, "a forward and a backward pass"
+    assert kernels["sm_80"] == kernels["sm_100"] == kernels["gfx942"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", HARDWARE)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", _TRITON_FORMS)
+def test_every_call_under_every_configuration_fits(tmp_path, op, dtype, target):
+    assert resources_of(tmp_path, op, "--only", f", {dtype}", "--scope", "full", "--target", target)
+
+
+@triton.jit(do_not_specialize=["length"])
+def product(x, y, z, length, stride, PRECISION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.arange(0, BLOCK)
+    at = row[:, None] * stride + row[None, :]
+    a = tl.load(x + at, (row < length)[:, None], other=0.0)
+    b = tl.load(y + at, (row < length)[:, None], other=0.0)
+    tl.store(z + at, tl.dot(a, b, input_precision=PRECISION), (row < length)[:, None])
+
+
+def recorded(x=None, y=None, length=100, stride=128, precision="tf32x3", block=32):
+    """A launch of `product` on float32 tensors."""
+    with record_launches() as launches:
+        tensors = [torch.empty(256, 256) if tensor is None else tensor for tensor in (x, y, None)]
+        launch(product, (1,), *tensors, length, stride, num_warps=4, PRECISION=precision, BLOCK=block)
+    return launches[0]
+
+
+def print_jobs():
+    """Run in a process of its own: what is compiled for launches that differ from the usual one, as JSON."""
+    tensor = torch.empty(64, 128)
+    launches = {
+        "usual": recorded(),
+        "another shape": recorded(x=tensor),
+        "16 bytes on": recorded(x=tensor[:, 4:]),
+        "4 bytes on": recorded(x=tensor[:, 1:]),
+        "no memory, 4 bytes on": recorded(x=tensor.to("meta")[:, 1:]),
+        "half": recorded(x=tensor.half()),
+        "stride 64": recorded(stride=64),
+        "stride 100": recorded(stride=100),
+        "stride 1": recorded(stride=1),
+        "stride 2^40": recorded(stride=1 << 40),
+        "length 16": recorded(length=16),
+        "length 1": recorded(length=1),
+        "block 64": recorded(block=64),
+    }
+    keys = {name: compilation(found, "sm_90").key for name, found in launches.items()}
+    precisions = {target: compilation(recorded(), target).constants["PRECISION"] for target in HARDWARE}
+    print(json.dumps({"keys": keys, "precisions": precisions}))
+
+
+def test_arguments_are_specialised_as_triton_does():
+    done = run("-c", "import test_compiled; test_compiled.print_jobs()")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    keys = found["keys"]
+    once = {name for name, key in keys.items() if key == keys["usual"]}
+    assert once == {"usual", "another shape", "16 bytes on", "stride 64", "length 16", "length 1"}
+    assert keys["4 bytes on"] == keys["no memory, 4 bytes on"]
+    assert len(set(keys.values())) == len(keys) - len(once)
+    assert "('constexpr', 1)" in keys["stride 1"]
+    assert "'i64'" in keys["stride 2^40"]
+    # AMD's matrix cores have no tf32x3 and need none.
+    assert found["precisions"] == {"sm_80": "tf32x3", "sm_90": "tf32x3", "sm_100": "tf32x3", "gfx942": "ieee"}
+
+
+def print_products():
+    """Run in a process of its own: the resources of three products for each target, as JSON."""
+    launches = [recorded(block=32), recorded(block=128), recorded(precision="no such precision")]
+    found = [compiled(compilation(x, target)) for target in HARDWARE for x in launches]
+    print(json.dumps([x._asdict() | {"problem": problem(x)} for x in found]))
+
+
+def test_what_a_compiled_kernel_takes_is_read():
+    done = run("-c", "import test_compiled; test_compiled.print_products()")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [x["target"] for x in found] == [target for target in HARDWARE for _ in range(3)]
+    for small, large, wrong in zip(found[::3], found[1::3], found[2::3], strict=True):
+        assert small["kernel"] == "product"
+        assert small["problem"] == ""
+        assert 16 <= small["registers"] <= 255
+        assert small["spill_bytes"] == 0
+        assert 4 * 32 * 32 <= small["shared_bytes"] < large["shared_bytes"]  # a float32 tile at the least
+        assert small["compile_seconds"] > 0
+        assert "no such precision" in wrong["error"]
+        assert wrong["problem"] == wrong["error"]
+    spilling = {x["target"]: x["problem"] for x in found[1::3] if x["spill_bytes"]}
+    assert "spills" in spilling["sm_90"]  # 128 x 128 float32 numbers in three parts, on 128 threads
+    assert spilling["sm_80"] == ""
+
+
+def test_problems_are_named():
+    fine = Resources("k", "sm_90", {}, 4, 2, 128, 0, 232_448, 0, 0.1)
+    assert problem(fine) == ""
+    assert problem(fine._replace(target="sm_80")) == "takes 232,448 bytes of shared memory; 166,912 are there"
+    assert problem(fine._replace(target="gfx942", shared_bytes=65_536)) == ""
+    assert "65,536 are there" in problem(fine._replace(target="gfx942", shared_bytes=65_537))
+    assert "513 columns" in problem(fine._replace(target="sm_100", tensor_memory=513))
+    assert problem(fine._replace(spill_bytes=8)) == "spills 8 bytes"
+    assert problem(fine._replace(target="sm_100", spill_bytes=8)) == ""
+
+
+def test_reports_are_parsed_in_full():
+    log = (
+        "4 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads\nptxas info    : Used 72 registers, used 1\n"
+    )
+    assert ptxas_report(log) == {"registers": 72, "spill_bytes": 32}
+    with pytest.raises(ValueError, match="did not say"):
+        ptxas_report("ptxas info    : 0 bytes gmem")
+    assembly = "  - .agpr_count:     4\n    .sgpr_count:     18\n    .vgpr_count:     40\n    .vgpr_spill_count: 3\n"
+    assert amdgcn_report(assembly) == {"registers": 40, "spill_bytes": 12}
