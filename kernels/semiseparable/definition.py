@@ -59,46 +59,62 @@ def quasiseparable_matrix(
     k_forward: Tensor,
     q_backward: Tensor,
     k_backward: Tensor,
-    log_decay_forward: Tensor,
-    log_decay_backward: Tensor,
+    log_decay_forward: Tensor | None,
+    log_decay_backward: Tensor | None,
     *,
+    heads: int,
     input_scale_forward: Tensor | None = None,
     input_scale_backward: Tensor | None = None,
     diagonal: Tensor | None = None,
     shift: bool = True,
+    self_term: str = "sum",
+    normalize: str | None = None,
+    eps: float = 1e-6,
+    gate_offset: int = 0,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """M (batch, nheads, seqlen, seqlen) of the bidirectional mixer, entry by entry. Decays are (batch,
-    seqlen, nheads).
+    """M (batch, heads, seqlen, seqlen) of the bidirectional mixer, from its entries.
 
     For s < t: M[t, s] = q_f[t'] . k_f[s] exp(sum of log_decay_f over s+1 .. t') w_f[s], with t' = t - 1 if
-    `shift` else t; mirrored for s > t; the diagonal is `diagonal` (plus both directions' own terms without
-    `shift`).
+    `shift` else t. For s > t: M[t, s] = q_b[t'] . k_b[s] exp(sum of log_decay_b over t'+o .. s-1+o) w_b[s],
+    with t' = t + 1 if `shift` else t and o = `gate_offset`. The diagonal is `diagonal`, plus without `shift`
+    the sum (mean) of both directions' q[t] . k[t] w[t]. Normalised, each row is divided by its sum plus eps.
     """
     given = (q_forward, k_forward, q_backward, k_backward, log_decay_forward, log_decay_backward)
     qf, kf, qb, kb, af, ab = _in_float64(*given)
-    batch, seqlen, heads = af.shape
+    batch, seqlen = qf.shape[:2]
     wf, wb, d = _in_float64(input_scale_forward, input_scale_backward, diagonal)
     qf, kf, qb, kb = (_per_head(x, heads) for x in (qf, kf, qb, kb))
-    like = af[..., None]
-    wf, wb, d = _per_token(wf, like), _per_token(wb, like), _per_token(d, like)
+    zero = qf.new_zeros(batch, seqlen, heads)
+    af, ab, d = (zero if x is None else _per_token(x, zero[..., None]) for x in (af, ab, d))
+    wf, wb = (1 + zero if x is None else x for x in (wf, wb))
     offset = 1 if shift else 0
     rows = []
-    zero = torch.zeros(batch, heads, dtype=af.dtype, device=af.device)
     spans = {t: span for span in _documents(cu_seqlens, seqlen) for t in range(*span)}
     for t in range(seqlen):
         start, end = spans[t]
-        row = [zero] * seqlen
-        for s in range(start, t + 1 - offset):
-            entry = (qf[:, t - offset] * kf[:, s]).sum(-1) * af[:, s + 1 : t + 1 - offset].sum(1).exp()
-            row[s] = row[s] + (entry if wf is None else entry * wf[:, s])
-        for s in range(t + offset, end):
-            entry = (qb[:, t + offset] * kb[:, s]).sum(-1) * ab[:, t + offset : s].sum(1).exp()
-            row[s] = row[s] + (entry if wb is None else entry * wb[:, s])
-        if d is not None:
-            row[t] = row[t] + d[:, t]
-        rows.append(torch.stack(row, -1))
-    return torch.stack(rows, -2)
+        left, here, right = zero[:, :t], d[:, t : t + 1], zero[:, t + 1 :]
+        read = t - offset
+        if read >= start:
+            # Entries s = start .. read; the last of the sums is empty.
+            sums = af[:, start + 1 : read + 1].flip(1).cumsum(1).flip(1)
+            decay = torch.cat([sums, zero[:, :1]], 1).exp()
+            entries = (qf[:, read, None] * kf[:, start : read + 1]).sum(-1) * decay * wf[:, start : read + 1]
+            left = torch.cat([zero[:, :start], entries[:, : t - start]], 1)
+            own = entries[:, t - start :]
+        read = t + offset
+        if read < end:
+            # Entries s = read .. end - 1; the first of the sums is empty.
+            sums = ab[:, read + gate_offset : end - 1 + gate_offset].cumsum(1)
+            decay = torch.cat([zero[:, :1], sums], 1).exp()
+            entries = (qb[:, read, None] * kb[:, read:end]).sum(-1) * decay * wb[:, read:end]
+            right = torch.cat([entries[:, 1 - offset :], zero[:, end:]], 1)
+            own_backward = entries[:, : 1 - offset]
+        if not shift:
+            here = here + (own + own_backward) * (0.5 if self_term == "mean" else 1.0)
+        rows.append(torch.cat([left, here, right], 1))
+    matrix = torch.stack(rows, 1).permute(0, 3, 1, 2)
+    return matrix / (matrix.sum(-1, keepdim=True) + eps) if normalize else matrix
 
 
 def quasiseparable_definition(
@@ -114,11 +130,19 @@ def quasiseparable_definition(
     input_scale_backward: Tensor | None = None,
     diagonal: Tensor | None = None,
     shift: bool = True,
+    combine: str = "add",
+    self_term: str = "sum",
+    normalize: str | None = None,
+    eps: float = 1e-6,
+    gate_offset: int = 0,
     initial_state_forward: Tensor | None = None,
     initial_state_backward: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """y = shift(SS_f(v)) + flip(shift(SS_b(flip(v)))) + diagonal v, with real flips and two causal scans."""
+    """shift(SS_f(v)) and flip(shift(SS_b(flip(v)))), with real flips and two causal scans, put together.
+
+    What the row sums and halved own terms make of M is taken from M itself.
+    """
     spans = _documents(cu_seqlens, v.shape[1])
 
     def flip(x: Tensor | None) -> Tensor | None:
@@ -127,37 +151,69 @@ def quasiseparable_definition(
         return torch.cat([x[:, start:end].flip(1) for start, end in spans], 1)
 
     def moved(y: Tensor) -> Tensor:
-        if not shift:
-            return y
+        """One token to the right in each document."""
         pieces = []
         for start, end in spans:
             if end > start:
                 pieces += [torch.zeros_like(y[:, start : start + 1]), y[:, start : end - 1]]
         return torch.cat(pieces, 1)
 
-    forward = semiseparable_definition(
-        v,
-        q_forward,
-        k_forward,
-        log_decay_forward,
-        input_scale=input_scale_forward,
-        initial_state=initial_state_forward,
-        cu_seqlens=cu_seqlens,
-    )
-    backward = semiseparable_definition(
-        flip(v),
-        flip(q_backward),
-        flip(k_backward),
-        flip(log_decay_backward),
-        input_scale=flip(input_scale_backward),
-        initial_state=initial_state_backward,
-        cu_seqlens=cu_seqlens,
-    )
-    y = moved(forward) + flip(moved(backward))
-    if diagonal is not None:
-        v, diagonal = _in_float64(v, diagonal)
-        y = y + _per_token(diagonal, v)[..., None] * v
-    return y
+    if gate_offset and log_decay_backward is not None and log_decay_backward.dim() == 3:
+        gates = flip(moved(flip(log_decay_backward)))
+    else:
+        gates = log_decay_backward
+
+    def both(v: Tensor) -> tuple[Tensor, Tensor]:
+        forward = semiseparable_definition(
+            v,
+            q_forward,
+            k_forward,
+            log_decay_forward,
+            input_scale=input_scale_forward,
+            initial_state=initial_state_forward,
+            cu_seqlens=cu_seqlens,
+        )
+        backward = semiseparable_definition(
+            flip(v),
+            flip(q_backward),
+            flip(k_backward),
+            flip(gates),
+            input_scale=flip(input_scale_backward),
+            initial_state=initial_state_backward,
+            cu_seqlens=cu_seqlens,
+        )
+        return (moved(forward), flip(moved(backward))) if shift else (forward, flip(backward))
+
+    v, diagonal = _in_float64(v, diagonal)
+    if normalize or (self_term == "mean" and not shift):
+        matrix = quasiseparable_matrix(
+            q_forward,
+            k_forward,
+            q_backward,
+            k_backward,
+            log_decay_forward,
+            log_decay_backward,
+            heads=v.shape[2],
+            input_scale_forward=input_scale_forward,
+            input_scale_backward=input_scale_backward,
+            diagonal=diagonal,
+            shift=shift,
+            self_term=self_term,
+            normalize=normalize,
+            eps=eps,
+            gate_offset=gate_offset,
+            cu_seqlens=cu_seqlens,
+        )
+        y = torch.einsum("bhts,bshp->bthp", matrix, v)
+        if initial_state_forward is None and initial_state_backward is None:
+            return y
+        # What the initial states alone give.
+        return y + sum(both(torch.zeros_like(v)))
+    forward, backward = both(v)
+    own = 0 if diagonal is None else _per_token(diagonal, v)[..., None] * v
+    if combine == "concat":
+        return torch.cat([forward + own, backward + own], -1)
+    return own + (forward * backward if combine == "mult" else forward + backward)
 
 
 def _in_float64(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
