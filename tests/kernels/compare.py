@@ -49,6 +49,13 @@ def assert_matches(
     assert not wrong, f"{wrong} for {options}"
 
 
+def assert_bit_equal_twice(op: Callable, inputs: dict[str, Tensor | None], **options) -> None:
+    """Outputs and gradients in float32 are the same to the last bit when computed again."""
+    first, second = (run(op, inputs, torch.float32, **options) for _ in range(2))
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different, f"{different} for {options}"
+
+
 def packed(lengths: list[int]) -> Tensor:
     """cu_seqlens of documents of these lengths."""
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import assert_matches, packed, rmse_ratio
+from compare import assert_bit_equal_twice, assert_matches, packed, rmse_ratio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from matmix.kernels import semiseparable_scan
 from matmix.kernels.semiseparable.chunked import semiseparable_chunked
 from matmix.kernels.semiseparable.definition import semiseparable_definition
+
+LENGTHS = [1, 2, 63, 64, 65, 127, 257, 1000]
+DECAYS = ["token", "head", "none", "zero", "strong", "mixed", "growing"]
+DOCUMENTS = [[1, 5, 64, 3, 130], [1] * 9, [0, 70, 0, 1, 0], [1, 7, 64, 129, 30]]
+CHUNKS = [None, 16, 32, 128]
 
 
 def decays(kind: str, batch: int, seqlen: int, heads: int) -> torch.Tensor | None:
@@ -20,6 +25,7 @@ def decays(kind: str, batch: int, seqlen: int, heads: int) -> torch.Tensor | Non
         "head": lambda: -torch.rand(heads),
         "none": lambda: None,
         "zero": lambda: 0 * ones,
+        "growing": lambda: 0.01 - 0.02 * torch.rand(batch, seqlen, heads),
         "strong": lambda: -50 * ones,
         "mixed": lambda: torch.where(torch.rand(batch, seqlen, heads) < 0.1, -50.0, -0.02 * torch.rand(heads)),
     }[kind]()
@@ -54,19 +60,35 @@ def make(
     return inputs
 
 
-@pytest.mark.parametrize("seqlen", [1, 7, 64, 129, 1000])
+@pytest.mark.parametrize("seqlen", LENGTHS)
 def test_lengths(seqlen):
     assert_matches(semiseparable_scan, semiseparable_definition, make(seqlen, states=2), return_final_state=True)
 
 
-@pytest.mark.parametrize("kind", ["head", "none", "zero", "strong", "mixed"])
+@pytest.mark.parametrize("kind", DECAYS)
 @pytest.mark.parametrize("states", [0, 2])
 def test_decays(kind, states):
     inputs = make(150, kind=kind, states=states, diagonal="head")
     assert_matches(semiseparable_scan, semiseparable_definition, inputs, return_final_state=bool(states))
 
 
-@pytest.mark.parametrize("lengths", [[1, 7, 64, 129, 30], [1] * 9, [0, 70, 0, 1, 0], [200, 1, 1, 40]])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_and_large_steps(groups):
+    """Heads share q and k in groups; input scales of about 50."""
+    inputs = make(90, groups=groups)
+    inputs["input_scale"] *= 50
+    assert_matches(semiseparable_scan, semiseparable_definition, inputs, return_final_state=True)
+
+
+def test_decays_up_to_the_bound_are_exact():
+    """A state that grows by the bound at every step, over a whole chunk of the largest size."""
+    inputs = make(300, batch=1, heads=1, groups=1)
+    inputs["log_decay"] = torch.full((1, 300, 1), 0.01)
+    for chunk in (16, 256):
+        assert_matches(semiseparable_scan, semiseparable_definition, inputs, op_options={"chunk_size": chunk})
+
+
+@pytest.mark.parametrize("lengths", [*DOCUMENTS, [200, 1, 1, 40]])
 @pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize("kind", ["token", "mixed"])
 def test_packed_documents(lengths, states, kind):
@@ -84,8 +106,8 @@ def test_packed_documents(lengths, states, kind):
 @given(
     seqlen=st.integers(1, 90),
     groups=st.sampled_from([1, 2, 4]),
-    chunk=st.sampled_from([None, 16, 32]),
-    kind=st.sampled_from(["token", "head", "none", "mixed"]),
+    chunk=st.sampled_from(CHUNKS),
+    kind=st.sampled_from(DECAYS),
     scale=st.booleans(),
     diagonal=st.sampled_from([None, "token", "head"]),
     states=st.booleans(),
@@ -132,6 +154,10 @@ def test_gradcheck():
         return semiseparable_scan(**dict(zip(inputs, tensors, strict=True)), return_final_state=True)
 
     assert torch.autograd.gradcheck(op, tuple(inputs.values()), fast_mode=True)
+
+
+def test_bit_equal_twice():
+    assert_bit_equal_twice(semiseparable_scan, make(150, states=2), return_final_state=True)
 
 
 def test_documents_are_bit_independent():
