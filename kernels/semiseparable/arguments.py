@@ -65,6 +65,7 @@ def check_scan(
 
 def check_form(
     op: str,
+    shift: bool,
     combine: str,
     self_term: str,
     normalize: str | None,
@@ -73,6 +74,7 @@ def check_form(
     states: dict[str, Tensor | None],
 ) -> None:
     """The options of the bidirectional scan, each and together."""
+    check_choice(op, "shift", shift, (True, False))
     check_choice(op, "combine", combine, ("add", "mult", "concat"))
     check_choice(op, "self_term", self_term, ("sum", "mean"))
     check_choice(op, "normalize", normalize, (None, "row_sum"))

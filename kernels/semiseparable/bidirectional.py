@@ -79,7 +79,7 @@ def quasiseparable_scan(
     decays = {"log_decay_forward": log_decay_forward, "log_decay_backward": log_decay_backward}
     scales = {"input_scale_forward": input_scale_forward, "input_scale_backward": input_scale_backward}
     states = {"initial_state_forward": initial_state_forward, "initial_state_backward": initial_state_backward}
-    check_form(op, combine, self_term, normalize, eps, gate_offset, states)
+    check_form(op, shift, combine, self_term, normalize, eps, gate_offset, states)
     check_scan(op, v, vectors, decays, scales, diagonal, states, cu_seqlens)
     check_chunk_size(op, chunk_size)
     check_backend(op, backend, v)

@@ -17,6 +17,7 @@ from matmix.kernels import (
     semiseparable_scan,
     short_conv,
 )
+from matmix.kernels.semiseparable.chunked import quasiseparable_chunked, semiseparable_chunked
 
 
 def draw(*shape):
@@ -29,6 +30,7 @@ def samples():
     v, q, k = draw(1, 40, 4, 6), draw(1, 40, 2, 5), draw(1, 40, 2, 5)
     decay = (-torch.rand(1, 40, 4)).requires_grad_()
     cu_seqlens = packed([15, 1, 24])
+    positive = torch.rand(1, 40, 2, 5).add_(0.1).requires_grad_()
     x = torch.linalg.qr(torch.randn(1, 40, 3, 4, 4))[0].contiguous().requires_grad_()
     return {
         "semiseparable": (partial(semiseparable_scan, cu_seqlens=cu_seqlens), (v, q, k, decay)),
@@ -37,6 +39,19 @@ def samples():
             partial(quasiseparable_scan, cu_seqlens=cu_seqlens),
             (v, q, k, k, q, decay, decay),
         ),
+        "row sums": (
+            partial(
+                quasiseparable_scan,
+                shift=False,
+                self_term="mean",
+                normalize="row_sum",
+                gate_offset=1,
+                cu_seqlens=cu_seqlens,
+            ),
+            (v, positive, positive, positive, positive, decay, decay),
+        ),
+        "product": (partial(quasiseparable_scan, combine="mult"), (v, q, k, k, q, decay, decay)),
+        "both": (partial(quasiseparable_scan, combine="concat", gate_offset=1), (v, q, k, k, q, decay, decay)),
         "matrix product": (
             partial(matrix_product_scan, return_final_state=True, cu_seqlens=cu_seqlens),
             (x,),
@@ -49,7 +64,10 @@ def samples():
     }
 
 
-NAMES = ["semiseparable", "with states", "quasiseparable", "matrix product", "short conv", "gated norm"]
+NAMES = [
+    *("semiseparable", "with states", "quasiseparable", "row sums", "product", "both"),
+    *("matrix product", "short conv", "gated norm"),
+]
 
 
 def first(output):
@@ -115,15 +133,38 @@ def test_meta_device_shapes():
     assert (h.shape, h.dtype, final.dtype) == (x.shape, torch.bfloat16, torch.float32)
 
 
-def test_flops_are_counted():
-    op, tensors = samples()["quasiseparable"]
-    with FlopCounterMode(display=False) as counter:
-        op(*tensors)
-    assert counter.get_total_flops() > 40 * 4 * 6 * 5 * 2 * 2
+FORMS = [
+    {},
+    {"shift": False},
+    {"combine": "mult"},
+    {"combine": "concat"},
+    {"shift": False, "self_term": "mean", "normalize": "row_sum"},
+]
 
 
-def test_memory_of_backward_is_lean():
-    """Only the inputs are kept: no state per token, no matrix per chunk."""
+@pytest.mark.parametrize("form", [None, *FORMS])
+def test_flops_are_those_of_the_products_that_run(form):
+    """The registered formulas against what is counted while the PyTorch form runs; that also sums decays inside
+    chunks by products with masks, which the formulas leave out.
+    """
+    v, q, k = draw(2, 512, 8, 64), draw(2, 512, 2, 32), draw(2, 512, 2, 32)
+    decay = (-torch.rand(2, 512, 8)).requires_grad_()
+    counts = []
+    ops = (semiseparable_scan, semiseparable_chunked) if form is None else (quasiseparable_scan, quasiseparable_chunked)
+    for op in ops:
+        inputs = (v, q, k, decay) if form is None else (v, q, k, q, k, decay, decay)
+        with FlopCounterMode(display=False) as forward:
+            y = op(*inputs, **(form or {}))
+        with FlopCounterMode(display=False) as backward:
+            y.sum().backward()
+        counts.append((forward.get_total_flops(), backward.get_total_flops()))
+    for formula, counted in zip(*counts, strict=True):
+        assert formula <= counted <= 1.03 * formula
+
+
+@pytest.mark.parametrize("form", [*FORMS, {"shift": False, "gate_offset": 1}])
+def test_memory_of_backward_is_lean(form):
+    """Only the inputs are kept (and what a normaliser divided, moved gates): no state, no matrix of a chunk."""
     saved = []
 
     def keep(x):
@@ -135,34 +176,84 @@ def test_memory_of_backward_is_lean():
     decay = (-torch.rand(1, 512, 4)).requires_grad_()
     inputs = {x.untyped_storage().data_ptr() for x in (v, q, k, decay)}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        y = quasiseparable_scan(v, q, k, q, k, decay, decay)
+        y = quasiseparable_scan(v, q, k, q, k, decay, decay, **form)
     assert y.requires_grad
-    assert {x.untyped_storage().data_ptr() for x in saved} <= inputs
+    kept = {x.untyped_storage().data_ptr(): x.numel() for x in saved if x.untyped_storage().data_ptr() not in inputs}
+    allowed = []
+    if "normalize" in form:
+        allowed += [y.numel(), decay.numel()]
+    if "gate_offset" in form:
+        allowed += [decay.numel()]
+    assert sorted(kept.values()) == sorted(allowed)
 
 
+def causal(v=(2, 3, 4, 5), q=(2, 3, 2, 4), k=(2, 3, 2, 4), log_decay=None, **options):
+    """`semiseparable_scan` of ones of these shapes, or of the given tensors."""
+    v, q, k = (torch.ones(x) if isinstance(x, tuple) else x for x in (v, q, k))
+    return semiseparable_scan(v, q, k, log_decay, **options)
+
+
+def bidirectional(**options):
+    v, x = torch.ones(2, 3, 4, 5), torch.ones(2, 3, 2, 4)
+    return quasiseparable_scan(v, x, x, x, x, options.pop("log_decay_forward", None), None, **options)
+
+
+ONES, STATE = torch.ones(2, 3, 4), torch.ones(2, 4, 4, 5)
+NAN = torch.full((2, 3, 4), torch.nan)
 BAD = {
-    "v has shape": lambda: semiseparable_scan(torch.ones(2, 3, 4), *[torch.ones(2, 3, 1, 4)] * 2, None),
-    "cannot share": lambda: semiseparable_scan(torch.ones(2, 3, 4, 5), *[torch.ones(2, 3, 3, 4)] * 2, None),
-    "k has shape": lambda: semiseparable_scan(
-        torch.ones(2, 3, 4, 5), torch.ones(2, 3, 2, 4), torch.ones(2, 3, 1, 4), None
+    "v has shape (2, 3, 4); expected": lambda: causal((2, 3, 4)),
+    "v has shape (2, 0, 4, 5); expected": lambda: causal((2, 0, 4, 5)),
+    "4 heads cannot share 3 groups": lambda: causal(q=(2, 3, 3, 4), k=(2, 3, 3, 4)),
+    "q has shape (2, 3, 4); expected": lambda: causal(q=(2, 3, 4)),
+    "k has shape (2, 3, 1, 4); expected (2, 3, 2, 4)": lambda: causal(k=(2, 3, 1, 4)),
+    "q has shape (2, 2, 2, 4); expected (2, 3, 2, 4)": lambda: causal(q=(2, 2, 2, 4)),
+    "log_decay has shape (2, 3, 2); expected (2, 3, 4) or (4,)": lambda: causal(log_decay=torch.ones(2, 3, 2)),
+    "input_scale has shape (4,); expected (2, 3, 4)": lambda: causal(input_scale=torch.ones(4)),
+    "diagonal has shape (3,)": lambda: causal(diagonal=torch.ones(3)),
+    "initial_state has shape (2, 4, 5, 4); expected (2, 4, 4, 5)": lambda: causal(initial_state=torch.ones(2, 4, 5, 4)),
+    "q is None": lambda: causal(q=None),
+    "diagonal is a float; give a floating-point tensor": lambda: causal(diagonal=1.0),
+    "k has dtype torch.bfloat16, v torch.float32": lambda: causal(k=torch.ones(2, 3, 2, 4).bfloat16()),
+    "v has dtype torch.int64": lambda: causal(v=torch.ones(2, 3, 4, 5, dtype=torch.int64)),
+    "log_decay has dtype torch.bool": lambda: causal(log_decay=torch.ones(2, 3, 4, dtype=torch.bool)),
+    "q is on meta, other inputs on cpu": lambda: causal(q=torch.ones(2, 3, 2, 4, device="meta")),
+    "initial_state is on meta, other inputs on cpu": lambda: causal(initial_state=STATE.to("meta")),
+    "log_decay reaches 0.011; it must be at most 0.01": lambda: causal(log_decay=0.011 * ONES),
+    "log_decay reaches nan; it must be at most 0.01": lambda: causal(log_decay=NAN),
+    "log_decay_forward reaches 1;": lambda: bidirectional(log_decay_forward=torch.nn.Parameter(torch.ones(4))),
+    "chunk_size is 48; use None or one of 16, 32, 64, 128, 256": lambda: causal(chunk_size=48),
+    "chunk_size is 64.0": lambda: causal(chunk_size=64.0),
+    "combine is 'sum'; use 'add' or 'mult' or 'concat'": lambda: bidirectional(combine="sum"),
+    "self_term is 'half'; use 'sum' or 'mean'": lambda: bidirectional(self_term="half"),
+    "normalize is True; use None or 'row_sum'": lambda: bidirectional(normalize=True),
+    "gate_offset is 2; use 0 or 1": lambda: bidirectional(gate_offset=2),
+    "gate_offset is True; use 0 or 1": lambda: bidirectional(gate_offset=True),
+    "eps is -0.1; give a finite number that is not negative": lambda: bidirectional(normalize="row_sum", eps=-0.1),
+    "eps is nan": lambda: bidirectional(normalize="row_sum", eps=float("nan")),
+    '"mean" needs combine="add"': lambda: bidirectional(shift=False, self_term="mean", combine="mult"),
+    "normalize is 'row_sum' and combine 'concat'": lambda: bidirectional(combine="concat", normalize="row_sum"),
+    "initial_state_backward is given and normalize is 'row_sum'": lambda: bidirectional(
+        normalize="row_sum", initial_state_backward=STATE
     ),
-    "log_decay has shape": lambda: semiseparable_scan(
-        torch.ones(2, 3, 4, 5), *[torch.ones(2, 3, 2, 4)] * 2, torch.ones(2, 3, 2)
-    ),
-    "chunk_size is 48": lambda: semiseparable_scan(
-        torch.ones(2, 3, 4, 5), *[torch.ones(2, 3, 2, 4)] * 2, None, chunk_size=48
-    ),
-    "initial_state has shape": lambda: semiseparable_scan(
-        torch.ones(2, 3, 4, 5), *[torch.ones(2, 3, 2, 4)] * 2, None, initial_state=torch.ones(2, 4, 5, 4)
-    ),
+    "shift is 1; use True or False": lambda: bidirectional(shift=1),
     "cu_seqlens needs batch 1": lambda: matrix_product_scan(torch.ones(2, 3, 1, 4, 4), cu_seqlens=packed([3])),
     "must run from 0 to 3": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 4), cu_seqlens=packed([2])),
     "decreases": lambda: matrix_product_scan(
         torch.ones(1, 3, 1, 4, 4), cu_seqlens=torch.tensor([0, 2, 1, 3], dtype=torch.int32)
     ),
+    "cu_seqlens is torch.float32 (2,); give int32 (documents + 1,)": lambda: causal(
+        (1, 3, 4, 5), (1, 3, 2, 4), (1, 3, 2, 4), cu_seqlens=torch.tensor([0.0, 3.0])
+    ),
+    "cu_seqlens is on meta": lambda: causal(
+        (1, 3, 4, 5), (1, 3, 2, 4), (1, 3, 2, 4), cu_seqlens=packed([3]).to("meta")
+    ),
+    "cu_seqlens runs from 0 to 4; it must run from 0 to 3": lambda: causal(
+        (1, 3, 4, 5), (1, 3, 2, 4), (1, 3, 2, 4), cu_seqlens=packed([4])
+    ),
     "expected (batch, seqlen, nheads, o, o)": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 5)),
     "give a floating-point tensor": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 4, dtype=torch.int64)),
-    "needs CUDA tensors": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 4), backend="triton"),
+    "has no kernels for this op": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 4), backend="triton"),
+    "needs CUDA tensors, got one on cpu": lambda: causal(backend="triton"),
     "choose one of auto": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 4), backend="cuda"),
     "odd number of taps": lambda: short_conv(torch.ones(1, 3, 4), torch.ones(4, 6)),
     "give 2 to 9": lambda: short_conv(torch.ones(1, 3, 4), torch.ones(4, 11)),
@@ -177,3 +268,23 @@ def test_bad_arguments_are_one_line_errors(message):
         BAD[message]()
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_values_are_looked_at_on_request(monkeypatch):
+    """MATMIX_CHECK_VALUES=1 names the input that holds the first NaN; -inf is a decay like others."""
+    infinite = torch.full((2, 3, 4), -torch.inf)
+    assert causal(log_decay=infinite).isfinite().all()
+    assert causal(input_scale=NAN).isnan().any()
+    monkeypatch.setenv("MATMIX_CHECK_VALUES", "1")
+    assert causal(log_decay=infinite).isfinite().all()
+    with pytest.raises(ValueError, match="semiseparable_scan: input_scale holds NaN or infinity at 24 of 24 places"):
+        causal(input_scale=NAN)
+    with pytest.raises(ValueError, match="initial_state_forward holds NaN or infinity at 160 of 160 places"):
+        bidirectional(initial_state_forward=STATE / 0)
+
+
+def test_decays_above_the_bound_never_overflow_where_nobody_looks():
+    """Traced by torch.compile the values are not known: they are taken as the bound."""
+    v, q, k, high = torch.randn(1, 300, 2, 4), *torch.randn(2, 1, 300, 1, 4).unbind(0), torch.full((2,), 5.0)
+    compiled = torch.compile(semiseparable_scan, fullgraph=True, backend="aot_eager")
+    assert rmse_ratio(compiled(v, q, k, high), semiseparable_scan(v, q, k, torch.full((2,), 0.01))) < 1e-5
