@@ -54,7 +54,8 @@ def checkpoint_activations(
 
     mode: "full" recomputes all of every block; "selective" by "block" does that for every `every`-th block
     (the first, the first + every, ...), by "op" recomputes everything in every block except matrix products
-    and fused ops.
+    and fused ops. Layers that can recompute parts of themselves (attribute `recompute`) do not in such a block:
+    they would compute them a third time and hold what they keep from the first.
     """
     if mode == "none":
         return
@@ -64,6 +65,9 @@ def checkpoint_activations(
     if by_op:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _save_policy)
     for block in list(model.blocks)[::stride]:
+        for module in block.modules():
+            if getattr(module, "recompute", False):
+                module.recompute = False
         block.forward = _recomputing(block.forward, options)
 
 

@@ -14,6 +14,7 @@ from matmix.model.flops import flops_per_token
 from matmix.train.callbacks.progress import short_number
 from matmix.train.config import RunConfig
 from matmix.train.engine.config import EngineConfig
+from matmix.train.storages import Storages
 
 _ASSUMED_VOCABULARY = 32768
 
@@ -38,26 +39,26 @@ class Plan:
         return self.state_bytes + self.gathered_bytes + self.activation_bytes
 
 
-def saved_bytes(config: ModelConfig, batch: int, seqlen: int, low_precision: bool) -> float:
-    """Bytes that a forward pass over (batch, seqlen) tokens keeps for the backward pass, found without memory."""
+def saved_bytes(config: ModelConfig, batch: int, seqlen: int, low_precision: bool) -> tuple[float, float]:
+    """Bytes that a forward pass over (batch, seqlen) tokens keeps for the backward pass, found without memory.
+
+    Returns: what the tokens cost, in proportion to their number; and what any number of them costs, such as
+    copies of the weights in bf16.
+    """
     with FakeTensorMode():
         model = build_model(config, device="cpu")
-        weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        seen: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is used twice
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            seen[storage._cdata] = storage
-            return tensor
+        def live_bytes(sequences: int) -> int:
+            with Storages() as storages, torch.autocast("cpu", dtype=torch.bfloat16, enabled=low_precision):
+                tokens = torch.zeros(sequences, seqlen, dtype=torch.long)
+                # The readout is left out: the loss never holds the logits of a whole micro-batch.
+                loss = model(tokens, readout=lambda features, weight, bias: features.sum())
+                held = storages.live_bytes()
+            del loss  # which held all that is counted
+            return held
 
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            torch.autocast("cpu", dtype=torch.bfloat16, enabled=low_precision),
-        ):
-            # The readout is left out: the loss never holds the logits of a whole micro-batch.
-            tokens = torch.zeros(batch, seqlen, dtype=torch.long)
-            model(tokens, readout=lambda features, weight, bias: features.sum())
-    return float(sum(storage.nbytes() for key, storage in seen.items() if key not in weights))
+        one, two = live_bytes(1), live_bytes(2)
+    return float(batch * (two - one)), float(2 * one - two)
 
 
 def _state_bytes(parameters: int, engine: EngineConfig, ranks: int) -> tuple[float, float]:
@@ -85,8 +86,7 @@ def make_plan(config: RunConfig, ranks: int) -> Plan:
     blocks = len(model.blocks)
     block_bytes = 4 * sum(parameter.numel() for parameter in model.blocks.parameters()) / blocks
     outside = 4 * parameters - block_bytes * blocks
-    # One sequence is measured and scaled: every saved tensor grows with the number of tokens.
-    activations = micro * saved_bytes(model_config, 1, config.data.seqlen, config.engine.precision == "bf16")
+    activations, copies = saved_bytes(model_config, micro, config.data.seqlen, config.engine.precision == "bf16")
     inputs = blocks * micro * config.data.seqlen * model_config.d_model * 4
     recomputed = {"none": 0.0, "full": 1.0, "selective": 1 / config.engine.selective_every}
     share = recomputed[config.engine.activation_checkpointing]
@@ -103,7 +103,7 @@ def make_plan(config: RunConfig, ranks: int) -> Plan:
         accumulation=config.global_batch_size // (micro * ranks),
         state_bytes=states,
         gathered_bytes=gathers * (outside + 2 * block_bytes),
-        activation_bytes=kept,
+        activation_bytes=kept + copies,
     )
 
 
