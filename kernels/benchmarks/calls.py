@@ -29,7 +29,9 @@ class Call(NamedTuple):
     run: Callable[[ModuleType], object]
     """Calls `forward` and `backward` of the module given."""
     main: bool = False
-    """Models use the op like this."""
+    """Models use the op like this: it is compiled under every configuration."""
+    rare: bool = False
+    """Differs from another call only as others do too: it can wait for the night."""
 
     @property
     def dtype_name(self) -> str:
@@ -37,13 +39,11 @@ class Call(NamedTuple):
 
 
 def calls() -> Iterator[Call]:
-    for dtype in (torch.bfloat16, torch.float32):
-        yield from conv_calls(dtype)
-        yield from norm_calls(dtype)
-        yield from scan_calls(dtype)
-    for call in (*conv_calls(torch.float16), *norm_calls(torch.float16), *scan_calls(torch.float16)):
-        if call.main:
-            yield call._replace(main=False)  # like bfloat16: one configuration is enough
+    """In bfloat16 all of them; float32 has tiles of its own, and float16 those of bfloat16."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        for call in (*conv_calls(dtype), *norm_calls(dtype), *scan_calls(dtype)):
+            seldom = dtype != torch.bfloat16 and not call.main and "state 128" not in call.title
+            yield call._replace(main=call.main and dtype != torch.float16, rare=seldom)
 
 
 def conv_calls(dtype: torch.dtype) -> Iterator[Call]:
@@ -57,6 +57,8 @@ def conv_calls(dtype: torch.dtype) -> Iterator[Call]:
     yield call("width 9 centred", 9, bias=True)
     yield call("width 9 causal, packed, silu", 9, causal=True, silu=True, packed=True)
     yield call("width 2 causal, odd number of channels", 2, causal=True, channels=77)
+    yield call("width 4 causal, few channels", 4, causal=True, silu=True, channels=32)
+    yield call("width 4 causal, few tokens", 4, causal=True, silu=True, tokens=128)
 
 
 def _run_conv(
@@ -65,13 +67,15 @@ def _run_conv(
     module: ModuleType,
     *,
     channels: int = 1664,
+    tokens: int = BATCH * SEQLEN,
     causal: bool = False,
     bias: bool = False,
     silu: bool = False,
     packed: bool = False,
     split: bool = False,
 ) -> None:
-    x = _empty(*((1, BATCH * SEQLEN) if packed else (BATCH, SEQLEN)), channels, dtype=dtype)
+    rows = 1 if packed else BATCH
+    x = _empty(rows, tokens // rows, channels, dtype=dtype)
     if split:  # as a layer's one input projection gives it
         x = _empty(*x.shape[:2], 2 * channels + 24, dtype=dtype)[..., channels : 2 * channels]
     weight, offset = _empty(channels, width, dtype=dtype), _empty(channels, dtype=dtype) if bias else None
@@ -102,6 +106,8 @@ def scan_calls(dtype: torch.dtype) -> Iterator[Call]:
     hydra = {"form": ScanForm(shift=True), "decay": "token", "scale": True, "diagonal": "token"}
     yield call("Hydra", main=True, **hydra)
     yield call("Hydra, packed", packed=True, **hydra)
+    yield call("Hydra, one long row", rows=1, **hydra)
+    yield call("Hydra, short rows", rows=1024, **hydra)
     for d_state in (16, 128):
         for headdim in (16, 128):
             yield call(f"Hydra, state {d_state} x {headdim}", d_state=d_state, headdim=headdim, **hydra)
@@ -112,7 +118,9 @@ def scan_calls(dtype: torch.dtype) -> Iterator[Call]:
     yield call("LION, gates per token, packed", packed=True, **lion | {"decay": "token"})
     ssd = {"decay": "token", "scale": True, "diagonal": "head"}
     yield call("SSD", sides=1, main=True, **ssd)
+    yield call("SSD, state 128 x 64", sides=1, d_state=128, **ssd)
     yield call("SSD from a state to a state", sides=1, states=True, **ssd)
+    yield call("SSD from a state to a state, one long row", sides=1, states=True, rows=1, **ssd)
     yield call("SSD from a state to a state, packed", sides=1, states=True, packed=True, **ssd)
     yield call("linear attention", sides=1)
     yield call("RetNet", sides=1, decay="head")
@@ -132,9 +140,10 @@ def _run_scan(
     diagonal: str | None = None,
     packed: bool = False,
     states: bool = False,
+    rows: int = BATCH,
 ) -> None:
-    heads, groups = 24, 2
-    batch, seqlen, cu_seqlens = (1, BATCH * SEQLEN, _documents()) if packed else (BATCH, SEQLEN, None)
+    heads, groups, batch = 24, 2, 1 if packed else rows
+    seqlen, cu_seqlens = BATCH * SEQLEN // batch, _documents() if packed else None
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     v = _empty(batch, seqlen, heads, headdim, dtype=dtype)
 
