@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation
 from matmix.kernels.checks import check_floating, check_shape
@@ -83,3 +84,21 @@ def _gradient(ctx, dy):
 
 
 _gated_norm.register_autograd(_gradient, setup_context=_setup)
+
+
+# Operations per element. Convention: one for each addition, multiplication, division and exponential; what is done
+# once per group (the root) is left out, and so is what only one backend does (reading twice, padding).
+_FORWARD_FLOPS = 2 + 2 + 3 + 2
+"""Squares and their sum; scale and weight; the gate's sigmoid (exp, add, divide); gate times that, product."""
+_BACKWARD_FLOPS = 3 + 3 + 3 + 2 + 2 + 3 + 7
+"""Normed x again; sigmoid; dy gate sigmoid weight; weight's sums; sums along the group; dx; dgate."""
+
+
+@register_flop_formula(torch.ops.matmix.gated_norm)
+def _(x_shape, *args, **kwargs) -> int:
+    return _FORWARD_FLOPS * x_shape.numel()
+
+
+@register_flop_formula(torch.ops.matmix.gated_norm_backward)
+def _(dy_shape, x_shape, *args, **kwargs) -> int:
+    return _BACKWARD_FLOPS * x_shape.numel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compare import assert_matches, packed, rmse_ratio
+from torch.utils.flop_counter import FlopCounterMode
 
 from matmix.kernels import gated_norm, short_conv
 from matmix.kernels.gated_norm.chunked import gated_norm_torch
@@ -88,3 +89,20 @@ def test_gradchecks():
     taps = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *t: gated_norm(*t, group_size=2), (x, weight, gate))
     assert torch.autograd.gradcheck(lambda *t: short_conv(*t, activation="silu"), (x, taps, bias))
+
+
+def test_flops_are_counted_forward_and_backward():
+    inputs = {"x": torch.randn(2, 9, 12), "weight": torch.randn(12), "gate": torch.randn(2, 9, 12)}
+    assert flops(gated_norm, inputs) == ((2 + 2 + 3 + 2) * 2 * 9 * 12, (3 + 3 + 3 + 2 + 2 + 3 + 7) * 2 * 9 * 12)
+    # A multiply-add per tap; backward one for the gradient of x and one for the taps'.
+    assert flops(short_conv, conv_inputs(9, 7)) == (2 * 7 * 2 * 9 * 12, 2 * 2 * 7 * 2 * 9 * 12)
+
+
+def flops(op, inputs):
+    """Of the forward and of the backward pass."""
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    with FlopCounterMode(display=False) as forward:
+        y = op(**leaves)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()

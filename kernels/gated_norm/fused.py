@@ -1,0 +1,261 @@
+"""Gated RMSNorm in Triton, forward and backward; nothing is kept but the inputs.
+
+A program holds a tile of rows by the channels of one group, padded to a power of two, so that one read serves
+the root mean square and the result. Groups wider than a tile are cut: `_statistics` first reduces every row over
+the group's tiles, then the same kernels as for narrow groups read what it found. Backward walks along rows and
+sums the gradient of the weight in registers; PyTorch adds the programs' sums in a fixed order. Nothing is added
+atomically: the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from matmix.kernels.launching import launch
+
+
+class NormConfig(NamedTuple):
+    """Tile sizes and launch options."""
+
+    elements: int
+    """Elements of a tile: it holds as many rows as fit, at least one."""
+    columns: int
+    """Channels of a tile at most; groups wider than that are cut."""
+    num_warps: int
+    num_stages: int
+
+
+_SMALL = NormConfig(elements=1024, columns=512, num_warps=4, num_stages=2)
+_MIDDLE = NormConfig(elements=2048, columns=2048, num_warps=4, num_stages=2)
+_LARGE = NormConfig(elements=4096, columns=4096, num_warps=8, num_stages=2)
+_CUT = NormConfig(elements=2048, columns=1024, num_warps=4, num_stages=2)
+
+_forced: NormConfig | None = None
+
+
+def configurations() -> tuple[NormConfig, ...]:
+    """All configurations that `choose_config` can return."""
+    return _SMALL, _MIDDLE, _LARGE, _CUT
+
+
+def choose_config(group: int) -> NormConfig:
+    """From shapes alone, never by timing: another tile rounds differently, and runs must repeat."""
+    if _forced is not None:
+        return _forced
+    return next((config for config in (_SMALL, _MIDDLE, _LARGE) if group <= config.columns), _CUT)
+
+
+@contextlib.contextmanager
+def force_configuration(config: NormConfig) -> Iterator[None]:
+    """Within this block every call uses `config`. Process-wide: autograd may run backward in another thread."""
+    global _forced
+    previous, _forced = _forced, config
+    try:
+        yield
+    finally:
+        _forced = previous
+
+
+@triton.jit
+def _load(x, row, column, stride, mask):
+    """Tile of a (rows, d) tensor in fp32, zero where masked."""
+    return tl.load(x + row.to(tl.int64)[:, None] * stride + column[None, :], mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _reciprocal_root(squares, row, rows, group, eps):
+    """1 / sqrt(mean square + eps) of each row; 1 beyond the last row, where eps = 0 would give infinity."""
+    return tl.rsqrt(tl.where(row < rows, squares / group + eps, 1.0))
+
+
+@triton.jit
+def _gated_gradients(dy, x, gate, weight):
+    """Of tiles, `x` normed: gradient of the normed row, and what the weight's gradient sums over rows."""
+    gated = dy * gate * tl.sigmoid(gate)
+    return gated * weight, gated * x
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _statistics(
+    dy, x, weight, gate, scales, alongs,
+    rows, group, groups, eps, dy_stride, x_stride, gate_stride,
+    GRADIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Per row and group: the reciprocal root mean square; GRADIENT: also the mean of dnormed times normed."""
+    block = tl.program_id(0) // groups
+    index = tl.program_id(0) - block * groups
+    row = block * ROWS + tl.arange(0, ROWS)
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+    products = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, group, COLUMNS):
+        within = first + tl.arange(0, COLUMNS)
+        column = index * group + within
+        mask = (row < rows)[:, None] & (within < group)[None, :]
+        tile = _load(x, row, column, x_stride, mask)
+        squares += tile * tile
+        if GRADIENT:
+            weights = tl.load(weight + column, within < group, other=0.0).to(tl.float32)[None, :]
+            gradient = _load(dy, row, column, dy_stride, mask)
+            dnormed, _ = _gated_gradients(gradient, tile, _load(gate, row, column, gate_stride, mask), weights)
+            products += dnormed * tile
+    scale = _reciprocal_root(tl.sum(squares, 1), row, rows, group, eps)
+    at = row.to(tl.int64) * groups + index
+    tl.store(scales + at, scale, row < rows)
+    if GRADIENT:
+        tl.store(alongs + at, tl.sum(products, 1) * scale / group, row < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_norm(
+    x, weight, gate, y, scales,
+    rows, group, groups, eps, x_stride, gate_stride,
+    CUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs take neighbouring channels of the same rows: whole rows are read at about one time.
+    pieces = tl.cdiv(group, COLUMNS)
+    block = tl.program_id(0) // (groups * pieces)
+    piece = tl.program_id(0) - block * (groups * pieces)
+    index = piece // pieces
+    within = (piece - index * pieces) * COLUMNS + tl.arange(0, COLUMNS)
+    column = index * group + within
+    row = block * ROWS + tl.arange(0, ROWS)
+    mask = (row < rows)[:, None] & (within < group)[None, :]
+    tile = _load(x, row, column, x_stride, mask)
+    if CUT:
+        scale = tl.load(scales + row.to(tl.int64) * groups + index, row < rows, other=0.0)
+    else:
+        scale = _reciprocal_root(tl.sum(tile * tile, 1), row, rows, group, eps)
+    g = _load(gate, row, column, gate_stride, mask)
+    weights = tl.load(weight + column, within < group, other=0.0).to(tl.float32)
+    out = tile * scale[:, None] * weights[None, :] * (g * tl.sigmoid(g))
+    at = y + row.to(tl.int64)[:, None] * (group * groups) + column[None, :]
+    tl.store(at, out.to(y.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["rows", "walk"])
+def _gradients(
+    dy, x, weight, gate, dx, dgate, sums, scales, alongs,
+    rows, walk, group, groups, eps, dy_stride, x_stride, gate_stride,
+    CUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Over `walk` tiles of rows: dx, dgate, and the sum over rows that is the weight's gradient."""
+    pieces = tl.cdiv(group, COLUMNS)
+    program = tl.program_id(0) // (groups * pieces)
+    piece = tl.program_id(0) - program * (groups * pieces)
+    index = piece // pieces
+    within = (piece - index * pieces) * COLUMNS + tl.arange(0, COLUMNS)
+    column = index * group + within
+    weights = tl.load(weight + column, within < group, other=0.0).to(tl.float32)[None, :]
+    # One sum per element of the tile: rows are added up once at the end, not in every step.
+    dweight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(walk):
+        row = (program * walk + step) * ROWS + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & (within < group)[None, :]
+        tile = _load(x, row, column, x_stride, mask)
+        g = _load(gate, row, column, gate_stride, mask)
+        gradient = _load(dy, row, column, dy_stride, mask)
+        if CUT:
+            found = row.to(tl.int64) * groups + index
+            scale = tl.load(scales + found, row < rows, other=0.0)[:, None]
+        else:
+            scale = _reciprocal_root(tl.sum(tile * tile, 1), row, rows, group, eps)[:, None]
+        normed = tile * scale
+        dnormed, addend = _gated_gradients(gradient, normed, g, weights)
+        dweight += addend
+        if CUT:
+            along = tl.load(alongs + found, row < rows, other=0.0)[:, None]
+        else:
+            along = tl.sum(dnormed * normed, 1)[:, None] / group
+        at = row.to(tl.int64)[:, None] * (group * groups) + column[None, :]
+        tl.store(dx + at, ((dnormed - normed * along) * scale).to(dx.dtype.element_ty), mask)
+        sigmoid = tl.sigmoid(g)
+        dsilu = sigmoid * (1 + g * (1 - sigmoid))
+        tl.store(dgate + at, (gradient * normed * weights * dsilu).to(dgate.dtype.element_ty), mask)
+    at = sums + program.to(tl.int64) * (group * groups) + column
+    tl.store(at, tl.sum(dweight, 0), within < group)
+
+
+class Tiling(NamedTuple):
+    """How (rows, d) is cut into tiles."""
+
+    config: NormConfig
+    rows: int
+    """Rows of a tile."""
+    columns: int
+    """Channels of a tile, a power of two."""
+    blocks: int
+    """Tiles below each other."""
+    groups: int
+    pieces: int
+    """Tiles beside each other in a group."""
+
+    def launch(self, kernel, programs: int, *arguments, **constants) -> None:
+        config = self.config
+        sizes = {"ROWS": self.rows, "COLUMNS": self.columns}
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        launch(kernel, (programs,), *arguments, **sizes, **options, **constants)
+
+
+def _tiling(rows: int, d: int, group: int) -> Tiling:
+    config = choose_config(group)
+    columns = min(triton.next_power_of_2(group), config.columns)
+    tall = max(1, config.elements // columns)
+    return Tiling(config, tall, columns, triton.cdiv(rows, tall), d // group, triton.cdiv(group, columns))
+
+
+def forward(x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None) -> Tensor:
+    """Shapes and dtypes as in `gated_norm`: shaped and typed like x, contiguous."""
+    shape, d = x.shape, x.shape[-1]
+    x, gate, weight = _flat_rows(x), _flat_rows(gate), weight.contiguous()
+    group = group_size or d
+    tiling = _tiling(x.shape[0], d, group)
+    numbers = (x.shape[0], group, tiling.groups, eps)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    scales = None
+    if tiling.pieces > 1:
+        scales = torch.empty(x.shape[0], tiling.groups, dtype=torch.float32, device=x.device)
+        pointers, strides = (None, x, None, None, scales, None), (0, x.stride(0), 0)
+        tiling.launch(_statistics, tiling.blocks * tiling.groups, *pointers, *numbers, *strides, GRADIENT=False)
+    programs = tiling.blocks * tiling.groups * tiling.pieces
+    pointers, strides = (x, weight, gate, y, scales), (x.stride(0), gate.stride(0))
+    tiling.launch(_gated_norm, programs, *pointers, *numbers, *strides, CUT=tiling.pieces > 1)
+    return y.view(shape)
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and gate, each typed like its input."""
+    shape, d, wide = x.shape, x.shape[-1], weight.contiguous()
+    dy, x, gate = _flat_rows(dy), _flat_rows(x), _flat_rows(gate)
+    rows, group = x.shape[0], group_size or d
+    tiling = _tiling(rows, d, group)
+    strides = (dy.stride(0), x.stride(0), gate.stride(0))
+    scales = alongs = None
+    if tiling.pieces > 1:
+        scales, alongs = torch.empty(2, rows, tiling.groups, dtype=torch.float32, device=x.device)
+        arguments = (dy, x, wide, gate, scales, alongs, rows, group, tiling.groups, eps)
+        tiling.launch(_statistics, tiling.blocks * tiling.groups, *arguments, *strides, GRADIENT=True)
+    dx, dgate = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, gate))
+    # About 1024 programs fill any GPU; their sums over rows then are few beside what they read.
+    across = tiling.groups * tiling.pieces
+    walk = triton.cdiv(tiling.blocks, max(1, 1024 // across))
+    programs = triton.cdiv(tiling.blocks, walk)
+    sums = torch.empty(programs, d, dtype=torch.float32, device=x.device)
+    pointers = (dy, x, wide, gate, dx, dgate, sums, scales, alongs)
+    numbers = (rows, walk, group, tiling.groups, eps)
+    tiling.launch(_gradients, programs * across, *pointers, *numbers, *strides, CUT=tiling.pieces > 1)
+    return dx.view(shape), sums.sum(0).to(weight.dtype), dgate.view(shape)
+
+
+def _flat_rows(x: Tensor) -> Tensor:
+    """(..., d) -> (rows, d) with channels side by side, a view where the strides allow it."""
+    x = x.flatten(0, -2)
+    return x if x.stride(-1) == 1 else x.contiguous()
