@@ -21,40 +21,49 @@ from matmix.kernels.compiling import HARDWARE, Resources, amdgcn_report, compila
 from matmix.kernels.launching import launch, record_launches
 
 OTHERS = [target for target in HARDWARE if target != "sm_90"]
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
     """A Python process with safe sys.path that can import this file."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     environment.pop("TRITON_INTERPRET", None)
-    return subprocess.run([sys.executable, "-P", *command], env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-P", *command], env=environment, capture_output=True, text=True, timeout=580
+    )
 
 
 def resources_of(tmp_path: Path, op: str, *options: str) -> list[dict]:
-    """What `python -m matmix.kernels.benchmarks.resources` finds out about one op's kernels."""
+    """What `python -m matmix.kernels.benchmarks.resources` finds out about one op's kernels, if all of it is well."""
     out = tmp_path / "resources.json"
-    out.unlink(missing_ok=True)
-    done = run("-m", "matmix.kernels.benchmarks.resources", "--only", f"{op}: ", *options, "--json", str(out))
+    options = ("--only", f"{op}: ", *options, "--workers", "2", "--json", str(out))
+    done = run("-m", "matmix.kernels.benchmarks.resources", *options)
     assert out.exists(), done.stdout + done.stderr
     found = json.loads(out.read_text())
-    wrong = [line for line in found if line["error"]]
-    assert not wrong, "\n".join(f"{x['kernel']} on {x['target']}, {x['constants']}: {x['error']}" for x in wrong)
-    for line in found:
-        hardware = HARDWARE[line["target"]]
-        assert line["registers"] > 0, line
-        assert line["shared_bytes"] <= hardware.shared_memory, line
-        assert line["tensor_memory"] <= hardware.tensor_memory, line
-        if line["target"] == "sm_90":
-            assert line["spill_bytes"] == 0, line
+    faults = [f"{x['kernel']} on {x['target']}, {x['constants']}: {fault}" for x in found if (fault := fault_of(x))]
+    assert not faults, f"{len(faults)} of {len(found)}:\n" + "\n".join(faults)
     assert done.returncode == 0, done.stdout + done.stderr
     return found
+
+
+def fault_of(line: dict) -> str:
+    """What is wrong with one compiled kernel."""
+    hardware = HARDWARE[line["target"]]
+    if line["error"]:
+        return line["error"]
+    if not 0 < line["registers"] <= 512:  # gfx942 has 256 vector and as many accumulation registers, NVIDIA 255
+        return f"{line['registers']} registers"
+    if line["shared_bytes"] > hardware.shared_memory or line["tensor_memory"] > hardware.tensor_memory:
+        return f"{line['shared_bytes']} bytes of shared memory, {line['tensor_memory']} columns of tensor memory"
+    if line["target"] == "sm_90" and line["spill_bytes"]:
+        return f"spills {line['spill_bytes']} bytes, from the call {line['call']}, {line['dtype']}"
+    return ""
 
 
 @pytest.mark.parametrize("op", _TRITON_FORMS)
 def test_every_configuration_fits_sm_90(tmp_path, op):
     found = resources_of(tmp_path, op, "--target", "sm_90")
-    assert {line["dtype"] for line in found} == {"bfloat16", "float16", "float32"}
+    assert {line["dtype"] for line in found} == set(DTYPES)
 
 
 @pytest.mark.parametrize("op", _TRITON_FORMS)
@@ -70,7 +79,7 @@ def test_a_sample_fits_the_other_gpus(tmp_path, op):
 @pytest.mark.parametrize("target", HARDWARE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", _TRITON_FORMS)
-def test_every_call_under_every_configuration_fits(tmp_path, op, dtype, target):
+def test_all_that_any_call_launches_fits(tmp_path, op, dtype, target):
     assert resources_of(tmp_path, op, "--only", f", {dtype}", "--scope", "full", "--target", target)
 
 
@@ -130,29 +139,32 @@ def test_arguments_are_specialised_as_triton_does():
 
 
 def print_products():
-    """Run in a process of its own: the resources of three products for each target, as JSON."""
-    launches = [recorded(block=32), recorded(block=128), recorded(precision="no such precision")]
-    found = [compiled(compilation(x, target)) for target in HARDWARE for x in launches]
+    """Run in a process of its own: what products take of each GPU, as JSON."""
+    wrong, large = recorded(precision="no such precision"), recorded(block=128)
+    jobs = [compilation(x, target) for x in (recorded(), wrong) for target in HARDWARE]
+    found = [compiled(job) for job in (*jobs, compilation(large, "sm_90"))]
     print(json.dumps([x._asdict() | {"problem": problem(x)} for x in found]))
 
 
 def test_what_a_compiled_kernel_takes_is_read():
     done = run("-c", "import test_compiled; test_compiled.print_products()")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [x["target"] for x in found] == [target for target in HARDWARE for _ in range(3)]
-    for small, large, wrong in zip(found[::3], found[1::3], found[2::3], strict=True):
-        assert small["kernel"] == "product"
-        assert small["problem"] == ""
+    *found, large = json.loads(done.stdout)
+    fine, wrong = found[: len(HARDWARE)], found[len(HARDWARE) :]
+    assert [x["target"] for x in fine] == [x["target"] for x in wrong] == list(HARDWARE)
+    for small in fine:
+        assert (small["kernel"], small["problem"], small["error"]) == ("product", "", "")
         assert 16 <= small["registers"] <= 255
         assert small["spill_bytes"] == 0
-        assert 4 * 32 * 32 <= small["shared_bytes"] < large["shared_bytes"]  # a float32 tile at the least
+        assert small["shared_bytes"] >= 4 * 32 * 32  # a float32 tile
         assert small["compile_seconds"] > 0
-        assert "no such precision" in wrong["error"]
-        assert wrong["problem"] == wrong["error"]
-    spilling = {x["target"]: x["problem"] for x in found[1::3] if x["spill_bytes"]}
-    assert "spills" in spilling["sm_90"]  # 128 x 128 float32 numbers in three parts, on 128 threads
-    assert spilling["sm_80"] == ""
+    for none in wrong:
+        assert "no such precision" in none["error"]
+        assert none["problem"] == none["error"]
+    assert large["registers"] == 255
+    assert large["problem"] == f"spills {large['spill_bytes']:,} bytes"  # of 128 x 128 numbers on 128 threads
+    assert large["spill_bytes"] > 0
+    assert 4 * 128 * 128 <= large["shared_bytes"] <= HARDWARE["sm_90"].shared_memory
 
 
 def test_problems_are_named():
