@@ -1,111 +1,58 @@
-"""Measure the ops against their peers: `python -m matmix.kernels.benchmarks cpu`.
+"""Measures the operations: `python -m matmix.kernels.benchmarks COMMAND`, each with its own --help.
 
-Prints one line per case with forward + backward times and, per peer, how many times our time and our peak
-memory it takes; writes the same with hardware, versions and date as JSON (--out). `--only TEXT` picks cases
-by their title. Peak memory is the growth of the resident set of a fresh process that runs one candidate once.
+On a GPU (or, to try them out, with --device cpu and small sizes), against the published ways:
+  scan       the bidirectional scan at sequence lengths 128 to 131,072, against mamba-ssm, flash-linear-attention,
+             flash attention and torch.compile
+  conv       the short convolution
+  norm       the gated norm
+  layer      a whole Hydra layer
+  encoder    a training step of Hydra and BERT encoders
 
-Leave the machine alone meanwhile: OpenMP's threads spin while they wait, so that any other busy process makes
-code of many short parallel regions look many times slower (OMP_WAIT_POLICY=PASSIVE tames that, at a price).
+Anywhere:
+  cpu        all operations against their peers, with peak memory
+  memory     peak bytes of one candidate of one case of `cpu`, in this process
+  resources  registers, spills and shared memory of every kernel, compiled for GPUs that need not be there
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import importlib
 import os
-import subprocess
 import sys
-from pathlib import Path
 
-import torch
-
-from matmix.kernels.benchmarks.cases import CPU_CASES
-from matmix.kernels.benchmarks.measure import best_times, environment, peak_memory
-from matmix.kernels.benchmarks.plot import draw
-
-SLOW = 2.0
-"""Seconds: a candidate that takes longer both times that it is first tried is not timed again."""
-
-
-def measured_case(title: str, rounds: int, threads: int) -> dict[str, dict[str, float]]:
-    """Best seconds and peak bytes of every candidate of a case."""
-    torch.manual_seed(0)
-    candidates = CPU_CASES[title]()
-    first = best_times(candidates, 2)
-    quick = {name: run for name, run in candidates.items() if first[name] < SLOW}
-    times = first | best_times(quick, rounds)
-    return {name: {"seconds": times[name], "peak_bytes": memory_of(title, name, threads)} for name in candidates}
+COMMANDS = {
+    "scan": ("matmix.kernels.benchmarks.scan", "main"),
+    "conv": ("matmix.kernels.benchmarks.conv", "main"),
+    "norm": ("matmix.kernels.benchmarks.norm", "main"),
+    # These two measure models and recipes, which operations know nothing of: the programs stand in the room where
+    # such things may be imported, use what this package offers for measuring, and are only named here.
+    "layer": ("matmix.train.benchmark_layer", "main"),
+    "encoder": ("matmix.train.benchmark_encoder", "main"),
+    "cpu": ("matmix.kernels.benchmarks.cpu", "main"),
+    "memory": ("matmix.kernels.benchmarks.cpu", "memory_main"),
+    "resources": ("matmix.kernels.benchmarks.resources", "main"),
+}
+"""Command -> module and function, imported when asked for."""
 
 
-def memory_of(title: str, candidate: str, threads: int) -> int:
-    """Peak memory of one candidate in a process of its own, where every large block goes back to the
-    system.
-    """
-    command = [sys.executable, "-m", "matmix.kernels.benchmarks", "memory", title, candidate]
-    environ = os.environ | {
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "PYTHONSAFEPATH": "1",
-        "OMP_NUM_THREADS": str(threads),
-    }
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[-1])
-
-
-def memory_command(title: str, candidate: str) -> None:
-    torch.manual_seed(0)
-    run = CPU_CASES[title]()[candidate]
-    run()  # libraries make their own buffers at the first call
-    print(peak_memory(run))
-
-
-def describe(title: str, found: dict[str, dict[str, float]]) -> str:
-    ours = found["ours"]
-    lines = [f"{title}\n  {'ours':<22}{ours['seconds'] * 1e3:10.1f} ms {ours['peak_bytes'] / 2**20:9.1f} MB"]
-    for name, peer in found.items():
-        if name != "ours":
-            faster = peer["seconds"] / ours["seconds"]
-            share = ours["peak_bytes"] / max(peer["peak_bytes"], 1)
-            lines.append(
-                f"  {name:<22}{peer['seconds'] * 1e3:10.1f} ms {peer['peak_bytes'] / 2**20:9.1f} MB"
-                f"   ours is {faster:.2f} x as fast with {share:.2f} x the memory"
-            )
-    return "\n".join(lines)
-
-
-def cpu_command(only: str, rounds: int, threads: int, out: Path, plot: Path | None) -> None:
-    torch.set_num_threads(threads)
-    results = {}
-    for title in CPU_CASES:
-        if only in title:
-            results[title] = measured_case(title, rounds, threads)
-            print(describe(title, results[title]), flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    record = {"environment": environment(), "cases": results}
-    out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"written to {out}")
-    if plot is not None:
-        draw(record, plot)
-        print(f"drawn in {plot}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m matmix.kernels.benchmarks", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    cpu = commands.add_parser("cpu", help="all ops on the CPU, float32, forward and backward")
-    cpu.add_argument("--only", default="", help="measure the cases whose title contains this text")
-    cpu.add_argument("--rounds", type=int, default=15, help="how often the candidates of a case take turns")
-    cpu.add_argument("--threads", type=int, default=2)
-    cpu.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
-    cpu.add_argument("--plot", type=Path, default=None, help="also draw the ratios into this file (PNG, SVG, PDF)")
-    memory = commands.add_parser("memory", help="peak bytes of one candidate of one case, in this process")
-    memory.add_argument("title", choices=list(CPU_CASES))
-    memory.add_argument("candidate")
-    options = parser.parse_args()
-    if options.command == "memory":
-        memory_command(options.title, options.candidate)
-    else:
-        cpu_command(options.only, options.rounds, options.threads, options.out, options.plot)
+def main(arguments: list[str]) -> int:
+    """Run a command; returns the exit status, 2 with one line on stderr for what cannot be run."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+    command, *rest = arguments
+    if command not in COMMANDS:
+        print(f'matmix: error: unknown command "{command}"; one of {", ".join(COMMANDS)}', file=sys.stderr)
+        return 2
+    module, function = COMMANDS[command]
+    if os.environ.get("MATMIX_TRACEBACK"):
+        return getattr(importlib.import_module(module), function)(rest) or 0
+    try:
+        return getattr(importlib.import_module(module), function)(rest) or 0
+    except ValueError as error:
+        print(f"matmix: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -14,6 +14,7 @@ from matmix.kernels import (
     semiseparable_scan,
     short_conv,
 )
+from matmix.kernels.benchmarks.flipped import flipped, our_causal, plain_causal
 from matmix.kernels.benchmarks.peers import BrentKungProduct, recurrent_quasiseparable
 
 Candidates = dict[str, Callable[[], object]]
@@ -33,7 +34,9 @@ def boundaries(seqlen: int, mean: int) -> Tensor:
 
 
 def quasiseparable(seqlen: int = 2048, batch: int = 4, heads: int = 12, width: int = 64) -> Candidates:
-    """Hydra's mixer at d_state 64 against its two recurrences in PyTorch, and attention of the same shape."""
+    """Hydra's mixer at d_state 64 against what is published, reversed copies in a causal scan (ours, and the paper's
+    left to autograd), its two recurrences in PyTorch, and attention of the same shape.
+    """
     v, cotangent = torch.randn(2, batch, seqlen, heads, width).unbind(0)
     vectors = list(torch.randn(4, batch, seqlen, 1, width).unbind(0))
     scales = list(torch.rand(2, batch, seqlen, heads).mul_(0.1).unbind(0))
@@ -49,8 +52,12 @@ def quasiseparable(seqlen: int = 2048, batch: int = 4, heads: int = 12, width: i
         y = v.transpose(1, 2)
         return torch.nn.functional.scaled_dot_product_attention(y, y, y).transpose(1, 2)
 
+    # The same numbers as the causal layer takes them: log-decays are step sizes times a rate per head, here -1.
+    steps = [v, *vectors, *scales, -torch.ones(heads), inputs[-1]]
     return {
         "ours": forward_backward(ours, inputs, cotangent),
+        "flipped, our causal": forward_backward(flipped(our_causal), steps, cotangent),
+        "flipped, plain SSD": forward_backward(flipped(plain_causal), steps, cotangent),
         "attention (SDPA)": forward_backward(attention, [v], cotangent),
         "recurrence": forward_backward(recurrent_quasiseparable, inputs, cotangent),
     }

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import datetime
 import platform
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from matmix.kernels.benchmarks.packages import HOW, versions
 
 
 def best_times(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -46,8 +49,8 @@ def _status(key: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {key}")
 
 
-def environment() -> dict[str, object]:
-    """Hardware, versions and date, to be kept with every result."""
+def environment(dtype: str = "float32") -> dict[str, object]:
+    """Hardware, versions, date and commit, to be kept with every result."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "processor": _processor(),
@@ -55,8 +58,24 @@ def environment() -> dict[str, object]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "dtype": "float32",
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "versions": {"torch": torch.__version__, **versions("triton", *HOW)},
+        "commit": commit(),
+        "dtype": dtype,
     }
+
+
+def commit() -> str:
+    """The revision of the checkout that holds this file, "-dirty" added where it has changes; "" outside git."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        head, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f"{head}-dirty" if changes else head
 
 
 def _processor() -> str:

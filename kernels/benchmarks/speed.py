@@ -1,0 +1,51 @@
+"""Runs one speed command: bandwidth, cases, table, JSON and picture. The commands differ in their cases only."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from matmix.kernels.benchmarks import report
+from matmix.kernels.benchmarks.settings import LENGTHS, Settings, add_arguments, settings_from
+from matmix.kernels.benchmarks.small import measure_small
+from matmix.kernels.benchmarks.suite import Case, run_cases
+from matmix.kernels.benchmarks.timing import Clock, copy_bandwidth
+
+
+def parser_of(command: str, description: str, lengths: str = LENGTHS) -> argparse.ArgumentParser:
+    """A command's parser with the common arguments."""
+    parser = argparse.ArgumentParser(prog=f"python -m matmix.kernels.benchmarks {command}", description=description)
+    add_arguments(parser, lengths)
+    return parser
+
+
+def run_command(
+    command: str,
+    options: argparse.Namespace,
+    cases: Callable[[Settings], Iterable[Case]],
+    small: Callable[[Settings], Case] | None = None,
+    *,
+    floors: bool = True,
+) -> dict[str, Any]:
+    """Measure, print, write and draw; returns the record. Raises ValueError for options that cannot be.
+
+    small: a case for which CUDA graphs are compared; floors: whether the cases' candidates have floors.
+    """
+    settings = settings_from(command, options)
+    clock = Clock(settings.device)
+    bandwidth = copy_bandwidth(clock)
+    where = report.where_and_with_what(settings)
+    print(report.opening(settings, bandwidth, where, floors), flush=True)
+    record: dict[str, Any] = {
+        "command": command,
+        "environment": where,
+        "tokens": settings.tokens,
+        "d_model": settings.d_model,
+        "copy_bandwidth": bandwidth,
+        "cases": run_cases(cases(settings), settings, clock, bandwidth, report.show),
+    }
+    if small is not None:
+        record["small"] = measure_small(small(settings), clock, settings)
+    report.write(settings, record)
+    return record
