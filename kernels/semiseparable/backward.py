@@ -11,7 +11,15 @@ from matmix.kernels.documents import shift_left, shift_right
 from matmix.kernels.semiseparable.decay import SideDecay, side_decay_backward
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide, SideGradients
 from matmix.kernels.semiseparable.forward import with_ones
-from matmix.kernels.semiseparable.matrices import chunk_scores, own_terms, token_factor, undecayed_columns
+from matmix.kernels.semiseparable.matrices import (
+    chunk_matrices,
+    multiply_by_group,
+    own_terms,
+    scale_columns,
+    slab_mask,
+    token_factor,
+    undecayed_columns,
+)
 from matmix.kernels.semiseparable.setup import (
     ScanSetup,
     reduce_like,
@@ -165,16 +173,18 @@ def slab_backward(
     """
     groups, heads = setup.groups, values.shape[2]
     values_h, grad_h = (x.transpose(1, 2).contiguous() for x in (values, grad))
-    pairs, scores, matrix, scale = chunk_scores(setup, at)
-    dmatrix = (grad_h @ values_h.mT).mul_(matrix)
-    matrix.unflatten(1, (groups, -1)).mul_(scores.unsqueeze(2))
-    if scale is not None:
-        matrix.mul_(scale)
+    pairs, scores, decays, weights = chunk_matrices(setup, at, heads)
+    dweights = (grad_h @ values_h.mT).mul_(decays)
+    matrix = multiply_by_group(decays, weights)
     dv_h = matrix.mT @ grad_h
-    dscores = dmatrix if scale is None else torch.mul(dmatrix, scale, out=matrix)
-    dscores = dscores.unflatten(1, (groups, -1)).sum(2)
-    # From here on, the derivative by the exponent of each entry, without its input scale.
-    dmatrix.unflatten(1, (groups, -1)).mul_(scores.unsqueeze(2))
+    dscores = []
+    for number, scale in enumerate(setup.scales):
+        by_head = dweights
+        if scale is not None:
+            by_head = torch.mul(dweights, scale_columns(scale, at).unsqueeze(-2), out=matrix)
+        dscores.append(by_head.unflatten(1, (groups, -1)).sum(2).mul_(slab_mask(setup, at, number)))
+    # The derivative by the exponent of each entry, without its input scale.
+    exponents = multiply_by_group(dweights, sum(scores[1:], scores[0]))
 
     own, along = own_terms(setup, pairs, heads), None
     factor = token_factor(setup, at, own, diagonal)
@@ -184,18 +194,16 @@ def slab_backward(
 
     dvalues = dv_h.transpose(1, 2)
     for number, (q, k) in enumerate(pairs):
-        mask = setup.masks[number]
-        dside = dscores * (mask[at] if mask.shape[0] > 1 else mask).unsqueeze(1)
-        dq, dk = dside @ k, dside.mT @ q
+        dq, dk = dscores[number] @ k, dscores[number].mT @ q
         if own is not None:
             down = along
             if setup.scales[number] is not None:
                 sums[number].scale[at] += (along * own[number]).transpose(1, 2)
-                down = along * setup.scales[number][at].transpose(1, 2)
+                down = along * scale_columns(setup.scales[number], at)
             down = down.unflatten(1, (groups, -1)).sum(2).unsqueeze(-1)
             dq.addcmul_(down, k, value=setup.own_weight)
             dk.addcmul_(down, q, value=setup.own_weight)
-        slab_exponents(setup, at, number, dmatrix, sums[number])
+        slab_exponents(setup, at, number, exponents, sums[number])
         if states[number] is not None:
             through = slab_states(setup, at, number, (q, k), (dq, dk), values, grad, states[number], sums[number])
             dvalues = dvalues + through
@@ -204,21 +212,27 @@ def slab_backward(
     return dvalues, along
 
 
-def slab_exponents(setup: ScanSetup, at: slice, number: int, dmatrix: Tensor, sums: SideSums) -> None:
-    """Gradients that one direction's decays and input scales get from inside the chunks."""
+def slab_exponents(setup: ScanSetup, at: slice, number: int, exponents: Tensor, sums: SideSums) -> None:
+    """Gradients that one direction's decays and input scales get from inside the chunks.
+
+    exponents (m, nheads, chunk, chunk): the derivative by each entry's exponent, without its input scale.
+    """
     side, scale, offset = setup.sides[number], setup.scales[number], int(setup.exclusive)
     # Entries next to the diagonal (on it, without shift) hold no decay: what they would add to rows and take
     # from columns cancels only to rounding, far too much where the other entries have decayed.
-    exponents = dmatrix.triu(1 + offset) if side.reverse else dmatrix.tril(-1 - offset)
-    if scale is not None:
-        columns = exponents.sum(-2)
-        columns += undecayed_columns(dmatrix, setup.exclusive, side.reverse, len(setup.sides))
-        sums.scale[at] += columns.transpose(1, 2)
-        exponents *= scale[at].transpose(1, 2).unsqueeze(-2)
+    decayed = exponents.triu(1 + offset) if side.reverse else exponents.tril(-1 - offset)
     # Row and column sums are subtracted from each other further on: the same numbers, summed exactly.
-    exponents = exponents.to(sums.row.dtype)
-    sums.row[at] = exponents.sum(-1).transpose(1, 2)
-    sums.col[at] = exponents.sum(-2).transpose(1, 2)
+    decayed = decayed.to(sums.row.dtype)
+    columns = decayed.sum(-2)
+    if scale is None:
+        rows = decayed.sum(-1)
+    else:
+        undecayed = undecayed_columns(exponents, setup.exclusive, side.reverse, len(setup.sides))
+        sums.scale[at] += (columns + undecayed).transpose(1, 2)
+        weight = scale_columns(scale, at).to(decayed.dtype)
+        rows, columns = (decayed @ weight.unsqueeze(-1)).squeeze(-1), columns * weight
+    sums.row[at] = rows.transpose(1, 2)
+    sums.col[at] = columns.transpose(1, 2)
 
 
 def slab_states(

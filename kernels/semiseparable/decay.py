@@ -19,7 +19,9 @@ given.
 class SideDecay(NamedTuple):
     """Cumulative decays of one direction; `hi + lo` is the sum to nearly twice the working precision.
 
-    A difference of two long sums of strong decays, rounded, would lose the weak decays between them.
+    A difference of two long sums of strong decays, rounded, would lose the weak decays between them. In rows and
+    columns every step's log-decay is counted from its upper bound, so that it is never positive: `growth` gives
+    back what that takes away.
     """
 
     row_hi: Tensor
@@ -42,8 +44,8 @@ class SideDecay(NamedTuple):
     """The same without the row's own decay."""
 
     def log_matrix(self, at: slice) -> Tensor:
-        """(m, nheads, chunk, chunk) log-decay from column to row; meaningless outside the direction's
-        triangle.
+        """(m, nheads, chunk, chunk) log-decay from column to row, without `growth`: at most 0 in the direction's
+        triangle and, inside a document, at least 0 outside it.
         """
         matrix = self.row_hi[at].unsqueeze(-1) - self.col_hi[at].unsqueeze(-2)
         if self.row_lo is not None:
@@ -52,9 +54,11 @@ class SideDecay(NamedTuple):
         return matrix
 
 
-def largest_sum(chunk: int) -> float:
-    """No log-decay summed inside a chunk of this length is larger, rounding included."""
-    return LARGEST_LOG_DECAY * (chunk + 1)
+def growth(chunk: int, exclusive: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(chunk, chunk) decay from column to row if every step's were the largest there can be."""
+    positions = torch.arange(chunk, device=device, dtype=widest_dtype(device))
+    steps = (positions[:, None] - positions).abs() - int(exclusive)
+    return (LARGEST_LOG_DECAY * steps).exp().to(dtype)
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
@@ -94,7 +98,7 @@ def side_decay(
     rows = strict @ steps if exclusive else cols
     end = cols[:, :1] if reverse else cols[:, -1:]
     # Between documents a difference means nothing and could be anything: bounded, not to give inf * 0.
-    leave = (end - cols).clamp_(max=largest_sum(layout.chunk)).exp_()
+    leave = (end - cols).clamp_(max=LARGEST_LOG_DECAY * layout.chunk).exp_()
     enter, total = rows.exp(), end[:, 0].exp()
     if layout.documents is not None:
         entry = layout.right if reverse else layout.left
@@ -102,8 +106,13 @@ def side_decay(
         enter.mul_((layout.documents == entry[:, None])[..., None])
         leave.mul_((layout.documents == edge)[..., None])
         total.mul_((entry == edge[:, 0])[:, None])
-    row_hi, row_lo = split_precision(rows, dtype)
-    col_hi, col_lo = split_precision(cols, dtype) if exclusive else (row_hi, row_lo)
+    steps_until = torch.arange(layout.chunk, dtype=wide, device=device).add_(1)
+    bound = LARGEST_LOG_DECAY * (steps_until.flip(0) if reverse else steps_until).unsqueeze(-1)
+    col_hi, col_lo = split_precision(cols - bound, dtype)
+    if exclusive:
+        row_hi, row_lo = split_precision(rows - (bound - LARGEST_LOG_DECAY), dtype)
+    else:
+        row_hi, row_lo = col_hi, col_lo
     return SideDecay(
         row_hi, row_lo, col_hi, col_lo, enter.to(dtype), leave.to(dtype), total.to(dtype), cumulate, strict
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.semiseparable.form import ScanForm, ScanOutput, ScanSide
-from matmix.kernels.semiseparable.matrices import chunk_scores, own_terms, token_factor
+from matmix.kernels.semiseparable.matrices import chunk_matrices, multiply_by_group, own_terms, token_factor
 from matmix.kernels.semiseparable.setup import scan_dtype, set_up_scan, slabs_of, spread_heads
 from matmix.kernels.semiseparable.states import entering_states, ungrouped_rows
 
@@ -56,7 +56,7 @@ def linear_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The sum of all sides: output (as v) and, if asked for, the final state of the first side."""
     setup = set_up_scan(v, sides, form, cu_seqlens, chunk_size, final_state)
-    layout, dtype, groups = setup.layout, setup.dtype, setup.groups
+    layout, dtype = setup.layout, setup.dtype
     heads = v.shape[2]
     chunks = layout.split(v)
     states: list[Tensor | None] = []
@@ -70,11 +70,8 @@ def linear_forward(
     y = torch.empty_like(chunks, memory_format=torch.contiguous_format)
     for at in slabs_of(setup):
         values = chunks[at].to(dtype).transpose(1, 2).contiguous()
-        pairs, scores, matrix, scale = chunk_scores(setup, at)
-        matrix.unflatten(1, (groups, -1)).mul_(scores.unsqueeze(2))
-        if scale is not None:
-            matrix.mul_(scale)
-        out = matrix @ values
+        pairs, _, matrix, weights = chunk_matrices(setup, at, heads)
+        out = multiply_by_group(matrix, weights) @ values
         factor = token_factor(setup, at, own_terms(setup, pairs, heads), diagonal)
         if factor is not None:
             out.addcmul_(factor.unsqueeze(-1), values)

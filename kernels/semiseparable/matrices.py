@@ -2,44 +2,73 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from matmix.kernels.semiseparable.decay import largest_sum
 from matmix.kernels.semiseparable.setup import ScanSetup
 
 
-def chunk_scores(setup: ScanSetup, at: slice) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor, Tensor | None]:
-    """q and k of each side, (m, ngroups, chunk, d_state), and the three factors of the chunk matrices:
+class ChunkMatrices(NamedTuple):
+    """Some chunks' matrices in factors: matrix = decays * weights, weights = scores * input scales."""
 
-    scores (m, ngroups, chunk, chunk), zero outside the masks; decays (m, nheads, chunk, chunk),
-    finite everywhere; input scales, broadcastable to the decays, or None.
-    """
-    pairs, scores = [], None
+    pairs: list[tuple[Tensor, Tensor]]
+    """q and k of each side, (m, ngroups, chunk, d_state)."""
+    scores: list[Tensor]
+    """q k^T of each side, (m, ngroups, chunk, chunk), with the side's mask."""
+    decays: Tensor
+    """(m, nheads, chunk, chunk), at most 1 everywhere; what exceeds that is part of the masks."""
+    weights: Tensor
+    """(m, nheads, chunk, chunk), or one head per group where no side has input scales."""
+
+
+def chunk_matrices(setup: ScanSetup, at: slice, heads: int) -> ChunkMatrices:
+    pairs, scores = [], []
     for number, side in enumerate(setup.sides):
         q = side.q[at].to(setup.dtype).transpose(1, 2).contiguous()
         k = side.k[at].to(setup.dtype).transpose(1, 2).contiguous()
         pairs.append((q, k))
-        mask = setup.masks[number]
-        mask = (mask[at] if mask.shape[0] > 1 else mask).unsqueeze(1)
-        own = (q @ k.mT).masked_fill_(~mask, 0)
-        scores = own if scores is None else scores.add_(own)
+        scores.append((q @ k.mT).mul_(slab_mask(setup, at, number)))
     first, *second = setup.decays
-    decay = first.log_matrix(at)
+    decays = first.log_matrix(at)
     if second:
-        chunk = setup.layout.chunk
-        lower = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).tril()
-        decay = torch.where(lower, decay, second[0].log_matrix(at))
-    # Outside the masks a difference of cumulative decays can be a large positive number: never exponentiate
-    # that.
-    decay = decay.clamp_(max=largest_sum(setup.layout.chunk)).exp_()
-    scale = None
-    if any(s is not None for s in setup.scales):
-        ones = decay.new_ones(1, 1, 1)
-        given = [(ones if s is None else s[at]).transpose(1, 2).unsqueeze(2) for s in setup.scales]
-        scale = given[0] if not second else torch.where(lower, *given)
-    return pairs, scores, decay, scale
+        # Each side's is at most 0 in its own triangle and at least 0 in the other: their minimum takes each
+        # triangle from its side.
+        torch.minimum(decays, second[0].log_matrix(at), out=decays)
+    # Outside the masks there can be a large positive number: never exponentiate that.
+    decays.clamp_(max=0).exp_()
+    if all(scale is None for scale in setup.scales):
+        return ChunkMatrices(pairs, scores, decays, sum(scores[1:], scores[0]))
+    weights = torch.zeros_like(decays)
+    grouped = weights.unflatten(1, (setup.groups, -1))
+    for side_scores, scale in zip(scores, setup.scales, strict=True):
+        if scale is None:
+            grouped += side_scores.unsqueeze(2)
+        else:
+            columns = scale_columns(scale, at).unflatten(1, (setup.groups, -1)).unsqueeze(-2)
+            grouped.addcmul_(side_scores.unsqueeze(2), columns)
+    return ChunkMatrices(pairs, scores, decays, weights)
+
+
+def scale_columns(scale: Tensor, at: slice) -> Tensor:
+    """Input scales of some chunks, (M, chunk, nheads) -> (m, nheads, chunk), contiguous."""
+    return scale[at].transpose(1, 2).contiguous()
+
+
+def slab_mask(setup: ScanSetup, at: slice, number: int) -> Tensor:
+    """One side's mask for some chunks, (m or 1, 1, chunk, chunk)."""
+    mask = setup.masks[number]
+    return (mask[at] if mask.shape[0] > 1 else mask).unsqueeze(1)
+
+
+def multiply_by_group(x: Tensor, factor: Tensor) -> Tensor:
+    """x (m, nheads, chunk, chunk) times a factor of each head or of each group of heads, in place."""
+    if factor.shape[1] == x.shape[1]:
+        return x.mul_(factor)
+    x.unflatten(1, (factor.shape[1], -1)).mul_(factor.unsqueeze(2))
+    return x
 
 
 def own_terms(setup: ScanSetup, pairs: list[tuple[Tensor, Tensor]], heads: int) -> list[Tensor] | None:

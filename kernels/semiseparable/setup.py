@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import ChunkLayout, chunk_layout, shift_left, shift_right
-from matmix.kernels.semiseparable.decay import SideDecay, side_decay
+from matmix.kernels.semiseparable.decay import SideDecay, growth, side_decay
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 
 
@@ -28,7 +28,7 @@ class ScanSetup(NamedTuple):
     """Input scales as chunks (M, chunk, nheads)."""
     decays: tuple[SideDecay, ...]
     masks: tuple[Tensor, ...]
-    """(M or 1, chunk, chunk), true where a side's scores count."""
+    """(M or 1, chunk, chunk): `growth` of decays where a side's scores count, else 0."""
     carries: tuple[bool, ...]
     """Whether any state enters a chunk of this side."""
     slab: int
@@ -68,6 +68,7 @@ def set_up_scan(
     layout = chunk_layout(batch, seqlen, chunk, cu_seqlens, aligned=given or final_state)
 
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).tril()
+    grown = growth(chunk, exclusive, v.device, dtype)
     same = None
     if layout.documents is not None:
         same = layout.documents[:, :, None] == layout.documents[:, None, :]
@@ -82,7 +83,7 @@ def set_up_scan(
         mask = lower.mT if side.reverse else lower
         if exclusive or both:
             mask = mask & ~torch.eye(chunk, dtype=torch.bool, device=v.device)
-        masks.append((mask & same) if same is not None else mask[None])
+        masks.append(((mask & same) if same is not None else mask[None]) * grown)
         carries.append(layout.per_row > 1 or side.initial_state is not None)
     # A few MB of chunk matrices fit a CPU's caches and keep its cores busy; accelerators want more at once.
     budget = 3 << 20 if v.device.type == "cpu" else 1 << 28
