@@ -205,8 +205,8 @@ def slab_backward(
             dk.addcmul_(down, q, value=setup.own_weight)
         slab_exponents(setup, at, number, exponents, sums[number])
         if states[number] is not None:
-            through = slab_states(setup, at, number, (q, k), (dq, dk), values, grad, states[number], sums[number])
-            dvalues = dvalues + through
+            gradients = dq, dk, dvalues
+            slab_states(setup, at, number, (q, k), gradients, values, grad, states[number], sums[number])
         sums[number].q[at] = dq.transpose(1, 2)
         sums[number].k[at] = dk.transpose(1, 2)
     return dvalues, along
@@ -220,18 +220,17 @@ def slab_exponents(setup: ScanSetup, at: slice, number: int, exponents: Tensor, 
     side, scale, offset = setup.sides[number], setup.scales[number], int(setup.exclusive)
     # Entries next to the diagonal (on it, without shift) hold no decay: what they would add to rows and take
     # from columns cancels only to rounding, far too much where the other entries have decayed.
-    decayed = exponents.triu(1 + offset) if side.reverse else exponents.tril(-1 - offset)
     # Row and column sums are subtracted from each other further on: the same numbers, summed exactly.
-    decayed = decayed.to(sums.row.dtype)
+    decayed = exponents.to(sums.row.dtype, copy=True)
+    decayed = decayed.triu_(1 + offset) if side.reverse else decayed.tril_(-1 - offset)
     columns = decayed.sum(-2)
-    if scale is None:
-        rows = decayed.sum(-1)
-    else:
+    if scale is not None:
         undecayed = undecayed_columns(exponents, setup.exclusive, side.reverse, len(setup.sides))
         sums.scale[at] += (columns + undecayed).transpose(1, 2)
         weight = scale_columns(scale, at).to(decayed.dtype)
-        rows, columns = (decayed @ weight.unsqueeze(-1)).squeeze(-1), columns * weight
-    sums.row[at] = rows.transpose(1, 2)
+        decayed.mul_(weight.unsqueeze(-2))
+        columns = columns * weight
+    sums.row[at] = decayed.sum(-1).transpose(1, 2)
     sums.col[at] = columns.transpose(1, 2)
 
 
@@ -240,14 +239,14 @@ def slab_states(
     at: slice,
     number: int,
     pair: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
     values: Tensor,
     grad: Tensor,
     states: SideStates,
     sums: SideSums,
-) -> Tensor:
-    """One direction's gradients through states that enter and leave chunks; returns its part of dv."""
-    (q, k), (dq, dk) = pair, gradients
+) -> None:
+    """One direction's gradients through states that enter and leave chunks, added to those in `gradients`."""
+    (q, k), (dq, dk, dvalues) = pair, gradients
     decay, scale = setup.decays[number], setup.scales[number]
     heads, groups = values.shape[2], setup.groups
     entering, leaving = states.entering[at], states.leaving[at]
@@ -268,7 +267,7 @@ def slab_states(
 
     products = (entering * leaving).sum(2).unflatten(-1, (heads // groups, -1)).sum(-1)
     sums.total[at] = products.flatten(1) * decay.total[at]
-    return written.mul_(weight.unsqueeze(-1))
+    dvalues.addcmul_(written, weight.unsqueeze(-1))
 
 
 def side_gradients(

@@ -78,7 +78,6 @@ def linear_forward(
         out = out.transpose(1, 2)
         for (q, _), entering, decay in zip(pairs, states, setup.decays, strict=True):
             if entering is not None:
-                read = ungrouped_rows(q @ entering[at], heads)
-                out = out + read.mul_(decay.enter[at].unsqueeze(-1))
+                out.addcmul_(ungrouped_rows(q @ entering[at], heads), decay.enter[at].unsqueeze(-1))
         y[at] = out
     return layout.join(y), final
