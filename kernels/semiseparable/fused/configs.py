@@ -13,13 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-MOST_CHANNELS = 128
-"""Largest d_state and headdim; tiles of a state beyond that do not fit a program's registers."""
-
-
 class ScanConfig(NamedTuple):
     """Tiles of all kernels of one scan; chunks and rows in tokens."""
 
+    itemsize: int
+    """Bytes per number of the inputs that it is for: 2 or 4."""
     forward_chunk: int
     """Tokens between two stored states in the forward pass: longer ones store fewer states, shorter ones
     multiply smaller matrices."""
@@ -29,31 +27,31 @@ class ScanConfig(NamedTuple):
     """Tokens between two stored states in the backward pass."""
     heads: int
     """Heads that share one program's scores in the products."""
+    block: int
+    """Elements of d_state and of headdim in a tile."""
     state_warps: int
     mix_warps: int
-    gradient_warps: int
+    pair_warps: int
+    state_gradient_warps: int
     stages: int
-    """Software pipelining of loops over heads and chunks."""
+    """Software pipelining of loops over chunks and heads."""
 
 
-_HALF = ScanConfig(128, 64, 64, 4, 4, 8, 8, 2)
-_HALF_SHORT_CHUNKS = ScanConfig(64, 64, 64, 4, 4, 4, 8, 2)
-_HALF_WIDE = ScanConfig(64, 64, 32, 2, 8, 8, 8, 1)
-_SINGLE = ScanConfig(64, 64, 32, 2, 4, 8, 8, 1)
-_SINGLE_WIDE = ScanConfig(32, 32, 32, 1, 8, 8, 8, 1)
-_FORMS = {2: (_HALF, _HALF_SHORT_CHUNKS, _HALF_WIDE), 4: (_SINGLE, _SINGLE_WIDE)}
+_HALF = ScanConfig(2, 128, 32, 64, 2, 64, 4, 8, 8, 8, 2)
+_HALF_SHORT = ScanConfig(2, 64, 64, 64, 2, 64, 4, 8, 8, 8, 2)
+_SINGLE = ScanConfig(4, 64, 32, 32, 2, 32, 4, 8, 8, 8, 1)
 
 _forced: ContextVar[ScanConfig | None] = ContextVar("forced", default=None)
 
 
-def configurations(dtype: torch.dtype) -> tuple[ScanConfig, ...]:
-    """All that the rule can choose for inputs of `dtype`."""
-    return _FORMS[dtype.itemsize]
+def configurations() -> tuple[ScanConfig, ...]:
+    """All that the rule can choose."""
+    return _HALF, _HALF_SHORT, _SINGLE
 
 
 @contextlib.contextmanager
 def force_configuration(config: ScanConfig) -> Iterator[None]:
-    """Within this block every scan uses `config`."""
+    """Within this block every scan uses `config`, if its inputs have the size that it is for."""
     token = _forced.set(config)
     try:
         yield
@@ -61,15 +59,11 @@ def force_configuration(config: ScanConfig) -> Iterator[None]:
         _forced.reset(token)
 
 
-def choose(dtype: torch.dtype, seqlen: int, d_state: int, headdim: int, chunk_size: int | None) -> ScanConfig:
+def choose(dtype: torch.dtype, seqlen: int, chunk_size: int | None) -> ScanConfig:
     """The configuration of a scan; `chunk_size` is the caller's wish for the tokens between stored states."""
     config = _forced.get()
-    if config is None:
-        wide = max(d_state, headdim) > 64
-        if dtype.itemsize == 4:
-            config = _SINGLE_WIDE if wide else _SINGLE
-        else:
-            config = _HALF_WIDE if wide else _HALF if seqlen > 64 else _HALF_SHORT_CHUNKS
+    if config is None or config.itemsize != dtype.itemsize:
+        config = _SINGLE if dtype.itemsize == 4 else _HALF if seqlen > 64 else _HALF_SHORT
         if chunk_size is not None:
             chunk = min(chunk_size, config.forward_chunk)
             config = config._replace(forward_chunk=chunk, backward_chunk=min(chunk_size, config.backward_chunk))

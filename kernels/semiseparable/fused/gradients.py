@@ -1,12 +1,12 @@
-"""Gradients of q, k, the log-decays, the input scales and the diagonal, one direction at a time.
+"""Gradients of q, k, the log-decays, the input scales and the diagonal, in two kernels that each write a part.
 
-One program takes one chunk and some heads of a group: q and k get the sum over heads, so the gradient of the
-scores is added up over heads first and multiplied with q and k once.
+`pair_gradients` does what happens inside chunks, for all directions; `state_gradients` what goes through the
+states between them, one direction at a time. Each takes one chunk and some heads of a group per program: q and k
+get the sum over those heads, so that the gradient of the scores is added up first and multiplied with q and k once.
 
 The gradient of a token's log-decay is the sum over everything whose decay it takes part in: pairs (reader,
 writer) on both sides of it, the entering state for those who read after it, the leaving state for those who
-wrote before it, and the state that passes the whole chunk. Summed like that nothing has to cancel, where
-differences of cumulative sums would lose small gradients of strong decays.
+wrote before it, and the state that passes the whole chunk.
 """
 
 from __future__ import annotations
@@ -15,54 +15,92 @@ import triton
 import triton.language as tl
 
 from matmix.kernels.semiseparable.fused.layout import (
-    BEYOND,
+    decay_matrix,
     first_slot,
+    load_factor,
     load_rows,
+    load_state,
     locate,
     log_decays,
+    shifted,
+    side_scores,
     two_floats,
 )
 
 
 @triton.jit
-def read_write_exponents(
-    a, a_l, start, length, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Log2 decays: from the entry to what a token reads and has written (two floats each); as factors: from the
-    entry to a token's reading, from its writing to the exit, and over the whole chunk."""
+def pair_decays(
+    a, a_l, start, length,
+    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Decay from every writer (column) to every reader (row) of one direction."""
     i = tl.arange(0, CHUNK)
     decay = log_decays(a, a_l, i, start + i < length, GATED)
     write = tl.cumsum(decay, 0, reverse=REVERSE)
     read = write - decay if SHIFT else write
-    total = tl.sum(decay, 0)
     read_high, read_low = two_floats(read)
-    write_high, write_low = two_floats(write)
-    enter = tl.exp2(read.to(tl.float32))
-    leave = tl.exp2((total - write).to(tl.float32))
-    return read_high, read_low, write_high, write_low, enter, leave, tl.exp2(total.to(tl.float32))
+    write_high, write_low = two_floats(-write)
+    return decay_matrix(read_high, read_low, write_high, write_low, EXACT)
 
 
 @triton.jit
-def load_state(at, offset, d_state, headdim, p0, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
-    n = tl.arange(0, BLOCK_N)
-    p = p0 + tl.arange(0, BLOCK_P)
-    inside = (n[:, None] < d_state) & (p[None, :] < headdim)
-    return tl.load(at + offset + n[:, None] * headdim + p[None, :], mask=inside, other=0.0)
+def store_decay_gradient(pairs, da, valid, REVERSE: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
+    """Sums gradients of the exponents of all pairs over those pairs that a token's decay lies between."""
+    i = tl.arange(0, CHUNK)
+    # With shift there is no decay next to the diagonal: what such pairs add to readers and take from writers would
+    # cancel to rounding only, far too much where the other decays are strong.
+    if REVERSE:
+        pairs = tl.where(i[:, None] < i[None, :] - (1 if SHIFT else 0), pairs, 0.0)
+    else:
+        pairs = tl.where(i[:, None] > i[None, :] + (1 if SHIFT else 0), pairs, 0.0)
+    readers = tl.sum(pairs, 1).to(tl.float64)
+    writers = tl.sum(pairs, 0).to(tl.float64)
+    between = tl.cumsum(readers, 0, reverse=not REVERSE) - tl.cumsum(writers, 0, reverse=not REVERSE)
+    if SHIFT:
+        between -= readers
+    tl.store(da, between.to(tl.float32), mask=valid)
 
 
-@triton.jit(do_not_specialize=["documents", "seqlen", "per_row", "self_weight", "direction"])
-def side_gradients(
-    dq, dk, d_s, d_b, d_l, d_g, da, dw, dd,
-    dy, dy_b, dy_l, dy_h, v, v_b, v_l, v_h, q, q_b, q_l, q_g, k, k_b, k_l, k_g,
-    a, a_b, a_l, a_h, w, w_b, w_l, w_h, u, u_b, u_l, u_h,
-    states, vectors, leaving, leaving_vectors,
-    cu_seqlens, documents, seqlen, per_row, heads, share, d_state, headdim, self_weight, direction,
-    directions: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
-    DIAGONAL: tl.constexpr, CARRIED: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr,
-    CHUNK: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, P_BLOCKS: tl.constexpr,
+@triton.jit
+def store_vector_gradients(
+    dscores, met, dq, dk, d_l, q, q_l, k, k_l, start, length, d_state,
+    REVERSE: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, N_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes dq and dk (one part per block of HEADS heads of the group), da, dw and dd (batch, seqlen, nheads)."""
+    """dq and dk of one direction from the gradient of its scores; `met`: of tokens' scores with themselves."""
+    i = tl.arange(0, CHUNK)
+    valid = start + i < length
+    source, readable = shifted(i, start, length, REVERSE, SHIFT)
+    # A reader's gradient belongs to the token whose q it read with.
+    target = (start + source >= 0) & (start + source < length)
+    for block in range(N_BLOCKS):
+        n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = n[None, :] < d_state
+        x = load_rows(q, q_l, source, readable, block * BLOCK_N, d_state, BLOCK_N)
+        c = load_rows(k, k_l, i, valid, block * BLOCK_N, d_state, BLOCK_N)
+        dx = tl.dot(dscores.to(c.dtype), c, input_precision=PRECISION)
+        dc = tl.dot(tl.trans(dscores).to(x.dtype), x, input_precision=PRECISION)
+        if not SHIFT:
+            dx += met[:, None] * c.to(tl.float32)
+            dc += met[:, None] * x.to(tl.float32)
+        tl.store(dq + source[:, None] * d_l + n[None, :], dx.to(dq.dtype.element_ty), mask=target[:, None] & inside)
+        tl.store(dk + i[:, None] * d_l + n[None, :], dc.to(dk.dtype.element_ty), mask=valid[:, None] & inside)
+
+
+@triton.jit(do_not_specialize=["documents", "seqlen", "per_row", "self_weight"])
+def pair_gradients(
+    dq1, dk1, dq2, dk2, d_s, d_b, d_l, d_g, da1, dw1, da2, dw2, dd1, dd2,
+    dy1, dy2, dy_b, dy_l, dy_h, v, v_b, v_l, v_h,
+    q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g,
+    a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h, u, u_b, u_l, u_h,
+    cu_seqlens, documents, seqlen, per_row, heads, share, d_state, headdim, self_weight,
+    TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
+    SCALED1: tl.constexpr, SCALED2: tl.constexpr, DIAGONAL: tl.constexpr, HALVES: tl.constexpr,
+    NORMALIZE: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
+    N_BLOCKS: tl.constexpr, BLOCK_P: tl.constexpr, P_BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """What happens inside a chunk. HALVES: each direction has a cotangent of its own."""
     slot = tl.program_id(0)
     h0 = tl.program_id(1) * HEADS
     group = h0 // share
@@ -75,131 +113,228 @@ def side_gradients(
     t = (begin + start).to(tl.int64)
     i = tl.arange(0, CHUNK)
     valid = start + i < length
-    moved = (1 if REVERSE else -1) if SHIFT else 0
-    source = i + moved
-    readable = valid & (start + source >= 0) & (start + source < length)
     diagonal = i[:, None] == i[None, :]
+    # Which of the strict triangles belongs to the first direction.
     if REVERSE:
-        strict = i[:, None] < i[None, :]
-        # Which readers (rows) a token's decay (columns) stands before, and which writers it stands after.
-        reads_past = i[:, None] <= i[None, :] - (1 if SHIFT else 0)
-        written_before = i[:, None] > i[None, :]
+        first = i[:, None] < i[None, :]
     else:
-        strict = i[:, None] > i[None, :]
-        reads_past = i[:, None] >= i[None, :] + (1 if SHIFT else 0)
-        written_before = i[:, None] < i[None, :]
+        first = i[:, None] > i[None, :]
 
-    x = load_rows(q + b * q_b + t * q_l + group * q_g, q_l, source, readable, d_state, BLOCK_N)
-    c = load_rows(k + b * k_b + t * k_l + group * k_g, k_l, i, valid, d_state, BLOCK_N)
-    scores = tl.dot(x, tl.trans(c), input_precision=PRECISION)
+    at_q1 = q1 + b * q1_b + t * q1_l + group * q1_g
+    at_k1 = k1 + b * k1_b + t * k1_l + group * k1_g
+    source, readable = shifted(i, start, length, REVERSE, SHIFT)
+    scores = side_scores(
+        at_q1, q1_l, at_k1, k1_l, source, readable, i, valid, d_state, CHUNK, CHUNK, BLOCK_N, N_BLOCKS, PRECISION
+    )
+    met1 = tl.zeros((CHUNK,), tl.float32)
+    met2 = tl.zeros((CHUNK,), tl.float32)
     if not SHIFT:
-        own = tl.sum(tl.where(diagonal, scores, 0.0), 1)
-        met = tl.zeros((CHUNK,), tl.float32)
-    scores = tl.where(strict, scores, 0.0)
+        own1 = tl.sum(tl.where(diagonal, scores, 0.0), 1)
+    if TWO:
+        at_q2 = q2 + b * q2_b + t * q2_l + group * q2_g
+        at_k2 = k2 + b * k2_b + t * k2_l + group * k2_g
+        source, readable = shifted(i, start, length, True, SHIFT)
+        scores2 = side_scores(
+            at_q2, q2_l, at_k2, k2_l, source, readable, i, valid, d_state, CHUNK, CHUNK, BLOCK_N, N_BLOCKS, PRECISION
+        )
+        if not SHIFT:
+            own2 = tl.sum(tl.where(diagonal, scores2, 0.0), 1)
+        scores = tl.where(diagonal, 0.0, tl.where(first, scores, scores2))
+    else:
+        scores = tl.where(first, scores, 0.0)
     dscores = tl.zeros((CHUNK, CHUNK), tl.float32)
+
+    for step in range(HEADS):
+        head = h0 + step
+        at_h = (b * seqlen + t + i) * heads + head
+        at_y = b * dy_b + t * dy_l + head * dy_h
+        at_v = v + b * v_b + t * v_l + head * v_h
+        pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+        if HALVES:
+            pairs2 = tl.zeros((CHUNK, CHUNK), tl.float32)
+        for block in range(P_BLOCKS):
+            grad = load_rows(dy1 + at_y, dy_l, i, valid, block * BLOCK_P, headdim, BLOCK_P)
+            value = load_rows(at_v, v_l, i, valid, block * BLOCK_P, headdim, BLOCK_P)
+            pairs = tl.dot(grad, tl.trans(value), acc=pairs, input_precision=PRECISION)
+            if HALVES:
+                grad = load_rows(dy2 + at_y, dy_l, i, valid, block * BLOCK_P, headdim, BLOCK_P)
+                pairs2 = tl.dot(grad, tl.trans(value), acc=pairs2, input_precision=PRECISION)
+        if NORMALIZE:
+            # The sum over a row is the product with one more channel of v that holds ones.
+            pairs += tl.where(valid[None, :], load_factor(u + b * u_b + head * u_h, u_l, t + i, valid)[:, None], 0.0)
+        if DIAGONAL or not SHIFT:
+            along1 = tl.sum(tl.where(diagonal, pairs, 0.0), 1)
+            along2 = along1
+            if HALVES:
+                along2 = tl.sum(tl.where(diagonal, pairs2, 0.0), 1)
+        if DIAGONAL:
+            tl.store(dd1 + at_h, along1, mask=valid)
+            if HALVES:
+                tl.store(dd2 + at_h, along2, mask=valid)
+        if HALVES:
+            pairs = tl.where(first, pairs, pairs2)
+
+        if GATED1 or GATED2:
+            at_a = a1 + b * a1_b + t * a1_l + head * a1_h if GATED1 else a1
+            decays = pair_decays(at_a, a1_l, start, length, REVERSE, SHIFT, GATED1, EXACT, CHUNK)
+            if TWO:
+                at_a = a2 + b * a2_b + t * a2_l + head * a2_h if GATED2 else a2
+                decays = tl.where(
+                    first, decays, pair_decays(at_a, a2_l, start, length, True, SHIFT, GATED2, EXACT, CHUNK)
+                )
+            pairs *= decays
+        if TWO:
+            pairs = tl.where(diagonal, 0.0, pairs)
+        else:
+            pairs = tl.where(first, pairs, 0.0)
+        own_part1 = self_weight * along1 if not SHIFT else met1
+        if SCALED1:
+            scale1 = load_factor(w1 + b * w1_b + head * w1_h, w1_l, t + i, valid)
+            dscale = tl.sum(tl.where(first, pairs * scores, 0.0), 0)
+            if not SHIFT:
+                dscale += own_part1 * own1
+                own_part1 *= scale1
+            tl.store(dw1 + at_h, dscale, mask=valid)
+        if SCALED2:
+            scale2 = load_factor(w2 + b * w2_b + head * w2_h, w2_l, t + i, valid)
+            dscale = tl.sum(tl.where(first, 0.0, pairs * scores), 0)
+            if not SHIFT:
+                dscale += self_weight * along2 * own2
+            tl.store(dw2 + at_h, dscale, mask=valid)
+        if SCALED1:
+            pairs *= tl.where(first, scale1[None, :], 1.0) if TWO else scale1[None, :]
+        if SCALED2:
+            pairs *= tl.where(first, 1.0, scale2[None, :])
+        dscores += pairs
+        if not SHIFT:
+            met1 += own_part1
+            if TWO:
+                met2 += self_weight * along2 * scale2 if SCALED2 else self_weight * along2
+        if GATED1:
+            store_decay_gradient(pairs * scores, da1 + at_h, valid, REVERSE, SHIFT, CHUNK)
+        if GATED2:
+            store_decay_gradient(pairs * scores, da2 + at_h, valid, True, SHIFT, CHUNK)
+
+    at = part.to(tl.int64) * d_s + b * d_b + t * d_l + group * d_g
+    if TWO:
+        store_vector_gradients(
+            tl.where(first, dscores, 0.0), met1, dq1 + at, dk1 + at, d_l, at_q1, q1_l, at_k1, k1_l,
+            start, length, d_state, REVERSE, SHIFT, CHUNK, BLOCK_N, N_BLOCKS, PRECISION,
+        )  # fmt: skip
+        store_vector_gradients(
+            tl.where(first, 0.0, dscores), met2, dq2 + at, dk2 + at, d_l, at_q2, q2_l, at_k2, k2_l,
+            start, length, d_state, True, SHIFT, CHUNK, BLOCK_N, N_BLOCKS, PRECISION,
+        )  # fmt: skip
+    else:
+        store_vector_gradients(
+            dscores, met1, dq1 + at, dk1 + at, d_l, at_q1, q1_l, at_k1, k1_l,
+            start, length, d_state, REVERSE, SHIFT, CHUNK, BLOCK_N, N_BLOCKS, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["documents", "seqlen", "per_row", "direction"])
+def state_gradients(
+    dq, dk, d_s, d_b, d_l, d_g, dq_pairs, dk_pairs, da, dw, f_s, da_pairs, dw_pairs,
+    dy, dy_b, dy_l, dy_h, v, v_b, v_l, v_h, q, q_b, q_l, q_g, k, k_b, k_l, k_g,
+    a, a_b, a_l, a_h, w, w_b, w_l, w_h, u, u_b, u_l, u_h,
+    states, vectors, leaving, leaving_vectors,
+    cu_seqlens, documents, seqlen, per_row, heads, share, d_state, headdim, direction,
+    directions: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
+    ADD: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr, P_BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What goes through the states at a chunk's edges, for BLOCK_N elements of q and k, added to what
+    `pair_gradients` found (with ADD, else dq and dk hold more parts). da and dw get a part for each such block."""
+    slot = tl.program_id(0)
+    h0 = tl.program_id(1) * HEADS
+    n0 = tl.program_id(2) * BLOCK_N
+    group = h0 // share
+    part = h0 % share // HEADS
+    document, chunk, batch_row, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
+    start = chunk * CHUNK
+    if start >= length:
+        return
+    b = batch_row.to(tl.int64)
+    t = (begin + start).to(tl.int64)
+    i = tl.arange(0, CHUNK)
+    n = n0 + tl.arange(0, BLOCK_N)
+    valid = start + i < length
+    source, readable = shifted(i, start, length, REVERSE, SHIFT)
+    at_q = q + b * q_b + t * q_l + group * q_g
+    at_k = k + b * k_b + t * k_l + group * k_g
+    place = first_slot(document, begin, per_row, CHUNK, PACKED) + chunk
     dx = tl.zeros((CHUNK, BLOCK_N), tl.float32)
     dc = tl.zeros((CHUNK, BLOCK_N), tl.float32)
-    place = first_slot(document, begin, per_row, CHUNK, PACKED) + chunk
 
     for step in range(HEADS):
         head = h0 + step
         at_y = dy + b * dy_b + t * dy_l + head * dy_h
         at_v = v + b * v_b + t * v_l + head * v_h
         which = (place.to(tl.int64) * heads + head) * directions + direction
-        pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
-        if CARRIED:
-            reading = tl.zeros((CHUNK, BLOCK_N), tl.float32)
-            writing = tl.zeros((CHUNK, BLOCK_N), tl.float32)
-            through = tl.zeros((BLOCK_N,), tl.float32)
+        reading = tl.zeros((CHUNK, BLOCK_N), tl.float32)
+        writing = tl.zeros((CHUNK, BLOCK_N), tl.float32)
+        through = tl.zeros((BLOCK_N,), tl.float32)
         for block in range(P_BLOCKS):
             p0 = block * BLOCK_P
-            grad = load_rows(at_y + p0, dy_l, i, valid, headdim - p0, BLOCK_P)
-            value = load_rows(at_v + p0, v_l, i, valid, headdim - p0, BLOCK_P)
-            pairs = tl.dot(grad, tl.trans(value), acc=pairs, input_precision=PRECISION)
-            if CARRIED:
-                enters = load_state(states, which * d_state * headdim, d_state, headdim, p0, BLOCK_N, BLOCK_P)
-                leaves = load_state(leaving, which * d_state * headdim, d_state, headdim, p0, BLOCK_N, BLOCK_P)
-                if GATED:
-                    through += tl.sum(enters.to(tl.float32) * leaves.to(tl.float32), 1)
-                reading = tl.dot(grad, tl.trans(enters.to(x.dtype)), acc=reading, input_precision=PRECISION)
-                writing = tl.dot(value, tl.trans(leaves.to(x.dtype)), acc=writing, input_precision=PRECISION)
-        at_h = (b * seqlen + t + i) * heads + head
+            enters = load_state(states + which * d_state * headdim, n0, d_state, p0, headdim, BLOCK_N, BLOCK_P)
+            leaves = load_state(leaving + which * d_state * headdim, n0, d_state, p0, headdim, BLOCK_N, BLOCK_P)
+            if GATED:
+                through += tl.sum(enters.to(tl.float32) * leaves.to(tl.float32), 1)
+            grad = load_rows(at_y, dy_l, i, valid, p0, headdim, BLOCK_P)
+            reading = tl.dot(grad, tl.trans(enters.to(grad.dtype)), acc=reading, input_precision=PRECISION)
+            value = load_rows(at_v, v_l, i, valid, p0, headdim, BLOCK_P)
+            writing = tl.dot(value, tl.trans(leaves.to(value.dtype)), acc=writing, input_precision=PRECISION)
         if NORMALIZE:
             # The sum over a row is the product with one more channel of v that holds ones.
-            of_sum = tl.load(u + b * u_b + (t + i) * u_l + head * u_h, mask=valid, other=0.0).to(tl.float32)
-            pairs += tl.where(valid[None, :], of_sum[:, None], 0.0)
-            if CARRIED:
-                n = tl.arange(0, BLOCK_N)
-                enters_vector = tl.load(vectors + which * d_state + n, mask=n < d_state, other=0.0)
-                leaves_vector = tl.load(leaving_vectors + which * d_state + n, mask=n < d_state, other=0.0)
-                reading += of_sum[:, None] * enters_vector[None, :]
-                writing += tl.where(valid[:, None], leaves_vector[None, :], 0.0)
-                if GATED:
-                    through += enters_vector * leaves_vector
-        if DIAGONAL or not SHIFT:
-            along = tl.sum(tl.where(diagonal, pairs, 0.0), 1)
-        if DIAGONAL:
-            tl.store(dd + at_h, along, mask=valid)
-
+            enters_sum = tl.load(vectors + which * d_state + n, mask=n < d_state, other=0.0)
+            leaves_sum = tl.load(leaving_vectors + which * d_state + n, mask=n < d_state, other=0.0)
+            reading += load_factor(u + b * u_b + head * u_h, u_l, t + i, valid)[:, None] * enters_sum[None, :]
+            writing += tl.where(valid[:, None], leaves_sum[None, :], 0.0)
+            through += enters_sum * leaves_sum
         if GATED:
-            read_high, read_low, write_high, write_low, enter, leave, total = read_write_exponents(
-                a + b * a_b + t * a_l + head * a_h, a_l, start, length, REVERSE, SHIFT, GATED, CHUNK
-            )
-            exponents = (read_high[:, None] - write_high[None, :]) + (read_low[:, None] - write_low[None, :])
-            pairs *= tl.exp2(tl.where(exponents > BEYOND, 0.0, exponents))
-        pairs = tl.where(strict, pairs, 0.0)
-        if SCALED:
-            at_w = w + b * w_b + t * w_l + head * w_h
-            scale = tl.load(at_w + i * w_l, mask=valid, other=0.0).to(tl.float32)
-            dscale = tl.sum(pairs * scores, 0)
-            pairs *= scale[None, :]
-        dscores += pairs
-        if not SHIFT:
-            share_of_own = self_weight * along
-            if SCALED:
-                dscale_own = share_of_own * own
-                share_of_own *= scale
-            met += share_of_own
+            decay = log_decays(a + b * a_b + head * a_h, a_l, t + i, valid, GATED)
+            write = tl.cumsum(decay, 0, reverse=REVERSE)
+            total = tl.sum(decay, 0)
+            reading *= tl.exp2((write - decay if SHIFT else write).to(tl.float32))[:, None]
+            writing *= tl.exp2((total - write).to(tl.float32))[:, None]
+        # q and k come from a cache: kept in registers over all heads they would not fit.
         if GATED:
-            # pairs * scores: gradients of the exponents of all pairs; first summed over the writers before a token.
-            crossing = tl.dot(
-                (pairs * scores).to(x.dtype), tl.where(written_before, 1.0, 0.0).to(x.dtype), input_precision=PRECISION
-            )
-        if CARRIED:
-            if GATED:
-                reading *= enter[:, None]
-                writing *= leave[:, None]
-                crossing += tl.sum(reading * x.to(tl.float32), 1)[:, None]
-            dx += reading
+            x = load_rows(at_q, q_l, source, readable, n0, d_state, BLOCK_N)
+            read = tl.sum(reading * x.to(tl.float32), 1)
+        dx += reading
+        at_h = (b * seqlen + t + i) * heads + head
+        at_f = tl.program_id(2).to(tl.int64) * f_s + at_h
+        first_block = valid & (n0 == 0)
+        if GATED or SCALED:
+            c = load_rows(at_k, k_l, i, valid, n0, d_state, BLOCK_N)
             wrote = tl.sum(writing * c.to(tl.float32), 1)
-            if SCALED:
-                dscale_carried = wrote
-                wrote *= scale
-                writing *= scale[:, None]
-            dc += writing
-        if GATED:
-            da_here = tl.sum(tl.where(reads_past, crossing, 0.0), 0)
-            if CARRIED:
-                da_here += tl.sum(tl.where(written_before, wrote[:, None], 0.0), 0)
-                da_here += tl.sum(through, 0) * total
-            tl.store(da + at_h, da_here, mask=valid)
         if SCALED:
-            if CARRIED:
-                dscale += dscale_carried
-            if not SHIFT:
-                dscale += dscale_own
-            tl.store(dw + at_h, dscale, mask=valid)
+            scale = load_factor(w + b * w_b + head * w_h, w_l, t + i, valid)
+            before = tl.load(dw_pairs + at_h, mask=first_block, other=0.0)
+            tl.store(dw + at_f, before + wrote, mask=valid)
+            wrote *= scale
+            writing *= scale[:, None]
+        dc += writing
+        if GATED:
+            # For each token (column): those who read after it, and those who wrote before it. No differences here.
+            if REVERSE:
+                passes = tl.where(i[:, None] > i[None, :], wrote[:, None], 0.0)
+                passes = tl.where(i[:, None] <= i[None, :] - (1 if SHIFT else 0), read[:, None], passes)
+            else:
+                passes = tl.where(i[:, None] < i[None, :], wrote[:, None], 0.0)
+                passes = tl.where(i[:, None] >= i[None, :] + (1 if SHIFT else 0), read[:, None], passes)
+            passed = tl.sum(passes, 0) + tl.sum(through, 0) * tl.exp2(total.to(tl.float32))
+            before = tl.load(da_pairs + at_h, mask=first_block, other=0.0)
+            tl.store(da + at_f, before + passed, mask=valid)
 
-    dscores = dscores.to(x.dtype)
-    dx = tl.dot(dscores, c, acc=dx, input_precision=PRECISION)
-    dc = tl.dot(tl.trans(dscores), x, acc=dc, input_precision=PRECISION)
-    if not SHIFT:
-        dx += met[:, None] * c.to(tl.float32)
-        dc += met[:, None] * x.to(tl.float32)
-    n = tl.arange(0, BLOCK_N)
     at = part.to(tl.int64) * d_s + b * d_b + t * d_l + group * d_g
     inside = n[None, :] < d_state
-    # A reader's gradient belongs to the token that it read for.
+    # A reader's gradient belongs to the token whose q it read with.
     target = (start + source >= 0) & (start + source < length)
-    tl.store(dq + at + source[:, None] * d_l + n[None, :], dx.to(dq.dtype.element_ty), mask=target[:, None] & inside)
-    tl.store(dk + at + i[:, None] * d_l + n[None, :], dc.to(dk.dtype.element_ty), mask=valid[:, None] & inside)
+    at_x = at + source[:, None] * d_l + n[None, :]
+    at_c = at + i[:, None] * d_l + n[None, :]
+    if ADD:
+        dx += tl.load(dq_pairs + at_x, mask=target[:, None] & inside, other=0.0)
+        dc += tl.load(dk_pairs + at_c, mask=valid[:, None] & inside, other=0.0)
+    tl.store(dq + at_x, dx.to(dq.dtype.element_ty), mask=target[:, None] & inside)
+    tl.store(dk + at_c, dc.to(dk.dtype.element_ty), mask=valid[:, None] & inside)

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from matmix.kernels.launching import dot_precision, launch
 from matmix.kernels.semiseparable.form import ScanForm, ScanOutput, SideGradients
-from matmix.kernels.semiseparable.fused.configs import ScanConfig, choose
-from matmix.kernels.semiseparable.fused.gradients import side_gradients
+from matmix.kernels.semiseparable.fused.configs import ScanConfig, choose, configurations, force_configuration
+from matmix.kernels.semiseparable.fused.gradients import pair_gradients, state_gradients
 from matmix.kernels.semiseparable.fused.mix import mix
 from matmix.kernels.semiseparable.fused.states import combine_spans, state_pass
 from matmix.kernels.semiseparable.setup import ScanSide, reduce_like
+
+__all__ = ["backward", "configurations", "force_configuration", "forward"]
 
 PROGRAMS = 512
 """Programs that keep any present GPU busy; fewer are not cut any finer than needed to reach it."""
@@ -38,8 +40,15 @@ class Scan(NamedTuple):
     config: ScanConfig
     chunk: int
     block_n: int
+    n_blocks: int
     block_p: int
+    p_blocks: int
     precision: str
+
+    @property
+    def share(self) -> int:
+        """Heads of a group."""
+        return self.heads // self.groups
 
     @property
     def documents(self) -> int:
@@ -58,12 +67,12 @@ class Scan(NamedTuple):
 def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | None, backward: bool) -> Scan:
     rows, seqlen, heads, headdim = v.shape
     groups, d_state = q.shape[2:]
-    config = choose(v.dtype, seqlen, d_state, headdim, chunk_size)
+    config = choose(v.dtype, seqlen, chunk_size)
     chunk = config.backward_chunk if backward else config.forward_chunk
-    block_n, block_p = (max(16, triton.next_power_of_2(width)) for width in (d_state, headdim))
+    block_n, block_p = (min(config.block, max(16, triton.next_power_of_2(width))) for width in (d_state, headdim))
     return Scan(
-        rows, seqlen, heads, headdim, groups, d_state, cu_seqlens, config, chunk, block_n, min(block_p, 64),
-        dot_precision(v.dtype),
+        rows, seqlen, heads, headdim, groups, d_state, cu_seqlens, config, chunk, block_n, -(-d_state // block_n),
+        block_p, -(-headdim // block_p), dot_precision(v.dtype),
     )  # fmt: skip
 
 
@@ -122,10 +131,10 @@ def pass_states(
         entry = torch.stack([(zero if state is None else state).float() for state in initial], 2)
     ends = empty(documents, heads, count, n, p) if want_ends else None
 
-    p_blocks = -(-p // scan.block_p)
-    programs = documents * heads * p_blocks
+    tiles = scan.n_blocks * scan.p_blocks
+    programs = documents * heads * tiles
     chunks = scan.per_row(scan.chunk)
-    span = max(8, -(-scan.rows * chunks * heads * p_blocks // PROGRAMS))
+    span = max(8, -(-scan.rows * chunks * heads * tiles // PROGRAMS))
     split = programs < PROGRAMS // 2 and chunks >= 4 * span
     if not split:
         span = max(chunks, 1)
@@ -142,13 +151,13 @@ def pass_states(
         side, key, value = sides[number], keys[number], values[number]
         scale = None if cotangent else side.input_scale
         launch(
-            state_pass, (units, heads, p_blocks),
+            state_pass, (units, heads, tiles),
             key, key.stride(0), key.stride(1), key.stride(2), value, value.stride(0), value.stride(1), value.stride(2),
             *per_token(side.log_decay), *per_token(scale), *per_token(sum_factor),
             None if summing else states, None if summing else vectors, entries, entry_vectors, out,
             span_vectors if summing else None, span_decays if summing else None,
             scan.cu_seqlens, documents, scan.seqlen, scan.per_row(scan.chunk), per_row, span, heads,
-            heads // scan.groups, n, p, number,
+            scan.share, n, p, number,
             num_warps=scan.config.state_warps, num_stages=scan.config.stages,
             directions=count, REVERSE=side.reverse != cotangent, COTANGENT=cotangent, SHIFT=form.shift,
             GATED=side.log_decay is not None, SCALED=scale is not None, STORE=store and not summing, VECTOR=vector,
@@ -195,18 +204,17 @@ def product(
         row, col = (side.k, side.q) if transposed else (side.q, side.k)
         arguments += [row, *row.stride()[:3], col, *col.stride()[:3]]
     first, second = sides[0], sides[1] if two else sides[0]._replace(log_decay=None, input_scale=None)
-    share = scan.heads // scan.groups
-    heads = math.gcd(scan.config.heads, share)
+    heads = math.gcd(scan.config.heads, scan.share)
     while heads > 1 and scan.slots(scan.chunk) * (scan.chunk // scan.config.rows) * scan.heads // heads < PROGRAMS:
         heads = max(d for d in range(1, heads) if heads % d == 0)
     rows = min(scan.config.rows, scan.chunk)
     launch(
-        mix, (scan.slots(scan.chunk) * (scan.chunk // rows), scan.heads // heads, -(-scan.headdim // scan.block_p)),
+        mix, (scan.slots(scan.chunk) * (scan.chunk // rows), scan.heads // heads, scan.p_blocks),
         y, *y.stride()[:3], row_sums, values[0], values[-1], *values[0].stride()[:3], *arguments,
         *per_token(first.log_decay), *per_token(second.log_decay),
         *per_token(first.input_scale), *per_token(second.input_scale), *per_token(diagonal),
         None if states is None else states.states, None if states is None else states.vectors,
-        scan.cu_seqlens, scan.documents, scan.seqlen, scan.per_row(scan.chunk), scan.heads, share, scan.d_state,
+        scan.cu_seqlens, scan.documents, scan.seqlen, scan.per_row(scan.chunk), scan.heads, scan.share, scan.d_state,
         scan.headdim, 0.5 if two and form.self_term == "mean" else 1.0, form.eps,
         num_warps=scan.config.mix_warps, num_stages=scan.config.stages,
         TWO=two, REVERSE=first.reverse, TRANSPOSED=transposed, SHIFT=form.shift, GATED1=first.log_decay is not None,
@@ -214,7 +222,7 @@ def product(
         SCALED2=second.input_scale is not None, DIAGONAL=diagonal is not None, CARRIED=states is not None,
         NORMALIZE=form.normalize and not transposed, COMBINE=form.combine if two else "add",
         PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, ROWS=rows, HEADS=heads, BLOCK_N=scan.block_n,
-        BLOCK_P=scan.block_p, PRECISION=scan.precision,
+        N_BLOCKS=scan.n_blocks, BLOCK_P=scan.block_p, PRECISION=scan.precision, EXACT=scan.config.itemsize == 4,
     )  # fmt: skip
 
 
@@ -262,7 +270,8 @@ def backward(
 ) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
     """See `scan_backward` of the PyTorch form."""
     scan = set_up(v, sides[0].q, cu_seqlens, chunk_size, True)
-    given = sides
+    # The scan is linear here; states need sums of rows where the cotangent of those is given.
+    form, given = form._replace(normalize=drow_sum is not None), sides
     v, sides, dy = vectors_of(v), tuple(map(readable, sides)), vectors_of(dy)
     count, p = len(sides), scan.headdim
     parts = [dy[..., :p], dy[..., p:]] if form.combine == "concat" and count == 2 else [dy] * count
@@ -279,75 +288,107 @@ def backward(
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     product(scan, dv, None, parts, sides, diagonal, form, leaving, True)
 
-    gradients, ddiagonal = [], None
-    for number, side in enumerate(sides):
-        own, along = direction_gradients(
-            scan, number, side, given[number], parts[number], drow_sum, v, diagonal is not None, form, entering,
-            leaving, count,
-        )  # fmt: skip
-        gradients.append(own)
-        if diagonal is not None and (number == 0 or form.combine == "concat"):
-            ddiagonal = along if ddiagonal is None else ddiagonal + along
-    return dv, tuple(gradients), None if diagonal is None else reduce_like(ddiagonal, diagonal)
+    gradients, along = vector_gradients(
+        scan, v, parts, drow_sum, sides, diagonal is not None, form, entering, leaving
+    )
+    finished = []
+    for number, (side, (dq, dk, da, dw)) in enumerate(zip(given, gradients, strict=True)):
+        initial = None
+        if side.initial_state is not None:
+            initial = leaving.ends[:, :, number].to(side.initial_state.dtype).contiguous()
+        da = None if da is None else reduce_like(da, side.log_decay)
+        dw = None if dw is None else dw.to(side.input_scale.dtype)
+        finished.append(SideGradients(dq, dk, da, dw, initial))
+    return dv, tuple(finished), None if diagonal is None else reduce_like(along, diagonal)
 
 
-def direction_gradients(
+def vector_gradients(
     scan: Scan,
-    number: int,
-    side: ScanSide,
-    given: ScanSide,
-    dy: Tensor,
-    drow_sum: Tensor | None,
     v: Tensor,
+    dys: list[Tensor],
+    drow_sum: Tensor | None,
+    sides: tuple[ScanSide, ...],
     diagonal: bool,
     form: ScanForm,
     entering: States | None,
     leaving: States | None,
-    count: int,
-) -> tuple[SideGradients, Tensor | None]:
-    """Gradients of one direction's tensors, and dy . v per token and head where there is a diagonal."""
-    share = scan.heads // scan.groups
+) -> tuple[list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]], Tensor | None]:
+    """For each direction gradients of q, k (as they are), log-decays and input scales (float32, per token and head);
+    and dy . v per token and head where there is a diagonal."""
+    two, carried, slots = len(sides) == 2, entering is not None, scan.slots(scan.chunk)
+    first, second = sides[0], sides[1] if two else sides[0]._replace(log_decay=None, input_scale=None)
     # Heads in one program share the last products; fewer of them where that would leave the GPU idle.
-    wanted = max(1, scan.slots(scan.chunk) * scan.heads // PROGRAMS)
-    heads = max(d for d in range(1, share + 1) if share % d == 0 and d <= max(wanted, 1))
-    blocks = share // heads
-    dtype = side.q.dtype if blocks == 1 else torch.float32
-    shape = (blocks, *side.q.shape)
-    # With shift nobody reads for a document's last (or first) token.
-    dq = (torch.zeros if form.shift else torch.empty)(shape, dtype=dtype, device=v.device)
-    dk = torch.empty(shape, dtype=dtype, device=v.device)
+    wanted = max(1, slots * scan.heads // PROGRAMS)
+    heads = max(d for d in range(1, scan.share + 1) if scan.share % d == 0 and d <= wanted)
+    blocks = scan.share // heads
+    add = carried and blocks == 1
+    shape, factors = first.q.shape, v.shape[:3]
 
-    def factor(wanted: bool) -> Tensor | None:
-        return torch.empty(v.shape[:3], dtype=torch.float32, device=v.device) if wanted else None
+    def vectors(parts: int, dtype: torch.dtype, zero: bool) -> Tensor:
+        # With shift nobody reads for a document's last (or first) token.
+        return (torch.zeros if zero else torch.empty)((parts, *shape), dtype=dtype, device=v.device)
 
-    da, dw, along = factor(side.log_decay is not None), factor(side.input_scale is not None), factor(diagonal)
+    def factor(wanted: bool, parts: int = 1) -> Tensor | None:
+        return torch.empty((parts, *factors), dtype=torch.float32, device=v.device) if wanted else None
+
+    parts = blocks * (2 if carried and not add else 1)
+    pair_dtype = v.dtype if parts == 1 and not carried else torch.float32
+    dqs = [vectors(parts, pair_dtype, form.shift and not add) for _ in sides]
+    dks = [vectors(parts, pair_dtype, False) for _ in sides]
+    das = [factor(side.log_decay is not None) for side in (first, second)]
+    dws = [factor(side.input_scale is not None) for side in (first, second)]
+    halves = two and form.combine == "concat"
+    along, along2 = factor(diagonal), factor(diagonal and halves)
+    self_weight = 0.5 if two and form.self_term == "mean" else 1.0
     launch(
-        side_gradients, (scan.slots(scan.chunk), scan.heads // heads),
-        dq, dk, *dq.stride()[:4], da, dw, along,
-        dy, *dy.stride()[:3], v, *v.stride()[:3], side.q, *side.q.stride()[:3], side.k, *side.k.stride()[:3],
-        *per_token(side.log_decay), *per_token(side.input_scale), *per_token(drow_sum),
-        *((entering.states, entering.vectors) if entering else (None, None)),
-        *((leaving.states, leaving.vectors) if leaving else (None, None)),
-        scan.cu_seqlens, scan.documents, scan.seqlen, scan.per_row(scan.chunk), scan.heads, share, scan.d_state,
-        scan.headdim, 0.5 if count == 2 and form.self_term == "mean" else 1.0, number,
-        num_warps=scan.config.gradient_warps, num_stages=scan.config.stages,
-        directions=count, REVERSE=side.reverse, SHIFT=form.shift, GATED=side.log_decay is not None,
-        SCALED=side.input_scale is not None, DIAGONAL=diagonal, CARRIED=entering is not None,
-        NORMALIZE=form.normalize, PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, HEADS=heads,
-        BLOCK_N=scan.block_n, BLOCK_P=scan.block_p, P_BLOCKS=-(-scan.headdim // scan.block_p),
-        PRECISION=scan.precision,
+        pair_gradients, (slots, scan.heads // heads),
+        dqs[0], dks[0], dqs[-1], dks[-1], *dqs[0].stride()[:4], das[0], dws[0], das[1], dws[1], along, along2,
+        dys[0], dys[-1], *dys[0].stride()[:3], v, *v.stride()[:3],
+        first.q, *first.q.stride()[:3], first.k, *first.k.stride()[:3],
+        second.q, *second.q.stride()[:3], second.k, *second.k.stride()[:3],
+        *per_token(first.log_decay), *per_token(second.log_decay),
+        *per_token(first.input_scale), *per_token(second.input_scale), *per_token(drow_sum),
+        scan.cu_seqlens, scan.documents, scan.seqlen, scan.per_row(scan.chunk), scan.heads, scan.share, scan.d_state,
+        scan.headdim, self_weight,
+        num_warps=scan.config.pair_warps, num_stages=scan.config.stages,
+        TWO=two, REVERSE=first.reverse, SHIFT=form.shift, GATED1=das[0] is not None, GATED2=das[1] is not None,
+        SCALED1=dws[0] is not None, SCALED2=dws[1] is not None, DIAGONAL=diagonal, HALVES=halves,
+        NORMALIZE=drow_sum is not None, PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, HEADS=heads,
+        BLOCK_N=scan.block_n, N_BLOCKS=scan.n_blocks, BLOCK_P=scan.block_p, P_BLOCKS=scan.p_blocks,
+        PRECISION=scan.precision, EXACT=scan.config.itemsize == 4,
     )  # fmt: skip
 
-    def whole(x: Tensor) -> Tensor:
-        return x[0] if blocks == 1 else x.sum(0).to(side.q.dtype)
+    found = []
+    for number, side in enumerate(sides):
+        dq, dk, da, dw = dqs[number], dks[number], das[number], dws[number]
+        if carried:
+            into_q = vectors(1, v.dtype, form.shift) if add else dq[blocks:]
+            into_k = vectors(1, v.dtype, False) if add else dk[blocks:]
+            into_a, into_w = factor(da is not None, scan.n_blocks), factor(dw is not None, scan.n_blocks)
+            launch(
+                state_gradients, (slots, scan.heads // heads, scan.n_blocks),
+                into_q, into_k, *into_q.stride()[:4], dq if add else None, dk if add else None,
+                into_a, into_w, factors.numel(), da, dw,
+                dys[number], *dys[number].stride()[:3], v, *v.stride()[:3],
+                side.q, *side.q.stride()[:3], side.k, *side.k.stride()[:3],
+                *per_token(side.log_decay), *per_token(side.input_scale), *per_token(drow_sum),
+                entering.states, entering.vectors, leaving.states, leaving.vectors,
+                scan.cu_seqlens, scan.documents, scan.seqlen, scan.per_row(scan.chunk), scan.heads, scan.share,
+                scan.d_state, scan.headdim, number,
+                num_warps=scan.config.state_gradient_warps, num_stages=scan.config.stages,
+                directions=len(sides), REVERSE=side.reverse, SHIFT=form.shift, GATED=da is not None,
+                SCALED=dw is not None, ADD=add, NORMALIZE=drow_sum is not None, PACKED=scan.cu_seqlens is not None,
+                CHUNK=scan.chunk, HEADS=heads, BLOCK_N=scan.block_n, BLOCK_P=scan.block_p, P_BLOCKS=scan.p_blocks,
+                PRECISION=scan.precision,
+            )  # fmt: skip
+            dq, dk, da, dw = into_q if add else dq, into_k if add else dk, into_a, into_w
+        found.append((summed(dq, v.dtype), summed(dk, v.dtype), summed(da), summed(dw)))
+    along = summed(along)
+    return found, along + summed(along2) if halves and diagonal else along
 
-    initial = None
-    if given.initial_state is not None:
-        initial = leaving.ends[:, :, number].to(given.initial_state.dtype).contiguous()
-    return SideGradients(
-        whole(dq),
-        whole(dk),
-        None if da is None else reduce_like(da, given.log_decay),
-        None if dw is None else dw.to(given.input_scale.dtype),
-        initial,
-    ), along
+
+def summed(parts: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """The sum of parts that several programs found, in a fixed order."""
+    if parts is None:
+        return None
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)

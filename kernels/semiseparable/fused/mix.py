@@ -15,40 +15,17 @@ import triton
 import triton.language as tl
 
 from matmix.kernels.semiseparable.fused.layout import (
-    BEYOND,
+    decay_matrix,
     first_slot,
+    load_factor,
     load_rows,
+    load_state,
     locate,
     log_decays,
+    shifted,
+    side_scores,
     two_floats,
 )
-
-
-@triton.jit
-def side_scores(
-    row, row_l, col, col_l, start, r0, length, d_state,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, TRANSPOSED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One direction: its vectors of the tile's rows (ROWS, BLOCK_N), its scores (ROWS, CHUNK) on its own side of
-    the diagonal, and its scores of tokens with themselves (ROWS,), which count only without shift."""
-    i = r0 + tl.arange(0, ROWS)
-    j = tl.arange(0, CHUNK)
-    # The shift: what token t reads, q of its neighbour reads.
-    moved = (1 if REVERSE else -1) if SHIFT else 0
-    from_i = i if TRANSPOSED else i + moved
-    from_j = j + moved if TRANSPOSED else j
-    inside_i = (start + i < length) & (start + from_i >= 0) & (start + from_i < length)
-    inside_j = (start + j < length) & (start + from_j >= 0) & (start + from_j < length)
-    x = load_rows(row, row_l, from_i, inside_i, d_state, BLOCK_N)
-    c = load_rows(col, col_l, from_j, inside_j, d_state, BLOCK_N)
-    scores = tl.dot(x, tl.trans(c), input_precision=PRECISION)
-    own = tl.sum(tl.where(i[:, None] == j[None, :], scores, 0.0), 1)
-    if REVERSE == TRANSPOSED:
-        scores = tl.where(i[:, None] > j[None, :], scores, 0.0)
-    else:
-        scores = tl.where(i[:, None] < j[None, :], scores, 0.0)
-    return x, scores, own
 
 
 @triton.jit
@@ -83,8 +60,24 @@ def side_exponents(
 
 
 @triton.jit
-def exponent_matrix(row_high, row_low, col_high, col_low):
-    return (row_high[:, None] + col_high[None, :]) + (row_low[:, None] + col_low[None, :])
+def read_state(
+    rows, rows_l, from_i, inside_i, state, vectors, at_vector, d_state, p0, headdim,
+    VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, N_BLOCKS: tl.constexpr, BLOCK_P: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What rows read from the state at their chunk's edge (ROWS, BLOCK_P), and from its sums (ROWS,)."""
+    read = tl.zeros((ROWS, BLOCK_P), tl.float32)
+    held = tl.zeros((ROWS,), tl.float32)
+    for block in range(N_BLOCKS):
+        # The rows come from a cache: kept in registers over all heads they would crowd out the matrix.
+        x = load_rows(rows, rows_l, from_i, inside_i, block * BLOCK_N, d_state, BLOCK_N)
+        h = load_state(state, block * BLOCK_N, d_state, p0, headdim, BLOCK_N, BLOCK_P)
+        read = tl.dot(x, h.to(x.dtype), acc=read, input_precision=PRECISION)
+        if VECTOR:
+            n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            z = tl.load(vectors + at_vector + n, mask=n < d_state, other=0.0)
+            held += tl.sum(x.to(tl.float32) * z[None, :], 1)
+    return read, held
 
 
 @triton.jit(do_not_specialize=["documents", "seqlen", "per_row", "self_weight", "eps"])
@@ -100,7 +93,7 @@ def mix(
     GATED1: tl.constexpr, GATED2: tl.constexpr, SCALED1: tl.constexpr, SCALED2: tl.constexpr,
     DIAGONAL: tl.constexpr, CARRIED: tl.constexpr, NORMALIZE: tl.constexpr, COMBINE: tl.constexpr,
     PACKED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+    N_BLOCKS: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """y = M v (or M^T v1 + M^T v2 per direction, for the cotangents of a concatenation) of ROWS tokens, HEADS
     heads and BLOCK_P channels. The first direction runs backward if REVERSE; a second one always does."""
@@ -127,37 +120,55 @@ def mix(
     else:
         first = i[:, None] < j[None, :]
 
-    x1, scores, own1 = side_scores(
-        row1 + b * row1_b + t * row1_l + group * row1_g, row1_l, col1 + b * col1_b + t * col1_l + group * col1_g, col1_l,
-        start, r0, length, d_state, REVERSE, SHIFT, TRANSPOSED, CHUNK, ROWS, BLOCK_N, PRECISION,
+    # The transposed product has q in its columns. With SHIFT token t reads with the q of its neighbour.
+    if TRANSPOSED:
+        i1, inside_i1 = i, valid_i
+        j1, inside_j1 = shifted(j, start, length, REVERSE, SHIFT)
+        i2, inside_i2 = i, valid_i
+        j2, inside_j2 = shifted(j, start, length, True, SHIFT)
+    else:
+        i1, inside_i1 = shifted(i, start, length, REVERSE, SHIFT)
+        j1, inside_j1 = j, valid_j
+        i2, inside_i2 = shifted(i, start, length, True, SHIFT)
+        j2, inside_j2 = j, valid_j
+    at_row1 = row1 + b * row1_b + t * row1_l + group * row1_g
+    at_row2 = row2 + b * row2_b + t * row2_l + group * row2_g
+    scores = side_scores(
+        at_row1, row1_l, col1 + b * col1_b + t * col1_l + group * col1_g, col1_l,
+        i1, inside_i1, j1, inside_j1, d_state, ROWS, CHUNK, BLOCK_N, N_BLOCKS, PRECISION,
     )  # fmt: skip
+    if not SHIFT:
+        own1 = tl.sum(tl.where(diagonal, scores, 0.0), 1)
     if TWO:
-        x2, scores2, own2 = side_scores(
-            row2 + b * row2_b + t * row2_l + group * row2_g, row2_l,
-            col2 + b * col2_b + t * col2_l + group * col2_g, col2_l,
-            start, r0, length, d_state, True, SHIFT, TRANSPOSED, CHUNK, ROWS, BLOCK_N, PRECISION,
+        scores2 = side_scores(
+            at_row2, row2_l, col2 + b * col2_b + t * col2_l + group * col2_g, col2_l,
+            i2, inside_i2, j2, inside_j2, d_state, ROWS, CHUNK, BLOCK_N, N_BLOCKS, PRECISION,
         )  # fmt: skip
-        scores += scores2
+        if not SHIFT:
+            own2 = tl.sum(tl.where(diagonal, scores2, 0.0), 1)
+        scores = tl.where(first, scores, scores2)
+        scores = tl.where(diagonal, 0.0, scores)
+    else:
+        scores = tl.where(first, scores, 0.0)
 
     for step in range(HEADS):
         head = h0 + step
-        at_v = b * v_b + t * v_l + head * v_h + p0
-        values = load_rows(v1 + at_v, v_l, j, valid_j, headdim - p0, BLOCK_P)
+        at_v = b * v_b + t * v_l + head * v_h
+        values = load_rows(v1 + at_v, v_l, j, valid_j, p0, headdim, BLOCK_P)
         matrix = scores
         if GATED1 or GATED2:
             row_high, row_low, col_high, col_low, factor1 = side_exponents(
                 a1 + b * a1_b + t * a1_l + head * a1_h if GATED1 else a1, a1_l, start, r0, length,
                 REVERSE, SHIFT, TRANSPOSED, GATED1, CHUNK, ROWS,
             )  # fmt: skip
-            exponents = exponent_matrix(row_high, row_low, col_high, col_low)
+            decays = decay_matrix(row_high, row_low, col_high, col_low, EXACT)
             if TWO:
                 row_high, row_low, col_high, col_low, factor2 = side_exponents(
                     a2 + b * a2_b + t * a2_l + head * a2_h if GATED2 else a2, a2_l, start, r0, length,
                     True, SHIFT, TRANSPOSED, GATED2, CHUNK, ROWS,
                 )  # fmt: skip
-                exponents = tl.where(first, exponents, exponent_matrix(row_high, row_low, col_high, col_low))
-            # Outside the triangles the scores are 0 but the exponents may be large. (A NaN stays one.)
-            matrix *= tl.exp2(tl.where(exponents > BEYOND, 0.0, exponents))
+                decays = tl.where(first, decays, decay_matrix(row_high, row_low, col_high, col_low, EXACT))
+            matrix *= decays
         # The diagonal: each direction's own terms (without shift), then the given one.
         own = tl.zeros((ROWS,), tl.float32)
         also = tl.zeros((ROWS,), tl.float32)
@@ -167,27 +178,27 @@ def mix(
                 also += own2
         if SCALED1:
             at_w = w1 + b * w1_b + t * w1_l + head * w1_h
-            scale1_i = tl.load(at_w + i * w1_l, mask=valid_i, other=0.0).to(tl.float32)
+            scale1_i = load_factor(at_w, w1_l, i, valid_i)
             own *= scale1_i
             if TRANSPOSED:
                 scale = scale1_i[:, None]
             else:
-                scale = tl.load(at_w + j * w1_l, mask=valid_j, other=0.0).to(tl.float32)[None, :]
+                scale = load_factor(at_w, w1_l, j, valid_j)[None, :]
             matrix *= tl.where(first, scale, 1.0) if TWO else scale
         if SCALED2:
             at_w = w2 + b * w2_b + t * w2_l + head * w2_h
-            scale2_i = tl.load(at_w + i * w2_l, mask=valid_i, other=0.0).to(tl.float32)
+            scale2_i = load_factor(at_w, w2_l, i, valid_i)
             also *= scale2_i
             if TRANSPOSED:
                 scale = scale2_i[:, None]
             else:
-                scale = tl.load(at_w + j * w2_l, mask=valid_j, other=0.0).to(tl.float32)[None, :]
+                scale = load_factor(at_w, w2_l, j, valid_j)[None, :]
             matrix *= tl.where(first, 1.0, scale)
         own *= self_weight
         also *= self_weight
         given = tl.zeros((ROWS,), tl.float32)
         if DIAGONAL:
-            given += tl.load(d + b * d_b + (t + i) * d_l + head * d_h, mask=valid_i, other=0.0).to(tl.float32)
+            given += load_factor(d + b * d_b + head * d_h, d_l, t + i, valid_i)
 
         if COMBINE == "add":
             matrix = tl.where(diagonal, (own + also + given)[:, None], matrix)
@@ -200,35 +211,35 @@ def mix(
             half = tl.where(diagonal, (own + in_both)[:, None], tl.where(first, matrix, 0.0))
             out = tl.dot(half.to(values.dtype), values, input_precision=PRECISION)
             if TRANSPOSED:
-                values = load_rows(v2 + at_v, v_l, j, valid_j, headdim - p0, BLOCK_P)
+                values = load_rows(v2 + at_v, v_l, j, valid_j, p0, headdim, BLOCK_P)
             half = tl.where(diagonal, (also + in_both)[:, None], tl.where(first, 0.0, matrix))
             out2 = tl.dot(half.to(values.dtype), values, input_precision=PRECISION)
 
         if CARRIED:
-            n = tl.arange(0, BLOCK_N)
-            p = tl.arange(0, BLOCK_P)
             directions: tl.constexpr = 2 if TWO else 1
             place = first_slot(document, begin, per_row, CHUNK, PACKED) + chunk
             which = (place.to(tl.int64) * heads + head) * directions
-            element = n[:, None] * headdim + p0 + p[None, :]
-            in_state = (n[:, None] < d_state) & (p0 + p[None, :] < headdim)
-            state = tl.load(states + which * d_state * headdim + element, mask=in_state, other=0.0).to(x1.dtype)
-            read = tl.dot(x1, state, input_precision=PRECISION)
+            read, held = read_state(
+                at_row1, row1_l, i1, inside_i1, states + which * d_state * headdim, vectors, which * d_state,
+                d_state, p0, headdim, NORMALIZE, ROWS, BLOCK_N, N_BLOCKS, BLOCK_P, PRECISION,
+            )  # fmt: skip
             if GATED1 or GATED2:
                 read *= factor1[:, None]
+                held *= factor1
             if TRANSPOSED and SCALED1:
                 read *= scale1_i[:, None]
             out += read
             if NORMALIZE:
-                z = tl.load(vectors + which * d_state + n, mask=n < d_state, other=0.0)
-                held = tl.sum(x1.to(tl.float32) * z[None, :], 1)
-                sums += held * factor1 if (GATED1 or GATED2) else held
+                sums += held
             if TWO:
                 which += 1
-                state = tl.load(states + which * d_state * headdim + element, mask=in_state, other=0.0).to(x2.dtype)
-                read = tl.dot(x2, state, input_precision=PRECISION)
+                read, held = read_state(
+                    at_row2, row2_l, i2, inside_i2, states + which * d_state * headdim, vectors, which * d_state,
+                    d_state, p0, headdim, NORMALIZE, ROWS, BLOCK_N, N_BLOCKS, BLOCK_P, PRECISION,
+                )  # fmt: skip
                 if GATED1 or GATED2:
                     read *= factor2[:, None]
+                    held *= factor2
                 if TRANSPOSED and SCALED2:
                     read *= scale2_i[:, None]
                 if COMBINE == "add":
@@ -236,9 +247,7 @@ def mix(
                 else:
                     out2 += read
                 if NORMALIZE:
-                    z = tl.load(vectors + which * d_state + n, mask=n < d_state, other=0.0)
-                    held = tl.sum(x2.to(tl.float32) * z[None, :], 1)
-                    sums += held * factor2 if (GATED1 or GATED2) else held
+                    sums += held
 
         if NORMALIZE:
             out /= (sums + eps)[:, None]
@@ -257,6 +266,6 @@ def mix(
         else:
             out *= out2
             if DIAGONAL:
-                mine = load_rows(v1 + at_v, v_l, i, valid_i, headdim - p0, BLOCK_P)
+                mine = load_rows(v1 + at_v, v_l, i, valid_i, p0, headdim, BLOCK_P)
                 out += given[:, None] * mine.to(tl.float32)
             tl.store(target, out.to(y.dtype.element_ty), mask=inside)

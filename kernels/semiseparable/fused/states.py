@@ -13,27 +13,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.semiseparable.fused.layout import first_slot, load_rows, locate, log_decays
+from matmix.kernels.semiseparable.fused.layout import first_slot, load_factor, load_rows, locate, log_decays, shifted
 
 
 @triton.jit
 def carry_states(
     k, k_l, v, v_l, a, a_l, w, w_l, u, u_l,
     states, state_step, vectors, vector_step,
-    h, z, first, last, length, d_state, headdim, channels,
+    h, z, first, last, length, d_state, headdim, n0, p0,
     REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
     STORE: tl.constexpr, VECTOR: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Run a state (BLOCK_N, BLOCK_P) through chunks first .. last - 1 of a document, in either order.
+    """Run a tile (BLOCK_N, BLOCK_P) of a state through chunks first .. last - 1 of a document, in either order.
 
-    Pointers stand at the document's first token (and the program's head and channels, `channels` of which are
-    left); `states` and `vectors` at the document's first slot. Returns the state, the vector and the sum of log2 decays.
+    Pointers stand at the document's first token and the program's head; `states` and `vectors` at the document's
+    first slot. Returns the state, the vector and
+    the sum of log2 decays.
     """
     i = tl.arange(0, CHUNK)
-    n = tl.arange(0, BLOCK_N)
-    p = tl.arange(0, BLOCK_P)
-    in_state = (n[:, None] < d_state) & (p[None, :] < channels)
+    n = n0 + tl.arange(0, BLOCK_N)
+    p = p0 + tl.arange(0, BLOCK_P)
+    in_state = (n[:, None] < d_state) & (p[None, :] < headdim)
     passed = tl.sum(tl.zeros((CHUNK,), tl.float64), 0)
     for step in range(first, last):
         # (Added to a tensor because the interpreter counts in Python's integers.)
@@ -57,20 +58,17 @@ def carry_states(
             outward += decay
         weight = tl.exp2(outward.to(tl.float32))
         if SCALED:
-            weight *= tl.load(w + start * w_l + i * w_l, mask=valid, other=0.0).to(tl.float32)
-        source = i
-        present = valid
-        if COTANGENT and SHIFT:
-            source = i - 1 if REVERSE else i + 1
-            present = valid & (start + source >= 0) & (start + source < length)
-        keys = load_rows(k + start * k_l, k_l, source, present, d_state, BLOCK_N)
-        values = load_rows(v + start * v_l, v_l, i, valid, channels, BLOCK_P)
+            weight *= load_factor(w, w_l, start + i, valid)
+        # The cotangent of a direction's states runs the other way.
+        source, present = shifted(i, start, length, not REVERSE, SHIFT and COTANGENT)
+        keys = load_rows(k + start * k_l, k_l, source, present, n0, d_state, BLOCK_N)
+        values = load_rows(v + start * v_l, v_l, i, valid, p0, headdim, BLOCK_P)
         values = (values.to(tl.float32) * weight[:, None]).to(keys.dtype)
         factor = tl.exp2(total.to(tl.float32))
         h = tl.dot(tl.trans(keys), values, acc=h * factor, input_precision=PRECISION)
         if VECTOR:
             if COTANGENT:
-                weight *= tl.load(u + start * u_l + i * u_l, mask=valid, other=0.0).to(tl.float32)
+                weight *= load_factor(u, u_l, start + i, valid)
             z = z * factor + tl.sum(keys.to(tl.float32) * weight[:, None], 0)
         passed += total
     return h, z, passed
@@ -86,22 +84,23 @@ def state_pass(
     END: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One span of one document, one head, one direction, BLOCK_P channels."""
+    """One span of one document, one head, one direction, one tile of the state."""
     unit = tl.program_id(0)
     head = tl.program_id(1)
-    p0 = tl.program_id(2) * BLOCK_P
+    tiles = tl.cdiv(headdim, BLOCK_P)
+    n0 = tl.program_id(2) // tiles * BLOCK_N
+    p0 = tl.program_id(2) % tiles * BLOCK_P
     document, piece, row, begin, length = locate(
         unit, cu_seqlens, documents, seqlen, spans_per_row, span_chunks * CHUNK, PACKED
     )
     chunks = tl.cdiv(length, CHUNK)
     first = piece * span_chunks
     last = tl.minimum(first + span_chunks, chunks)
-    n = tl.arange(0, BLOCK_N)
-    p = tl.arange(0, BLOCK_P)
-    left = headdim - p0
-    in_state = (n[:, None] < d_state) & (p[None, :] < left)
+    n = n0 + tl.arange(0, BLOCK_N)
+    p = p0 + tl.arange(0, BLOCK_P)
+    in_state = (n[:, None] < d_state) & (p[None, :] < headdim)
     which = (unit.to(tl.int64) * heads + head) * directions + direction
-    of_unit = which * d_state * headdim + n[:, None] * headdim + p0 + p[None, :]
+    of_unit = which * d_state * headdim + n[:, None] * headdim + p[None, :]
     h = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
     z = tl.zeros((BLOCK_N,), tl.float32)
     if ENTRY:
@@ -115,13 +114,13 @@ def state_pass(
     group = head // share
     h, z, passed = carry_states(
         k + row * k_b + begin * k_l + group * k_g, k_l,
-        v + row * v_b + begin * v_l + head * v_h + p0, v_l,
+        v + row * v_b + begin * v_l + head * v_h, v_l,
         a + row * a_b + begin * a_l + head * a_h if GATED else a, a_l,
         w + row * w_b + begin * w_l + head * w_h if SCALED else w, w_l,
         u + row * u_b + begin * u_l + head * u_h if (VECTOR and COTANGENT) else u, u_l,
-        states + of_slot * d_state * headdim + p0 if STORE else states, heads * directions * d_state * headdim,
+        states + of_slot * d_state * headdim if STORE else states, heads * directions * d_state * headdim,
         vectors + of_slot * d_state if (STORE and VECTOR) else vectors, heads * directions * d_state,
-        h, z, first, last, length, d_state, headdim, left,
+        h, z, first, last, length, d_state, headdim, n0, p0,
         REVERSE, COTANGENT, SHIFT, GATED, SCALED, STORE, VECTOR, CHUNK, BLOCK_N, BLOCK_P, PRECISION,
     )  # fmt: skip
     if END:
@@ -155,7 +154,7 @@ def combine_spans(
     h = tl.zeros((BLOCK,), tl.float32)
     if INITIAL:
         h += tl.load(initial + of_document, mask=inside, other=0.0).to(tl.float32)
-    for step in range(0, spans):
+    for step in range(spans):
         unit = (first + spans - 1 - step if REVERSE else first + step).to(tl.int64)
         which = (unit * heads + head) * directions + direction
         added = tl.load(ends + which * elements + e, mask=inside, other=0.0)
