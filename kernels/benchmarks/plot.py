@@ -97,6 +97,8 @@ def _draw_kind(axes, kind: str, cases: list[dict[str, Any]], bandwidth: float) -
     if floor:
         times = [seconds * 1e3 for _, seconds in floor]
         left.plot([x for x, _ in floor], times, "k--", linewidth=1, label="floor: least traffic at copy speed")
+    low, high = right.get_ylim()
+    right.set_ylim(min(low, 0.5), max(high, 2.2))
     left.set_ylabel("milliseconds (less is better)")
     right.set_ylabel("time over ours (above 1: ours is faster)")
     left.set_title(kind, fontsize=10)
