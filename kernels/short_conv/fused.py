@@ -38,9 +38,9 @@ class ConvConfig(NamedTuple):
     num_stages: int
 
 
-_WIDE = ConvConfig(channels=128, rows=32, walk_rows=8, num_warps=4, num_stages=2)
+_WIDE = ConvConfig(channels=128, rows=32, walk_rows=8, num_warps=8, num_stages=2)
 _WIDE_FP32 = ConvConfig(channels=64, rows=32, walk_rows=8, num_warps=4, num_stages=2)
-_FEW_TOKENS = ConvConfig(channels=64, rows=16, walk_rows=8, num_warps=2, num_stages=2)
+_FEW_TOKENS = ConvConfig(channels=64, rows=16, walk_rows=8, num_warps=4, num_stages=2)
 _NARROW = ConvConfig(channels=32, rows=64, walk_rows=16, num_warps=4, num_stages=2)
 
 _forced: ConvConfig | None = None
