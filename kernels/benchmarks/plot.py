@@ -59,7 +59,6 @@ def draw_lengths(record: dict[str, Any], path: Path) -> None:
             one.set_xscale("log", base=2)
             one.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45 if len(lengths) > 6 else 0)
             one.minorticks_off()
-            one.set_yscale("log")
             one.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             one.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             one.yaxis.set_minor_formatter(NullFormatter())
@@ -75,6 +74,8 @@ def draw_lengths(record: dict[str, Any], path: Path) -> None:
 
 def _draw_kind(axes, kind: str, cases: list[dict[str, Any]], bandwidth: float) -> None:
     left, right = axes
+    left.set_yscale("log")
+    right.set_yscale("log")
     names = list(dict.fromkeys(found["candidate"] for case in cases for found in case["candidates"]))
     floor = []
     for place, name in enumerate(names):
