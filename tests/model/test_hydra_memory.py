@@ -110,9 +110,9 @@ def test_the_plan_counts_what_recomputing_saves(small_config):
         assert copies >= fewer >= 0
 
 
-def test_the_plan_counts_without_memory_what_is_kept_in_truth(small_config):
+def test_the_plan_counts_without_memory_what_is_kept_in_truth(small_config, randomize):
     config = small_config("encoder", ("hydra", "attention"), hydra=HydraConfig(headdim=8, d_state=4, recompute=True))
-    model = build_model(config)
+    model = randomize(build_model(config))
     held = []
     for batch in (2, 3):
         with Storages() as storages:
