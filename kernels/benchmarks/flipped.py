@@ -103,12 +103,13 @@ def plain_causal(v: Tensor, q: Tensor, k: Tensor, dt: Tensor, decay: Tensor, chu
     weights = scores.unsqueeze(3) * decay_matrix(until.permute(0, 1, 3, 4, 2))
     y = torch.einsum("bcghls,bcsghp->bclghp", weights, values)
 
-    left = torch.exp(ends.unsqueeze(2) - until)
-    alone = torch.einsum("bcsgn,bcsgh,bcsghp->bcghnp", keys, left, values)
+    # Decays go to the values and outputs, so that all heads of a group share one product with its vectors.
+    left = torch.exp(ends.unsqueeze(2) - until).unsqueeze(-1)
+    alone = torch.einsum("bcsgn,bcsghp->bcghnp", keys, left * values)
     # Row c: how much of what chunk s < c left behind still is there when c begins.
     passed = decay_matrix(torch.nn.functional.pad(ends, (0, 0, 0, 0, 1, 0)).cumsum(1).permute(0, 2, 3, 1))
     entering = torch.einsum("bghcs,bsghnp->bcghnp", passed[..., :-1, 1:], alone)
-    y = y + torch.einsum("bclgn,bclgh,bcghnp->bclghp", queries, torch.exp(until), entering)
+    y = y + torch.exp(until).unsqueeze(-1) * torch.einsum("bclgn,bcghnp->bclghp", queries, entering)
     return y.reshape(batch, count * chunk, heads, headdim)[:, :seqlen].to(v.dtype)
 
 

@@ -76,7 +76,9 @@ def row(case: Case, record: dict[str, Any]) -> str:
     else:
         moved = f"{case.batch * case.seqlen / both['median'] / 1e6:>10,.3g}"
     ours = f"{record['over_ours']['both']:.2f}" if "over_ours" in record else "-"
-    error = "-" if "error" not in record else f"{record['error']:.1e}"
+    error = "-"
+    if "error" in record:
+        error = "NaN" if record["error"] is None else f"{record['error']:.1e}"
     warning = "  DIFFERS FROM OURS" if record.get("agrees") is False else ""
     return f"{name}{times}  {spread:<19}{moved}{ours:>8}{size(record['peak_bytes']):>9}{error:>10}{warning}"
 

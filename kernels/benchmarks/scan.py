@@ -72,6 +72,21 @@ def ours(backend: str = "auto") -> Callable[..., Tensor]:
     return mix
 
 
+def op_alone(leaves: list[Tensor], cotangent: Tensor) -> Candidate:
+    """Our op as such, given the log-decays that the others make of step sizes and rates."""
+    v, qf, kf, qb, kb, dt_forward, dt_backward, decay, diagonal = (x.detach() for x in leaves)
+    inputs = [v, qf, kf, qb, kb, dt_forward * decay, dt_backward * decay, dt_forward, dt_backward, diagonal]
+
+    def mix(v, qf, kf, qb, kb, af, ab, wf, wb, diagonal):
+        return quasiseparable_scan(
+            v, qf, kf, qb, kb, af, ab, input_scale_forward=wf, input_scale_backward=wb, diagonal=diagonal
+        )
+
+    # Its gradients are other ones, so they are not compared.
+    given = [x.requires_grad_() for x in inputs]
+    return on_leaves("ours, log-decays given", mix, given, cotangent, compared=False)
+
+
 def flash_only(device: torch.device) -> AbstractContextManager[None]:
     """On a GPU attention takes the flash kernel or fails; elsewhere it takes what there is."""
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device.type == "cuda" else nullcontext()
@@ -104,7 +119,7 @@ def scan_case(seqlen: int, settings: Settings) -> Case:
         except Missing as missing:
             return Candidate(name=name, missing=str(missing))
 
-    candidates = [candidate("ours", ours)]
+    candidates = [candidate("ours", ours), op_alone(leaves, cotangent)]
     if settings.device.type == "cuda":
         candidates.append(candidate("ours, PyTorch form", lambda: ours("torch")))
     if settings.compile:

@@ -103,7 +103,9 @@ def _device(name: str) -> torch.device:
             "there is no GPU here; run this on a machine with one, or try the program out in small with "
             "--device cpu --tokens 2048 --lengths 128,512 --dtype float32"
         )
-    return device
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def device_name(device: torch.device) -> str:

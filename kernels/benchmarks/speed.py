@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from matmix.kernels.benchmarks import report
 from matmix.kernels.benchmarks.settings import LENGTHS, Settings, add_arguments, settings_from
 from matmix.kernels.benchmarks.small import measure_small
@@ -33,6 +35,8 @@ def run_command(
     small: a case for which CUDA graphs are compared; floors: whether the cases' candidates have floors.
     """
     settings = settings_from(command, options)
+    if settings.device.type == "cuda":
+        torch.cuda.set_device(settings.device)
     clock = Clock(settings.device)
     bandwidth = copy_bandwidth(clock)
     where = report.where_and_with_what(settings)

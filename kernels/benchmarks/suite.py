@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,8 +106,9 @@ def measure_case(case: Case, clock: Clock, settings: Settings) -> list[dict[str,
             if candidate is case.candidates[0]:
                 wanted = found
             elif candidate.compared and wanted is not None:
-                record["error"] = largest_error(found, wanted)
-                record["agrees"] = record["error"] <= tolerance(settings.dtype)
+                error = largest_error(found, wanted)
+                record["error"] = error if math.isfinite(error) else None
+                record["agrees"] = error <= tolerance(settings.dtype)
             del found
             record["peak_bytes"] = clock.peak_bytes(lambda: both_passes(candidate))
 
