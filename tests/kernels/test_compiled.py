@@ -40,7 +40,7 @@ def resources_of(tmp_path: Path, op: str, *options: str) -> list[dict]:
     done = run("-m", "matmix.kernels.benchmarks.resources", *options)
     assert out.exists(), done.stdout + done.stderr
     found = json.loads(out.read_text())
-    faults = [f"{x['kernel']} on {x['target']}, {x['constants']}: {fault}" for x in found if (fault := fault_of(x))]
+    faults = [f"{x['kernel']} on {x['target']}, {x['dtype']}: {fault}" for x in found if (fault := fault_of(x))]
     assert not faults, f"{len(faults)} of {len(found)}:\n" + "\n".join(faults)
     assert done.returncode == 0, done.stdout + done.stderr
     return found
@@ -56,7 +56,8 @@ def fault_of(line: dict) -> str:
     if line["shared_bytes"] > hardware.shared_memory or line["tensor_memory"] > hardware.tensor_memory:
         return f"{line['shared_bytes']} bytes of shared memory, {line['tensor_memory']} columns of tensor memory"
     if line["target"] == "sm_90" and line["spill_bytes"]:
-        return f"spills {line['spill_bytes']} bytes, from the call {line['call']}, {line['dtype']}"
+        chosen = {name: value for name, value in line["constants"].items() if value}
+        return f"spills {line['spill_bytes']} bytes, called for {line['call']}, {chosen}"
     return ""
 
 
