@@ -28,14 +28,16 @@ class NormConfig(NamedTuple):
     """Elements of a tile: it holds as many rows as fit, at least one."""
     columns: int
     """Channels of a tile at most; groups wider than that are cut."""
+    programs: int
+    """Programs of the backward pass at most, about; enough to fill any GPU, so few that their sums are small."""
     num_warps: int
     num_stages: int
 
 
-_SMALL = NormConfig(elements=1024, columns=512, num_warps=4, num_stages=2)
-_MIDDLE = NormConfig(elements=2048, columns=2048, num_warps=4, num_stages=2)
-_LARGE = NormConfig(elements=4096, columns=4096, num_warps=8, num_stages=2)
-_CUT = NormConfig(elements=2048, columns=1024, num_warps=4, num_stages=2)
+_SMALL = NormConfig(elements=1024, columns=512, programs=1024, num_warps=4, num_stages=2)
+_MIDDLE = NormConfig(elements=2048, columns=2048, programs=1024, num_warps=4, num_stages=2)
+_LARGE = NormConfig(elements=4096, columns=4096, programs=1024, num_warps=8, num_stages=2)
+_CUT = NormConfig(elements=2048, columns=1024, programs=1024, num_warps=4, num_stages=2)
 
 _forced: NormConfig | None = None
 
@@ -244,9 +246,8 @@ def backward(
         arguments = (dy, x, wide, gate, scales, alongs, rows, group, tiling.groups, eps)
         tiling.launch(_statistics, tiling.blocks * tiling.groups, *arguments, *strides, GRADIENT=True)
     dx, dgate = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, gate))
-    # About 1024 programs fill any GPU; their sums over rows then are few beside what they read.
     across = tiling.groups * tiling.pieces
-    walk = triton.cdiv(tiling.blocks, max(1, 1024 // across))
+    walk = triton.cdiv(tiling.blocks, max(1, tiling.config.programs // across))
     programs = triton.cdiv(tiling.blocks, walk)
     sums = torch.empty(programs, d, dtype=torch.float32, device=x.device)
     pointers = (dy, x, wide, gate, dx, dgate, sums, scales, alongs)

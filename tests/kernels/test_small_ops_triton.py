@@ -283,7 +283,7 @@ def test_conv_of_random_shapes(
     rows=st.lists(st.integers(1, 6), min_size=1, max_size=2),
     group=st.integers(2, 40),  # a group of one has no gradient but rounding errors
     groups=st.integers(1, 3),
-    tile=st.tuples(st.sampled_from([16, 64, 256]), st.sampled_from([16, 64])),
+    tile=st.tuples(st.sampled_from([16, 64, 256]), st.sampled_from([16, 64]), st.sampled_from([1, 7, 1024])),
     dtype=st.sampled_from(DTYPES),
 )
 def test_norm_of_random_shapes(interpreter, rows, group, groups, tile, dtype):
