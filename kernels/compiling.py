@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.jit import compute_cache_key
 
-from matmix.kernels.launching import Launch
+from matmix.kernels.launching import Launch, stages_on
 
 
 class Hardware(NamedTuple):
@@ -106,11 +106,12 @@ def compilation(launch: Launch, target: str) -> Compilation:
         constants = {name: "ieee" if value == "tf32x3" else value for name, value in launch.constants.items()}
     else:
         constants = dict(launch.constants)  # see launching.dot_precision
+    num_stages = stages_on(launch.num_stages, hip=target.startswith("gfx"))
     arguments = tuple(_pointer(x) if isinstance(x, torch.Tensor) else x for x in launch.arguments)
     with _pretend(target):
         hardware = HARDWARE[target]
         *_, binder = launch.kernel.device_caches[hardware.target]
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        options = {"num_warps": launch.num_warps, "num_stages": num_stages}
         _, specialization, options = binder(*arguments, **constants, **options)
         key = compute_cache_key({}, specialization, options)
     function = launch.kernel.fn
@@ -120,7 +121,7 @@ def compilation(launch: Launch, target: str) -> Compilation:
         arguments,
         constants,
         launch.num_warps,
-        launch.num_stages,
+        num_stages,
         target,
         f"{function.__module__}.{function.__qualname__}-{target}-{key}",
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -29,31 +28,37 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-_recorder: ContextVar[list[Launch] | None] = ContextVar("recorder", default=None)
+# Not a context variable: PyTorch runs backward passes on GPUs in a thread of its own.
+_recorder: list[Launch] | None = None
 
 
 @contextlib.contextmanager
 def record_launches() -> Iterator[list[Launch]]:
     """Within this block kernels are noted in the returned list and not run; outputs stay unwritten."""
-    launches: list[Launch] = []
-    token = _recorder.set(launches)
+    global _recorder
+    before, _recorder = _recorder, []
     try:
-        yield launches
+        yield _recorder
     finally:
-        _recorder.reset(token)
+        _recorder = before
 
 
 def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int = 2, **constants) -> None:
     """Run `kernel` on `grid` (nothing if the grid is empty), on the device of the first tensor."""
     if 0 in grid:
         return
-    recorder = _recorder.get()
-    if recorder is not None:
-        recorder.append(Launch(kernel, grid, arguments, constants, num_warps, num_stages))
+    if _recorder is not None:
+        _recorder.append(Launch(kernel, grid, arguments, constants, num_warps, num_stages))
         return
+    num_stages = stages_on(num_stages, hip=bool(torch.version.hip))
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
+
+
+def stages_on(num_stages: int, hip: bool) -> int:
+    """Stages of software pipelining: none on AMD, whose 64 kB of shared memory do not hold a second tile."""
+    return 1 if hip else num_stages
 
 
 def dot_precision(dtype: torch.dtype) -> str:

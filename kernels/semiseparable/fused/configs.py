@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
+
 
 class ScanConfig(NamedTuple):
     """Tiles of all kernels of one scan; chunks and rows in tokens."""
@@ -29,6 +29,10 @@ class ScanConfig(NamedTuple):
     """Heads that share one program's scores in the products."""
     block: int
     """Elements of d_state and of headdim in a tile."""
+    pair_block: int
+    """The same in the gradients inside chunks."""
+    state_gradient_block: int
+    """The same in the gradients through states."""
     state_warps: int
     mix_warps: int
     pair_warps: int
@@ -37,11 +41,12 @@ class ScanConfig(NamedTuple):
     """Software pipelining of loops over chunks and heads."""
 
 
-_HALF = ScanConfig(2, 128, 32, 64, 2, 64, 4, 8, 8, 8, 2)
-_HALF_SHORT = ScanConfig(2, 64, 64, 64, 2, 64, 4, 8, 8, 8, 2)
-_SINGLE = ScanConfig(4, 64, 32, 32, 2, 32, 4, 8, 8, 8, 1)
+_HALF = ScanConfig(2, 128, 32, 64, 2, 64, 32, 64, 4, 8, 8, 8, 2)
+_HALF_SHORT = ScanConfig(2, 64, 32, 64, 2, 64, 32, 64, 4, 8, 8, 8, 2)
+_SINGLE = ScanConfig(4, 32, 16, 32, 1, 32, 16, 16, 4, 8, 8, 8, 1)
 
-_forced: ContextVar[ScanConfig | None] = ContextVar("forced", default=None)
+# Not a context variable: PyTorch runs backward passes on GPUs in a thread of its own.
+_forced: ScanConfig | None = None
 
 
 def configurations() -> tuple[ScanConfig, ...]:
@@ -52,18 +57,22 @@ def configurations() -> tuple[ScanConfig, ...]:
 @contextlib.contextmanager
 def force_configuration(config: ScanConfig) -> Iterator[None]:
     """Within this block every scan uses `config`, if its inputs have the size that it is for."""
-    token = _forced.set(config)
+    global _forced
+    before, _forced = _forced, config
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced = before
 
 
 def choose(dtype: torch.dtype, seqlen: int, chunk_size: int | None) -> ScanConfig:
     """The configuration of a scan; `chunk_size` is the caller's wish for the tokens between stored states."""
-    config = _forced.get()
+    config = _forced
     if config is None or config.itemsize != dtype.itemsize:
         config = _SINGLE if dtype.itemsize == 4 else _HALF if seqlen > 64 else _HALF_SHORT
+        if dtype == torch.float16:
+            # Its states are float32 (launch.py), twice as many registers.
+            config = config._replace(state_gradient_block=32)
         if chunk_size is not None:
             chunk = min(chunk_size, config.forward_chunk)
             config = config._replace(forward_chunk=chunk, backward_chunk=min(chunk_size, config.backward_chunk))

@@ -105,7 +105,7 @@ def pair_gradients(
     h0 = tl.program_id(1) * HEADS
     group = h0 // share
     part = h0 % share // HEADS
-    document, chunk, batch_row, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
+    _document, chunk, batch_row, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
     start = chunk * CHUNK
     if start >= length:
         return
@@ -115,10 +115,7 @@ def pair_gradients(
     valid = start + i < length
     diagonal = i[:, None] == i[None, :]
     # Which of the strict triangles belongs to the first direction.
-    if REVERSE:
-        first = i[:, None] < i[None, :]
-    else:
-        first = i[:, None] > i[None, :]
+    first = i[:, None] < i[None, :] if REVERSE else i[:, None] > i[None, :]
 
     at_q1 = q1 + b * q1_b + t * q1_l + group * q1_g
     at_k1 = k1 + b * k1_b + t * k1_l + group * k1_g
@@ -183,10 +180,7 @@ def pair_gradients(
                     first, decays, pair_decays(at_a, a2_l, start, length, True, SHIFT, GATED2, EXACT, CHUNK)
                 )
             pairs *= decays
-        if TWO:
-            pairs = tl.where(diagonal, 0.0, pairs)
-        else:
-            pairs = tl.where(first, pairs, 0.0)
+        pairs = tl.where(diagonal, 0.0, pairs) if TWO else tl.where(first, pairs, 0.0)
         own_part1 = self_weight * along1 if not SHIFT else met1
         if SCALED1:
             scale1 = load_factor(w1 + b * w1_b + head * w1_h, w1_l, t + i, valid)
@@ -240,8 +234,8 @@ def state_gradients(
     states, vectors, leaving, leaving_vectors,
     cu_seqlens, documents, seqlen, per_row, heads, share, d_state, headdim, direction,
     directions: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
-    ADD: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr, P_BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+    ADD: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, P_BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What goes through the states at a chunk's edges, for BLOCK_N elements of q and k, added to what
     `pair_gradients` found (with ADD, else dq and dk hold more parts). da and dw get a part for each such block."""
@@ -335,6 +329,7 @@ def state_gradients(
     at_c = at + i[:, None] * d_l + n[None, :]
     if ADD:
         dx += tl.load(dq_pairs + at_x, mask=target[:, None] & inside, other=0.0)
-        dc += tl.load(dk_pairs + at_c, mask=valid[:, None] & inside, other=0.0)
     tl.store(dq + at_x, dx.to(dq.dtype.element_ty), mask=target[:, None] & inside)
+    if ADD:
+        dc += tl.load(dk_pairs + at_c, mask=valid[:, None] & inside, other=0.0)
     tl.store(dk + at_c, dc.to(dk.dtype.element_ty), mask=valid[:, None] & inside)

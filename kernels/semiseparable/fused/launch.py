@@ -39,11 +39,12 @@ class Scan(NamedTuple):
     cu_seqlens: Tensor | None
     config: ScanConfig
     chunk: int
-    block_n: int
-    n_blocks: int
-    block_p: int
-    p_blocks: int
     precision: str
+
+    def blocks(self, block: int) -> tuple[int, int, int, int]:
+        """Tiles of at most `block` elements: width and number over d_state, then over headdim."""
+        n, p = (min(block, max(16, triton.next_power_of_2(width))) for width in (self.d_state, self.headdim))
+        return n, -(-self.d_state // n), p, -(-self.headdim // p)
 
     @property
     def share(self) -> int:
@@ -69,10 +70,8 @@ def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | No
     groups, d_state = q.shape[2:]
     config = choose(v.dtype, seqlen, chunk_size)
     chunk = config.backward_chunk if backward else config.forward_chunk
-    block_n, block_p = (min(config.block, max(16, triton.next_power_of_2(width))) for width in (d_state, headdim))
     return Scan(
-        rows, seqlen, heads, headdim, groups, d_state, cu_seqlens, config, chunk, block_n, -(-d_state // block_n),
-        block_p, -(-headdim // block_p), dot_precision(v.dtype),
+        rows, seqlen, heads, headdim, groups, d_state, cu_seqlens, config, chunk, dot_precision(v.dtype)
     )  # fmt: skip
 
 
@@ -131,7 +130,8 @@ def pass_states(
         entry = torch.stack([(zero if state is None else state).float() for state in initial], 2)
     ends = empty(documents, heads, count, n, p) if want_ends else None
 
-    tiles = scan.n_blocks * scan.p_blocks
+    block_n, n_blocks, block_p, p_blocks = scan.blocks(scan.config.block)
+    tiles = n_blocks * p_blocks
     programs = documents * heads * tiles
     chunks = scan.per_row(scan.chunk)
     span = max(8, -(-scan.rows * chunks * heads * tiles // PROGRAMS))
@@ -162,7 +162,7 @@ def pass_states(
             directions=count, REVERSE=side.reverse != cotangent, COTANGENT=cotangent, SHIFT=form.shift,
             GATED=side.log_decay is not None, SCALED=scale is not None, STORE=store and not summing, VECTOR=vector,
             ENTRY=entries is not None, END=out is not None, DECAYS=summing, PACKED=scan.cu_seqlens is not None,
-            CHUNK=scan.chunk, BLOCK_N=scan.block_n, BLOCK_P=scan.block_p, PRECISION=scan.precision,
+            CHUNK=scan.chunk, BLOCK_N=block_n, BLOCK_P=block_p, PRECISION=scan.precision,
         )  # fmt: skip
 
     for number, side in enumerate(sides):
@@ -208,8 +208,9 @@ def product(
     while heads > 1 and scan.slots(scan.chunk) * (scan.chunk // scan.config.rows) * scan.heads // heads < PROGRAMS:
         heads = max(d for d in range(1, heads) if heads % d == 0)
     rows = min(scan.config.rows, scan.chunk)
+    block_n, n_blocks, block_p, p_blocks = scan.blocks(scan.config.block)
     launch(
-        mix, (scan.slots(scan.chunk) * (scan.chunk // rows), scan.heads // heads, scan.p_blocks),
+        mix, (scan.slots(scan.chunk) * (scan.chunk // rows), scan.heads // heads, p_blocks),
         y, *y.stride()[:3], row_sums, values[0], values[-1], *values[0].stride()[:3], *arguments,
         *per_token(first.log_decay), *per_token(second.log_decay),
         *per_token(first.input_scale), *per_token(second.input_scale), *per_token(diagonal),
@@ -221,8 +222,8 @@ def product(
         GATED2=second.log_decay is not None, SCALED1=first.input_scale is not None,
         SCALED2=second.input_scale is not None, DIAGONAL=diagonal is not None, CARRIED=states is not None,
         NORMALIZE=form.normalize and not transposed, COMBINE=form.combine if two else "add",
-        PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, ROWS=rows, HEADS=heads, BLOCK_N=scan.block_n,
-        N_BLOCKS=scan.n_blocks, BLOCK_P=scan.block_p, PRECISION=scan.precision, EXACT=scan.config.itemsize == 4,
+        PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, ROWS=rows, HEADS=heads, BLOCK_N=block_n,
+        N_BLOCKS=n_blocks, BLOCK_P=block_p, PRECISION=scan.precision, EXACT=scan.config.itemsize == 4,
     )  # fmt: skip
 
 
@@ -288,9 +289,7 @@ def backward(
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     product(scan, dv, None, parts, sides, diagonal, form, leaving, True)
 
-    gradients, along = vector_gradients(
-        scan, v, parts, drow_sum, sides, diagonal is not None, form, entering, leaving
-    )
+    gradients, along = vector_gradients(scan, v, parts, drow_sum, sides, diagonal is not None, form, entering, leaving)
     finished = []
     for number, (side, (dq, dk, da, dw)) in enumerate(zip(given, gradients, strict=True)):
         initial = None
@@ -340,6 +339,7 @@ def vector_gradients(
     halves = two and form.combine == "concat"
     along, along2 = factor(diagonal), factor(diagonal and halves)
     self_weight = 0.5 if two and form.self_term == "mean" else 1.0
+    block_n, n_blocks, block_p, p_blocks = scan.blocks(scan.config.pair_block)
     launch(
         pair_gradients, (slots, scan.heads // heads),
         dqs[0], dks[0], dqs[-1], dks[-1], *dqs[0].stride()[:4], das[0], dws[0], das[1], dws[1], along, along2,
@@ -354,19 +354,20 @@ def vector_gradients(
         TWO=two, REVERSE=first.reverse, SHIFT=form.shift, GATED1=das[0] is not None, GATED2=das[1] is not None,
         SCALED1=dws[0] is not None, SCALED2=dws[1] is not None, DIAGONAL=diagonal, HALVES=halves,
         NORMALIZE=drow_sum is not None, PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, HEADS=heads,
-        BLOCK_N=scan.block_n, N_BLOCKS=scan.n_blocks, BLOCK_P=scan.block_p, P_BLOCKS=scan.p_blocks,
+        BLOCK_N=block_n, N_BLOCKS=n_blocks, BLOCK_P=block_p, P_BLOCKS=p_blocks,
         PRECISION=scan.precision, EXACT=scan.config.itemsize == 4,
     )  # fmt: skip
 
     found = []
+    block_n, n_blocks, block_p, p_blocks = scan.blocks(scan.config.state_gradient_block)
     for number, side in enumerate(sides):
         dq, dk, da, dw = dqs[number], dks[number], das[number], dws[number]
         if carried:
             into_q = vectors(1, v.dtype, form.shift) if add else dq[blocks:]
             into_k = vectors(1, v.dtype, False) if add else dk[blocks:]
-            into_a, into_w = factor(da is not None, scan.n_blocks), factor(dw is not None, scan.n_blocks)
+            into_a, into_w = factor(da is not None, n_blocks), factor(dw is not None, n_blocks)
             launch(
-                state_gradients, (slots, scan.heads // heads, scan.n_blocks),
+                state_gradients, (slots, scan.heads // heads, n_blocks),
                 into_q, into_k, *into_q.stride()[:4], dq if add else None, dk if add else None,
                 into_a, into_w, factors.numel(), da, dw,
                 dys[number], *dys[number].stride()[:3], v, *v.stride()[:3],
@@ -378,7 +379,7 @@ def vector_gradients(
                 num_warps=scan.config.state_gradient_warps, num_stages=scan.config.stages,
                 directions=len(sides), REVERSE=side.reverse, SHIFT=form.shift, GATED=da is not None,
                 SCALED=dw is not None, ADD=add, NORMALIZE=drow_sum is not None, PACKED=scan.cu_seqlens is not None,
-                CHUNK=scan.chunk, HEADS=heads, BLOCK_N=scan.block_n, BLOCK_P=scan.block_p, P_BLOCKS=scan.p_blocks,
+                CHUNK=scan.chunk, HEADS=heads, BLOCK_N=block_n, BLOCK_P=block_p, P_BLOCKS=p_blocks,
                 PRECISION=scan.precision,
             )  # fmt: skip
             dq, dk, da, dw = into_q if add else dq, into_k if add else dk, into_a, into_w

@@ -54,11 +54,7 @@ def locate(slot, cu_seqlens, documents, seqlen, per_row, span, PACKED: tl.conste
 @triton.jit
 def first_slot(document, begin, per_row, span, PACKED: tl.constexpr):
     """Slot of a document's first piece."""
-    if PACKED:
-        slot = begin // span + document
-    else:
-        slot = document * per_row
-    return slot
+    return begin // span + document if PACKED else document * per_row
 
 
 @triton.jit

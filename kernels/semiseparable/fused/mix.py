@@ -115,10 +115,7 @@ def mix(
     valid_j = start + j < length
     diagonal = i[:, None] == j[None, :]
     # Which of the strict triangles belongs to the first direction.
-    if REVERSE == TRANSPOSED:
-        first = i[:, None] > j[None, :]
-    else:
-        first = i[:, None] < j[None, :]
+    first = i[:, None] > j[None, :] if REVERSE == TRANSPOSED else i[:, None] < j[None, :]
 
     # The transposed product has q in its columns. With SHIFT token t reads with the q of its neighbour.
     if TRANSPOSED:
@@ -180,19 +177,13 @@ def mix(
             at_w = w1 + b * w1_b + t * w1_l + head * w1_h
             scale1_i = load_factor(at_w, w1_l, i, valid_i)
             own *= scale1_i
-            if TRANSPOSED:
-                scale = scale1_i[:, None]
-            else:
-                scale = load_factor(at_w, w1_l, j, valid_j)[None, :]
+            scale = scale1_i[:, None] if TRANSPOSED else load_factor(at_w, w1_l, j, valid_j)[None, :]
             matrix *= tl.where(first, scale, 1.0) if TWO else scale
         if SCALED2:
             at_w = w2 + b * w2_b + t * w2_l + head * w2_h
             scale2_i = load_factor(at_w, w2_l, i, valid_i)
             also *= scale2_i
-            if TRANSPOSED:
-                scale = scale2_i[:, None]
-            else:
-                scale = load_factor(at_w, w2_l, j, valid_j)[None, :]
+            scale = scale2_i[:, None] if TRANSPOSED else load_factor(at_w, w2_l, j, valid_j)[None, :]
             matrix *= tl.where(first, 1.0, scale)
         own *= self_weight
         also *= self_weight
