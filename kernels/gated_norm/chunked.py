@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from matmix.kernels.precision import outside_autocast
 from matmix.kernels.slabs import row_slabs
 
 
@@ -16,6 +17,7 @@ def norm_rows(x: Tensor, group: int, eps: float) -> tuple[Tensor, Tensor]:
     return x * scale, scale
 
 
+@outside_autocast
 def norm_forward(x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None) -> Tensor:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     group = group_size or x.shape[-1]
@@ -28,6 +30,7 @@ def norm_forward(x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size
     return out.view(x.shape)
 
 
+@outside_autocast
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from matmix.kernels.matrix_product.forward import given_states
 from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, product_spans
+from matmix.kernels.precision import outside_autocast
 
 
+@outside_autocast
 def product_backward(
     dh: Tensor | None,
     dfinal: Tensor | None,

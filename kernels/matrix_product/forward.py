@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, product_dtype, product_spans
+from matmix.kernels.precision import outside_autocast
 
 
+@outside_autocast
 def product_forward(
     x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import shift_left, shift_right
+from matmix.kernels.precision import outside_autocast
 from matmix.kernels.semiseparable.decay import SideDecay, side_decay_backward
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide, SideGradients
 from matmix.kernels.semiseparable.forward import with_ones
@@ -58,6 +59,7 @@ class SideSums(NamedTuple):
     """(M, nheads): of the exponent over the whole chunk."""
 
 
+@outside_autocast
 def scan_backward(
     dy: Tensor,
     drow_sum: Tensor | None,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from matmix.kernels.precision import outside_autocast
 from matmix.kernels.semiseparable.form import ScanForm, ScanOutput, ScanSide
 from matmix.kernels.semiseparable.matrices import chunk_matrices, multiply_by_group, own_terms, token_factor
 from matmix.kernels.semiseparable.setup import scan_dtype, set_up_scan, slabs_of, spread_heads
 from matmix.kernels.semiseparable.states import entering_states, ungrouped_rows
 
 
+@outside_autocast
 def scan_forward(
     v: Tensor,
     sides: tuple[ScanSide, ...],

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d, pad, silu
 
 from matmix.kernels.documents import document_ids
+from matmix.kernels.precision import outside_autocast
 from matmix.kernels.slabs import row_slabs
 
 
@@ -68,6 +69,7 @@ def depthwise_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.squeeze(2).transpose(1, 2)
 
 
+@outside_autocast
 def conv_forward(
     x: Tensor,
     weight: Tensor,
@@ -85,6 +87,7 @@ def conv_forward(
     return out.to(x.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
+@outside_autocast
 def conv_backward(
     dy: Tensor,
     x: Tensor,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from matmix.kernels import gated_norm, quasiseparable_scan, short_conv
 from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.hydra_functions import StepSizes, ValuesAndVectors, without_autocast
+from matmix.model.mixers.hydra_functions import StepSizes, ValuesAndVectors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,10 +137,7 @@ class Hydra(Mixer):
         """As `parts`, from in_proj's output."""
         config = self.config
         z, vbc, dt = projected.split([self.d_inner, self.d_inner + 4 * self.d_group, 2 * self.nheads], -1)
-        with without_autocast(vbc.device):
-            vbc = short_conv(
-                vbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", cu_seqlens=cu_seqlens
-            )
+        vbc = short_conv(vbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", cu_seqlens=cu_seqlens)
         v, k_forward, q_forward, k_backward, q_backward, diagonal = ValuesAndVectors.apply(
             vbc, self.fc_D.weight, self.D, self.d_group
         )
@@ -189,17 +186,15 @@ class Hydra(Mixer):
         """All that follows in_proj: (B, L, width of in_proj) -> (B, L, d_model)."""
         z, arguments = self.scan_arguments(projected, cu_seqlens)
         states = self.scan_states(projected.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1)
-        with without_autocast(projected.device):
-            y = quasiseparable_scan(
-                **arguments,
-                shift=True,
-                initial_state_forward=states,
-                initial_state_backward=states,
-                cu_seqlens=cu_seqlens,
-                chunk_size=self.config.chunk_size or None,
-            )
-            y = gated_norm(y.flatten(-2).to(z.dtype), self.norm.weight, z, eps=self.norm.eps)
-        return self.out_proj(y)
+        y = quasiseparable_scan(
+            **arguments,
+            shift=True,
+            initial_state_forward=states,
+            initial_state_backward=states,
+            cu_seqlens=cu_seqlens,
+            chunk_size=self.config.chunk_size or None,
+        )
+        return self.out_proj(gated_norm(y.flatten(-2).to(z.dtype), self.norm.weight, z, eps=self.norm.eps))
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         """M = tril_strict(G_f * L_f) + triu_strict(G_b * L_b) + diag(D), (B, H, L, L); learned initial

@@ -6,24 +6,12 @@ pass allocates two more tensors of the inner width.
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """A context in which ops that choose their own precision are left alone.
-
-    Their PyTorch forms compute in float32; autocast would reach into them and round their products to bf16, and
-    would not under a dispatch mode, so that a checkpoint's second run would not repeat the first.
-    """
-    if device.type == "meta":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def free_step_sizes(raw: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from compare import assert_matches, packed, rmse_ratio
 from torch.utils.flop_counter import FlopCounterMode
 
-from matmix.kernels import gated_norm, short_conv
+from matmix.kernels import gated_norm, matrix_product_scan, quasiseparable_scan, short_conv
 from matmix.kernels.gated_norm.chunked import gated_norm_torch
 from matmix.kernels.gated_norm.definition import gated_norm_definition
 from matmix.kernels.short_conv.chunked import short_conv_torch
@@ -106,3 +106,25 @@ def flops(op, inputs):
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
     return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("op", ["short_conv", "gated_norm", "quasiseparable", "matrix product"])
+def test_autocast_does_not_reach_into_the_ops(op):
+    """Products inside an op stay float32, forward and backward."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 40, 4, 6)
+    calls = {
+        "short_conv": (lambda t: short_conv(t.flatten(2), torch.linspace(-1, 1, 24 * 7).view(24, 7)), x),
+        "gated_norm": (lambda t: gated_norm(t.flatten(2), torch.ones(24), t.flatten(2)), x),
+        "quasiseparable": (lambda t: quasiseparable_scan(t, *[t[:, :, :2, :5] / 3] * 4, None, None), x),
+        "matrix product": (lambda t: matrix_product_scan(t), torch.linalg.qr(torch.randn(1, 40, 3, 4, 4))[0]),
+    }
+    call, inputs = calls[op]
+    found = []
+    for enabled in (False, True):
+        leaf = inputs.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = call(leaf)
+            found.append((y, torch.autograd.grad(y.square().sum(), leaf)[0]))
+    for plain, cast in zip(*found, strict=True):
+        assert torch.equal(plain, cast)
