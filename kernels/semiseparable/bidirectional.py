@@ -83,7 +83,7 @@ def quasiseparable_scan(
     check_scan(op, v, vectors, decays, scales, diagonal, states, cu_seqlens)
     check_chunk_size(op, chunk_size)
     check_backend(op, backend, v)
-    y, _ = torch.ops.matmix.quasiseparable_scan(
+    y, *_ = torch.ops.matmix.quasiseparable_scan(
         v,
         *vectors.values(),
         log_decay_forward,
@@ -125,19 +125,22 @@ def _quasiseparable(
     eps: float,
     chunk_size: int | None,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     run = implementation("quasiseparable_scan", "forward", scan_forward, backend, v)
     sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
     form = ScanForm(shift, combine, self_term, normalize, eps)
-    y, row_sum, _ = run(v, sides, diagonal, form, cu_seqlens, chunk_size, False)
-    return y, *or_empty(v, row_sum)
+    y, row_sum, _, rest = run(v, sides, diagonal, form, cu_seqlens, chunk_size, False)
+    return y, *or_empty(v, row_sum, rest)
 
 
 @_quasiseparable.register_fake
 def _(v, qf, kf, qb, kb, af, ab, wf, wb, d, hf, hb, cu_seqlens, shift, combine, self_term, normalize, *_):
     width = v.shape[3] * (2 if combine == "concat" else 1)
     row_sum = v.new_empty(v.shape[:3], dtype=scan_dtype(v)) if normalize else v.new_empty(0)
-    return v.new_empty(*v.shape[:3], width), row_sum
+    rest = (
+        torch.empty_like(v, memory_format=torch.contiguous_format) if normalize and v.itemsize < 4 else v.new_empty(0)
+    )
+    return v.new_empty(*v.shape[:3], width), row_sum, rest
 
 
 @torch.library.custom_op("matmix::quasiseparable_scan_backward", mutates_args=())
@@ -145,6 +148,7 @@ def _quasiseparable_backward(
     dy: Tensor,
     y: Tensor | None,
     row_sum: Tensor | None,
+    rest: Tensor | None,
     v: Tensor,
     qf: Tensor,
     kf: Tensor,
@@ -171,29 +175,30 @@ def _quasiseparable_backward(
     sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
     form = ScanForm(shift, combine, self_term, normalize, eps)
     dv, (f, b), ddiagonal = combined_backward(
-        forward, backward, dy, y, row_sum, v, sides, diagonal, form, cu_seqlens, chunk_size
+        forward, backward, dy, y, row_sum, rest, v, sides, diagonal, form, cu_seqlens, chunk_size
     )
     factors = (f.log_decay, b.log_decay, f.input_scale, b.input_scale, ddiagonal)
     return dv, f.q, f.k, b.q, b.k, *or_empty(v, *factors, f.initial_state, b.initial_state)
 
 
 @_quasiseparable_backward.register_fake
-def _(dy, y, row_sum, *args):
+def _(dy, y, row_sum, rest, *args):
     return empty_like_each(args[0], *args[:12])
 
 
 def _quasiseparable_setup(ctx, inputs, output):
     *tensors, shift, combine, self_term, normalize, eps, chunk_size, backend = inputs
-    y, row_sum = output
-    ctx.mark_non_differentiable(row_sum)
-    ctx.save_for_backward(*([y, row_sum] if normalize else [None, None]), *tensors)
+    y, row_sum, rest = output
+    ctx.mark_non_differentiable(row_sum, rest)
+    normal = (y, row_sum, rest if rest.numel() else None) if normalize else (None, None, None)
+    ctx.save_for_backward(*normal, *tensors)
     ctx.options = shift, combine, self_term, normalize, eps, chunk_size, backend
 
 
-def _quasiseparable_gradient(ctx, dy, _):
+def _quasiseparable_gradient(ctx, dy, *_):
     saved = ctx.saved_tensors
     grads = torch.ops.matmix.quasiseparable_scan_backward(dy, *saved, *ctx.options)
-    return *map(none_if_absent, grads, saved[2:14]), *[None] * (1 + len(ctx.options))
+    return *map(none_if_absent, grads, saved[3:15]), *[None] * (1 + len(ctx.options))
 
 
 _quasiseparable.register_autograd(_quasiseparable_gradient, setup_context=_quasiseparable_setup)
@@ -205,8 +210,8 @@ def _(v, qf, *rest, **_) -> int:
 
 
 @register_flop_formula(torch.ops.matmix.quasiseparable_scan_backward)
-def _(dy, y, row_sum, v, qf, *rest, **_) -> int:
-    return _flops(v, qf, rest[-7:], backward=True)
+def _(dy, y, row_sum, rest, v, qf, *others, **_) -> int:
+    return _flops(v, qf, others[-7:], backward=True)
 
 
 def _flops(v, qf, options: tuple, *, backward: bool) -> int:

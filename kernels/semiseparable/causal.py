@@ -109,7 +109,7 @@ def _semiseparable(
 ) -> tuple[Tensor, Tensor]:
     run = implementation("semiseparable_scan", "forward", scan_forward, backend, v)
     side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-    y, _, final = run(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size, final_state)
+    y, _, final, _ = run(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size, final_state)
     return y, *or_empty(v, final)
 
 

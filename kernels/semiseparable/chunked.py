@@ -29,7 +29,7 @@ class SemiseparableFunction(torch.autograd.Function):
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
         side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-        y, _, final = scan_forward(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size, final_state)
+        y, _, final, _ = scan_forward(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size, final_state)
         return y, final
 
     @staticmethod
@@ -49,19 +49,19 @@ class QuasiseparableFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, form, chunk_size):
         sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
-        y, row_sum, _ = scan_forward(v, sides, diagonal, form, cu_seqlens, chunk_size, False)
+        y, row_sum, _, rest = scan_forward(v, sides, diagonal, form, cu_seqlens, chunk_size, False)
         given = v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens
-        ctx.save_for_backward(*given, y if form.normalize else None, row_sum)
+        ctx.save_for_backward(*given, y if form.normalize else None, row_sum, rest)
         ctx.options = form, chunk_size
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, y, row_sum = ctx.saved_tensors
+        v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, *normal = ctx.saved_tensors
         sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
         dv, (f, b), ddiagonal = combined_backward(
-            scan_forward, scan_backward, dy, y, row_sum, v, sides, diagonal, ctx.options[0], cu_seqlens, ctx.options[1]
+            scan_forward, scan_backward, dy, *normal, v, sides, diagonal, ctx.options[0], cu_seqlens, ctx.options[1]
         )
         scans = (f.q, f.k, b.q, b.k, f.log_decay, b.log_decay, f.input_scale, b.input_scale)
         return dv, *scans, ddiagonal, f.initial_state, b.initial_state, None, None, None

@@ -17,6 +17,7 @@ def combined_backward(
     dy: Tensor,
     y: Tensor | None,
     row_sum: Tensor | None,
+    rest: Tensor | None,
     v: Tensor,
     sides: tuple[ScanSide, ...],
     diagonal: Tensor | None,
@@ -26,14 +27,14 @@ def combined_backward(
 ) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
     """Gradients of a two-sided scan by a backend's `forward` and linear `backward`.
 
-    y and row_sum: what the forward pass gave; only needed with `form.normalize`.
+    y, row_sum and rest: what the forward pass gave; only needed with `form.normalize`.
     """
     exact = torch.promote_types(v.dtype, torch.float32)
     if form.normalize:
         # y = n / s, so dn = dy / s and ds = -dy . y / s.
-        divided = dy.to(exact) / (row_sum + form.eps).unsqueeze(-1)
-        drow_sum = -(divided * y).sum(-1)
-        return backward(divided.to(v.dtype), drow_sum, None, v, sides, diagonal, form, cu_seqlens, chunk_size)
+        divided = (dy.to(exact) / (row_sum + form.eps).unsqueeze(-1)).to(v.dtype)
+        drow_sum = -(divided.to(exact) * (y if rest is None else y.to(exact) + rest)).sum(-1)
+        return backward(divided, drow_sum, None, v, sides, diagonal, form, cu_seqlens, chunk_size)
     if form.combine != "mult":
         return backward(dy, None, None, v, sides, diagonal, form, cu_seqlens, chunk_size)
     form = form._replace(combine="concat")

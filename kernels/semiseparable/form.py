@@ -56,3 +56,6 @@ class ScanOutput(NamedTuple):
     """(batch, seqlen, nheads) float32 sums of the mixer's rows, without eps; only with `normalize`."""
     final: Tensor | None
     """The state after the last token, float32; only if asked for, one direction only."""
+    rest: Tensor | None = None
+    """What rounding to half precision took off a normalised y, in the same dtype. The gradient of a normalised row is
+    a difference to the row's own mean, y, whose rounding would count in all of its entries alike."""

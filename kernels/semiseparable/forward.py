@@ -26,7 +26,9 @@ def scan_forward(
     if form.normalize:
         y, _ = linear_forward(with_ones(v), sides, diagonal, form, cu_seqlens, chunk_size, False)
         row_sum = y[..., -1].contiguous()
-        return ScanOutput((y[..., :-1] / (row_sum + form.eps).unsqueeze(-1)).to(v.dtype), row_sum, None)
+        exact = y[..., :-1] / (row_sum + form.eps).unsqueeze(-1)
+        y = exact.to(v.dtype)
+        return ScanOutput(y, row_sum, None, None if y.dtype == exact.dtype else (exact - y).to(v.dtype))
     if form.combine == "add" or len(sides) == 1:
         y, final = linear_forward(v, sides, diagonal, form, cu_seqlens, chunk_size, final_state)
         return ScanOutput(y, None, final)

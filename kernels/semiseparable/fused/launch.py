@@ -190,6 +190,7 @@ def product(
     scan: Scan,
     y: Tensor,
     row_sums: Tensor | None,
+    rest: Tensor | None,
     values: list[Tensor],
     sides: tuple[ScanSide, ...],
     diagonal: Tensor | None,
@@ -211,7 +212,7 @@ def product(
     block_n, n_blocks, block_p, p_blocks = scan.blocks(scan.config.block)
     launch(
         mix, (scan.slots(scan.chunk) * (scan.chunk // rows), scan.heads // heads, p_blocks),
-        y, *y.stride()[:3], row_sums, values[0], values[-1], *values[0].stride()[:3], *arguments,
+        y, *y.stride()[:3], row_sums, rest, values[0], values[-1], *values[0].stride()[:3], *arguments,
         *per_token(first.log_decay), *per_token(second.log_decay),
         *per_token(first.input_scale), *per_token(second.input_scale), *per_token(diagonal),
         None if states is None else states.states, None if states is None else states.vectors,
@@ -221,7 +222,7 @@ def product(
         TWO=two, REVERSE=first.reverse, TRANSPOSED=transposed, SHIFT=form.shift, GATED1=first.log_decay is not None,
         GATED2=second.log_decay is not None, SCALED1=first.input_scale is not None,
         SCALED2=second.input_scale is not None, DIAGONAL=diagonal is not None, CARRIED=states is not None,
-        NORMALIZE=form.normalize and not transposed, COMBINE=form.combine if two else "add",
+        NORMALIZE=row_sums is not None, REST=rest is not None, COMBINE=form.combine if two else "add",
         PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, ROWS=rows, HEADS=heads, BLOCK_N=block_n,
         N_BLOCKS=n_blocks, BLOCK_P=block_p, PRECISION=scan.precision, EXACT=scan.config.itemsize == 4,
     )  # fmt: skip
@@ -254,8 +255,9 @@ def forward(
     concat = form.combine == "concat" and len(sides) == 2
     y = torch.empty(*v.shape[:3], scan.headdim * (2 if concat else 1), dtype=v.dtype, device=v.device)
     row_sums = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device) if form.normalize else None
-    product(scan, y, row_sums, [v], sides, diagonal, form, states if carried else None, False)
-    return ScanOutput(y, row_sums, states.ends[:, :, 0] if final_state else None)
+    rest = torch.empty_like(y) if form.normalize and v.itemsize < 4 else None
+    product(scan, y, row_sums, rest, [v], sides, diagonal, form, states if carried else None, False)
+    return ScanOutput(y, row_sums, states.ends[:, :, 0] if final_state else None, rest)
 
 
 def backward(
@@ -287,14 +289,16 @@ def backward(
             cotangent=True, sum_factor=drow_sum, want_ends=starts,
         )  # fmt: skip
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    product(scan, dv, None, parts, sides, diagonal, form, leaving, True)
+    product(scan, dv, None, None, parts, sides, diagonal, form, leaving, True)
 
     gradients, along = vector_gradients(scan, v, parts, drow_sum, sides, diagonal is not None, form, entering, leaving)
     finished = []
     for number, (side, (dq, dk, da, dw)) in enumerate(zip(given, gradients, strict=True)):
         initial = None
         if side.initial_state is not None:
-            initial = leaving.ends[:, :, number].to(side.initial_state.dtype).contiguous()
+            # Copied: of one document and head the slice is contiguous as it is, and outputs of an op share no memory.
+            ends = leaving.ends[:, :, number]
+            initial = ends.to(side.initial_state.dtype, copy=True, memory_format=torch.contiguous_format)
         da = None if da is None else reduce_like(da, side.log_decay)
         dw = None if dw is None else dw.to(side.input_scale.dtype)
         finished.append(SideGradients(dq, dk, da, dw, initial))

@@ -82,7 +82,7 @@ def read_state(
 
 @triton.jit(do_not_specialize=["documents", "seqlen", "per_row", "self_weight", "eps"])
 def mix(
-    y, y_b, y_l, y_h, row_sums,
+    y, y_b, y_l, y_h, row_sums, rest,
     v1, v2, v_b, v_l, v_h,
     row1, row1_b, row1_l, row1_g, col1, col1_b, col1_l, col1_g,
     row2, row2_b, row2_l, row2_g, col2, col2_b, col2_l, col2_g,
@@ -91,7 +91,7 @@ def mix(
     cu_seqlens, documents, seqlen, per_row, heads, share, d_state, headdim, self_weight, eps,
     TWO: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, SHIFT: tl.constexpr,
     GATED1: tl.constexpr, GATED2: tl.constexpr, SCALED1: tl.constexpr, SCALED2: tl.constexpr,
-    DIAGONAL: tl.constexpr, CARRIED: tl.constexpr, NORMALIZE: tl.constexpr, COMBINE: tl.constexpr,
+    DIAGONAL: tl.constexpr, CARRIED: tl.constexpr, NORMALIZE: tl.constexpr, REST: tl.constexpr, COMBINE: tl.constexpr,
     PACKED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     N_BLOCKS: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -248,7 +248,11 @@ def mix(
         target = y + b * y_b + t * y_l + head * y_h + i[:, None] * y_l + p[None, :]
         inside = valid_i[:, None] & (p[None, :] < headdim)
         if COMBINE == "add":
-            tl.store(target, out.to(y.dtype.element_ty), mask=inside)
+            rounded = out.to(y.dtype.element_ty)
+            tl.store(target, rounded, mask=inside)
+            if REST:
+                at_rest = rest + b * y_b + t * y_l + head * y_h + i[:, None] * y_l + p[None, :]
+                tl.store(at_rest, (out - rounded.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
         elif TRANSPOSED:
             tl.store(target, (out + out2).to(y.dtype.element_ty), mask=inside)
         elif COMBINE == "concat":
