@@ -1,4 +1,4 @@
-"""Small prepared datasets that many tests train on."""
+"""Small prepared datasets that many tests train on; Triton kernels on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import random
 
 import pytest
 import torch
+import triton_on_cpu
 
 # One thread per process: the tests run in parallel, and float sums keep their order from run to run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Triton decides at its own import whether its functions can be interpreted. Only the tests that ask for the
-# interpreter see the variable after that (fixture `interpreter`): subprocesses run as users run them.
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton.language
-
-    del os.environ["TRITON_INTERPRET"]
+    triton_on_cpu.import_kernels()
 
 
 @pytest.fixture
@@ -26,7 +22,7 @@ def interpreter(monkeypatch) -> str:
     """Triton kernels run: on the GPU if there is one, else interpreted on the CPU. Returns the device to use."""
     if torch.cuda.is_available():
         return "cuda"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    triton_on_cpu.interpret(monkeypatch)
     return "cpu"
 
 

@@ -13,32 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import pad
+from triton_on_cpu import PoisonedTorch
 
 from matmix.kernels import gated_norm, short_conv
+from matmix.kernels.gated_norm import fused as fused_norm
 from matmix.kernels.gated_norm.definition import gated_norm_definition
 from matmix.kernels.launching import record_launches
+from matmix.kernels.short_conv import fused as fused_conv
 from matmix.kernels.short_conv.definition import short_conv_definition
-
-with pytest.MonkeyPatch.context() as patch:
-    if not torch.cuda.is_available():
-        patch.setenv("TRITON_INTERPRET", "1")  # looked at where a kernel is defined, not only where it runs
-    from matmix.kernels.gated_norm import fused as fused_norm
-    from matmix.kernels.short_conv import fused as fused_conv
 
 TOLERANCES = {torch.float32: 1e-5} | ({torch.bfloat16: 5e-3} if torch.cuda.is_available() else {})
 DTYPES = list(TOLERANCES)
 LENGTHS = [1, 2, 63, 64, 65, 127, 257]
 DOCUMENTS = [[1, 5, 64, 3, 130], [0, 1, 5, 0, 0, 64, 3, 0], [1] * 9, [40]]
-
-
-class PoisonedTorch:
-    """torch, whose uninitialised tensors hold NaN."""
-
-    def __getattr__(self, name):
-        found = getattr(torch, name)
-        if name in ("empty", "empty_like"):
-            return lambda *args, **kwargs: found(*args, **kwargs).fill_(torch.nan)
-        return found
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,157 @@
+"""Nothing that the Triton forms do on the host needs a value from the device, so both passes can be captured in a
+CUDA graph."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from compare import packed
+from test_quasiseparable import FORMS, make_for
+from test_semiseparable import make
+from torch._subclasses import FakeTensorMode
+
+from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan, short_conv
+from matmix.kernels.backend import _TRITON_FORMS
+from matmix.kernels.gated_norm import fused as fused_norm
+from matmix.kernels.launching import record_launches
+from matmix.kernels.semiseparable.combined import combined_backward, move_gates
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+from matmix.kernels.semiseparable.fused import launch as fused
+from matmix.kernels.short_conv import fused as fused_conv
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [5, 0, 130, 1]
+
+
+def sides_of(inputs, cu_seqlens, gate_offset):
+    """What the registered op hands to a backend, from the public arguments by name."""
+    sides = []
+    for direction in ("forward", "backward"):
+        decay = inputs.get(f"log_decay_{direction}")
+        if direction == "backward":
+            decay = move_gates(decay, gate_offset, cu_seqlens)
+        vectors = [inputs[f"{name}_{direction}"] for name in "qk"]
+        others = [inputs.get(f"{name}_{direction}") for name in ("input_scale", "initial_state")]
+        sides.append(ScanSide(*vectors, decay, *others, direction == "backward"))
+    return tuple(sides)
+
+
+@pytest.mark.parametrize("seqlen", [20, 136, 3000])
+@pytest.mark.parametrize("as_packed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_causal_scan_looks_at_no_value(dtype, as_packed, seqlen):
+    """Fake tensors have none, and would raise; 3,000 tokens are long enough for spans."""
+    documents = 4 if as_packed else 1
+    inputs = make(seqlen, batch=1, heads=2, groups=1, states=documents)
+    with FakeTensorMode() as mode, record_launches() as launches:
+        inputs = {name: mode.from_tensor(x) for name, x in inputs.items()}
+        v, q, k = (inputs[name].to(dtype) for name in "vqk")
+        bounds = torch.empty(5, dtype=torch.int32) if as_packed else None
+        side = ScanSide(q, k, inputs["log_decay"], inputs["input_scale"], inputs["initial_state"], False)
+        given = v, (side,), inputs["diagonal"], ScanForm(), bounds, None
+        out = fused.forward(*given, True)
+        dv, (found,), ddiagonal = fused.backward(out.y, None, out.final, *given)
+        gradients = {"v": dv, "q": found.q, "k": found.k, "diagonal": ddiagonal} | found._asdict()
+        for name, x in inputs.items():
+            assert gradients[name].shape == x.shape
+    names = {launch.kernel.__name__ for launch in launches}
+    assert {"mix", "state_pass", "pair_gradients", "state_gradients"} <= names
+    assert ("combine_spans" in names) == (seqlen == 3000)
+
+
+@pytest.mark.parametrize("as_packed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_bidirectional_scan_looks_at_no_value(form, dtype, as_packed):
+    """With everything that the op does around the kernels."""
+    documents = 4 if as_packed else 1
+    inputs = make_for(form, 136, batch=1, heads=2, groups=1, states=documents)
+    options = dict(FORMS[form])
+    offset = options.pop("gate_offset", 0)
+    choices = ScanForm(**({"shift": True} | options | {"normalize": bool(options.get("normalize"))}))
+    with FakeTensorMode() as mode, record_launches() as launches:
+        inputs = {n: mode.from_tensor(x).to(dtype if n[0] in "vqk" else torch.float32) for n, x in inputs.items()}
+        bounds = torch.empty(5, dtype=torch.int32) if as_packed else None
+        sides = sides_of(inputs, bounds, offset)
+        v, diagonal = inputs["v"], inputs["diagonal"]
+        given = v, sides, diagonal, choices, bounds, None
+        out = fused.forward(*given, False)
+        dv, gradients, ddiagonal = combined_backward(
+            fused.forward, fused.backward, torch.empty_like(out.y), out.y, out.row_sum, out.rest, *given
+        )
+        assert (dv.shape, dv.dtype, ddiagonal.shape) == (v.shape, dtype, diagonal.shape)
+        for side, found in zip(sides, gradients, strict=True):
+            for x, gradient in zip(side[:5], found, strict=True):
+                assert (x is None) == (gradient is None)
+                assert x is None or (x.shape, x.dtype) == (gradient.shape, gradient.dtype)
+    assert len(launches) >= 4
+
+
+def test_the_small_ops_look_at_no_value():
+    with FakeTensorMode(), record_launches() as launches:
+        x, weight, scale = torch.empty(1, 300, 40), torch.empty(40, 7), torch.empty(40)
+        cu_seqlens = torch.empty(5, dtype=torch.int32)
+        for activation, bias in itertools.product((None, "silu"), (None, scale)):
+            fused_conv.forward(x, weight, bias, True, activation, cu_seqlens)
+            fused_conv.backward(x, x, weight, bias, True, activation, cu_seqlens)
+        fused_norm.forward(x, scale, x, 1e-5, 8)
+        fused_norm.backward(x, x, scale, x, 1e-5, 8)
+    assert len(launches) >= 4 * 2 + 2
+
+
+def calls():
+    """Every op that has kernels, with what it takes; all tensors get gradients."""
+    bounds = packed(LENGTHS)
+    seqlen, shape = sum(LENGTHS), {"batch": 1, "heads": 4, "groups": 2, "d_state": 16, "headdim": 32}
+    yield "semiseparable_scan", semiseparable_scan, make(seqlen, **shape, states=4), {"cu_seqlens": bounds}
+    yield "semiseparable_scan", semiseparable_scan, make(3000, **shape), {"return_final_state": True}
+    for form in FORMS:
+        inputs = make_for(form, seqlen, **shape, states=4)
+        yield "quasiseparable_scan", quasiseparable_scan, inputs, {"cu_seqlens": bounds, **FORMS[form]}
+    conv = {"x": torch.randn(1, seqlen, 64), "weight": torch.randn(64, 7), "bias": torch.randn(64)}
+    yield "short_conv", short_conv, conv, {"activation": "silu", "cu_seqlens": bounds}
+    norm = {"x": torch.randn(2, 50, 64), "weight": torch.randn(64), "gate": torch.randn(2, 50, 64)}
+    yield "gated_norm", gated_norm, norm, {"group_size": 32}
+
+
+def test_every_op_with_kernels_is_captured():
+    assert {name for name, *_ in calls()} == set(_TRITON_FORMS)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", range(len(list(calls()))))
+def test_captured_passes_equal_eager_ones(number, dtype):
+    """Replayed on new numbers, outputs and gradients are those of a call, to the last bit."""
+    _, op, inputs, options = list(calls())[number]
+    options = {name: x.cuda() if torch.is_tensor(x) else x for name, x in options.items()}
+    narrow = {"v", "x", "gate", *(name for name in inputs if name[0] in "qk")}
+    first = {n: x.cuda().to(dtype if n in narrow else torch.float32) for n, x in inputs.items()}
+    second = {name: x.roll(1, 1 if x.dim() > 2 else 0) for name, x in first.items()}
+    held = {name: x.clone().requires_grad_() for name, x in first.items()}
+
+    def passes(leaves):
+        y = op(**leaves, **options, backend="triton")
+        outputs = y if isinstance(y, tuple) else (y,)
+        loss = sum(x.float().square().sum() for x in outputs)
+        return *(x.detach() for x in outputs), *torch.autograd.grad(loss, list(leaves.values()))
+
+    # Kernels are compiled and loaded before anything is captured, on a stream of its own as the documentation asks.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            passes(held)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = passes(held)
+    for numbers in (first, second):
+        with torch.no_grad():
+            for name, x in held.items():
+                x.copy_(numbers[name])
+        graph.replay()
+        eager = passes({name: x.clone().requires_grad_() for name, x in numbers.items()})
+        assert all(torch.equal(x, y) for x, y in zip(captured, eager, strict=True))

@@ -1,0 +1,186 @@
+"""The scans' Triton form against their definition: every option, kinds of decays, lengths and widths.
+
+Interpreted in float32 on the CPU; on a GPU the same tests also run in bfloat16. Every buffer that the kernels are to
+fill starts out as NaN.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import rmse_ratio, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scans import DEFINITIONS, DTYPES, check, on
+from test_quasiseparable import FORMS, make_for
+from test_semiseparable import CHUNKS, DECAYS, LENGTHS, make
+
+from matmix.kernels import quasiseparable_scan, semiseparable_scan
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+SMALL = {"batch": 1, "heads": 2, "groups": 1}
+"""The interpreter takes about a millisecond per program."""
+CAUSAL = "causal"
+LONGEST = max(LENGTHS)
+
+
+def check_form(device, form, seqlen, dtype=torch.float32, *, states=0, check_options=None, **options):
+    """One of FORMS, or the causal scan with its final state (`CAUSAL`)."""
+    check_options = check_options or {}
+    if form == CAUSAL:
+        if "scales" in options:
+            options["scale"] = bool(options.pop("scales")[0])
+        inputs = make(seqlen, states=states, **options)
+        check(device, semiseparable_scan, inputs, dtype, return_final_state=True, **check_options)
+    else:
+        inputs = make_for(form, seqlen, states=states, **options)
+        check(device, quasiseparable_scan, inputs, dtype, **check_options, **FORMS[form])
+
+
+def often(forms, lengths, always, briefly):
+    """All pairs; those of forms not in `always` with lengths not in `briefly` run only nightly."""
+    return [
+        pytest.param(form, seqlen, marks=() if form in always or seqlen in briefly else pytest.mark.slow)
+        for form in forms
+        for seqlen in lengths
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("form", "seqlen"), often([CAUSAL, *FORMS], LENGTHS[:-1], (CAUSAL, "hydra", "unshifted both", "lion"), (2, 65))
+)
+def test_lengths(interpreter, form, seqlen, dtype):
+    gradients = "none" if dtype == torch.bfloat16 and seqlen <= 2 else "all"
+    shape = SMALL if seqlen > 2 else {"batch": 2, "heads": 2, "groups": 2}
+    states = shape["batch"] if seqlen < 100 else 0
+    check_form(interpreter, form, seqlen, dtype, states=states, **shape, check_options={"gradients": gradients})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "form", [CAUSAL, *(form if form == "hydra" else pytest.param(form, marks=pytest.mark.slow) for form in FORMS)]
+)
+def test_long(interpreter, form, dtype):
+    check_form(interpreter, form, LONGEST, dtype, batch=1, heads=1, groups=1, states=1, d_state=3, headdim=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*DECAYS, "forgets"])
+@pytest.mark.parametrize("form", [CAUSAL, "hydra", "halved", "product", "both", "lion"])
+def test_decays(interpreter, form, kind, dtype):
+    """Of every kind; "forgets" has some that are exactly 0 (log -inf)."""
+    states = 0 if form == "lion" else 1
+    op, options = (semiseparable_scan, {}) if form == CAUSAL else (quasiseparable_scan, FORMS[form])
+    of_kind = {"kind": "token" if kind == "forgets" else kind, "diagonal": "head", "states": states}
+    inputs = make(45, **SMALL, **of_kind) if form == CAUSAL else make_for(form, 45, **SMALL, **of_kind)
+    if kind == "forgets":
+        for name in inputs:
+            if name.startswith("log_decay"):
+                inputs[name][:, ::7] = -torch.inf
+    check(interpreter, op, inputs, dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("form", ["hydra", "unshifted", "both", "lion"])
+def test_one_direction_without_decay(interpreter, form, which, dtype):
+    inputs = make_for(form, 70, **SMALL) | {f"log_decay_{which}": None}
+    check(interpreter, quasiseparable_scan, inputs, dtype, **FORMS[form])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("form", "scales"), often([CAUSAL, *FORMS], [(0, 0), (0, 1), (1, 0)], ("hydra", "unshifted both", "lion"), [(0, 0)])
+)
+def test_scales(interpreter, form, scales, dtype):
+    """Input scales of none, or one direction; no diagonal where there are none."""
+    options = {"scales": scales, "diagonal": "token" if any(scales) else None}
+    check_form(interpreter, form, 40, dtype, **SMALL, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("diagonal", [None, "head"])
+@pytest.mark.parametrize("form", [CAUSAL, *FORMS])
+def test_diagonals(interpreter, form, diagonal, dtype):
+    check_form(interpreter, form, 33, dtype, batch=2, heads=1, groups=1, diagonal=diagonal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("form", [CAUSAL, "hydra", "product", "both", "lion"])
+def test_groups_and_large_steps(interpreter, form, groups, dtype):
+    """Heads share q and k in groups; input scales of about 50."""
+    if form == CAUSAL:
+        inputs = make(40, batch=1, heads=4, groups=groups)
+        inputs["input_scale"] *= 50
+        check(interpreter, semiseparable_scan, inputs, dtype, return_final_state=True)
+    else:
+        check_form(interpreter, form, 40, dtype, batch=1, heads=4, groups=groups, scale=50.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("form", "widths"),
+    often(
+        [CAUSAL, "hydra", "unshifted both", "lion"],
+        [(16, 16), (16, 128), (128, 16), (128, 128), (32, 64), (64, 32), (5, 70), (70, 20), (20, 5), (1, 1)],
+        [CAUSAL],
+        [(16, 128), (70, 20), (1, 1)],
+    ),
+)
+def test_widths(interpreter, form, widths, dtype):
+    """d_state and headdim: tiles that are filled, that are not, and several; states in and out where the form has
+    them."""
+    d_state, headdim = widths
+    check_form(interpreter, form, 35, dtype, batch=1, heads=1, groups=1, d_state=d_state, headdim=headdim, states=1)
+
+
+@pytest.mark.parametrize("form", [CAUSAL, "hydra", "lion"])
+def test_float16(interpreter, form):
+    """On any machine: tiles of half precision, with states in float32. (test_bfloat16.py has the other.)"""
+    check_form(interpreter, form, 140, torch.float16, batch=1, heads=1, groups=1)
+
+
+def test_gradient_of_the_final_state_alone(interpreter):
+    """The outputs' cotangent is absent, the initial state's gradient all decays."""
+    inputs = make(70, **SMALL, states=1)
+
+    def end(op):
+        return lambda **given: op(**given, return_final_state=True)[1]
+
+    got = run(end(on(interpreter, semiseparable_scan)), inputs, torch.float32)
+    wanted = run(end(DEFINITIONS[semiseparable_scan]), inputs, torch.float64)
+    assert max(rmse_ratio(got[name], wanted[name]) for name in wanted) < 1e-5
+
+
+@settings(
+    max_examples=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # which set things that are the same for all examples
+)
+@given(
+    form=st.sampled_from([CAUSAL, *FORMS]),
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any),
+    packed=st.booleans(),
+    groups=st.sampled_from([1, 2]),
+    share=st.sampled_from([1, 2]),
+    d_state=st.integers(1, 35),
+    headdim=st.integers(1, 35),
+    chunk_size=st.sampled_from(CHUNKS),
+    kind=st.sampled_from(DECAYS),
+    scales=st.tuples(st.booleans(), st.booleans()),
+    diagonal=st.sampled_from([None, "token", "head"]),
+    states=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_combination(interpreter, form, lengths, packed, groups, share, chunk_size, states, dtype, **options):
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    given = {"cu_seqlens": bounds if packed else None, "chunk_size": chunk_size, "gradients": "all"}
+    if dtype == torch.bfloat16:
+        given["gradients"] = "none"
+    batch = 1 if packed or sum(lengths) > 40 else 2
+    states = (len(lengths) if packed else batch) if states else 0
+    shape = {"batch": batch, "heads": groups * share, "groups": groups, "states": states}
+    check_form(interpreter, form, sum(lengths), dtype, check_options=given, **shape, **options)

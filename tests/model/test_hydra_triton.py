@@ -1,0 +1,104 @@
+"""The Hydra layer and an encoder of such layers on Triton kernels: outputs and gradients of the PyTorch form."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from matmix.kernels.semiseparable.fused import launch as fused
+from matmix.model.mixers import hydra
+from matmix.model.mixers.hydra import Hydra, HydraConfig
+from matmix.train.activation import checkpoint_activations
+
+OPS = ("gated_norm", "quasiseparable_scan", "short_conv")
+PACKED = torch.tensor([0, 5, 5, 6, 40], dtype=torch.int32)
+
+
+@pytest.fixture
+def on_triton(interpreter, monkeypatch):
+    """Turns the backend of Hydra's ops to Triton; returns the device."""
+
+    def turn():
+        for name in OPS:
+            monkeypatch.setattr(hydra, name, functools.partial(getattr(hydra, name), backend="triton"))
+        return interpreter
+
+    return turn
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[str]:
+    """Names of the kernels that the scan launches."""
+    names, launch = [], fused.launch
+
+    def note(kernel, *args, **kwargs):
+        names.append(kernel.__name__)
+        launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(fused, "launch", note)
+    return names
+
+
+def results(module, device, *inputs, **options):
+    """Output and gradients of all parameters, and of the input where it has any."""
+    module.to(device).zero_grad()
+    options = {name: x.to(device) for name, x in options.items() if x is not None}
+    inputs = [x.to(device, copy=True).requires_grad_(x.is_floating_point()) for x in inputs]
+    y = module(*inputs, **options)
+    (y * torch.linspace(-1, 1, y.numel(), device=device).view(y.shape)).sum().backward()
+    found = {name: parameter.grad for name, parameter in module.named_parameters()}
+    found |= {f"input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad}
+    return {name: x.cpu().clone() for name, x in ({"output": y.detach()} | found).items()}
+
+
+def assert_close(found, wanted, bound=1e-5):
+    """Up to the ratio of root mean squares."""
+    assert found.keys() == wanted.keys()
+    errors = {name: float((x - wanted[name]).norm() / wanted[name].norm()) for name, x in found.items()}
+    assert not {name: error for name, error in errors.items() if not error < bound}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["rows", "packed"])
+@pytest.mark.parametrize("options", [{}, {"learnable_init_states": True, "ngroups": 2, "bias": True}])
+def test_layer(on_triton, launched, randomize, options, cu_seqlens, recompute):
+    config = HydraConfig(headdim=16, d_state=8, recompute=recompute, **options)
+    layer = randomize(Hydra(16, config, causal=False, max_seqlen=64, output_std=0.02))
+    x = torch.randn(1 if cu_seqlens is not None else 2, 40, 16)
+    wanted = results(layer, "cpu", x, cu_seqlens=cu_seqlens)
+    assert not launched
+    device = on_triton()
+    assert_close(results(layer, device, x, cu_seqlens=cu_seqlens), wanted)
+    # The scan's output is kept where the rest is computed again.
+    assert (launched.count("mix"), launched.count("pair_gradients")) == (2, 1)
+
+
+@pytest.mark.parametrize("how", ["padded", "packed", "recompute", "full", "op"])
+def test_encoder(on_triton, launched, small_model, how):
+    """Two layers; with masks of padding, packed documents, and everything that computes activations again."""
+    config = HydraConfig(headdim=16, d_state=4, recompute=how == "recompute")
+    model = small_model("encoder", ("hydra",), hydra=config, n_layers=2, d_model=16).train()
+    ids = torch.randint(61, (1, 40) if how == "packed" else (2, 34))
+    mask = None
+    if how == "padded":
+        mask = torch.ones_like(ids)
+        mask[1, 20:] = 0
+    options = {"attention_mask": mask, "cu_seqlens": PACKED if how == "packed" else None}
+    wanted = results(model, "cpu", ids, **options)
+    if how in ("full", "op"):
+        checkpoint_activations(model, "full" if how == "full" else "selective", selective_by="op")
+    device = on_triton()
+    assert_close(results(model, device, ids, **options), wanted)
+    assert launched.count("mix") == 2 * (3 if how == "full" else 2)
+
+
+def test_long_documents_pass_states_in_spans(on_triton, launched, randomize):
+    """As pretraining packs them, with the smallest chunks."""
+    config = HydraConfig(headdim=4, d_state=3, expand=1, chunk_size=16)
+    layer = randomize(Hydra(4, config, causal=False, max_seqlen=1024, output_std=0.02))
+    x, cu_seqlens = torch.randn(1, 530, 4), torch.tensor([0, 7, 7, 500, 530], dtype=torch.int32)
+    wanted = results(layer, "cpu", x, cu_seqlens=cu_seqlens)
+    assert_close(results(layer, on_triton(), x, cu_seqlens=cu_seqlens), wanted)
+    assert "combine_spans" in launched

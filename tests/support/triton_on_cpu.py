@@ -1,0 +1,81 @@
+"""Triton's interpreter for machines without a GPU, made quick and right enough for the tests of the kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+
+import numpy
+import torch
+
+
+def import_kernels() -> None:
+    """Import Triton and all modules of kernels so that they can be interpreted.
+
+    Triton decides where a function is defined whether it is interpreted. Afterwards only tests that ask for the
+    interpreter see the variable: subprocesses run as users run them.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("triton.language")  # before matmix: some of PyTorch imports it too
+    backend = importlib.import_module("matmix.kernels.backend")
+    for module in set(backend._TRITON_FORMS.values()):
+        importlib.import_module(module)
+    del os.environ["TRITON_INTERPRET"]
+
+
+def interpret(monkeypatch) -> None:
+    """Let CPU tensors go to Triton kernels, which the interpreter runs, until the test ends."""
+    from triton.runtime import interpreter
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # Twice as fast: every called function would replace the language's functions again, although a kernel's own stay
+    # replaced while it runs and those of Triton's library, after its first call, for ever; and every sum of integers
+    # would be computed a second time in 64 bits, to see whether it fits 32.
+    plain_call, core = interpreter.InterpretedFunction.__call__, importlib.import_module("triton.language.core")
+
+    def call(self, *args, **kwargs):
+        if core.is_builtin(core.load):
+            return plain_call(self, *args, **kwargs)
+        return self.rewrite()(*args, **kwargs)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    builder = interpreter.interpreter_builder
+    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+
+    # bfloat16: the interpreter cuts bits off instead of rounding, and multiplies tiles of them as integers.
+    def is_bfloat16(dtype) -> bool:
+        return dtype.scalar.is_bf16()
+
+    plain_cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast(self, source, dtype):
+        if is_bfloat16(source.dtype) and dtype.scalar.is_fp32():
+            data = _torch(source.data).view(torch.bfloat16).float().numpy()
+        elif source.dtype.scalar.is_fp32() and is_bfloat16(dtype):
+            data = _torch(source.data).bfloat16().view(torch.uint16).numpy()
+        else:
+            return plain_cast(self, source, dtype)
+        return interpreter.TensorHandle(data, dtype.scalar)
+
+    def dot(self, a, b, acc, _precision, _imprecise):
+        a, b = (cast(self, x, acc.dtype) if is_bfloat16(x.dtype) else x for x in (a, b))
+        product = numpy.matmul(a.data, b.data, dtype=acc.data.dtype)
+        return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def _torch(data: numpy.ndarray) -> torch.Tensor:
+    return torch.from_numpy(numpy.ascontiguousarray(data)).reshape(data.shape)
+
+
+class PoisonedTorch:
+    """torch, whose uninitialised tensors hold NaN: put in a module's `torch`, it shows what is never written."""
+
+    def __getattr__(self, name):
+        found = getattr(torch, name)
+        if name in ("empty", "empty_like"):
+            return lambda *args, **kwargs: found(*args, **kwargs).fill_(torch.nan)
+        return found
