@@ -41,7 +41,7 @@ class ScanConfig(NamedTuple):
     """Software pipelining of loops over chunks and heads."""
 
 
-_HALF = ScanConfig(2, 128, 32, 64, 2, 64, 32, 64, 4, 8, 8, 8, 2)
+_HALF = ScanConfig(2, 128, 32, 64, 4, 64, 32, 64, 4, 8, 8, 8, 2)
 _HALF_SHORT = ScanConfig(2, 64, 32, 64, 2, 64, 32, 64, 4, 8, 8, 8, 2)
 _SINGLE = ScanConfig(4, 32, 16, 32, 1, 32, 16, 16, 4, 8, 8, 8, 1)
 
