@@ -133,15 +133,15 @@ def test_layouts(interpreter, form, layout, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layouts_of_cotangents(interpreter, dtype):
     torch.manual_seed(0)
-    v, q, k = (torch.randn(1, 34, 2, 6).to(interpreter, dtype) for _ in range(3))
-    decay, scale, diagonal = (-torch.rand(1, 34, 2, device=interpreter) for _ in range(3))
+    v, q, k = (torch.randn(1, 20, 2, 6).to(interpreter, dtype) for _ in range(3))
+    decay, scale, diagonal = (-torch.rand(1, 20, 2, device=interpreter) for _ in range(3))
     sides = ScanSide(q, k, decay, scale, None, False), ScanSide(k, q, decay, scale, None, True)
-    whole = torch.randn(1, 2, 34, 13).to(interpreter, dtype)
+    whole = torch.randn(1, 2, 20, 13).to(interpreter, dtype)
     for form, width in ((ScanForm(shift=True), 6), (ScanForm(combine="concat"), 12)):
         for dy in (
             whole[..., :width].mT.contiguous().mT,
             whole[..., 1 : width + 1],
-            whole[..., :1].expand(1, 2, 34, width),
+            whole[..., :1].expand(1, 2, 20, width),
         ):
             dy = dy.transpose(1, 2)
             got, wanted = (
@@ -157,16 +157,16 @@ def flat(gradients):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["causal", "hydra", "unshifted product", "lion"])
+@pytest.mark.parametrize("form", ["causal", "hydra", "lion"])
 def test_same_bits_twice(interpreter, form, dtype):
     """Also where several programs' parts of gradients are summed."""
     lengths = [1, 5, 40, 0, 3]
     options = {"cu_seqlens": packed(lengths)}
     if form == "causal":
-        op, inputs = semiseparable_scan, make(49, batch=1, heads=4, groups=2, states=5)
+        op, inputs = semiseparable_scan, make(49, batch=1, heads=2, groups=1, states=5)
         options["return_final_state"] = True
     else:
-        op, inputs = quasiseparable_scan, make_for(form, 49, batch=1, heads=4, groups=2, states=5)
+        op, inputs = quasiseparable_scan, make_for(form, 49, batch=1, heads=2, groups=1, states=5)
         options |= FORMS[form]
     first, second = (run(on(interpreter, op), inputs, dtype, **options) for _ in range(2))
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
