@@ -25,6 +25,7 @@ BACKENDS = ("auto", "torch", "triton")
 _TRITON_FORMS = {
     "semiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
     "quasiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
+    "matrix_product_scan": "matmix.kernels.matrix_product.fused",
     "short_conv": "matmix.kernels.short_conv.fused",
     "gated_norm": "matmix.kernels.gated_norm.fused",
 }
@@ -39,29 +40,29 @@ def implementation(
     Called inside the registered op, where the tensors are real. `why_not` says what about the inputs the
     kernels cannot do, if anything. Raises ValueError when `backend` is "triton" and cannot be had.
     """
-    if backend == "torch":
-        return torch_form
-    reason = _no_triton(op, like) or why_not
-    if reason and backend == "triton":
-        raise ValueError(f'{op}: backend "triton" {reason}; use backend="auto"')
-    if reason or not (like.is_cuda or backend == "triton"):
+    if backend == "triton":
+        check_backend(op, backend, like, why_not)
+    if why_not or not takes_triton(backend, like):
         return torch_form
     return getattr(importlib.import_module(_TRITON_FORMS[op]), half)
+
+
+def takes_triton(backend: str, like: Tensor) -> bool:
+    """Whether an op runs its Triton form on inputs like this one (fake tensors too), if it has one for them."""
+    return backend != "torch" and (like.is_cuda or backend == "triton") and not _no_triton(like)
 
 
 def check_backend(op: str, backend: str, like: Tensor, why_not: str = "") -> None:
     """Raise ValueError, before anything runs, for an unknown backend or one that cannot serve `like`."""
     if backend not in BACKENDS:
         raise ValueError(f"{op}: backend is {backend!r}; choose one of {', '.join(BACKENDS)}")
-    reason = (_no_triton(op, like) or why_not) if backend == "triton" else ""
+    reason = (_no_triton(like) or why_not) if backend == "triton" else ""
     if reason:
         raise ValueError(f'{op}: backend "triton" {reason}; use backend="auto"')
 
 
-def _no_triton(op: str, like: Tensor) -> str:
-    """Why there are no Triton kernels of `op` for tensors like this one; empty if there are."""
-    if op not in _TRITON_FORMS:
-        return "has no kernels for this op yet"
+def _no_triton(like: Tensor) -> str:
+    """Why Triton kernels cannot take tensors like this one; empty if they can."""
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which is not installed"
     if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":

@@ -44,6 +44,7 @@ def calls() -> Iterator[Call]:
         for call in (*conv_calls(dtype), *norm_calls(dtype), *scan_calls(dtype)):
             seldom = dtype != torch.bfloat16 and not call.main and "state 128" not in call.title
             yield call._replace(main=call.main and dtype != torch.float16, rare=seldom)
+        yield from product_calls(dtype)
 
 
 def conv_calls(dtype: torch.dtype) -> Iterator[Call]:
@@ -172,6 +173,23 @@ def _run_scan(
     linear = form._replace(combine="add" if form.combine == "add" else "concat", normalize=False)
     dy = _empty(*v.shape[:3], headdim * (1 if linear.combine == "add" else 2), dtype=dtype)
     module.backward(dy, drow_sum, dfinal, v, sides, skip, linear, cu_seqlens, None)
+
+
+def product_calls(dtype: torch.dtype) -> Iterator[Call]:
+    for order in (4, 8, 16, 32):
+        for packed in (False, True):
+            title = f"order {order}, {'packed' if packed else 'from a state to a state'}"
+            run = functools.partial(_run_product, dtype, order, packed)
+            yield Call("matrix_product_scan", title, dtype, run)
+
+
+def _run_product(dtype: torch.dtype, order: int, packed: bool, module: ModuleType) -> None:
+    batch, seqlen, cu_seqlens = (1, BATCH * SEQLEN, _documents()) if packed else (BATCH, SEQLEN, None)
+    x = _empty(batch, seqlen, max(1, 96 // order), order, order, dtype=dtype)
+    initial = None if packed else _empty(batch, *x.shape[2:])
+    h, final, products = module.forward(x, initial, cu_seqlens, None)
+    dfinal = None if packed else final
+    module.backward(torch.empty_like(h), dfinal, x, h, products, initial, cu_seqlens, None)
 
 
 def _documents() -> Tensor:

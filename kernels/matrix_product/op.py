@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from matmix.kernels.backend import check_backend, implementation
+from matmix.kernels.backend import check_backend, implementation, takes_triton
 from matmix.kernels.checks import check_cu_seqlens, check_floating, check_shape
 from matmix.kernels.matrix_product.backward import product_backward
 from matmix.kernels.matrix_product.chunked import reverse_products
@@ -32,10 +32,12 @@ def matrix_product_scan(
             identity.
         return_final_state: also return the state after the last token (of each document).
         cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); the product
-            starts anew at each. On an accelerator the PyTorch form reads them back to the host.
+            starts anew at each. On an accelerator the PyTorch form reads them back to the host; the Triton form,
+            which "auto" takes there, does not.
         reverse: run from the last token to the first, H_t = H_{t+1} X_t; the final state is then the first
             token's.
-        chunk_size: steps per chunk, any positive number; None lets the backend choose.
+        chunk_size: steps per chunk of the PyTorch form, any positive number; None lets it choose. The Triton form has
+            its own.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -55,7 +57,7 @@ def matrix_product_scan(
         check_shape(op, "initial_state", initial_state, (rows, *x.shape[2:]))
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or a positive number")
-    check_backend(op, backend, x)
+    check_backend(op, backend, x, no_kernel(x))
     x, initial_state, cu_seqlens = reverse_products(x, initial_state, cu_seqlens, reverse)
     h, final, _ = torch.ops.matmix.matrix_product_scan(x, initial_state, cu_seqlens, chunk_size, backend)
     if reverse:
@@ -64,11 +66,16 @@ def matrix_product_scan(
     return (h, final) if return_final_state else h
 
 
+def no_kernel(x: Tensor) -> str:
+    """Why the kernels cannot take matrices of this order; empty if they can."""
+    return "" if x.shape[-1] in (4, 8, 16, 32) else f"takes matrices of order 4, 8, 16 or 32, not {x.shape[-1]}"
+
+
 @torch.library.custom_op("matmix::matrix_product_scan", mutates_args=())
 def _matrix_product(
     x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int | None, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("matrix_product_scan", "forward", product_forward, backend, x)
+    run = implementation("matrix_product_scan", "forward", product_forward, backend, x, no_kernel(x))
     return run(x, initial_state, cu_seqlens, chunk_size)
 
 
@@ -77,7 +84,13 @@ def _(x, initial_state, cu_seqlens, chunk_size, backend):
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = x.new_empty((rows, *x.shape[2:]), dtype=dtype)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), final, products_like(x, chunk_size)
+    if not no_kernel(x) and takes_triton(backend, x):
+        from matmix.kernels.matrix_product.fused import products_like as products_of_kernels
+
+        products = products_of_kernels(x, cu_seqlens)
+    else:
+        products = products_like(x, chunk_size)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), final, products
 
 
 @torch.library.custom_op("matmix::matrix_product_scan_backward", mutates_args=())
@@ -92,7 +105,7 @@ def _matrix_product_backward(
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    run = implementation("matrix_product_scan", "backward", product_backward, backend, x)
+    run = implementation("matrix_product_scan", "backward", product_backward, backend, x, no_kernel(x))
     dx, dinitial = run(dh, dfinal, x, h, products, initial_state, cu_seqlens, chunk_size)
     return dx, x.new_empty(0) if dinitial is None else dinitial
 

@@ -252,7 +252,6 @@ BAD = {
     ),
     "expected (batch, seqlen, nheads, o, o)": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 5)),
     "give a floating-point tensor": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 4, dtype=torch.int64)),
-    "has no kernels for this op": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 4), backend="triton"),
     "needs CUDA tensors, got one on cpu": lambda: causal(backend="triton"),
     "choose one of auto": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 4), backend="cuda"),
     "odd number of taps": lambda: short_conv(torch.ones(1, 3, 4), torch.ones(4, 6)),

@@ -1,0 +1,140 @@
+"""Triton kernels of the matrix-product scan: one chunk of one document, from the left or from the right."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from matmix.kernels.semiseparable.fused.layout import locate
+
+
+@triton.jit
+def block_offsets(heads, h0, stride_h, ORDER: tl.constexpr, TILE: tl.constexpr):
+    """Offsets of a tile whose diagonal blocks are the matrices of heads h0, h0 + 1, ..., and where there is one."""
+    i = tl.arange(0, TILE)
+    head = h0 + i // ORDER
+    offsets = (head * stride_h + i % ORDER * ORDER)[:, None] + (i % ORDER)[None, :]
+    inside = (i // ORDER)[:, None] == (i // ORDER)[None, :]
+    return offsets, inside & (head < heads)[:, None]
+
+
+@triton.jit
+def last_chunk(chunk, start, length, CHUNK: tl.constexpr):
+    """Whether a document ends here; one without tokens ends in its first, empty chunk."""
+    return ((start < length) & (start + CHUNK >= length)) | ((length == 0) & (chunk == 0))
+
+
+@triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
+def prefix_pass(
+    x, x_b, x_l, h, products, final, initial, entering, cu_seqlens, documents, seqlen, per_row, heads,
+    ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, STORE: tl.constexpr,
+    FINAL: tl.constexpr, INITIAL: tl.constexpr, ENTERING: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One chunk: with STORE its states, into `h`, and with FINAL a document's last one; else its product alone, into
+    `products` by slot.
+
+    `entering` holds the states behind every chunk (slots, nheads, o, o): a chunk starts from its left neighbour's.
+    """
+    slot = tl.program_id(0)
+    h0 = tl.program_id(1) * (TILE // ORDER)
+    document, chunk, row, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
+    size: tl.constexpr = ORDER * ORDER
+    offsets, inside = block_offsets(heads, h0, size, ORDER, TILE)
+    i = tl.arange(0, TILE)
+    # Blocks of heads that do not exist stay identities.
+    state = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    start = chunk * CHUNK
+    if INITIAL:
+        if chunk == 0:
+            state = tl.load(initial + document.to(tl.int64) * heads * size + offsets, mask=inside, other=0.0)
+    if ENTERING:
+        if (chunk > 0) & (start < length):
+            state = tl.load(entering + (slot - 1).to(tl.int64) * heads * size + offsets, mask=inside, other=0.0)
+    at_x = x + row.to(tl.int64) * x_b + (begin + start).to(tl.int64) * x_l + offsets
+    at_h = h + (row.to(tl.int64) * seqlen + begin + start) * heads * size + offsets if STORE else h
+    # A slot of no document has no steps and leaves the identity.
+    for _ in range(tl.minimum(CHUNK, length - start)):
+        factor = tl.load(at_x, mask=inside, other=0.0).to(tl.float32)
+        state = tl.dot(state, factor, input_precision=PRECISION)
+        at_x += x_l
+        if STORE:
+            tl.store(at_h, state.to(h.dtype.element_ty), mask=inside)
+            at_h += heads * size
+    if FINAL:
+        if last_chunk(chunk, start, length, CHUNK):
+            tl.store(final + document.to(tl.int64) * heads * size + offsets, state, mask=inside)
+    if not STORE:
+        tl.store(products + slot.to(tl.int64) * heads * size + offsets, state, mask=inside)
+
+
+@triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
+def suffix_pass(
+    dh, dh_b, dh_l, x, x_b, x_l, h, initial, dfinal, arriving, out, dinitial,
+    cu_seqlens, documents, seqlen, per_row, heads,
+    ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, TOKENS: tl.constexpr,
+    WRITE: tl.constexpr, GIVEN: tl.constexpr, DFINAL: tl.constexpr, INITIAL: tl.constexpr, DINITIAL: tl.constexpr,
+    ARRIVING: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One chunk from the right, carrying the cotangent b of the state before what comes next.
+
+    TOKENS: steps are tokens, b <- (b + dh_t) x_t^T, and with WRITE dx_t = h_{t-1}^T (b + dh_t) goes to `out`.
+    Else steps are chunks of the level below: with WRITE the b that arrives at each goes to `out`, and
+    b <- b x_c^T + dh_c. Without WRITE `out` gets b as it leaves the chunk, by slot. `arriving`: the same at the
+    chunk's right edge, by slot; DFINAL: at a document's.
+    """
+    slot = tl.program_id(0)
+    h0 = tl.program_id(1) * (TILE // ORDER)
+    document, chunk, row, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
+    size: tl.constexpr = ORDER * ORDER
+    offsets, inside = block_offsets(heads, h0, size, ORDER, TILE)
+    i = tl.arange(0, TILE)
+    b = tl.zeros((TILE, TILE), tl.float32)
+    start = chunk * CHUNK
+    steps = tl.minimum(CHUNK, length - start)
+    if DFINAL:
+        if last_chunk(chunk, start, length, CHUNK):
+            b += tl.load(dfinal + document.to(tl.int64) * heads * size + offsets, mask=inside, other=0.0)
+    if ARRIVING:
+        if start + CHUNK < length:
+            b += tl.load(arriving + slot.to(tl.int64) * heads * size + offsets, mask=inside, other=0.0)
+    token = (begin + start + steps - 1).to(tl.int64)
+    row = row.to(tl.int64)
+    at_x = x + row * x_b + token * x_l + offsets
+    at_dh = dh + row * dh_b + token * dh_l + offsets if GIVEN else dh
+    at_out = out + (row * seqlen + token) * heads * size + offsets if WRITE else out
+    at_h = h + (row * seqlen + token - 1) * heads * size + offsets if (TOKENS and WRITE) else h
+    for step in range(steps):
+        factor = tl.load(at_x, mask=inside, other=0.0).to(tl.float32)
+        at_x -= x_l
+        if TOKENS:
+            if GIVEN:
+                b += tl.load(at_dh, mask=inside, other=0.0).to(tl.float32)
+                at_dh -= dh_l
+            if WRITE:
+                # The document's first token multiplies the state that was given, or the identity.
+                place = start + steps - 1 - step
+                before = tl.load(at_h, mask=inside & (place > 0), other=0.0).to(tl.float32)
+                at_h -= heads * size
+                if place == 0:
+                    if INITIAL:
+                        before = tl.load(
+                            initial + document.to(tl.int64) * heads * size + offsets, mask=inside, other=0.0
+                        )
+                    else:
+                        before = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+                dx = tl.dot(tl.trans(before), b, input_precision=PRECISION)
+                tl.store(at_out, dx.to(out.dtype.element_ty), mask=inside)
+                at_out -= heads * size
+            b = tl.dot(b, tl.trans(factor), input_precision=PRECISION)
+        else:
+            if WRITE:
+                tl.store(at_out, b, mask=inside)
+                at_out -= heads * size
+            added = tl.load(at_dh, mask=inside, other=0.0)
+            at_dh -= dh_l
+            b = tl.dot(b, tl.trans(factor), acc=added, input_precision=PRECISION)
+    if DINITIAL:
+        if chunk == 0:
+            tl.store(dinitial + document.to(tl.int64) * heads * size + offsets, b, mask=inside)
+    if not WRITE:
+        tl.store(out + slot.to(tl.int64) * heads * size + offsets, b, mask=inside)

@@ -1,0 +1,160 @@
+"""Triton form of the matrix-product scan against the recurrence: outputs, final states, gradients.
+
+Chunks are made short so that short sequences reach all levels of the scan over chunks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from compare import packed, rmse_ratio, run
+from safetensors.torch import load_file
+from test_matrix_product import make
+from triton_on_cpu import PoisonedTorch
+
+from matmix.kernels import matrix_product_scan
+from matmix.kernels.launching import record_launches
+from matmix.kernels.matrix_product import fused
+from matmix.kernels.matrix_product.definition import matrix_product_definition
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    monkeypatch.setattr(fused, "torch", PoisonedTorch())
+
+
+@pytest.fixture(params=[4, 64])
+def chunk(request, monkeypatch) -> int:
+    monkeypatch.setattr(fused, "CHUNK", request.param)
+    return request.param
+
+
+def on(device):
+    def call(**inputs):
+        moved = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
+        outputs = matrix_product_scan(**moved, backend="triton")
+        return tuple(y.cpu() for y in outputs) if isinstance(outputs, tuple) else outputs.cpu()
+
+    return call
+
+
+def assert_matches(device, inputs, tolerance=1e-5, **options):
+    got = run(on(device), inputs, torch.float32, **options)
+    wanted = run(matrix_product_definition, inputs, torch.float64, **options)
+    errors = {name: rmse_ratio(got[name], wanted[name]) for name in wanted}
+    assert all(error <= tolerance for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("seqlen", [1, 2, 31, 64, 65, 130])
+def test_lengths(interpreter, chunk, seqlen):
+    assert_matches(interpreter, make(seqlen, order=8, batch=1, states=1), return_final_state=True)
+
+
+@pytest.mark.parametrize("order", [4, 8, 16, 32])
+@pytest.mark.parametrize("heads", [1, 5])
+def test_orders_and_heads_that_do_not_fill_a_tile(interpreter, monkeypatch, order, heads):
+    monkeypatch.setattr(fused, "CHUNK", 8)
+    assert_matches(interpreter, make(20, order=order, heads=heads), return_final_state=True)
+
+
+def test_a_long_sequence(interpreter):
+    assert_matches(interpreter, make(1000, order=8, heads=2, batch=1))
+
+
+@pytest.mark.parametrize("lengths", [[1, 5, 64, 3, 0, 30], [1] * 9, [0, 70, 0, 1, 0], [100, 1]])
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_packed_documents(interpreter, monkeypatch, lengths, states, reverse):
+    monkeypatch.setattr(fused, "CHUNK", 4)
+    inputs = make(sum(lengths), batch=1, heads=2, states=len(lengths) if states else 0)
+    options = {"cu_seqlens": packed(lengths), "return_final_state": True, "reverse": reverse}
+    assert_matches(interpreter, inputs, **options)
+
+
+def test_final_state_alone_has_a_gradient(interpreter, chunk):
+    inputs = make(30, batch=1, states=1)
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    on(interpreter)(**leaves, return_final_state=True)[1].square().sum().backward()
+    exact = {name: x.double().requires_grad_() for name, x in inputs.items()}
+    matrix_product_definition(**exact, return_final_state=True)[1].square().sum().backward()
+    assert all(rmse_ratio(leaves[name].grad, exact[name].grad) <= 1e-5 for name in inputs)
+
+
+def test_documents_are_bit_independent(interpreter, chunk):
+    """A neighbour may even overflow: states, final states and gradients of the others stay as they are."""
+    lengths = [5, 20, 1, 30]
+    before = make(sum(lengths), batch=1)
+    after = {"x": before["x"].clone()}
+    after["x"][:, 5:25] = torch.nan
+    found = [
+        run(on(interpreter), inputs, torch.float32, cu_seqlens=packed(lengths), return_final_state=True)
+        for inputs in (before, after)
+    ]
+    for name in ("output 0", "d x"):
+        plain, changed = (x[name] for x in found)
+        assert torch.equal(plain[:, :5], changed[:, :5])
+        assert torch.equal(plain[:, 25:], changed[:, 25:])
+        assert changed[:, 5:25].isnan().any()
+    plain, changed = (x["output 1"] for x in found)
+    assert torch.equal(plain[[0, 2, 3]], changed[[0, 2, 3]])
+
+
+def test_the_same_bits_twice_from_any_layout(interpreter, chunk):
+    inputs = make(40, order=8)
+    wide = torch.randn(2, 40, 5, 8, 8)
+    wide[:, :, 1:4] = inputs["x"]
+    strided = wide[:, :, 1:4]
+    time_first = inputs["x"].transpose(0, 1).contiguous().transpose(0, 1)
+    first, *others = (run(on(interpreter), {"x": x}, torch.float32) for x in (inputs["x"], strided, time_first))
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_incoming_gradients_are_not_modified(interpreter):
+    x = make(70, batch=1)["x"].to(interpreter).requires_grad_()
+    h = matrix_product_scan(x, backend="triton")
+    cotangent = torch.randn_like(h)
+    kept = cotangent.clone()
+    h.backward(cotangent)
+    assert torch.equal(cotangent, kept)
+
+
+def test_half_precision_inputs_keep_a_float32_state(interpreter):
+    """Only inputs and outputs are rounded: no error piles up along the sequence."""
+    inputs = {"x": torch.linalg.qr(torch.randn(1, 300, 2, 8, 8))[0].bfloat16()}
+    got = on(interpreter)(**inputs, return_final_state=True)
+    wanted = matrix_product_definition(**inputs, return_final_state=True)
+    assert got[0].dtype == torch.bfloat16
+    assert rmse_ratio(got[0], wanted[0]) < 3e-3
+    assert rmse_ratio(got[1], wanted[1]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mru_scan_1_4", "mru_scan_7_4", "mru_scan_33_8"])
+def test_golden(interpreter, chunk, name):
+    golden = {key: x.transpose(1, 2) for key, x in load_file(GOLDEN / f"{name}.safetensors").items()}
+    x = golden["X"].float().to(interpreter).requires_grad_()
+    h = matrix_product_scan(x, backend="triton")
+    h.backward(golden["dH"].float().to(interpreter))
+    assert rmse_ratio(h.cpu(), golden["H"]) <= 1e-5
+    assert rmse_ratio(x.grad.cpu(), golden["dX"]) <= 1e-5
+
+
+@pytest.mark.parametrize("packed_row", [False, True])
+def test_no_value_is_looked_at(packed_row):
+    """Tensors without values are enough to launch everything, at every level of a long row."""
+    x = torch.empty(1, 100_000, 6, 8, 8, device="meta")
+    cu_seqlens = torch.empty(90, dtype=torch.int32, device="meta") if packed_row else None
+    with record_launches() as launches:
+        h, final, products = fused.forward(x, None, cu_seqlens, None)
+        fused.backward(torch.empty_like(h), final, x, h, products, None, cu_seqlens, None)
+    assert len(launches) == 4 + 7
+
+
+def test_an_order_without_a_kernel(interpreter):
+    with pytest.raises(ValueError, match="takes matrices of order 4, 8, 16 or 32, not 3"):
+        matrix_product_scan(make(5, order=3)["x"].to(interpreter), backend="triton")
+    matrix_product_scan(make(5, order=3)["x"].to(interpreter))
