@@ -21,15 +21,19 @@ DTYPES = [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torc
 Layout = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
-def tolerance(name: str, dtype: torch.dtype) -> float:
-    """Largest ratio of root mean squares.
+def tolerance(name: str, dtype: torch.dtype, linear: bool) -> float:
+    """Largest ratio of root mean squares; `linear`: neither normalised nor a product of directions.
 
     In bfloat16 the cotangent and the matrices that v, q and k are multiplied with are rounded too, by about 2^-9 each
-    time. Gradients of weights are differences of sums of such products, and get twice as much.
+    time. Gradients of weights are differences of sums of such products, and get twice as much; where the scan is not
+    linear the cotangent is first multiplied with rounded outputs, and all get twice as much again.
+    (test_bfloat16.py has narrower bounds for cotangents that are exact.)
     """
     if dtype == torch.float32:
         return 1e-5
-    return 5e-3 if name in ("output 0", "output 1", "d v") else 1e-2
+    if name.startswith("output"):
+        return 5e-3
+    return (5e-3 if name == "d v" else 1e-2) * (1 if linear else 2)
 
 
 def on(device: str, op: Callable, layout: Layout = lambda tensors: tensors, **op_options) -> Callable:
@@ -62,12 +66,18 @@ def check(
     """Outputs and all gradients agree with the definition, which gets the same rounded inputs in float64.
 
     gradients: "all", or "none" to look at outputs only: gradients of weights of tokens that see hardly anything but
-        themselves are small differences, which bfloat16 does not hold.
+        themselves are small differences, which bfloat16 does not hold. Neither does it, in any case, what one factor
+        for all tokens gets, a sum that may be next to nothing: those are compared in float32 only.
     """
     rounded = {name: x.to(dtype) for name, x in inputs.items() if x is not None}
     absent = {name: None for name, x in inputs.items() if x is None}
     got = run(on(device, op, layout, chunk_size=chunk_size), rounded, dtype, **absent, **options)
     wanted = run(DEFINITIONS[op], rounded, torch.float64, **absent, **options)
-    errors = {name: rmse_ratio(got[name], wanted[name]) for name in wanted if gradients == "all" or name[0] != "d"}
-    wrong = {name: error for name, error in errors.items() if not error <= tolerance(name, dtype)}
+    if gradients == "none":
+        wanted = {name: x for name, x in wanted.items() if name.startswith("output")}
+    if dtype != torch.float32:
+        wanted = {name: x for name, x in wanted.items() if x.dim() > 1}
+    errors = {name: rmse_ratio(got[name], x) for name, x in wanted.items()}
+    linear = not options.get("normalize") and options.get("combine") != "mult"
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance(name, dtype, linear)}
     assert not wrong, f"{wrong} for {options}"

@@ -66,8 +66,15 @@ def test_long(interpreter, form, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [*DECAYS, "forgets"])
-@pytest.mark.parametrize("form", [CAUSAL, "hydra", "halved", "product", "both", "lion"])
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    often(
+        [CAUSAL, "hydra", "halved", "product", "both", "lion"],
+        [*DECAYS, "forgets"],
+        (CAUSAL, "hydra", "lion"),
+        ("mixed", "none"),
+    ),
+)
 def test_decays(interpreter, form, kind, dtype):
     """Of every kind; "forgets" has some that are exactly 0 (log -inf)."""
     states = 0 if form == "lion" else 1

@@ -92,6 +92,12 @@ def test_heads_of_a_program(interpreter, monkeypatch, form, programs, dtype):
         assert ("mix", 1 if programs == 512 else 2) in seen
 
 
+def test_a_program_has_a_whole_part_of_a_group(interpreter, monkeypatch):
+    """Two of three heads would fit the GPU best, but they cannot share programs evenly."""
+    monkeypatch.setattr(fused, "PROGRAMS", 6)
+    check(interpreter, semiseparable_scan, make(40, batch=1, heads=6, groups=2), return_final_state=True)
+
+
 def split_projection(tensors):
     """v, q and k as slices of one wide tensor, as a layer has them."""
     names = [name for name in tensors if name[0] in "vqk"]
