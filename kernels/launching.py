@@ -30,17 +30,20 @@ class Launch(NamedTuple):
 
 # Not a context variable: PyTorch runs backward passes on GPUs in a thread of its own.
 _recorder: list[Launch] | None = None
+_running = True
 
 
 @contextlib.contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """Within this block kernels are noted in the returned list and not run; outputs stay unwritten."""
-    global _recorder
-    before, _recorder = _recorder, []
+def record_launches(run: bool = False) -> Iterator[list[Launch]]:
+    """Within this block launches are noted in the returned list; without `run` nothing else happens, and outputs stay
+    unwritten."""
+    global _recorder, _running
+    before = _recorder, _running
+    _recorder, _running = [], run
     try:
         yield _recorder
     finally:
-        _recorder = before
+        _recorder, _running = before
 
 
 def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int = 2, **constants) -> None:
@@ -49,6 +52,7 @@ def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages
         return
     if _recorder is not None:
         _recorder.append(Launch(kernel, grid, arguments, constants, num_warps, num_stages))
+    if not _running:
         return
     num_stages = stages_on(num_stages, hip=bool(torch.version.hip))
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))

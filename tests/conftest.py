@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,6 +25,15 @@ def interpreter(monkeypatch) -> str:
         return "cuda"
     triton_on_cpu.interpret(monkeypatch)
     return "cpu"
+
+
+@pytest.fixture
+def launched() -> Iterator[list]:
+    """The launches of Triton kernels from here on."""
+    from matmix.kernels.launching import record_launches
+
+    with record_launches(run=True) as launches:
+        yield launches
 
 
 _WORDS = [

@@ -14,6 +14,7 @@ from triton_on_cpu import PoisonedTorch
 @pytest.fixture
 def poisoned(monkeypatch) -> None:
     """Buffers that the scans' kernels are to fill start out as NaN, so that an element never written shows."""
-    from matmix.kernels.semiseparable.fused import launch
+    from matmix.kernels.semiseparable.fused import carry, collect, launch
 
-    monkeypatch.setattr(launch, "torch", PoisonedTorch())
+    for module in (carry, collect, launch):
+        monkeypatch.setattr(module, "torch", PoisonedTorch())

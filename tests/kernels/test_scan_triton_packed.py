@@ -8,9 +8,10 @@ from compare import packed, rmse_ratio, run
 from scans import DTYPES, check, on
 from test_quasiseparable import FORMS, make_for
 from test_semiseparable import make
+from triton_on_cpu import names
 
 from matmix.kernels import quasiseparable_scan, semiseparable_scan
-from matmix.kernels.semiseparable.fused import launch as fused
+from matmix.kernels.semiseparable.fused import scan
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DOCUMENTS = {"uneven": [1, 5, 64, 3, 130], "empty": [0, 0, 34, 0, 1, 0, 33, 0], "single": [1] * 9, "one": [40]}
@@ -114,19 +115,6 @@ def test_documents_are_bit_independent(interpreter, form, monkeypatch):
         assert not torch.equal(before["output 0"][:, changed], after["output 0"][:, changed])
 
 
-@pytest.fixture
-def launched(monkeypatch) -> list[str]:
-    """Names of the kernels that the scans launch from here on."""
-    names, launch = [], fused.launch
-
-    def note(kernel, *args, **kwargs):
-        names.append(kernel.__name__)
-        launch(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(fused, "launch", note)
-    return names
-
-
 LONG = {"d_state": 3, "headdim": 4, "batch": 1, "heads": 1, "groups": 1}
 
 
@@ -144,7 +132,7 @@ def test_spans(interpreter, launched, form, lengths, dtype):
     else:
         inputs = make_for(form, seqlen, **LONG, states=documents, kind="growing")
         check(interpreter, quasiseparable_scan, inputs, dtype, **given, **FORMS[form])
-    assert launched.count("combine_spans") >= 3
+    assert names(launched).count("combine_spans") >= 3
 
 
 @pytest.mark.parametrize("form", ["unshifted both", "lion"])
@@ -155,19 +143,19 @@ def test_forward_spans(interpreter, launched, form):
     got = on(interpreter, quasiseparable_scan)(**inputs, **options)
     wanted = quasiseparable_scan(**inputs, **options, backend="torch")
     assert rmse_ratio(got, wanted) < 1e-5
-    assert launched.count("combine_spans") == (4 if form == "lion" else 2)
+    assert names(launched).count("combine_spans") == (4 if form == "lion" else 2)
 
 
 def test_spans_of_several_rows(interpreter, launched):
     inputs = make(530, batch=2, heads=1, groups=1, d_state=3, headdim=4, states=2, kind="token")
     check(interpreter, semiseparable_scan, inputs, return_final_state=True, chunk_size=16)
-    assert launched.count("combine_spans") == 3
+    assert names(launched).count("combine_spans") == 3
 
 
 def test_many_programs_are_not_split(interpreter, launched, monkeypatch):
     """Where documents and heads alone keep the GPU busy, states take one launch; several heads share a program."""
-    monkeypatch.setattr(fused, "PROGRAMS", 4)
+    monkeypatch.setattr(scan, "PROGRAMS", 4)
     inputs = make(520, batch=1, heads=2, groups=1, d_state=3, headdim=4, states=1)
     check(interpreter, semiseparable_scan, inputs, return_final_state=True, chunk_size=16)
-    assert "combine_spans" not in launched
-    assert launched.count("state_pass") == 3
+    assert "combine_spans" not in names(launched)
+    assert names(launched).count("state_pass") == 3

@@ -15,6 +15,7 @@ from test_semiseparable import make
 from matmix.kernels import quasiseparable_scan, semiseparable_scan
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused
+from matmix.kernels.semiseparable.fused import scan
 from matmix.kernels.semiseparable.fused.configs import choose
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -73,28 +74,22 @@ def test_chunks(interpreter, chunk, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("programs", [1, 8, 512])
 @pytest.mark.parametrize("form", ["hydra", "lion", "unshifted both"])
-def test_heads_of_a_program(interpreter, monkeypatch, form, programs, dtype):
+def test_heads_of_a_program(interpreter, launched, monkeypatch, form, programs, dtype):
     """One, some or all heads of a group in a program; parts of the gradients of q and k are summed afterwards."""
-    monkeypatch.setattr(fused, "PROGRAMS", programs)
+    monkeypatch.setattr(scan, "PROGRAMS", programs)
     config = choose(dtype, 40, None)._replace(heads=2)
-    seen, launch = set(), fused.launch
-
-    def note(kernel, *args, **kwargs):
-        seen.add((kernel.__name__, kwargs.get("HEADS")))
-        launch(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(fused, "launch", note)
     with fused.force_configuration(config):
         inputs = make_for(form, 40, batch=1, heads=8, groups=2)
         check(interpreter, quasiseparable_scan, inputs, dtype, **FORMS[form])
     if interpreter == "cpu":
+        seen = {(found.kernel.__name__, found.constants.get("HEADS")) for found in launched}
         assert ("pair_gradients", {1: 4, 8: 2, 512: 1}[programs]) in seen
         assert ("mix", 1 if programs == 512 else 2) in seen
 
 
 def test_a_program_has_a_whole_part_of_a_group(interpreter, monkeypatch):
     """Two of three heads would fit the GPU best, but they cannot share programs evenly."""
-    monkeypatch.setattr(fused, "PROGRAMS", 6)
+    monkeypatch.setattr(scan, "PROGRAMS", 6)
     check(interpreter, semiseparable_scan, make(40, batch=1, heads=6, groups=2), return_final_state=True)
 
 

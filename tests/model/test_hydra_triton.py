@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
+from triton_on_cpu import names
 
-from matmix.kernels.semiseparable.fused import launch as fused
 from matmix.model.mixers import hydra
 from matmix.model.mixers.hydra import Hydra, HydraConfig
 from matmix.train.activation import checkpoint_activations
@@ -26,19 +26,6 @@ def on_triton(interpreter, monkeypatch):
         return interpreter
 
     return turn
-
-
-@pytest.fixture
-def launched(monkeypatch) -> list[str]:
-    """Names of the kernels that the scan launches."""
-    names, launch = [], fused.launch
-
-    def note(kernel, *args, **kwargs):
-        names.append(kernel.__name__)
-        launch(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(fused, "launch", note)
-    return names
 
 
 def results(module, device, *inputs, **options):
@@ -72,7 +59,7 @@ def test_layer(on_triton, launched, randomize, options, cu_seqlens, recompute):
     device = on_triton()
     assert_close(results(layer, device, x, cu_seqlens=cu_seqlens), wanted)
     # The scan's output is kept where the rest is computed again.
-    assert (launched.count("mix"), launched.count("pair_gradients")) == (2, 1)
+    assert (names(launched).count("mix"), names(launched).count("pair_gradients")) == (2, 1)
 
 
 @pytest.mark.parametrize("how", ["padded", "packed", "recompute", "full", "op"])
@@ -91,7 +78,7 @@ def test_encoder(on_triton, launched, small_model, how):
         checkpoint_activations(model, "full" if how == "full" else "selective", selective_by="op")
     device = on_triton()
     assert_close(results(model, device, ids, **options), wanted)
-    assert launched.count("mix") == 2 * (3 if how == "full" else 2)
+    assert names(launched).count("mix") == 2 * (3 if how == "full" else 2)
 
 
 def test_long_documents_pass_states_in_spans(on_triton, launched, randomize):
@@ -101,4 +88,4 @@ def test_long_documents_pass_states_in_spans(on_triton, launched, randomize):
     x, cu_seqlens = torch.randn(1, 530, 4), torch.tensor([0, 7, 7, 500, 530], dtype=torch.int32)
     wanted = results(layer, "cpu", x, cu_seqlens=cu_seqlens)
     assert_close(results(layer, on_triton(), x, cu_seqlens=cu_seqlens), wanted)
-    assert "combine_spans" in launched
+    assert "combine_spans" in names(launched)

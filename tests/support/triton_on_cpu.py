@@ -24,6 +24,11 @@ def import_kernels() -> None:
     del os.environ["TRITON_INTERPRET"]
 
 
+def names(launches: list) -> list[str]:
+    """Of kernels, by launch."""
+    return [found.kernel.__name__ for found in launches]
+
+
 def interpret(monkeypatch) -> None:
     """Let CPU tensors go to Triton kernels, which the interpreter runs, until the test ends."""
     from triton.runtime import interpreter

@@ -1,0 +1,113 @@
+"""Launches of the kernels that carry states over chunks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from matmix.kernels.launching import launch
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+from matmix.kernels.semiseparable.fused.scan import Scan, per_token
+from matmix.kernels.semiseparable.fused.states import combine_spans, state_pass
+
+
+class States(NamedTuple):
+    """States of all directions at chunk edges."""
+
+    states: Tensor | None
+    """(slots, nheads, directions, d_state, headdim)."""
+    vectors: Tensor | None
+    """(slots, nheads, directions, d_state) float32: the same for the sums over rows."""
+    ends: Tensor | None
+    """(documents, nheads, directions, d_state, headdim) float32: behind the last chunk, where asked for."""
+
+
+def pass_states(
+    scan: Scan,
+    like: Tensor,
+    sides: tuple[ScanSide, ...],
+    keys: list[Tensor],
+    values: list[Tensor],
+    initial: list[Tensor | None],
+    form: ScanForm,
+    *,
+    cotangent: bool,
+    sum_factor: Tensor | None = None,
+    want_ends: bool = False,
+    store: bool = True,
+) -> States:
+    """States that enter the chunks; with `cotangent`, the cotangents of the states that leave them."""
+    count, device, vector = len(sides), like.device, form.normalize
+    documents, heads, n, p = scan.documents, scan.heads, scan.d_state, scan.headdim
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    slots = scan.slots(scan.chunk)
+    # float16 could not hold what long documents add up to.
+    held = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
+    states = empty(slots, heads, count, n, p, dtype=held) if store else None
+    vectors = empty(slots, heads, count, n) if store and vector else None
+    entry = None
+    if any(state is not None for state in initial):
+        zero = torch.zeros(documents, heads, n, p, device=device) if None in initial else None
+        entry = torch.stack([(zero if state is None else state).float() for state in initial], 2)
+    ends = empty(documents, heads, count, n, p) if want_ends else None
+
+    block_n, n_blocks, block_p, p_blocks = scan.blocks(scan.config.block)
+    tiles = n_blocks * p_blocks
+    programs = documents * heads * tiles
+    chunks = scan.per_row(scan.chunk)
+    span = max(8, -(-scan.rows * chunks * heads * tiles // scan.programs))
+    split = programs < scan.programs // 2 and chunks >= 4 * span
+    if not split:
+        span = max(chunks, 1)
+    units = scan.slots(span * scan.chunk) if split else documents
+    per_row = scan.per_row(span * scan.chunk) if split else 1
+    if not split and scan.cu_seqlens is not None:
+        # Spans longer than the row: every document is one unit, numbered like the documents.
+        span = scan.seqlen // scan.chunk + 1
+    span_ends = empty(units, heads, count, n, p) if split else None
+    span_vectors = empty(units, heads, count, n) if split and vector else None
+    span_decays = empty(units, heads, count) if split else None
+
+    def run(number: int, entries: Tensor | None, entry_vectors: Tensor | None, out: Tensor | None, summing: bool):
+        side, key, value = sides[number], keys[number], values[number]
+        scale = None if cotangent else side.input_scale
+        launch(
+            state_pass, (units, heads, tiles),
+            key, key.stride(0), key.stride(1), key.stride(2), value, value.stride(0), value.stride(1), value.stride(2),
+            *per_token(side.log_decay), *per_token(scale), *per_token(sum_factor),
+            None if summing else states, None if summing else vectors, entries, entry_vectors, out,
+            span_vectors if summing else None, span_decays if summing else None,
+            scan.cu_seqlens, documents, scan.seqlen, scan.per_row(scan.chunk), per_row, span, heads,
+            scan.share, n, p, number,
+            num_warps=scan.config.state_warps, num_stages=scan.config.stages,
+            directions=count, REVERSE=side.reverse != cotangent, COTANGENT=cotangent, SHIFT=form.shift,
+            GATED=side.log_decay is not None, SCALED=scale is not None, STORE=store and not summing, VECTOR=vector,
+            ENTRY=entries is not None, END=out is not None, DECAYS=summing, PACKED=scan.cu_seqlens is not None,
+            CHUNK=scan.chunk, BLOCK_N=block_n, BLOCK_P=block_p, PRECISION=scan.precision,
+        )  # fmt: skip
+
+    for number, side in enumerate(sides):
+        if not split:
+            run(number, entry, None, ends, False)
+            continue
+        run(number, None, None, span_ends, True)
+        for of_span, first, last in ((span_ends, entry, ends), (span_vectors, None, None)):
+            if of_span is not None:
+                elements = of_span[0, 0, 0].numel()
+                block = min(1024, triton.next_power_of_2(elements))
+                launch(
+                    combine_spans, (documents, heads, -(-elements // block)),
+                    of_span, span_decays, first, last, scan.cu_seqlens, scan.seqlen, per_row, span * scan.chunk,
+                    heads, elements, number, num_warps=4,
+                    directions=count, REVERSE=side.reverse != cotangent, INITIAL=first is not None,
+                    FINAL=last is not None, PACKED=scan.cu_seqlens is not None, BLOCK=block,
+                )  # fmt: skip
+        if store:
+            run(number, span_ends, span_vectors, None, False)
+    return States(states, vectors, ends)
