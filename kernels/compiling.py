@@ -103,7 +103,7 @@ def compilation(launch: Launch, target: str) -> Compilation:
     if not isinstance(launch.kernel, JITFunction):
         raise TypeError(f"{launch.kernel} cannot be compiled; import its module without TRITON_INTERPRET")
     if target.startswith("gfx"):
-        constants = {name: "ieee" if value == "tf32x3" else value for name, value in launch.constants.items()}
+        constants = {name: "ieee" if value in ("tf32", "tf32x3") else value for name, value in launch.constants.items()}
     else:
         constants = dict(launch.constants)  # see launching.dot_precision
     num_stages = stages_on(launch.num_stages, hip=target.startswith("gfx"))

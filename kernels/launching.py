@@ -66,11 +66,11 @@ def stages_on(num_stages: int, hip: bool) -> int:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How kernels multiply tiles of this dtype; only float32 has a choice.
+    """How kernels multiply float32 tiles where their inputs have this dtype.
 
     tf32x3 keeps float32's accuracy on NVIDIA's tensor cores, where exact float32 products would take scalar
-    instructions; AMD's matrix cores multiply float32 as it is.
+    instructions; AMD's matrix cores multiply float32 as it is. For half precision tf32 is exact enough.
     """
-    if dtype != torch.float32 or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1":
+    if torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1":
         return "ieee"
-    return "tf32x3"
+    return "tf32x3" if dtype == torch.float32 else "tf32"

@@ -16,6 +16,7 @@ from test_quasiseparable import FORMS, make_for
 from test_semiseparable import CHUNKS, DECAYS, LENGTHS, make
 
 from matmix.kernels import quasiseparable_scan, semiseparable_scan
+from matmix.kernels.semiseparable.definition import semiseparable_definition
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SMALL = {"batch": 1, "heads": 2, "groups": 1}
@@ -191,3 +192,18 @@ def test_any_combination(interpreter, form, lengths, packed, groups, share, chun
     states = (len(lengths) if packed else batch) if states else 0
     shape = {"batch": batch, "heads": groups * share, "groups": groups, "states": states}
     check_form(interpreter, form, sum(lengths), dtype, check_options=given, **shape, **options)
+
+
+def test_float16_reads_states_beyond_its_range(interpreter):
+    """A state of 200 x 900 is more than the 65,504 that float16 ends at; outputs are not."""
+    torch.manual_seed(0)
+    ones = torch.ones(1, 200, 1, 16)
+    inputs = {"v": 30 * ones, "q": 1e-4 * (ones + torch.rand_like(ones)), "k": 30 * ones}
+    half = {name: x.half().to(interpreter).requires_grad_() for name, x in inputs.items()}
+    y = semiseparable_scan(**half, log_decay=None, backend="triton", chunk_size=16)
+    y.backward(torch.full_like(y, 1e-3))
+    exact = {name: x.detach().cpu().double().requires_grad_() for name, x in half.items()}
+    wanted = semiseparable_definition(**exact, log_decay=None)
+    wanted.backward(torch.full_like(wanted, 1e-3))
+    assert rmse_ratio(y.cpu(), wanted) < 5e-3
+    assert rmse_ratio(half["q"].grad.cpu(), exact["q"].grad) < 5e-3

@@ -24,6 +24,7 @@ from matmix.kernels.semiseparable.fused.layout import (
     log_decays,
     shifted,
     side_scores,
+    state_dot,
     two_floats,
 )
 
@@ -275,9 +276,9 @@ def state_gradients(
             if GATED:
                 through += tl.sum(enters.to(tl.float32) * leaves.to(tl.float32), 1)
             grad = load_rows(at_y, dy_l, i, valid, p0, headdim, BLOCK_P)
-            reading = tl.dot(grad, tl.trans(enters.to(grad.dtype)), acc=reading, input_precision=PRECISION)
+            reading = state_dot(grad, tl.trans(enters), reading, PRECISION)
             value = load_rows(at_v, v_l, i, valid, p0, headdim, BLOCK_P)
-            writing = tl.dot(value, tl.trans(leaves.to(value.dtype)), acc=writing, input_precision=PRECISION)
+            writing = state_dot(value, tl.trans(leaves), writing, PRECISION)
         if NORMALIZE:
             # The sum over a row is the product with one more channel of v that holds ones.
             enters_sum = tl.load(vectors + which * d_state + n, mask=n < d_state, other=0.0)

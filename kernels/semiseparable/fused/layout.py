@@ -130,3 +130,13 @@ def side_scores(
         c = load_rows(cols, cols_l, from_j, inside_j, block * BLOCK_N, d_state, BLOCK_N)
         scores = tl.dot(x, tl.trans(c), acc=scores, input_precision=PRECISION)
     return scores
+
+
+@triton.jit
+def state_dot(x, state, acc, PRECISION: tl.constexpr):
+    """acc + x state, where the state may hold more than x's dtype can: float16 ends at 65,504, states do not."""
+    if x.dtype == tl.float16:
+        acc = tl.dot(x.to(tl.float32), state.to(tl.float32), acc=acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(x, state.to(x.dtype), acc=acc, input_precision=PRECISION)
+    return acc

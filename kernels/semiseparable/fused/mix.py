@@ -24,6 +24,7 @@ from matmix.kernels.semiseparable.fused.layout import (
     log_decays,
     shifted,
     side_scores,
+    state_dot,
     two_floats,
 )
 
@@ -72,7 +73,7 @@ def read_state(
         # The rows come from a cache: kept in registers over all heads they would crowd out the matrix.
         x = load_rows(rows, rows_l, from_i, inside_i, block * BLOCK_N, d_state, BLOCK_N)
         h = load_state(state, block * BLOCK_N, d_state, p0, headdim, BLOCK_N, BLOCK_P)
-        read = tl.dot(x, h.to(x.dtype), acc=read, input_precision=PRECISION)
+        read = state_dot(x, h, read, PRECISION)
         if VECTOR:
             n = block * BLOCK_N + tl.arange(0, BLOCK_N)
             z = tl.load(vectors + at_vector + n, mask=n < d_state, other=0.0)
