@@ -8,8 +8,9 @@ from torch import Tensor
 from matmix.kernels.launching import launch
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused.carry import States
-from matmix.kernels.semiseparable.fused.gradients import pair_gradients, state_gradients
+from matmix.kernels.semiseparable.fused.pairs import pair_gradients
 from matmix.kernels.semiseparable.fused.scan import Scan, per_token
+from matmix.kernels.semiseparable.fused.through import state_gradients
 
 
 def vector_gradients(
