@@ -34,7 +34,7 @@ class NormConfig(NamedTuple):
     num_stages: int
 
 
-_SMALL = NormConfig(elements=1024, columns=512, programs=1024, num_warps=4, num_stages=2)
+_SMALL = NormConfig(elements=512, columns=512, programs=1024, num_warps=4, num_stages=2)
 _MIDDLE = NormConfig(elements=2048, columns=2048, programs=1024, num_warps=4, num_stages=2)
 _LARGE = NormConfig(elements=4096, columns=4096, programs=1024, num_warps=8, num_stages=2)
 _CUT = NormConfig(elements=2048, columns=1024, programs=1024, num_warps=4, num_stages=2)

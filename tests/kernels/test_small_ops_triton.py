@@ -117,6 +117,7 @@ def test_every_conv_configuration(interpreter, config, layout, dtype):
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_changing_one_document_leaves_the_others_alone(interpreter, activation):
     """Bit for bit, output and gradient of x, even where the changed document holds NaN."""
     lengths, changed = [10, 20, 0, 1, 35], slice(10, 30)
