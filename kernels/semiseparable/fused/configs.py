@@ -43,7 +43,7 @@ class ScanConfig(NamedTuple):
 
 _HALF = ScanConfig(2, 128, 32, 64, 4, 64, 32, 64, 4, 8, 8, 8, 2)
 _HALF_SHORT = ScanConfig(2, 64, 32, 64, 2, 64, 32, 64, 4, 8, 8, 8, 2)
-_SINGLE = ScanConfig(4, 32, 16, 32, 1, 32, 16, 16, 4, 8, 8, 8, 1)
+_SINGLE = ScanConfig(4, 32, 16, 32, 1, 32, 16, 16, 8, 8, 8, 8, 1)
 
 # Not a context variable: PyTorch runs backward passes on GPUs in a thread of its own.
 _forced: ScanConfig | None = None
