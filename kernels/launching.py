@@ -46,6 +46,28 @@ def record_launches(run: bool = False) -> Iterator[list[Launch]]:
         _recorder, _running = before
 
 
+class ForcedConfiguration:
+    """`with force_configuration(config): ...` makes an op's kernels use `config`, which is then its `value`.
+
+    For the whole process, as PyTorch runs backward passes on GPUs in a thread of its own.
+    """
+
+    value: Any = None
+
+    @contextlib.contextmanager
+    def __call__(self, config: Any) -> Iterator[None]:
+        before, self.value = self.value, config
+        try:
+            yield
+        finally:
+            self.value = before
+
+
+def rows_in_place(x: torch.Tensor) -> torch.Tensor:
+    """Rows that kernels can read as they lie: any strides but the last, whose numbers stand side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int = 2, **constants) -> None:
     """Run `kernel` on `grid` (nothing if the grid is empty), on the device of the first tensor."""
     if 0 in grid:

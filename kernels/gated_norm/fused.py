@@ -9,8 +9,6 @@ atomically: the same inputs give the same bits.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from matmix.kernels.launching import launch
+from matmix.kernels.launching import ForcedConfiguration, launch, rows_in_place
 
 
 class NormConfig(NamedTuple):
@@ -39,7 +37,7 @@ _MIDDLE = NormConfig(elements=2048, columns=2048, programs=1024, num_warps=4, nu
 _LARGE = NormConfig(elements=4096, columns=4096, programs=1024, num_warps=8, num_stages=2)
 _CUT = NormConfig(elements=2048, columns=1024, programs=1024, num_warps=4, num_stages=2)
 
-_forced: NormConfig | None = None
+force_configuration = ForcedConfiguration()
 
 
 def configurations() -> tuple[NormConfig, ...]:
@@ -49,20 +47,9 @@ def configurations() -> tuple[NormConfig, ...]:
 
 def choose_config(group: int) -> NormConfig:
     """From shapes alone, never by timing: another tile rounds differently, and runs must repeat."""
-    if _forced is not None:
-        return _forced
+    if force_configuration.value is not None:
+        return force_configuration.value
     return next((config for config in (_SMALL, _MIDDLE, _LARGE) if group <= config.columns), _CUT)
-
-
-@contextlib.contextmanager
-def force_configuration(config: NormConfig) -> Iterator[None]:
-    """Within this block every call uses `config`. Process-wide: autograd may run backward in another thread."""
-    global _forced
-    previous, _forced = _forced, config
-    try:
-        yield
-    finally:
-        _forced = previous
 
 
 @triton.jit
@@ -258,5 +245,4 @@ def backward(
 
 def _flat_rows(x: Tensor) -> Tensor:
     """(..., d) -> (rows, d) with channels side by side, a view where the strides allow it."""
-    x = x.flatten(0, -2)
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return rows_in_place(x.flatten(0, -2))

@@ -6,7 +6,7 @@ under multiplication. Long sequences take three steps: the product of every chun
 by the same scan over those products; all chunks from their edges. The backward pass goes the same way from the
 right with pairs: what a chunk adds to the cotangent, and the product that passes through it.
 
-Chunks start at document boundaries, numbered as in semiseparable/fused/layout.py, so that nothing is read back and
+Chunks start at document boundaries, numbered as in slots.py, so that nothing is read back and
 documents cannot touch. Matrices are float32 inside whatever the inputs are.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from matmix.kernels.launching import dot_precision, launch
 from matmix.kernels.matrix_product.passes import prefix_pass, suffix_pass
+from matmix.kernels.slots import count_documents, count_slots
 
 CHUNK = 64
 """Tokens of a chunk: one program multiplies them one after the other."""
@@ -37,7 +38,7 @@ class Product(NamedTuple):
 
     @property
     def documents(self) -> int:
-        return self.rows if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        return count_documents(self.rows, self.cu_seqlens)
 
     @property
     def per_row(self) -> int:
@@ -45,7 +46,7 @@ class Product(NamedTuple):
 
     @property
     def slots(self) -> int:
-        return self.rows * self.per_row if self.cu_seqlens is None else self.seqlen // CHUNK + self.documents
+        return count_slots(self.rows, self.seqlen, self.cu_seqlens, CHUNK)
 
     @property
     def tile(self) -> int:

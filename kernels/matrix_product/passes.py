@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.semiseparable.fused.layout import locate
+from matmix.kernels.slots import locate
 
 
 @triton.jit

@@ -12,8 +12,6 @@ dy itself. Nothing is added atomically: the same inputs give the same bits.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from matmix.kernels.documents import document_ids
-from matmix.kernels.launching import launch
+from matmix.kernels.launching import ForcedConfiguration, launch, rows_in_place
 
 
 class ConvConfig(NamedTuple):
@@ -43,7 +41,7 @@ _WIDE_FP32 = ConvConfig(channels=64, rows=32, walk_rows=8, num_warps=4, num_stag
 _FEW_TOKENS = ConvConfig(channels=64, rows=16, walk_rows=8, num_warps=4, num_stages=2)
 _NARROW = ConvConfig(channels=32, rows=64, walk_rows=16, num_warps=4, num_stages=2)
 
-_forced: ConvConfig | None = None
+force_configuration = ForcedConfiguration()
 
 
 def configurations() -> tuple[ConvConfig, ...]:
@@ -53,24 +51,13 @@ def configurations() -> tuple[ConvConfig, ...]:
 
 def choose_config(batch: int, seqlen: int, d: int, dtype: torch.dtype) -> ConvConfig:
     """From shapes and dtype alone, never by timing: another tile rounds differently, and runs must repeat."""
-    if _forced is not None:
-        return _forced
+    if force_configuration.value is not None:
+        return force_configuration.value
     if d <= 32:
         return _NARROW
     if batch * seqlen * d < 1 << 20:  # fewer tiles of the wide kind than a large GPU can run at once
         return _FEW_TOKENS
     return _WIDE_FP32 if dtype == torch.float32 else _WIDE
-
-
-@contextlib.contextmanager
-def force_configuration(config: ConvConfig) -> Iterator[None]:
-    """Within this block every call uses `config`. Process-wide: autograd may run backward in another thread."""
-    global _forced
-    previous, _forced = _forced, config
-    try:
-        yield
-    finally:
-        _forced = previous
 
 
 @triton.jit
@@ -211,7 +198,7 @@ def backward(
     config = choose_config(batch, seqlen, d, x.dtype)
 
     # One tap's weights of all channels side by side, as the channels of a tile are.
-    dy, x, taps = _channels_innermost(dy), _channels_innermost(x), weight.t().contiguous()
+    dy, x, taps = rows_in_place(dy), rows_in_place(x), weight.t().contiguous()
     g = torch.empty_like(x, memory_format=torch.contiguous_format) if silu else dy
     blocks = triton.cdiv(d, config.channels)
     tiles = triton.cdiv(batch * seqlen, config.walk_rows)
@@ -252,7 +239,7 @@ def _run_convolution(
 ) -> Tensor:
     batch, seqlen, d = x.shape
     config = choose_config(batch, seqlen, d, x.dtype)
-    x = _channels_innermost(x)
+    x = rows_in_place(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     launch(
         _convolve,
@@ -271,10 +258,6 @@ def _run_convolution(
         num_stages=config.num_stages,
     )
     return y
-
-
-def _channels_innermost(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _bounds(cu_seqlens: Tensor | None, seqlen: int) -> tuple[Tensor | None, Tensor | None]:

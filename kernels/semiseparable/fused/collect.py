@@ -9,7 +9,7 @@ from matmix.kernels.launching import launch
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused.carry import States
 from matmix.kernels.semiseparable.fused.pairs import pair_gradients
-from matmix.kernels.semiseparable.fused.scan import Scan, per_token
+from matmix.kernels.semiseparable.fused.scan import Scan, one_or_two, per_token
 from matmix.kernels.semiseparable.fused.through import state_gradients
 
 
@@ -27,7 +27,7 @@ def vector_gradients(
     """For each direction gradients of q, k (as they are), log-decays and input scales (float32, per token and head);
     and dy . v per token and head where there is a diagonal."""
     two, carried, slots = len(sides) == 2, entering is not None, scan.slots(scan.chunk)
-    first, second = sides[0], sides[1] if two else sides[0]._replace(log_decay=None, input_scale=None)
+    first, second, self_weight = one_or_two(sides, form)
     # Heads in one program share the last products; fewer of them where that would leave the GPU idle.
     wanted = max(1, slots * scan.heads // scan.programs)
     heads = max(d for d in range(1, scan.share + 1) if scan.share % d == 0 and d <= wanted)
@@ -50,7 +50,6 @@ def vector_gradients(
     dws = [factor(side.input_scale is not None) for side in (first, second)]
     halves = two and form.combine == "concat"
     along, along2 = factor(diagonal), factor(diagonal and halves)
-    self_weight = 0.5 if two and form.self_term == "mean" else 1.0
     block_n, n_blocks, block_p, p_blocks = scan.blocks(scan.config.pair_block)
     launch(
         pair_gradients, (slots, scan.heads // heads),

@@ -6,11 +6,11 @@ would leave the curve that it was on. `force_configuration` tries others.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+
+from matmix.kernels.launching import ForcedConfiguration
 
 
 class ScanConfig(NamedTuple):
@@ -45,8 +45,8 @@ _HALF = ScanConfig(2, 128, 32, 64, 4, 64, 32, 64, 4, 8, 8, 8, 2)
 _HALF_SHORT = ScanConfig(2, 64, 32, 64, 2, 64, 32, 64, 4, 8, 8, 8, 2)
 _SINGLE = ScanConfig(4, 32, 16, 32, 1, 32, 16, 16, 8, 8, 8, 8, 1)
 
-# Not a context variable: PyTorch runs backward passes on GPUs in a thread of its own.
-_forced: ScanConfig | None = None
+force_configuration = ForcedConfiguration()
+"""Takes effect on scans whose inputs have the size that the configuration is for."""
 
 
 def configurations() -> tuple[ScanConfig, ...]:
@@ -54,20 +54,9 @@ def configurations() -> tuple[ScanConfig, ...]:
     return _HALF, _HALF_SHORT, _SINGLE
 
 
-@contextlib.contextmanager
-def force_configuration(config: ScanConfig) -> Iterator[None]:
-    """Within this block every scan uses `config`, if its inputs have the size that it is for."""
-    global _forced
-    before, _forced = _forced, config
-    try:
-        yield
-    finally:
-        _forced = before
-
-
 def choose(dtype: torch.dtype, seqlen: int, chunk_size: int | None) -> ScanConfig:
     """The configuration of a scan; `chunk_size` is the caller's wish for the tokens between stored states."""
-    config = _forced
+    config = force_configuration.value
     if config is None or config.itemsize != dtype.itemsize:
         config = _SINGLE if dtype.itemsize == 4 else _HALF if seqlen > 64 else _HALF_SHORT
         if dtype == torch.float16:

@@ -10,13 +10,13 @@ import math
 import torch
 from torch import Tensor
 
-from matmix.kernels.launching import launch
+from matmix.kernels.launching import launch, rows_in_place
 from matmix.kernels.semiseparable.form import ScanForm, ScanOutput, ScanSide, SideGradients
 from matmix.kernels.semiseparable.fused.carry import States, pass_states
 from matmix.kernels.semiseparable.fused.collect import vector_gradients
 from matmix.kernels.semiseparable.fused.configs import configurations, force_configuration
 from matmix.kernels.semiseparable.fused.mix import mix
-from matmix.kernels.semiseparable.fused.scan import Scan, per_token, readable, set_up, vectors_of
+from matmix.kernels.semiseparable.fused.scan import Scan, one_or_two, per_token, readable, set_up
 from matmix.kernels.semiseparable.setup import reduce_like
 
 __all__ = ["backward", "configurations", "force_configuration", "forward"]
@@ -33,7 +33,7 @@ def forward(
 ) -> ScanOutput:
     """See `scan_forward` of the PyTorch form."""
     scan = set_up(v, sides[0].q, cu_seqlens, chunk_size, False)
-    v, sides = vectors_of(v), tuple(map(readable, sides))
+    v, sides = rows_in_place(v), tuple(map(readable, sides))
     initial = [side.initial_state for side in sides]
     carried = scan.seqlen > scan.chunk or any(state is not None for state in initial)
     states = None
@@ -65,7 +65,7 @@ def backward(
     scan = set_up(v, sides[0].q, cu_seqlens, chunk_size, True)
     # The scan is linear here; states need sums of rows where the cotangent of those is given.
     form, given = form._replace(normalize=drow_sum is not None), sides
-    v, sides, dy = vectors_of(v), tuple(map(readable, sides)), vectors_of(dy)
+    v, sides, dy = rows_in_place(v), tuple(map(readable, sides)), rows_in_place(dy)
     count, p = len(sides), scan.headdim
     parts = [dy[..., :p], dy[..., p:]] if form.combine == "concat" and count == 2 else [dy] * count
     initial = [side.initial_state for side in sides]
@@ -109,11 +109,11 @@ def product(
 ) -> None:
     """Write M v, or M^T applied to cotangents, into y."""
     two = len(sides) == 2
+    first, second, self_weight = one_or_two(sides, form)
     arguments: list = []
-    for side in (sides[0], sides[-1]):
+    for side in (first, second):
         row, col = (side.k, side.q) if transposed else (side.q, side.k)
         arguments += [row, *row.stride()[:3], col, *col.stride()[:3]]
-    first, second = sides[0], sides[1] if two else sides[0]._replace(log_decay=None, input_scale=None)
     heads = math.gcd(scan.config.heads, scan.share)
     while heads > 1 and scan.slots(scan.chunk) * (scan.chunk // scan.config.rows) * scan.heads // heads < scan.programs:
         heads = max(d for d in range(1, heads) if heads % d == 0)
@@ -126,7 +126,7 @@ def product(
         *per_token(first.input_scale), *per_token(second.input_scale), *per_token(diagonal),
         None if states is None else states.states, None if states is None else states.vectors,
         scan.cu_seqlens, scan.documents, scan.seqlen, scan.per_row(scan.chunk), scan.heads, scan.share, scan.d_state,
-        scan.headdim, 0.5 if two and form.self_term == "mean" else 1.0, form.eps,
+        scan.headdim, self_weight, form.eps,
         num_warps=scan.config.mix_warps, num_stages=scan.config.stages,
         TWO=two, REVERSE=first.reverse, TRANSPOSED=transposed, SHIFT=form.shift, GATED1=first.log_decay is not None,
         GATED2=second.log_decay is not None, SCALED1=first.input_scale is not None,

@@ -16,17 +16,16 @@ import triton.language as tl
 
 from matmix.kernels.semiseparable.fused.layout import (
     decay_matrix,
-    first_slot,
     load_factor,
     load_rows,
     load_state,
-    locate,
     log_decays,
     shifted,
     side_scores,
     state_dot,
     two_floats,
 )
+from matmix.kernels.slots import first_slot, locate
 
 
 @triton.jit

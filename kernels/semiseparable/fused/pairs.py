@@ -17,12 +17,12 @@ from matmix.kernels.semiseparable.fused.layout import (
     decay_matrix,
     load_factor,
     load_rows,
-    locate,
     log_decays,
     shifted,
     side_scores,
     two_floats,
 )
+from matmix.kernels.slots import locate
 
 
 @triton.jit

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from matmix.kernels.launching import dot_precision
-from matmix.kernels.semiseparable.form import ScanSide
+from matmix.kernels.launching import dot_precision, rows_in_place
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused.configs import ScanConfig, choose
+from matmix.kernels.slots import count_documents, count_slots
 
 PROGRAMS = 512
 """Programs that keep any present GPU busy; fewer are not cut any finer than needed to reach it."""
@@ -44,16 +45,13 @@ class Scan(NamedTuple):
 
     @property
     def documents(self) -> int:
-        return self.rows if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        return count_documents(self.rows, self.cu_seqlens)
 
     def per_row(self, span: int) -> int:
         return -(-self.seqlen // span)
 
     def slots(self, span: int) -> int:
-        """Pieces of `span` tokens, or a bound of their number where documents are packed (see layout.py)."""
-        if self.cu_seqlens is None:
-            return self.rows * self.per_row(span)
-        return self.seqlen // span + self.documents
+        return count_slots(self.rows, self.seqlen, self.cu_seqlens, span)
 
 
 def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | None, backward: bool) -> Scan:
@@ -66,11 +64,6 @@ def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | No
     )  # fmt: skip
 
 
-def vectors_of(x: Tensor) -> Tensor:
-    """Rows that can be read as they lie: any strides but the last."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def per_token(x: Tensor | None) -> tuple:
     """A (batch, seqlen, nheads) or (nheads,) factor as a pointer and three strides."""
     if x is None:
@@ -79,4 +72,12 @@ def per_token(x: Tensor | None) -> tuple:
 
 
 def readable(side: ScanSide) -> ScanSide:
-    return side._replace(q=vectors_of(side.q), k=vectors_of(side.k))
+    return side._replace(q=rows_in_place(side.q), k=rows_in_place(side.k))
+
+
+def one_or_two(sides: tuple[ScanSide, ...], form: ScanForm) -> tuple[ScanSide, ScanSide, float]:
+    """Two directions for kernels that take two, the second empty where there is one, and the weight of their own
+    terms."""
+    if len(sides) == 1:
+        return sides[0], sides[0]._replace(log_decay=None, input_scale=None), 1.0
+    return *sides, 0.5 if form.self_term == "mean" else 1.0

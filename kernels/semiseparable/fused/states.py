@@ -13,7 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.semiseparable.fused.layout import first_slot, load_factor, load_rows, locate, log_decays, shifted
+from matmix.kernels.semiseparable.fused.layout import load_factor, load_rows, log_decays, shifted
+from matmix.kernels.slots import bounds, first_slot, locate
 
 
 @triton.jit
@@ -142,12 +143,7 @@ def combine_spans(
     head = tl.program_id(1)
     e = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = e < elements
-    if PACKED:
-        begin = tl.load(cu_seqlens + document).to(tl.int32)
-        length = tl.load(cu_seqlens + document + 1).to(tl.int32) - begin
-    else:
-        begin = document * 0
-        length = begin + seqlen
+    begin, length = bounds(document, cu_seqlens, seqlen, PACKED)
     first = first_slot(document, begin, per_row, span, PACKED)
     spans = tl.cdiv(length, span)
     of_document = ((document.to(tl.int64) * heads + head) * directions + direction) * elements + e

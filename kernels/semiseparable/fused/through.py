@@ -11,16 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.semiseparable.fused.layout import (
-    first_slot,
-    load_factor,
-    load_rows,
-    load_state,
-    locate,
-    log_decays,
-    shifted,
-    state_dot,
-)
+from matmix.kernels.semiseparable.fused.layout import load_factor, load_rows, load_state, log_decays, shifted, state_dot
+from matmix.kernels.slots import first_slot, locate
 
 
 @triton.jit(do_not_specialize=["documents", "seqlen", "per_row", "direction"])
