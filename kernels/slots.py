@@ -57,9 +57,14 @@ def locate(slot, cu_seqlens, documents, seqlen, per_row, span, PACKED: tl.conste
             low = tl.where(first <= slot, middle, low)
             high = tl.where(first <= slot, high, middle)
         document = low
+        begin, length = bounds(document, cu_seqlens, seqlen, PACKED)
+        piece = slot - first_slot(document, begin, per_row, span, PACKED)
         row = low * 0
     else:
+        # Written out with `slot`: the compiler then needs a few registers less.
         document = slot // per_row
+        piece = slot - document * per_row
         row = document
-    begin, length = bounds(document, cu_seqlens, seqlen, PACKED)
-    return document, slot - first_slot(document, begin, per_row, span, PACKED), row, begin, length
+        begin = slot * 0
+        length = begin + seqlen
+    return document, piece, row, begin, length
