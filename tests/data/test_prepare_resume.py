@@ -146,10 +146,12 @@ def test_killed(tmp_path, processes):
         process.communicate(timeout=20)
         killed += process.returncode == -signal.SIGKILL
     assert killed >= 1
+    # A kill may come after the last write, or a whole run may fit between two looks at the clock.
+    finished = (tmp_path / "out" / "manifest.json").exists()
     process = start("out")
     message = process.communicate()[1]
     assert process.returncode == 0
-    assert killed < 3 or "continuing after" in message
+    assert finished or "continuing after" in message
     assert contents(tmp_path / "out") == expected
 
 
