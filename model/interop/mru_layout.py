@@ -16,7 +16,7 @@ from matmix.model.config import MixerOptions, ModelConfig
 from matmix.model.interop.layouts import ForeignConfig, Layout, is_tied, shape_text
 from matmix.model.mixers.attention import AttentionConfig
 from matmix.model.mixers.mru import MRUConfig
-from matmix.model.state_matrices import CONSTRUCTIONS
+from matmix.kernels.mru.constructions import CONSTRUCTIONS
 
 _OUR_NAMES = {"mru": "mru", "attn": "attention", "mlp": "mlp"}
 _POSITION_TABLES = frozenset(f"position_embedding.{name}" for name in ("c", "s", "t", "invt"))

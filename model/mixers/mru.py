@@ -13,7 +13,7 @@ from torch import nn
 from matmix.kernels import matrix_product_scan
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.state_matrices import CONSTRUCTIONS, build_state_matrices, state_elements
+from matmix.kernels.mru.constructions import CONSTRUCTIONS, build_state_matrices, state_elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from matmix.model.state_matrices import CONSTRUCTIONS, build_state_matrices, state_elements
+from matmix.kernels.mru.constructions import CONSTRUCTIONS, build_state_matrices, state_elements
 
 
 def _definition(elements, construction, order):
