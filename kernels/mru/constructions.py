@@ -55,7 +55,12 @@ class UnitDeterminantProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        lower, upper, scale = UnitDeterminantProduct.factors(ctx.saved_tensors[0])
+        return UnitDeterminantProduct.gradient(ctx.saved_tensors[0], grad)
+
+    @staticmethod
+    def gradient(matrices: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of M from that of X."""
+        lower, upper, scale = UnitDeterminantProduct.factors(matrices)
         grad_lower, grad_upper = grad @ upper.mT, lower.mT @ grad
         on_diagonal = grad_lower.diagonal(dim1=-2, dim2=-1) + grad_upper.diagonal(dim1=-2, dim2=-1)
         on_diagonal = on_diagonal * scale / 2
@@ -97,11 +102,15 @@ class CayleyTransform(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (x,) = ctx.saved_tensors
+        return CayleyTransform.gradient(ctx.saved_tensors[0], grad), None
+
+    @staticmethod
+    def gradient(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of the elements from X and its gradient."""
         order = x.shape[-1]
         # (I - S)^-1 = (X + I) / 2 =: R, and dL/dS = 2 R^T G R^T.
         plus = x + torch.eye(order, dtype=x.dtype, device=x.device)
         grad_skew = plus.mT @ grad @ plus.mT
         rows, columns = torch.tril_indices(order, order, -1, device=x.device)
         grad_skew = (grad_skew - grad_skew.mT).flatten(-2)
-        return grad_skew[..., rows * order + columns] / 2, None
+        return grad_skew[..., rows * order + columns] / 2
