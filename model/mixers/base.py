@@ -84,6 +84,10 @@ class Mixer(nn.Module):
         """Scalars of the last forward worth watching in training, by name."""
         return {}
 
+    def overflow_advice(self) -> str:
+        """What to do when a value of `monitor` is NaN or infinite, as half a sentence; empty = nothing special."""
+        return ""
+
     def initial_state(self, batch_size: int) -> Any:
         """The state before the first token (causal forms)."""
         raise NotImplementedError

@@ -194,3 +194,8 @@ class MRU(Mixer):
 
     def mix(self, matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return torch.einsum("bshki,bhtsij->bthkj", values, matrix)
+
+    def overflow_advice(self) -> str:
+        if self.config.construction in ("cayley", "householder", "qr"):  # orthogonal: only NaNs that came in do that
+            return "its construction is bounded, so its input was not finite already; try a lower optimizer.lr"
+        return 'use construction "cayley", which is bounded, or a lower optimizer.lr'
