@@ -26,6 +26,7 @@ _TRITON_FORMS = {
     "semiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
     "quasiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
     "matrix_product_scan": "matmix.kernels.matrix_product.fused",
+    "mru_mixer": "matmix.kernels.mru.fused",
     "short_conv": "matmix.kernels.short_conv.fused",
     "gated_norm": "matmix.kernels.gated_norm.fused",
 }

@@ -7,11 +7,15 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation, takes_triton
-from matmix.kernels.checks import check_cu_seqlens, check_floating, check_shape
+from matmix.kernels.checks import check_cu_seqlens, check_finite, check_floating, check_shape
 from matmix.kernels.matrix_product.backward import product_backward
 from matmix.kernels.matrix_product.chunked import reverse_products
 from matmix.kernels.matrix_product.forward import product_forward
 from matmix.kernels.matrix_product.spans import products_like
+
+
+ORDERS = (4, 8, 16, 32)
+"""Orders of matrices that there are kernels for."""
 
 
 def matrix_product_scan(
@@ -27,8 +31,8 @@ def matrix_product_scan(
     """Running products of matrices, H_t = H_{t-1} X_t, in every head: the core of the MRU.
 
     Args:
-        x: (batch, seqlen, nheads, o, o).
-        initial_state: H_0, (batch, nheads, o, o), or (documents, ...) with `cu_seqlens`; None for the
+        x: (batch, seqlen, nheads, o, o), o one of 4, 8, 16, 32.
+        initial_state: H_0, (batch, nheads, o, o) float32, or (documents, ...) with `cu_seqlens`; None for the
             identity.
         return_final_state: also return the state after the last token (of each document).
         cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); the product
@@ -49,15 +53,19 @@ def matrix_product_scan(
     """
     op = "matrix_product_scan"
     check_floating(op, x=x, initial_state=initial_state)
-    if x.dim() != 5 or x.shape[-1] != x.shape[-2] or 0 in x.shape:
-        raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (batch, seqlen, nheads, o, o), none of them 0")
+    if x.dim() != 5 or x.shape[-1] != x.shape[-2] or 0 in x.shape or x.shape[-1] not in ORDERS:
+        allowed = ", ".join(map(str, ORDERS))
+        raise ValueError(
+            f"{op}: x has shape {tuple(x.shape)}; expected (batch, seqlen, nheads, o, o), none of them 0 and o one of "
+            f"{allowed}"
+        )
     check_cu_seqlens(op, cu_seqlens, x.shape[0], x.shape[1], x)
-    if initial_state is not None:
-        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        check_shape(op, "initial_state", initial_state, (rows, *x.shape[2:]))
+    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_state(op, initial_state, x, (rows, *x.shape[2:]))
+    check_finite(op, x=x, initial_state=initial_state)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or a positive number")
-    check_backend(op, backend, x, no_kernel(x))
+    check_backend(op, backend, x)
     x, initial_state, cu_seqlens = reverse_products(x, initial_state, cu_seqlens, reverse)
     h, final, _ = torch.ops.matmix.matrix_product_scan(x, initial_state, cu_seqlens, chunk_size, backend)
     if reverse:
@@ -66,16 +74,24 @@ def matrix_product_scan(
     return (h, final) if return_final_state else h
 
 
-def no_kernel(x: Tensor) -> str:
-    """Why the kernels cannot take matrices of this order; empty if they can."""
-    return "" if x.shape[-1] in (4, 8, 16, 32) else f"takes matrices of order 4, 8, 16 or 32, not {x.shape[-1]}"
+def check_state(
+    op: str, state: Tensor | None, like: Tensor, shape: tuple[int, ...], name: str = "initial_state"
+) -> None:
+    """A given state has its shape and the precision that states need: in bfloat16 a product of a thousand
+    near-orthogonal matrices is off by 29 %."""
+    if state is None:
+        return
+    check_shape(op, name, state, shape)
+    wanted = torch.promote_types(like.dtype, torch.float32)
+    if state.dtype not in (torch.float32, wanted):
+        raise ValueError(f"{op}: {name} has dtype {state.dtype}; states are {wanted}: convert it with .float()")
 
 
 @torch.library.custom_op("matmix::matrix_product_scan", mutates_args=())
 def _matrix_product(
     x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int | None, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("matrix_product_scan", "forward", product_forward, backend, x, no_kernel(x))
+    run = implementation("matrix_product_scan", "forward", product_forward, backend, x)
     return run(x, initial_state, cu_seqlens, chunk_size)
 
 
@@ -84,7 +100,7 @@ def _(x, initial_state, cu_seqlens, chunk_size, backend):
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = x.new_empty((rows, *x.shape[2:]), dtype=dtype)
-    if not no_kernel(x) and takes_triton(backend, x):
+    if takes_triton(backend, x):
         from matmix.kernels.matrix_product.fused import products_like as products_of_kernels
 
         products = products_of_kernels(x, cu_seqlens)
@@ -105,7 +121,7 @@ def _matrix_product_backward(
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    run = implementation("matrix_product_scan", "backward", product_backward, backend, x, no_kernel(x))
+    run = implementation("matrix_product_scan", "backward", product_backward, backend, x)
     dx, dinitial = run(dh, dfinal, x, h, products, initial_state, cu_seqlens, chunk_size)
     return dx, x.new_empty(0) if dinitial is None else dinitial
 

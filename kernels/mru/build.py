@@ -1,0 +1,134 @@
+"""State matrices in registers: a tile whose diagonal blocks are the matrices of neighbouring heads, from their elements,
+and the gradient of the elements from that of the tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def block_places(heads, h0, ORDER: tl.constexpr, TILE: tl.constexpr):
+    """Head, row in its matrix and column in its matrix of every place of a tile, and whether it is in a block at all
+    and of a head that exists."""
+    i = tl.arange(0, TILE)
+    head = (h0 + i // ORDER)[:, None]
+    row, column = (i % ORDER)[:, None], (i % ORDER)[None, :]
+    same = (i // ORDER)[:, None] == (i // ORDER)[None, :]
+    return head, row, column, same, same & (head < heads)
+
+
+@triton.jit
+def element_offsets(head, row, column, ORDER: tl.constexpr, CONSTRUCTION: tl.constexpr):
+    """Where each place of the tile finds its element, from a token's first one.
+
+    Cayley's elements are a lower triangle, row by row; its places above the diagonal take their mirror image's.
+    """
+    if CONSTRUCTION == "cayley":
+        low, high = tl.minimum(row, column), tl.maximum(row, column)
+        return head * (ORDER * (ORDER - 1) // 2) + high * (high - 1) // 2 + low
+    else:
+        return head * (ORDER * ORDER) + row * ORDER + column
+
+
+@triton.jit
+def identity(TILE: tl.constexpr):
+    i = tl.arange(0, TILE)
+    return tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+
+
+@triton.jit
+def block_sums(by_column, same):
+    """Sums over a matrix's columns (TILE,), at each of its rows (TILE,)."""
+    return tl.sum(tl.where(same, by_column[None, :], 0.0), axis=1)
+
+
+@triton.jit
+def ldu_factors(m, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr):
+    """tril(M, -1) + D and triu(M, 1) + D with D = exp((diag - mean diag) / 2); also D's diagonal."""
+    diagonal = same & (row == column)
+    on = tl.where(diagonal, m, 0.0)
+    mean = block_sums(tl.sum(on, axis=0), same) / ORDER
+    scale = tl.exp((tl.sum(on, axis=1) - mean) * 0.5)
+    on = tl.where(diagonal, scale[:, None], 0.0)
+    lower = tl.where(row > column, m, on)
+    upper = tl.where(row < column, m, on)
+    return lower, upper, scale
+
+
+@triton.jit
+def inverse(a, row, column, same, ORDER: tl.constexpr):
+    """The inverse of every block, by Gauss-Jordan elimination without pivoting: all blocks take a step at once."""
+    for pivot in range(ORDER):
+        in_row, in_column = row == pivot, same & (column == pivot)
+        pivot_row = tl.sum(tl.where(in_row, a, 0.0), axis=0)
+        reciprocal = 1.0 / tl.sum(tl.where(in_column, pivot_row[None, :], 0.0), axis=1)
+        share = tl.sum(tl.where(in_column, a, 0.0), axis=1) * reciprocal
+        others = tl.where(same, a - share[:, None] * pivot_row[None, :], 0.0)
+        rest = tl.where(in_row, a * reciprocal[:, None], others)
+        a = tl.where(in_column, tl.where(in_row, reciprocal[:, None], -share[:, None]), rest)
+    return a
+
+
+@triton.jit
+def cayley(elements, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr):
+    """2 (I - S)^-1 - I, S skew. I - S has a positive definite symmetric part, so that no pivot is below 1.
+
+    Where elements are large the elimination loses digits; half a step of Newton and Schulz makes the result
+    orthogonal to rounding again, so that products neither grow nor shrink.
+    """
+    one = identity(TILE)
+    skew = tl.where(row > column, elements, -elements)
+    x = 2.0 * inverse(tl.where(row == column, one, -skew), row, column, same, ORDER) - one
+    lost = one - tl.dot(tl.trans(x), x, input_precision=PRECISION)
+    return tl.dot(x, 0.5 * lost, acc=x, input_precision=PRECISION)
+
+
+@triton.jit
+def build(
+    elements, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr, CONSTRUCTION: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """X from the loaded elements (TILE, TILE) float32, 0 outside the blocks; zeros give the identity."""
+    if CONSTRUCTION == "cayley":
+        return cayley(elements, row, column, same, ORDER, TILE, PRECISION)
+    elif CONSTRUCTION == "ldu":
+        lower, upper, _ = ldu_factors(elements, row, column, same, ORDER, TILE)
+        return tl.dot(lower, upper, input_precision=PRECISION)
+    else:
+        return elements + identity(TILE)
+
+
+@triton.jit
+def build_gradient(
+    dx, x, elements, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr, CONSTRUCTION: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the elements, at the places that `stored_places` names."""
+    if CONSTRUCTION == "cayley":
+        # (I - S)^-1 = (X + I) / 2 =: R, dL/dS = 2 R^T dX R^T, and an element stands in S twice, with both signs.
+        plus = tl.trans(x + identity(TILE))
+        full = tl.dot(tl.dot(plus, dx, input_precision=PRECISION), plus, input_precision=PRECISION)
+        return (full - tl.trans(full)) * 0.5
+    elif CONSTRUCTION == "ldu":
+        lower, upper, scale = ldu_factors(elements, row, column, same, ORDER, TILE)
+        of_lower = tl.dot(dx, tl.trans(upper), input_precision=PRECISION)
+        of_upper = tl.dot(tl.trans(lower), dx, input_precision=PRECISION)
+        both = tl.where(same & (row == column), (of_lower + of_upper) * (0.5 * scale)[:, None], 0.0)
+        mean = block_sums(tl.sum(both, axis=0), same) / ORDER
+        on = both - mean[:, None]
+        return tl.where(row > column, of_lower, tl.where(row < column, of_upper, on))
+    else:
+        return dx
+
+
+@triton.jit
+def loaded_places(row, column, inside, CONSTRUCTION: tl.constexpr):
+    """The places of a tile that have an element."""
+    return inside & (row != column) if CONSTRUCTION == "cayley" else inside
+
+
+@triton.jit
+def stored_places(row, column, inside, CONSTRUCTION: tl.constexpr):
+    """The places of a tile that stand for one element each."""
+    return inside & (row > column) if CONSTRUCTION == "cayley" else inside

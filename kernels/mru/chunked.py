@@ -1,0 +1,109 @@
+"""The MRU mixer in PyTorch: state matrices, scan, projection, and their gradients from the elements alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.matrix_product.backward import product_backward
+from matmix.kernels.matrix_product.chunked import matrix_product_chunked
+from matmix.kernels.matrix_product.forward import product_forward
+from matmix.kernels.mru.constructions import CayleyTransform, UnitDeterminantProduct, build_state_matrices
+from matmix.kernels.mru.norms import EVERY, log_norms, scan_log_norms
+from matmix.kernels.precision import outside_autocast
+
+
+def working(x: Tensor) -> Tensor:
+    """float32, or float64 for float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def project(states: Tensor, w_down: Tensor) -> Tensor:
+    """(batch, seqlen, nheads, o, o) by (nheads, o, d_c): one product per head, with all tokens as rows."""
+    batch, seqlen, heads, order, _ = states.shape
+    rows = states.permute(2, 0, 1, 3, 4).reshape(heads, batch * seqlen * order, order)
+    return (rows @ w_down).view(heads, batch, seqlen, order, -1).permute(1, 2, 0, 3, 4)
+
+
+@outside_autocast
+def mixer_forward(
+    elements: Tensor, w_down: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, construction: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs (batch, seqlen, nheads, o, d_c) typed like the elements, final states, log-norms (n, nheads) of some
+    states, and what the backward pass wants to see again (here nothing)."""
+    x = build_state_matrices(working(elements), construction, w_down.shape[1])
+    h, final, _ = product_forward(x, initial_state, cu_seqlens, None)
+    y = project(h, w_down.to(h.dtype)).to(elements.dtype).contiguous()
+    sampled = log_norms(torch.cat([h[:, EVERY - 1 :: EVERY].flatten(0, 1), final])).float()
+    return y, final, sampled, y.new_empty(0, dtype=torch.float32)
+
+
+@outside_autocast
+def mixer_backward(
+    dy: Tensor | None,
+    dfinal: Tensor | None,
+    elements: Tensor,
+    w_down: Tensor,
+    edges: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    construction: str,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of elements, projection and initial state. State matrices and states are computed again."""
+    x = build_state_matrices(working(elements), construction, w_down.shape[1])
+    h, _, products = product_forward(x, initial_state, cu_seqlens, None)
+    dh, dw_down = None, torch.zeros_like(w_down)
+    if dy is not None:
+        dy = working(dy)
+        dh = project(dy, w_down.to(h.dtype).mT)
+        dw_down = torch.einsum("blhij,blhic->hjc", h, dy).to(w_down.dtype)
+    dx, dinitial = product_backward(dh, dfinal, x, h, products, initial_state, cu_seqlens, None)
+    if construction == "cayley":
+        dx = CayleyTransform.gradient(x, dx)
+    elif construction == "ldu":
+        dx = UnitDeterminantProduct.gradient(working(elements).reshape(x.shape), dx)
+    return dx.to(elements.dtype).reshape(elements.shape), dw_down, dinitial
+
+
+def composed_mixer(
+    scan: Callable,
+    elements: Tensor,
+    w_down: Tensor,
+    construction: str,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, final states and (2,) log-norms from autograd's own parts: any construction, all states in memory."""
+    with torch.autocast(elements.device.type, enabled=False):
+        x = build_state_matrices(working(elements), construction, w_down.shape[1])
+        h, final = scan(x, initial_state=initial_state, return_final_state=True, cu_seqlens=cu_seqlens)
+        y = project(h, w_down.to(h.dtype)).to(elements.dtype)
+    return y, final, scan_log_norms(h, final)
+
+
+def mru_mixer_torch(
+    elements: Tensor,
+    w_down: Tensor,
+    *,
+    construction: str = "cayley",
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    return_log_norms: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """`mru_mixer` in PyTorch, without argument checks; see there."""
+    y, final, norms = composed_mixer(matrix_product_chunked, elements, w_down, construction, initial_state, cu_seqlens)
+    return chosen(y, final, norms, return_final_state, return_log_norms)
+
+
+def chosen(y: Tensor, final: Tensor, norms: Tensor, with_final: bool, with_norms: bool) -> Tensor | tuple[Tensor, ...]:
+    """What was asked for, a tensor alone if that is all."""
+    found = (y, *([final] if with_final else []), *([norms] if with_norms else []))
+    return found if len(found) > 1 else y
+
+
+def never_fused(*arguments, **options) -> bool:
+    """Stands for `mru_mixer_is_fused` where there are no kernels."""
+    return False

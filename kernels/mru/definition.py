@@ -1,0 +1,43 @@
+"""The MRU mixer by its definition, in float64: the specification of the fast forms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.matrix_product.definition import matrix_product_definition
+
+
+def state_matrices_definition(elements: Tensor, construction: str, order: int) -> Tensor:
+    """X (..., o, o) of the constructions that have a kernel, as `constructions.build_state_matrices` says them."""
+    identity = torch.eye(order, dtype=torch.float64, device=elements.device)
+    elements = elements.double()
+    if construction == "cayley":
+        skew = elements.new_zeros(*elements.shape[:-1], order, order)
+        rows, columns = torch.tril_indices(order, order, -1, device=elements.device)
+        skew[..., rows, columns] = elements
+        skew = skew - skew.mT
+        return torch.linalg.solve(identity - skew, identity + skew)
+    m = elements.unflatten(-1, (order, order))
+    if construction == "identity_plus":
+        return identity + m
+    assert construction == "ldu", construction
+    diagonal = m.diagonal(dim1=-2, dim2=-1)
+    scale = torch.diag_embed((diagonal - diagonal.mean(-1, keepdim=True)).exp().sqrt())
+    return (m.tril(-1) + scale) @ (m.triu(1) + scale)
+
+
+def mru_mixer_definition(
+    elements: Tensor,
+    w_down: Tensor,
+    *,
+    construction: str = "cayley",
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y_t = H_t w_down[head], H_t = H_{t-1} X_t; arguments as in `matmix.kernels.mru_mixer`."""
+    x = state_matrices_definition(elements, construction, w_down.shape[1])
+    h, final = matrix_product_definition(x, initial_state=initial_state, return_final_state=True, cu_seqlens=cu_seqlens)
+    y = torch.einsum("blhij,hjc->blhic", h, w_down.double())
+    return (y, final) if return_final_state else y

@@ -1,0 +1,129 @@
+"""Triton form of the MRU mixer: state matrices are built, multiplied and projected in registers.
+
+Forward: the product of every chunk; the states at the chunks' edges, by the matrix-product scan over those products;
+then all chunks from their edges, each state projected at once, so that neither X nor H is ever in memory. A single
+chunk needs the last step alone.
+
+Backward: from the left, every chunk's own products at every fourth token, and what the chunk adds to the cotangent
+of the state before it; what arrives at each chunk from its right, by the scan over those sums; then from the right,
+four tokens at a time: states again from the kept products, gradients of elements and projection. The elements are
+read twice in each direction of training, and what is kept between the two is a state and a product per chunk.
+
+Chunks, slots and tiles are those of the matrix-product scan (`matrix_product/fused.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.launching import dot_precision, launch
+from matmix.kernels.matrix_product import fused as scan
+from matmix.kernels.matrix_product.fused import Product
+from matmix.kernels.mru.passes import collect_pass, gradients_pass, outputs_pass, products_pass
+
+GROUP = 4
+"""Tokens whose states the backward pass holds at once; written out in `gradients_pass`."""
+
+
+def level_of(elements: Tensor, w_down: Tensor, cu_seqlens: Tensor | None) -> Product:
+    """The chunks of the tokens."""
+    batch, seqlen, heads, _ = elements.shape
+    return Product(batch, seqlen, heads, w_down.shape[1], cu_seqlens, seqlen)
+
+
+def edges_like(elements: Tensor, w_down: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Empty tensors shaped like the chunks' log-norms, and like their products and the states behind them."""
+    level = level_of(elements, w_down, cu_seqlens)
+    shape = (2, level.slots, level.heads, level.order, level.order) if level.longest > scan.CHUNK else (0,)
+    norms = elements.new_empty((level.slots, level.heads), dtype=torch.float32)
+    return norms, elements.new_empty(shape, dtype=torch.float32)
+
+
+def in_place(x: Tensor, kept: int) -> Tensor:
+    """A tensor whose last `kept` dimensions lie without gaps."""
+    wanted = torch.empty(x.shape[-kept:], device="meta").stride()
+    return x if x.stride()[-kept:] == wanted else x.contiguous()
+
+
+def options_of(level: Product, construction: str) -> dict:
+    return {**level.options(), "CONSTRUCTION": construction}
+
+
+def projection_options(elements: Tensor, w_down: Tensor) -> dict:
+    """Width of a tile of outputs, at least what small products take, and how exactly to project."""
+    width = max(16, 1 << (w_down.shape[2] - 1).bit_length())
+    return {"WIDTH": width, "PROJECTION": dot_precision(elements.dtype)}
+
+
+def forward(
+    elements: Tensor, w_down: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, construction: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `mixer_forward` of the PyTorch form."""
+    level = level_of(elements, w_down, cu_seqlens)
+    elements, w_down = in_place(elements, 2), w_down.contiguous()
+    initial = None if initial_state is None else initial_state.float().contiguous()
+    place = (level.cu_seqlens, level.documents, level.seqlen, level.per_row, level.heads)
+    options = options_of(level, construction)
+    norms, edges = edges_like(elements, w_down, cu_seqlens)
+    entering = None
+    if level.longest > scan.CHUNK:
+        products, entering = edges.unbind(0)
+        launch(products_pass, level.grid, elements, *elements.stride()[:2], products, *place, **options)
+        above, size = level.chunks(), level.heads * level.order**2
+        scan.scan_level(above, products, (above.seqlen * size, size), initial, entering, None)
+    y = torch.empty(*elements.shape[:3], *w_down.shape[1:], dtype=elements.dtype, device=elements.device)
+    final = level.empty(level.documents, elements)
+    launch(
+        outputs_pass, level.grid, elements, *elements.stride()[:2], w_down, w_down.shape[2], y, final, norms, initial,
+        entering, *place, INITIAL=initial is not None, ENTERING=entering is not None, **options,
+        **projection_options(elements, w_down),
+    )  # fmt: skip
+    return y, final, norms, edges
+
+
+def backward(
+    dy: Tensor | None,
+    dfinal: Tensor | None,
+    elements: Tensor,
+    w_down: Tensor,
+    edges: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    construction: str,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See `mixer_backward` of the PyTorch form. Incoming gradients are read only."""
+    level = level_of(elements, w_down, cu_seqlens)
+    elements, w_down = in_place(elements, 2), w_down.contiguous()
+    dy = None if dy is None else in_place(dy, 3)
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    initial = None if initial_state is None else initial_state.float().contiguous()
+    place = (level.cu_seqlens, level.documents, level.seqlen, level.per_row, level.heads)
+    given = (w_down, w_down.shape[2], dy, *((0, 0) if dy is None else dy.stride()[:2]), dfinal)
+    options = {
+        **options_of(level, construction),
+        **projection_options(elements, w_down),
+        "GROUP": GROUP,
+        "GIVEN": dy is not None,
+        "DFINAL": dfinal is not None,
+    }
+    several = level.longest > scan.CHUNK
+    inner = level.empty(level.slots * (scan.CHUNK // GROUP), elements)
+    sums = level.empty(level.slots, elements) if several else None
+    launch(
+        collect_pass, level.grid, elements, *elements.stride()[:2], *given, inner, sums, *place, SUMS=several, **options
+    )
+    arriving = entering = None
+    if several:
+        products, entering = edges.unbind(0)
+        arriving = scan.arriving_cotangents(level.chunks(), sums, products)
+    delements = torch.empty(elements.shape, dtype=elements.dtype, device=elements.device)
+    shares = torch.empty((level.slots, *w_down.shape), dtype=torch.float32, device=elements.device)
+    dinitial = None if initial is None else torch.empty_like(initial)
+    launch(
+        gradients_pass, level.grid, elements, *elements.stride()[:2], *given, arriving, inner, initial, entering,
+        delements, shares, dinitial, *place, ARRIVING=several, INITIAL=initial is not None,
+        ENTERING=several, **options,
+    )  # fmt: skip
+    dw_down = torch.zeros_like(w_down) if dy is None else shares.sum(0).to(w_down.dtype)
+    return delements, dw_down, None if dinitial is None else dinitial.to(initial_state.dtype)

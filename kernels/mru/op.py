@@ -1,0 +1,202 @@
+"""The MRU mixer as an op: from the elements of state matrices to the projected states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from matmix.kernels.backend import check_backend, implementation, takes_triton
+from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating, check_shape
+from matmix.kernels.matrix_product.op import ORDERS, check_state, matrix_product_scan
+from matmix.kernels.mru.chunked import chosen, composed_mixer, mixer_backward, mixer_forward
+from matmix.kernels.mru.constructions import CONSTRUCTIONS, state_elements
+from matmix.kernels.mru.norms import EVERY, summary
+
+FUSED = ("identity_plus", "ldu", "cayley")
+"""Constructions that the fused form knows."""
+
+LARGEST_ORDER, LARGEST_WIDTH = 16, 64
+"""Of the fused kernels: one tile of a matrix unit, and a projection that stays in registers beside it."""
+
+
+def mru_mixer(
+    elements: Tensor,
+    w_down: Tensor,
+    *,
+    construction: str = "cayley",
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    return_log_norms: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """The MRU between its two large projections: y_t = H_t w_down[head], H_t = H_{t-1} X_t, X_t from its elements.
+
+    On GPUs, for identity_plus, ldu and cayley with o <= 16 and d_c <= 64, neither X nor H is written to memory, in
+    either direction; what is kept for the backward pass are the elements and two matrices per 64 tokens. Other
+    constructions and sizes run `build_state_matrices`, `matrix_product_scan` and a product, with all states kept.
+
+    Args:
+        elements: (batch, seqlen, nheads, E), E = `state_elements(construction, o)`.
+        w_down: (nheads, o, d_c); o is 4, 8, 16 or 32.
+        construction: one of `CONSTRUCTIONS`; see `build_state_matrices`.
+        initial_state: H_0, (batch, nheads, o, o) float32, or (documents, ...) with `cu_seqlens`; None for the
+            identity.
+        return_final_state: also return the state after the last token (of each document), float32.
+        return_log_norms: also return (2,) float32, the largest and the mean natural log of the states' Frobenius
+            norms, over heads and a sample of positions that holds each document's last: infinite or NaN as soon as
+            a state is. No gradient.
+        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); the product
+            starts anew at each.
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        y (batch, seqlen, nheads, o, d_c) typed like the elements, then what was asked for. States are float32
+        (float64 for float64 elements) whatever the inputs are.
+
+    Raises:
+        ValueError: a shape, dtype, device or option does not fit.
+    """
+    order = check_mixer("mru_mixer", elements, w_down, construction, 4)
+    check_cu_seqlens("mru_mixer", cu_seqlens, elements.shape[0], elements.shape[1], elements)
+    rows = elements.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_state("mru_mixer", initial_state, elements, (rows, elements.shape[2], order, order))
+    check_finite("mru_mixer", elements=elements, w_down=w_down, initial_state=initial_state)
+    check_backend("mru_mixer", backend, elements, no_kernel(w_down, construction))
+    if construction in FUSED:
+        y, final, norms, _ = torch.ops.matmix.mru_mixer(
+            elements, w_down, initial_state, cu_seqlens, construction, backend
+        )
+        norms = summary(norms) if return_log_norms else norms
+    else:
+        y, final, norms = composed_mixer(matrix_product_scan, elements, w_down, construction, initial_state, cu_seqlens)
+    return chosen(y, final, norms, return_final_state, return_log_norms)
+
+
+def mru_mixer_is_fused(elements: Tensor, w_down: Tensor, construction: str) -> bool:
+    """Whether `mru_mixer` would run its fused kernels on these by itself."""
+    return not no_kernel(w_down, construction) and takes_triton("auto", elements)
+
+
+def no_kernel(w_down: Tensor, construction: str) -> str:
+    """Why the fused kernels cannot be had; empty if they can."""
+    _, order, width = w_down.shape
+    if construction not in FUSED:
+        return f"knows the constructions {', '.join(FUSED)}, not {construction}"
+    if order > LARGEST_ORDER or order not in ORDERS:
+        return f"takes matrices of order 4, 8 or 16, not {order}"
+    return "" if width <= LARGEST_WIDTH else f"projects to at most {LARGEST_WIDTH} columns a head, not {width}"
+
+
+def check_mixer(op: str, elements: Tensor, w_down: Tensor, construction: str, dimensions: int) -> int:
+    """Check what mixer and step share; returns the order."""
+    check_floating(op, elements=elements, w_down=w_down)
+    check_choice(op, "construction", construction, CONSTRUCTIONS)
+    if w_down.dim() != 3 or w_down.shape[1] not in ORDERS or 0 in w_down.shape:
+        allowed = ", ".join(map(str, ORDERS))
+        raise ValueError(f"{op}: w_down has shape {tuple(w_down.shape)}; expected (nheads, o, d_c), o one of {allowed}")
+    heads, order, _ = w_down.shape
+    expected = (*elements.shape[: dimensions - 2], heads, state_elements(construction, order))
+    if elements.dim() != dimensions or tuple(elements.shape) != expected or 0 in expected:
+        leading = "batch, seqlen" if dimensions == 4 else "batch"
+        raise ValueError(
+            f"{op}: elements have shape {tuple(elements.shape)}; expected ({leading}, {heads}, {expected[-1]}), as "
+            f"w_down is {tuple(w_down.shape)} and the construction {construction}"
+        )
+    return order
+
+
+@torch.library.custom_op("matmix::mru_mixer", mutates_args=())
+def _mru_mixer(
+    elements: Tensor,
+    w_down: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    construction: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    why_not = no_kernel(w_down, construction)
+    run = implementation("mru_mixer", "forward", mixer_forward, backend, elements, why_not)
+    return run(elements, w_down, initial_state, cu_seqlens, construction)
+
+
+@_mru_mixer.register_fake
+def _(elements, w_down, initial_state, cu_seqlens, construction, backend):
+    batch, seqlen, heads, _ = elements.shape
+    _, order, width = w_down.shape
+    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    y = elements.new_empty((batch, seqlen, heads, order, width))
+    dtype = torch.promote_types(elements.dtype, torch.float32)
+    final = elements.new_empty((rows, heads, order, order), dtype=dtype)
+    if not no_kernel(w_down, construction) and takes_triton(backend, elements):
+        from matmix.kernels.mru.fused import edges_like
+
+        return y, final, *edges_like(elements, w_down, cu_seqlens)
+    norms = elements.new_empty((batch * (seqlen // EVERY) + rows, heads), dtype=torch.float32)
+    return y, final, norms, elements.new_empty(0, dtype=torch.float32)
+
+
+@torch.library.custom_op("matmix::mru_mixer_backward", mutates_args=())
+def _mru_mixer_backward(
+    dy: Tensor | None,
+    dfinal: Tensor | None,
+    elements: Tensor,
+    w_down: Tensor,
+    edges: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    construction: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    why_not = no_kernel(w_down, construction)
+    run = implementation("mru_mixer", "backward", mixer_backward, backend, elements, why_not)
+    delements, dw_down, dinitial = run(dy, dfinal, elements, w_down, edges, initial_state, cu_seqlens, construction)
+    return delements, dw_down, elements.new_empty(0) if dinitial is None else dinitial
+
+
+@_mru_mixer_backward.register_fake
+def _(dy, dfinal, elements, w_down, edges, initial_state, cu_seqlens, construction, backend):
+    like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (elements, w_down)]
+    return *like, elements.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
+
+
+def _setup(ctx, inputs, output):
+    elements, w_down, initial_state, cu_seqlens, ctx.construction, ctx.backend = inputs
+    _, _, norms, edges = output
+    ctx.save_for_backward(elements, w_down, edges, initial_state, cu_seqlens)
+    ctx.mark_non_differentiable(norms, edges)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, dy, dfinal, *_):
+    elements, w_down, edges, initial_state, cu_seqlens = ctx.saved_tensors
+    delements, dw_down, dinitial = torch.ops.matmix.mru_mixer_backward(
+        dy, dfinal, elements, w_down, edges, initial_state, cu_seqlens, ctx.construction, ctx.backend
+    )
+    return delements, dw_down, None if initial_state is None else dinitial, None, None, None
+
+
+_mru_mixer.register_autograd(_gradient, setup_context=_setup)
+
+
+@register_flop_formula(torch.ops.matmix.mru_mixer)
+def _(elements_shape, w_down_shape, initial, cu_seqlens, construction, *args, **kwargs) -> int:
+    """Chunk products, states and the projection; each builds X once."""
+    return _per_token(elements_shape, w_down_shape, construction, built=2, products=2, projections=1)
+
+
+@register_flop_formula(torch.ops.matmix.mru_mixer_backward)
+def _(dy, dfinal, elements_shape, w_down_shape, edges, initial, cu_seqlens, construction, *args, **kwargs) -> int:
+    """Chunk products and sums, states, cotangents and gradients of X, of which those of the elements take two more;
+    the projection back twice, and its own gradient."""
+    products = 5 + (0 if construction == "identity_plus" else 2)
+    return _per_token(elements_shape, w_down_shape, construction, built=2, products=products, projections=3)
+
+
+def _per_token(elements_shape, w_down_shape, construction: str, *, built: int, products: int, projections: int) -> int:
+    batch, seqlen, heads, _ = elements_shape
+    _, order, width = w_down_shape
+    # An elimination takes order^3 multiply-adds, a product of triangles is counted as a dense one.
+    products += 0 if construction == "identity_plus" else built
+    return 2 * batch * seqlen * heads * order**2 * (products * order + projections * width)

@@ -1,0 +1,279 @@
+"""Triton kernels of the fused MRU mixer: one chunk of one document, for the heads of one tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from matmix.kernels.matrix_product.passes import last_chunk
+from matmix.kernels.mru.build import (
+    block_places,
+    block_sums,
+    build,
+    build_gradient,
+    element_offsets,
+    identity,
+    loaded_places,
+    stored_places,
+)
+from matmix.kernels.slots import locate
+
+
+@triton.jit
+def load_projection(w_down, heads, h0, d_c, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """The projections of the tile's heads below each other, (TILE, WIDTH) float32."""
+    i, c = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    there = (h0 + i // ORDER < heads)[:, None] & (c < d_c)[None, :]
+    return tl.load(w_down + (h0 * ORDER + i)[:, None] * d_c + c[None, :], mask=there, other=0.0).to(tl.float32), there
+
+
+@triton.jit
+def entering_state(
+    entering, initial, document, slot, chunk, start, length, size, matrix, inside, TILE: tl.constexpr,
+    INITIAL: tl.constexpr, ENTERING: tl.constexpr,
+):  # fmt: skip
+    """The state before a chunk: its left neighbour's last, or the document's first. Blocks without a head are
+    identities."""
+    state = identity(TILE)
+    if INITIAL:
+        if chunk == 0:
+            state = tl.load(initial + document.to(tl.int64) * size + matrix, mask=inside, other=0.0)
+    if ENTERING:
+        if (chunk > 0) & (start < length):
+            state = tl.load(entering + (slot - 1).to(tl.int64) * size + matrix, mask=inside, other=0.0)
+    return state
+
+
+@triton.jit
+def block_log_norms(state, same):
+    """Log of the Frobenius norm of each block, at every row of it; squares are taken of elements relative to the
+    largest."""
+    tallest = tl.max(tl.abs(state), axis=0)
+    largest = tl.maximum(tl.max(tl.where(same, tallest[None, :], 0.0), axis=1), 1.1754943508222875e-38)
+    relative = state / largest[:, None]
+    squares = block_sums(tl.sum(relative * relative, axis=0), same)
+    # Infinity over infinity is NaN: what overflowed stays infinite. A sum below 1 is rounding, or a state of zeros.
+    squares = tl.where(largest == float("inf"), 1.0, tl.where(squares < 1.0, 1.0, squares))
+    return tl.log(largest) + 0.5 * tl.log(squares)
+
+
+@triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
+def products_pass(
+    elements, e_b, e_l, products, cu_seqlens, documents, seqlen, per_row, heads,
+    ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    CONSTRUCTION: tl.constexpr,
+):  # fmt: skip
+    """The product of a chunk's state matrices, by slot."""
+    slot = tl.program_id(0)
+    h0 = tl.program_id(1) * (TILE // ORDER)
+    document, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
+    head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
+    loaded = loaded_places(row, column, inside, CONSTRUCTION)
+    start = chunk * CHUNK
+    at = elements + row_.to(tl.int64) * e_b + (begin + start).to(tl.int64) * e_l
+    at += element_offsets(head, row, column, ORDER, CONSTRUCTION)
+    product = identity(TILE)
+    for _ in range(tl.minimum(CHUNK, length - start)):
+        m = tl.load(at, mask=loaded, other=0.0).to(tl.float32)
+        x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+        product = tl.dot(product, x, input_precision=PRECISION)
+        at += e_l
+    size = heads * ORDER * ORDER
+    matrix = (head * ORDER + row) * ORDER + column
+    tl.store(products + slot.to(tl.int64) * size + matrix, product, mask=inside)
+
+
+@triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
+def outputs_pass(
+    elements, e_b, e_l, w_down, d_c, y, final, norms, initial, entering, cu_seqlens, documents, seqlen, per_row, heads,
+    ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    CONSTRUCTION: tl.constexpr, WIDTH: tl.constexpr, INITIAL: tl.constexpr, ENTERING: tl.constexpr,
+    PROJECTION: tl.constexpr,
+):  # fmt: skip
+    """A chunk's states, each projected by `w_down` as soon as it is there; log-norms of the last one by slot and head,
+    -inf where a slot has no tokens."""
+    slot = tl.program_id(0)
+    h0 = tl.program_id(1) * (TILE // ORDER)
+    document, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
+    head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
+    size = heads * ORDER * ORDER
+    matrix = (head * ORDER + row) * ORDER + column
+    loaded = loaded_places(row, column, inside, CONSTRUCTION)
+    start = chunk * CHUNK
+    at = elements + row_.to(tl.int64) * e_b + (begin + start).to(tl.int64) * e_l
+    at += element_offsets(head, row, column, ORDER, CONSTRUCTION)
+    w, there = load_projection(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
+    i = tl.arange(0, TILE)
+    width = heads * ORDER * d_c
+    at_y = y + (row_.to(tl.int64) * seqlen + begin + start) * width
+    at_y += (h0 * ORDER + i)[:, None] * d_c + tl.arange(0, WIDTH)[None, :]
+    state = entering_state(
+        entering, initial, document, slot, chunk, start, length, size, matrix, inside, TILE, INITIAL, ENTERING
+    )
+    for _ in range(tl.minimum(CHUNK, length - start)):
+        m = tl.load(at, mask=loaded, other=0.0).to(tl.float32)
+        x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+        state = tl.dot(state, x, input_precision=PRECISION)
+        tl.store(at_y, tl.dot(state, w, input_precision=PROJECTION).to(y.dtype.element_ty), mask=there)
+        at += e_l
+        at_y += width
+    if last_chunk(chunk, start, length, CHUNK):
+        tl.store(final + document.to(tl.int64) * size + matrix, state, mask=inside)
+    log_norm = tl.where(start < length, block_log_norms(state, same), float("-inf"))
+    of_head = h0 + i // ORDER
+    tl.store(norms + slot.to(tl.int64) * heads + of_head, log_norm, mask=(i % ORDER == 0) & (of_head < heads))
+
+
+@triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
+def collect_pass(
+    elements, e_b, e_l, w_down, d_c, dy, dy_b, dy_l, dfinal, inner, sums, cu_seqlens, documents, seqlen, per_row, heads,
+    ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    CONSTRUCTION: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GIVEN: tl.constexpr, DFINAL: tl.constexpr,
+    SUMS: tl.constexpr, PROJECTION: tl.constexpr,
+):  # fmt: skip
+    """A chunk's own products before every GROUP-th token, into `inner` by slot and group, and with SUMS what its tokens
+    add to the cotangent of the state before it: sum of dH_t (X_1 ... X_t)^T, into `sums` by slot."""
+    slot = tl.program_id(0)
+    h0 = tl.program_id(1) * (TILE // ORDER)
+    document, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
+    head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
+    size = heads * ORDER * ORDER
+    matrix = (head * ORDER + row) * ORDER + column
+    loaded = loaded_places(row, column, inside, CONSTRUCTION)
+    start = chunk * CHUNK
+    token = (begin + start).to(tl.int64)
+    at = elements + row_.to(tl.int64) * e_b + token * e_l + element_offsets(head, row, column, ORDER, CONSTRUCTION)
+    i = tl.arange(0, TILE)
+    at_inner = inner + slot.to(tl.int64) * (CHUNK // GROUP) * size + matrix
+    product = identity(TILE)
+    total = tl.zeros((TILE, TILE), tl.float32)
+    if SUMS:
+        w, there = load_projection(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
+        if GIVEN:
+            at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l
+            at_dy += (h0 * ORDER + i)[:, None] * d_c + tl.arange(0, WIDTH)[None, :]
+    for step in range(tl.minimum(CHUNK, length - start)):
+        if step % GROUP == 0:
+            tl.store(at_inner, product, mask=inside)
+            at_inner += size
+        m = tl.load(at, mask=loaded, other=0.0).to(tl.float32)
+        x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+        product = tl.dot(product, x, input_precision=PRECISION)
+        at += e_l
+        if SUMS and GIVEN:
+            g = tl.load(at_dy, mask=there, other=0.0).to(tl.float32)
+            dh = tl.where(same, tl.dot(g, tl.trans(w), input_precision=PROJECTION), 0.0)
+            total = tl.dot(dh, tl.trans(product), acc=total, input_precision=PRECISION)
+            at_dy += dy_l
+    if SUMS:
+        if DFINAL:
+            if last_chunk(chunk, start, length, CHUNK):
+                b = tl.load(dfinal + document.to(tl.int64) * size + matrix, mask=inside, other=0.0)
+                total = tl.dot(b, tl.trans(product), acc=total, input_precision=PRECISION)
+        tl.store(sums + slot.to(tl.int64) * size + matrix, total, mask=inside)
+
+
+@triton.jit
+def token_back(
+    b, dw, state, after, x, m, at_out, at_dy, w, row, column, same, kept, there, ORDER: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr, CONSTRUCTION: tl.constexpr, GIVEN: tl.constexpr, PROJECTION: tl.constexpr,
+):  # fmt: skip
+    """One token from the right: its elements' gradient is stored, its share of the projection's added."""
+    if GIVEN:
+        g = tl.load(at_dy, mask=there, other=0.0).to(tl.float32)
+        b += tl.where(same, tl.dot(g, tl.trans(w), input_precision=PROJECTION), 0.0)
+        dw = tl.dot(tl.trans(after), g, acc=dw, input_precision=PROJECTION)
+    dx = tl.dot(tl.trans(state), b, input_precision=PRECISION)
+    dm = build_gradient(dx, x, m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+    tl.store(at_out, dm.to(at_out.dtype.element_ty), mask=kept)
+    return tl.dot(b, tl.trans(x), input_precision=PRECISION), dw
+
+
+@triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
+def gradients_pass(
+    elements, e_b, e_l, w_down, d_c, dy, dy_b, dy_l, dfinal, arriving, inner, initial, entering, out, dw_down, dinitial,
+    cu_seqlens, documents, seqlen, per_row, heads,
+    ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    CONSTRUCTION: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GIVEN: tl.constexpr, DFINAL: tl.constexpr,
+    ARRIVING: tl.constexpr, INITIAL: tl.constexpr, ENTERING: tl.constexpr, PROJECTION: tl.constexpr,
+):  # fmt: skip
+    """A chunk from the right: gradients of its elements, its share of the projection's by slot, and at a document's
+    first chunk that of the initial state.
+
+    States are computed again four tokens at a time, from the products that `collect_pass` left.
+    """
+    slot = tl.program_id(0)
+    h0 = tl.program_id(1) * (TILE // ORDER)
+    document, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
+    head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
+    size = heads * ORDER * ORDER
+    matrix = (head * ORDER + row) * ORDER + column
+    kept = stored_places(row, column, inside, CONSTRUCTION)
+    loaded = loaded_places(row, column, inside, CONSTRUCTION)
+    start = chunk * CHUNK
+    steps = tl.minimum(CHUNK, length - start)
+    groups = (steps + GROUP - 1) // GROUP
+    token = (begin + start + (groups - 1) * GROUP).to(tl.int64)
+    places = element_offsets(head, row, column, ORDER, CONSTRUCTION)
+    e_size = heads * (ORDER * (ORDER - 1) // 2 if CONSTRUCTION == "cayley" else ORDER * ORDER)
+    at = elements + row_.to(tl.int64) * e_b + token * e_l + places
+    at_out = out + (row_.to(tl.int64) * seqlen + token) * e_size + places
+    i, c = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    w, there = load_projection(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
+    flat = (h0 * ORDER + i)[:, None] * d_c + c[None, :]
+    at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l + flat if GIVEN else dy
+    at_inner = inner + (slot.to(tl.int64) * (CHUNK // GROUP) + groups - 1) * size + matrix
+    base = entering_state(
+        entering, initial, document, slot, chunk, start, length, size, matrix, inside, TILE, INITIAL, ENTERING
+    )
+    b = tl.zeros((TILE, TILE), tl.float32)
+    dw = tl.zeros((TILE, WIDTH), tl.float32)
+    if DFINAL:
+        if last_chunk(chunk, start, length, CHUNK):
+            b += tl.load(dfinal + document.to(tl.int64) * size + matrix, mask=inside, other=0.0)
+    if ARRIVING:
+        if start + CHUNK < length:
+            b += tl.load(arriving + slot.to(tl.int64) * size + matrix, mask=inside, other=0.0)
+    for back in range(groups):
+        # Tokens beyond the chunk's last count as elements of zero: identities, with nothing to store.
+        left = steps - (groups - 1 - back) * GROUP
+        m0 = tl.load(at, mask=loaded, other=0.0).to(tl.float32)
+        m1 = tl.load(at + e_l, mask=loaded & (left > 1), other=0.0).to(tl.float32)
+        m2 = tl.load(at + 2 * e_l, mask=loaded & (left > 2), other=0.0).to(tl.float32)
+        m3 = tl.load(at + 3 * e_l, mask=loaded & (left > 3), other=0.0).to(tl.float32)
+        x0 = build(m0, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+        x1 = build(m1, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+        x2 = build(m2, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+        x3 = build(m3, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+        before = tl.load(at_inner, mask=inside, other=0.0)
+        s0 = tl.dot(base, before, input_precision=PRECISION)
+        s1 = tl.dot(s0, x0, input_precision=PRECISION)
+        s2 = tl.dot(s1, x1, input_precision=PRECISION)
+        s3 = tl.dot(s2, x2, input_precision=PRECISION)
+        s4 = tl.dot(s3, x3, input_precision=PRECISION)
+        b, dw = token_back(
+            b, dw, s3, s4, x3, m3, at_out + 3 * e_size, at_dy + 3 * dy_l, w, row, column, same, kept & (left > 3),
+            there & (left > 3), ORDER, TILE, PRECISION, CONSTRUCTION, GIVEN, PROJECTION,
+        )  # fmt: skip
+        b, dw = token_back(
+            b, dw, s2, s3, x2, m2, at_out + 2 * e_size, at_dy + 2 * dy_l, w, row, column, same, kept & (left > 2),
+            there & (left > 2), ORDER, TILE, PRECISION, CONSTRUCTION, GIVEN, PROJECTION,
+        )  # fmt: skip
+        b, dw = token_back(
+            b, dw, s1, s2, x1, m1, at_out + e_size, at_dy + dy_l, w, row, column, same, kept & (left > 1),
+            there & (left > 1), ORDER, TILE, PRECISION, CONSTRUCTION, GIVEN, PROJECTION,
+        )  # fmt: skip
+        b, dw = token_back(
+            b, dw, s0, s1, x0, m0, at_out, at_dy, w, row, column, same, kept, there, ORDER, TILE, PRECISION,
+            CONSTRUCTION, GIVEN, PROJECTION,
+        )  # fmt: skip
+        at -= GROUP * e_l
+        at_out -= GROUP * e_size
+        at_inner -= size
+        if GIVEN:
+            at_dy -= GROUP * dy_l
+    if INITIAL:
+        if chunk == 0:
+            tl.store(dinitial + document.to(tl.int64) * size + matrix, b, mask=inside)
+    if GIVEN:
+        tl.store(dw_down + slot.to(tl.int64) * heads * ORDER * d_c + flat, dw, mask=there)

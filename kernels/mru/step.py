@@ -1,0 +1,69 @@
+"""One token of an MRU, for generation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.checks import check_choice, check_finite, check_floating
+from matmix.kernels.matrix_product.op import ORDERS, check_state, matrix_product_scan
+from matmix.kernels.mru.chunked import working
+from matmix.kernels.mru.constructions import CONSTRUCTIONS, build_state_matrices, state_elements
+from matmix.kernels.mru.op import mru_mixer
+
+
+def mru_step(
+    elements: Tensor,
+    state: Tensor,
+    w_down: Tensor | None = None,
+    *,
+    construction: str = "cayley",
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """H_t = H_{t-1} X_t for one token, and with a projection also y_t = H_t w_down[head]: what `matrix_product_scan` and
+    `mru_mixer` do to a sequence, with the same ops, so that generation costs the same at every token.
+
+    Args:
+        elements: (batch, nheads, E), E = `state_elements(construction, o)`.
+        state: H_{t-1}, (batch, nheads, o, o) float32; left as it is.
+        w_down: (nheads, o, d_c), or None.
+        construction: as in `mru_mixer`.
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        H_t (batch, nheads, o, o) float32; with `w_down` (y_t, H_t), y_t (batch, nheads, o, d_c) typed like the
+        elements.
+
+    Raises:
+        ValueError: a shape, dtype, device or option does not fit.
+    """
+    op = "mru_step"
+    check_floating(op, elements=elements, state=state, w_down=w_down)
+    check_choice(op, "construction", construction, CONSTRUCTIONS)
+    if state.dim() != 4 or state.shape[-1] != state.shape[-2] or state.shape[-1] not in ORDERS:
+        allowed = ", ".join(map(str, ORDERS))
+        raise ValueError(
+            f"{op}: state has shape {tuple(state.shape)}; expected (batch, nheads, o, o), o one of {allowed}"
+        )
+    batch, heads, order, _ = state.shape
+    expected = (batch, heads, state_elements(construction, order))
+    if tuple(elements.shape) != expected:
+        raise ValueError(
+            f"{op}: elements have shape {tuple(elements.shape)}; expected {expected}, as the state is "
+            f"{tuple(state.shape)} and the construction {construction}"
+        )
+    check_state(op, state, elements, tuple(state.shape), "state")
+    if w_down is not None:
+        y, state = mru_mixer(
+            elements.unsqueeze(1),
+            w_down,
+            construction=construction,
+            initial_state=state,
+            return_final_state=True,
+            backend=backend,
+        )
+        return y.squeeze(1), state
+    check_finite(op, elements=elements, state=state)
+    with torch.autocast(elements.device.type, enabled=False):
+        x = build_state_matrices(working(elements), construction, order).unsqueeze(1)
+    return matrix_product_scan(x, initial_state=state, return_final_state=True, backend=backend)[1]
