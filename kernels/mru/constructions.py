@@ -1,116 +1,57 @@
 """From the elements a projection gives to the state matrices X_t of the MRU.
 
-Each construction maps zeros to the identity, has a memory-lean backward (only its input or its output is
-kept), and works on float32 or float64 with autocast off. Sources: the mru-lm repository's list of
-constructions; for the Cayley transform, Cayley 1846.
+Each construction maps zeros to the identity, has a memory-lean backward (its input or its output is kept, nothing in
+between), and works on float32 or float64 with autocast off. Sources: the mru-lm repository's list of constructions;
+Cayley 1846; Householder 1958, with vectors as LAPACK's geqrf keeps them; Newton-Schulz: Higham, "Functions of
+Matrices", 2008, section 8.3.
 """
 
 from __future__ import annotations
 
 import torch
 
-CONSTRUCTIONS = ("identity_plus", "ldu", "cayley")
+from matmix.kernels.mru.constructions_cayley import CayleyTransform, OrthogonalTimesUpper
+from matmix.kernels.mru.constructions_householder import ReflectionProduct
+from matmix.kernels.mru.constructions_ldu import NEWTON_SCHULZ_STEPS, NearestOrthogonal, UnitDeterminantProduct
+
+CONSTRUCTIONS = ("identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz")
 """Known ways to make a state matrix."""
+
+BOUNDED_CONSTRUCTIONS = ("cayley", "householder", "ldu_newton_schulz")
+"""Those of spectral norm at most 1, whose products cannot leave the range of numbers."""
 
 
 def state_elements(construction: str, order: int) -> int:
     """How many elements per head and token the construction takes."""
-    return order * (order - 1) // 2 if construction == "cayley" else order * order
+    return order * (order - 1) // 2 if construction in ("cayley", "householder") else order * order
+
+
+def construction_products(construction: str) -> int:
+    """What the construction costs, in products of order x order matrices, about."""
+    return {"qr": 2, "ldu_newton_schulz": 1 + 2 * NEWTON_SCHULZ_STEPS}.get(construction, 1)
 
 
 def build_state_matrices(elements: torch.Tensor, construction: str, order: int) -> torch.Tensor:
     """(..., state_elements) -> (..., order, order).
 
-    "identity_plus": I + M; nothing bounds it. "ldu": (tril(M) + D)(triu(M) + D), D = exp((diag - mean diag) /
-    2): determinant 1, which does not bound the norm of a product. "cayley": (I - S)^-1 (I + S), S skew with
-    the elements as its lower triangle, row by row: orthogonal, so that products keep norm sqrt(order) for
-    ever.
+    With the elements as a matrix M, row by row, or as its strictly lower triangle:
+    "identity_plus": I + M; nothing bounds it.
+    "ldu": (tril(M) + D)(triu(M) + D), D = exp((diag - mean diag) / 2); determinant 1, which does not bound products.
+    "cayley": (I - S)^-1 (I + S), S skew with that lower triangle; orthogonal: products keep norm sqrt(order) for ever.
+    "householder": -H_1 ... H_o, H_k the reflection along e_k + column k of that lower triangle; orthogonal.
+    "qr": Q R, Q = cayley of M's lower triangle, R = triu(M) with exp(diag - mean diag) as its diagonal; determinant 1.
+    "ldu_newton_schulz": ldu, scaled and brought near the orthogonal matrix next to it; spectral norm at most 1.
     """
     if construction == "cayley":
         return CayleyTransform.apply(elements, order)
+    if construction == "householder":
+        return ReflectionProduct.apply(elements, order)
     matrices = elements.unflatten(-1, (order, order))
+    if construction == "qr":
+        return OrthogonalTimesUpper.apply(matrices)
     if construction == "ldu":
         return UnitDeterminantProduct.apply(matrices)
+    if construction == "ldu_newton_schulz":
+        return NearestOrthogonal.apply(UnitDeterminantProduct.apply(matrices))
     assert construction == "identity_plus", construction
     return matrices + torch.eye(order, dtype=matrices.dtype, device=matrices.device)
-
-
-class UnitDeterminantProduct(torch.autograd.Function):
-    """(tril(M, -1) + D)(triu(M, 1) + D) with D = exp((diag - mean diag) / 2); keeps M only."""
-
-    @staticmethod
-    def factors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        diagonal = matrices.diagonal(dim1=-2, dim2=-1)
-        scale = ((diagonal - diagonal.mean(-1, keepdim=True)) / 2).exp()
-        lower, upper = matrices.tril(-1), matrices.triu(1)
-        lower.diagonal(dim1=-2, dim2=-1).copy_(scale)
-        upper.diagonal(dim1=-2, dim2=-1).copy_(scale)
-        return lower, upper, scale
-
-    @staticmethod
-    def forward(ctx, matrices: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(matrices)
-        lower, upper, _ = UnitDeterminantProduct.factors(matrices)
-        return lower @ upper
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        return UnitDeterminantProduct.gradient(ctx.saved_tensors[0], grad)
-
-    @staticmethod
-    def gradient(matrices: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of M from that of X."""
-        lower, upper, scale = UnitDeterminantProduct.factors(matrices)
-        grad_lower, grad_upper = grad @ upper.mT, lower.mT @ grad
-        on_diagonal = grad_lower.diagonal(dim1=-2, dim2=-1) + grad_upper.diagonal(dim1=-2, dim2=-1)
-        on_diagonal = on_diagonal * scale / 2
-        result = grad_lower.tril_(-1).add_(grad_upper.triu_(1))
-        result.diagonal(dim1=-2, dim2=-1).copy_(on_diagonal - on_diagonal.mean(-1, keepdim=True))
-        return result
-
-
-class CayleyTransform(torch.autograd.Function):
-    """Orthogonal X = (I - S)^-1 (I + S) = 2 (I - S)^-1 - I from the lower triangle of a skew S; keeps X only.
-
-    The inverse is a Gauss-Jordan elimination without pivoting, with tokens as the fastest dimension: I - S
-    has a positive definite symmetric part, so no pivot is below 1. In float64, because large elements cancel
-    in it (in float32 orthogonality is off by 1e-4 where elements reach 10); still several times as fast as
-    batched LAPACK.
-    """
-
-    @staticmethod
-    def forward(ctx, elements: torch.Tensor, order: int) -> torch.Tensor:
-        flat = elements.reshape(-1, elements.shape[-1]).mT.double()
-        rows, columns = torch.tril_indices(order, order, -1, device=elements.device)
-        a = flat.new_zeros(order, order, flat.shape[1])
-        a[rows, columns] = -flat
-        a[columns, rows] = flat
-        a.diagonal().fill_(1)
-        for pivot in range(order):
-            inverse = a[pivot, pivot].reciprocal()
-            row = a[pivot] * inverse
-            row[pivot] = inverse
-            column = a[:, pivot].clone()
-            column[pivot] = 0
-            a[:, pivot] = 0
-            a.addcmul_(column.unsqueeze(1), row.unsqueeze(0), value=-1)
-            a[pivot] = row
-        a.mul_(2).diagonal().sub_(1)
-        x = a.to(elements.dtype).permute(2, 0, 1).contiguous().view(*elements.shape[:-1], order, order)
-        ctx.save_for_backward(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return CayleyTransform.gradient(ctx.saved_tensors[0], grad), None
-
-    @staticmethod
-    def gradient(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of the elements from X and its gradient."""
-        order = x.shape[-1]
-        # (I - S)^-1 = (X + I) / 2 =: R, and dL/dS = 2 R^T G R^T.
-        plus = x + torch.eye(order, dtype=x.dtype, device=x.device)
-        grad_skew = plus.mT @ grad @ plus.mT
-        rows, columns = torch.tril_indices(order, order, -1, device=x.device)
-        grad_skew = (grad_skew - grad_skew.mT).flatten(-2)
-        return grad_skew[..., rows * order + columns] / 2

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from matmix.kernels.mru.constructions import CONSTRUCTIONS
 from matmix.model.config import MixerOptions, ModelConfig
 from matmix.model.interop.layouts import ForeignConfig, Layout, is_tied, shape_text
 from matmix.model.mixers.attention import AttentionConfig
 from matmix.model.mixers.mru import MRUConfig
-from matmix.kernels.mru.constructions import CONSTRUCTIONS
 
 _OUR_NAMES = {"mru": "mru", "attn": "attention", "mlp": "mlp"}
 _POSITION_TABLES = frozenset(f"position_embedding.{name}" for name in ("c", "s", "t", "invt"))
@@ -26,8 +26,8 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
     """The model (kind mru-lm) that the reference's configuration describes.
 
     Beyond the reference's keys, `state_construction` names the construction of state matrices, which that
-    code has chosen by editing: identity_plus, ldu (the default) or cayley (the default where the shapes leave
-    no other).
+    code has chosen by editing: one of ours, by default ldu, or cayley where the up projection has no more rows
+    than a triangle has elements.
     """
     config = ForeignConfig("mru-lm", values)
     d_model = config.require("embedding_size", int)

@@ -11,9 +11,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import matrix_product_scan
+from matmix.kernels.mru.constructions import (
+    BOUNDED_CONSTRUCTIONS,
+    CONSTRUCTIONS,
+    build_state_matrices,
+    construction_products,
+    state_elements,
+)
+from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers.base import Mixer
-from matmix.kernels.mru.constructions import CONSTRUCTIONS, build_state_matrices, state_elements
+
+SCAN_ORDERS = (4, 8, 16, 32)
+"""Orders that the scan takes; others are padded to the next one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,12 +31,17 @@ class MRUConfig:
     """Options of the MRU mixer."""
 
     order: int = 8
-    """States are order x order matrices."""
+    """States are order x order matrices, order from 1 to 32; 4, 8, 16 and 32 waste nothing."""
     nheads: int = 0
     """Number of states; 0 means d_model / order^2, so that all states together are as wide as the model."""
-    construction: Literal["identity_plus", "ldu", "cayley"] = "cayley"
-    """How state matrices come from their elements: cayley is orthogonal and cannot overflow; ldu (mru-lm's
-    choice) has determinant 1 and identity_plus is unconstrained: both need small learning rates."""
+    construction: Literal["identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz"] = "cayley"
+    """How state matrices come from their elements. cayley and householder are orthogonal and ldu_newton_schulz has norm
+    at most 1: their states cannot overflow. ldu (mru-lm's choice) and qr have determinant 1 and identity_plus is
+    unconstrained: their states can, at higher learning rates or in longer documents."""
+    decay: bool = False
+    """Multiply every state matrix of a head by a learned number from (0, 1], about 1 at first: log-norms fall by a
+    constant per token, which can hold the growth of an unbounded construction. It scales old and new alike, as the
+    state is one product, so that nothing is forgotten faster; with a bounded construction states only shrink."""
     bias: bool = False
     """Biases in the input and output projections."""
     dropout: float = 0.0
@@ -36,8 +51,8 @@ class MRUConfig:
 class MRU(Mixer):
     """x W_up -> state matrices X_t -> H_t = H_{t-1} X_t -> H_t W_down[head] -> output projection.
 
-    States are float32 (bfloat16 states lose 29 % over 1,024 steps). After a forward, `state_norm` holds the
-    largest absolute element of any state: the thing to watch with a construction that does not bound it.
+    States are float32 (bfloat16 states lose 29 % over 1,024 steps). After a forward, `monitor` gives the largest
+    and the mean log-norm of the states: the thing to watch with a construction that does not bound them.
 
     What M means here: the unit has no values that are mixed. Unrolled, H_t = H_0 X_1 ... X_t is the block
     semiseparable matrix M[t, s] = X_{s+1} ... X_t (blocks of order x order, M[t, t] = I) applied to a
@@ -62,13 +77,17 @@ class MRU(Mixer):
         self.state_down = nn.Parameter(torch.empty(self.nheads, self.order, d_chunk))
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
         self.element_dropout = nn.Dropout(config.dropout)
-        self.state_norm: torch.Tensor | None = None
+        # The square root of 1 / decay - 1: any value gives a decay in (0, 1].
+        self.decay_root = nn.Parameter(torch.empty(self.nheads)) if config.decay else None
+        self.log_norms: torch.Tensor | None = None
         self.init_rules = {
             # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 /
             # order.
             "in_proj.weight": constant_init(0.0),
             "state_down": normal_init(0.02 * self.order**0.5),
             "out_proj.weight": normal_init(output_std),
+            # A decay of 0.9999: 1 itself would have no gradient.
+            "decay_root": constant_init(0.01),
         }
 
     @staticmethod
@@ -82,10 +101,11 @@ class MRU(Mixer):
             raise ValueError(
                 f"model.mixers.mru.construction = {config.construction!r}; known: {', '.join(CONSTRUCTIONS)}"
             )
-        least = 2 if config.construction == "cayley" else 1
-        if not least <= config.order <= 64:
+        least = 1 if state_elements(config.construction, 1) else 2
+        if not least <= config.order <= SCAN_ORDERS[-1]:
             raise ValueError(
-                f"model.mixers.mru.order = {config.order}: must be from {least} to 64 with {config.construction}"
+                f"model.mixers.mru.order = {config.order}: must be from {least} to {SCAN_ORDERS[-1]} "
+                f"with {config.construction}"
             )
         if config.nheads < 0:
             raise ValueError(f"model.mixers.mru.nheads = {config.nheads}: must be 0 (automatic) or more")
@@ -108,15 +128,43 @@ class MRU(Mixer):
         d_chunk = d_model // (nheads * order)
         elements = nheads * state_elements(config.construction, order)
         read = min(state_size * d_model, state_size * d_chunk + d_model**2)
-        # One order^3 product for the scan, about one for the construction.
-        return 2.0 * (d_model * elements + 2 * nheads * order**3 + read)
+        products = 1 + construction_products(config.construction)
+        return 2.0 * (d_model * elements + products * nheads * order**3 + read)
+
+    def elements(self, x: torch.Tensor) -> torch.Tensor:
+        """Elements of the state matrices (..., H, E) from x (..., d_model)."""
+        return self.element_dropout(self.in_proj(x)).unflatten(-1, (self.nheads, -1))
+
+    def build(self, elements: torch.Tensor) -> torch.Tensor:
+        """X (..., H, order, order) in float32 (float64 for float64) from elements (..., H, E)."""
+        elements = elements.to(torch.promote_types(elements.dtype, torch.float32))
+        with torch.autocast(elements.device.type, enabled=False):
+            matrices = build_state_matrices(elements, self.config.construction, self.order)
+            if self.decay_root is not None:
+                matrices = matrices / (1 + self.decay_root.to(matrices.dtype).square())[:, None, None]
+            return matrices
 
     def state_matrices(self, x: torch.Tensor) -> torch.Tensor:
-        """X (..., H, order, order) in float32 (float64 for float64 inputs) from x (..., d_model)."""
-        elements = self.element_dropout(self.in_proj(x))
-        elements = elements.to(torch.promote_types(elements.dtype, torch.float32)).unflatten(-1, (self.nheads, -1))
-        with torch.autocast(elements.device.type, enabled=False):
-            return build_state_matrices(elements, self.config.construction, self.order)
+        """X (..., H, order, order) from x (..., d_model)."""
+        return self.build(self.elements(x))
+
+    def mixed(
+        self,
+        elements: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        initial_state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All states (B, L, H, order, order) and the last ones (B or documents, H, order, order) from elements
+        (B, L, H, E), which the norms are taken of on the way."""
+        matrices = self.build(elements)
+        if initial_state is not None:
+            initial_state = pad_order(initial_state.to(matrices.dtype))
+        states, final = matrix_product_scan(
+            pad_order(matrices), initial_state=initial_state, return_final_state=True, cu_seqlens=cu_seqlens
+        )
+        states, final = (h[..., : self.order, : self.order] for h in (states, final))
+        self.log_norms = scan_log_norms(states, final)
+        return states, final
 
     def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """States (..., H, order, order) -> outputs (..., d_model)."""
@@ -132,16 +180,14 @@ class MRU(Mixer):
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
-        states = matrix_product_scan(self.state_matrices(x), cu_seqlens=cu_seqlens)
-        self.watch(states)
+        states, _ = self.mixed(self.elements(x), cu_seqlens)
         return self.combine(states, x)
 
-    def watch(self, states: torch.Tensor) -> None:
-        """Keep the largest absolute element of `states`; NaN and infinity show up in it."""
-        self.state_norm = torch.linalg.vector_norm(states.detach(), float("inf"))
-
     def monitor(self) -> dict[str, torch.Tensor]:
-        return {} if self.state_norm is None else {"state_norm": self.state_norm}
+        """Largest and mean log-norm of the states of the last forward; infinite or NaN after an overflow."""
+        if self.log_norms is None:
+            return {}
+        return {"log_norm_max": self.log_norms[0], "log_norm_mean": self.log_norms[1]}
 
     def initial_state(self, batch_size: int) -> torch.Tensor:
         """The identity, (batch_size, H, order, order) float32."""
@@ -150,9 +196,7 @@ class MRU(Mixer):
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Continue from a state; raises OverflowError when the states stop being finite."""
-        matrices = self.state_matrices(x)
-        states, final = matrix_product_scan(matrices, initial_state=state.to(matrices.dtype), return_final_state=True)
-        self.watch(states)
+        states, final = self.mixed(self.elements(x), initial_state=state)
         self.refuse_overflow()
         return self.combine(states, x), final
 
@@ -160,15 +204,21 @@ class MRU(Mixer):
         matrices = self.state_matrices(x)
         with torch.autocast(matrices.device.type, enabled=False):
             state = state.to(matrices.dtype) @ matrices
-        self.watch(state)
+        self.log_norms = summary(log_norms(state))
         self.refuse_overflow()
         return self.combine(state, x), state
 
     def refuse_overflow(self) -> None:
-        if self.state_norm is not None and not bool(self.state_norm.isfinite()):
+        """Raise OverflowError when a state of the last forward is infinite or NaN."""
+        if self.log_norms is not None and not bool(self.log_norms[0].isfinite()):
+            bounded = self.config.construction in BOUNDED_CONSTRUCTIONS
             raise OverflowError(
-                f"an MRU state left the range of float32: construction {self.config.construction!r} does "
-                "not bound products of state matrices; use 'cayley', or shorter sequences"
+                f"an MRU state left the range of float32: construction {self.config.construction!r} "
+                + (
+                    "is bounded, so that its input was not finite already"
+                    if bounded
+                    else "does not bound products of state matrices; use 'cayley', or shorter sequences"
+                )
             )
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,6 +246,18 @@ class MRU(Mixer):
         return torch.einsum("bshki,bhtsij->bthkj", values, matrix)
 
     def overflow_advice(self) -> str:
-        if self.config.construction in ("cayley", "householder", "qr"):  # orthogonal: only NaNs that came in do that
+        if self.config.construction in BOUNDED_CONSTRUCTIONS:  # only NaNs that came in do that
             return "its construction is bounded, so its input was not finite already; try a lower optimizer.lr"
         return 'use construction "cayley", which is bounded, or a lower optimizer.lr'
+
+
+def pad_order(matrices: torch.Tensor) -> torch.Tensor:
+    """(..., o, o) -> (..., p, p), p the next order that the scan takes: an identity block behind, which products keep
+    apart."""
+    order = matrices.shape[-1]
+    extra = next(scan_order for scan_order in SCAN_ORDERS if scan_order >= order) - order
+    if not extra:
+        return matrices
+    padded = F.pad(matrices, (0, extra, 0, extra))
+    padded.diagonal(dim1=-2, dim2=-1)[..., order:] = 1
+    return padded

@@ -1,23 +1,53 @@
 import pytest
 import torch
 
-from matmix.kernels.mru.constructions import CONSTRUCTIONS, build_state_matrices, state_elements
+from matmix.kernels.mru.constructions import (
+    BOUNDED_CONSTRUCTIONS,
+    CONSTRUCTIONS,
+    build_state_matrices,
+    state_elements,
+)
+from matmix.kernels.mru.constructions_ldu import NEWTON_SCHULZ_STEPS
+
+
+def _cayley(elements, order):
+    identity = torch.eye(order, dtype=elements.dtype)
+    skew = _lower(elements, order)
+    skew = skew - skew.mT
+    return torch.linalg.solve(identity - skew, identity + skew)
+
+
+def _lower(elements, order):
+    matrices = elements.new_zeros(*elements.shape[:-1], order, order)
+    rows, columns = torch.tril_indices(order, order, -1)
+    matrices[..., rows, columns] = elements
+    return matrices
+
+
+def _newton_schulz(y):
+    z = y / (y.abs().sum(-1).amax(-1) * y.abs().sum(-2).amax(-1)).sqrt()[..., None, None]
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        z = (3 * z - z @ z.mT @ z) / 2
+    return z
 
 
 def _definition(elements, construction, order):
     identity = torch.eye(order, dtype=elements.dtype)
     if construction == "cayley":
-        skew = elements.new_zeros(*elements.shape[:-1], order, order)
-        rows, columns = torch.tril_indices(order, order, -1)
-        skew[..., rows, columns] = elements
-        skew = skew - skew.mT
-        return torch.linalg.solve(identity - skew, identity + skew)
+        return _cayley(elements, order)
+    if construction == "householder":
+        vectors = _lower(elements, order) + identity
+        return -torch.linalg.householder_product(vectors, 2 / vectors.square().sum(-2))
     m = elements.unflatten(-1, (order, order))
     if construction == "identity_plus":
         return m + identity
     diagonal = m.diagonal(dim1=-2, dim2=-1)
-    scale = torch.diag_embed((diagonal - diagonal.mean(-1, keepdim=True)).exp().sqrt())
-    return (m.tril(-1) + scale) @ (m.triu(1) + scale)
+    scale = torch.diag_embed((diagonal - diagonal.mean(-1, keepdim=True)).exp())
+    if construction == "qr":
+        rows, columns = torch.tril_indices(order, order, -1)
+        return _cayley(m[..., rows, columns], order) @ (m.triu(1) + scale)
+    ldu = (m.tril(-1) + scale.sqrt()) @ (m.triu(1) + scale.sqrt())
+    return ldu if construction == "ldu" else _newton_schulz(ldu)
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
@@ -46,13 +76,30 @@ def test_zeros_give_the_identity(construction):
     assert torch.equal(x, torch.eye(5).expand(3, 5, 5))
 
 
-def test_ldu_has_determinant_one():
-    x = build_state_matrices(torch.randn(20, 36, dtype=torch.float64), "ldu", 6)
+@pytest.mark.parametrize("construction", ["ldu", "qr"])
+def test_determinants_are_one(construction):
+    x = build_state_matrices(torch.randn(20, 36, dtype=torch.float64), construction, 6)
     torch.testing.assert_close(torch.linalg.det(x), torch.ones(20, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("construction", ["cayley", "householder"])
 @pytest.mark.parametrize("size", [0.01, 1.0, 30.0, 1000.0])
-def test_cayley_is_orthogonal_whatever_the_elements(size):
+def test_orthogonal_whatever_the_elements(construction, size):
     order = 8
-    x = build_state_matrices(torch.randn(500, state_elements("cayley", order)) * size, "cayley", order)
-    assert ((x @ x.mT) - torch.eye(order)).abs().max() < 2e-6
+    x = build_state_matrices(torch.randn(500, state_elements(construction, order)) * size, construction, order)
+    assert ((x @ x.mT) - torch.eye(order)).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("construction", BOUNDED_CONSTRUCTIONS)
+@pytest.mark.parametrize("size", [0.01, 1.0, 10.0])
+def test_bounded_constructions_have_spectral_norm_one_at_most(construction, size):
+    x = build_state_matrices(torch.randn(500, state_elements(construction, 8)) * size, construction, 8)
+    assert torch.linalg.matrix_norm(x.double(), 2).max() < 1 + 1e-6
+
+
+@pytest.mark.parametrize(("order", "size"), [(4, 0.3), (8, 0.2), (16, 0.1), (32, 0.05)])
+def test_newton_schulz_ends_at_the_polar_factor_of_usual_matrices(order, size):
+    elements = torch.randn(200, order * order, dtype=torch.float64) * size
+    u, _, vh = torch.linalg.svd(build_state_matrices(elements, "ldu", order))
+    x = build_state_matrices(elements.float(), "ldu_newton_schulz", order)
+    torch.testing.assert_close(x.double(), u @ vh, rtol=0, atol=1e-4)

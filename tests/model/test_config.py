@@ -63,8 +63,13 @@ def test_a_config_survives_json():
         ({"layers": ("mru",), "architecture": "encoder"}, ["'mru'", "encoder cannot use it"]),
         ({"layers": ("mru",), "d_model": 72}, ["72", "order^2 = 64"]),
         ({"mixers": MixerOptions(mru=MRUConfig(nheads=5))}, ["5 * 8", "256"]),
-        ({"mixers": MixerOptions(mru=MRUConfig(construction="qr"))}, ["'qr'", "cayley"]),
-        ({"mixers": MixerOptions(mru=MRUConfig(order=1, construction="cayley"))}, ["from 2"]),
+        ({"mixers": MixerOptions(mru=MRUConfig(construction="svd"))}, ["'svd'", "cayley"]),
+        ({"mixers": MixerOptions(mru=MRUConfig(order=1, construction="cayley"))}, ["from 2 to 32"]),
+        ({"mixers": MixerOptions(mru=MRUConfig(order=1, construction="householder"))}, ["from 2 to 32"]),
+        (
+            {"mixers": MixerOptions(mru=MRUConfig(order=64, nheads=1, construction="ldu"))},
+            ["order = 64", "from 1 to 32"],
+        ),
         ({"layers": ("attention",), "d_model": 100}, ["headdim = 64", "100"]),
         (
             {"layers": ("attention",), "mixers": MixerOptions(attention=AttentionConfig(headdim=1))},

@@ -23,6 +23,9 @@ CASES = {
     "mru-cayley": ("mru", MRUConfig(order=4, construction="cayley", bias=True), True),
     "mru-identity-wide": ("mru", MRUConfig(order=4, nheads=4, construction="identity_plus"), True),
     "mru-narrow": ("mru", MRUConfig(order=4, nheads=1, construction="ldu"), True),
+    "mru-householder": ("mru", MRUConfig(order=4, construction="householder"), True),
+    "mru-newton-schulz": ("mru", MRUConfig(order=4, construction="ldu_newton_schulz"), True),
+    "mru-padded": ("mru", MRUConfig(order=2, nheads=8, construction="qr", decay=True), True),
     "attention-causal": ("attention", AttentionConfig(headdim=8), True),
     "attention": ("attention", AttentionConfig(headdim=8, value_headdim=4, nheads=3, bias=True), False),
     "attention-xpos": ("attention", AttentionConfig(headdim=8, position="xpos"), True),
@@ -167,10 +170,11 @@ def test_mru_states_are_float32_under_autocast(make):
 def test_mru_reports_norms_and_overflow(make):
     mixer = make("mru-identity-wide")
     mixer(torch.randn(1, 5, D_MODEL))
-    assert mixer.monitor()["state_norm"] > 0
+    assert set(mixer.monitor()) == {"log_norm_max", "log_norm_mean"}
+    assert all(norm.isfinite() for norm in mixer.monitor().values())
     x = torch.full((1, 3000, D_MODEL), 3.0)
     mixer(x)
-    assert not mixer.monitor()["state_norm"].isfinite()
+    assert not mixer.monitor()["log_norm_max"].isfinite()
     with pytest.raises(OverflowError, match="identity_plus"):
         mixer.forward_with_state(x, mixer.initial_state(1))
 
