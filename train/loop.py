@@ -20,6 +20,7 @@ from matmix.train.config import RunConfig
 from matmix.train.distributed import Distributed, barrier
 from matmix.train.engine import Engine, build_engine
 from matmix.train.evaluate import evaluate
+from matmix.train.monitor import Monitor
 from matmix.train.objectives import compute_loss, count_targets
 from matmix.train.optimizer import make_optimizer
 from matmix.train.recipe import config_to_dict
@@ -76,6 +77,8 @@ class Trainer:
         )
         flops = flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share)
         self.speed = Speedometer(flops, distributed.device, world_size)
+        self.monitor = Monitor(self.engine)
+        self.monitored: dict[str, float] = {}  # of the last step if it was not finite, the same on all ranks
         self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
         self.metrics: dict[str, float] = {}
         self.unigram_entropy = unigram_entropy(self.loader.token_histogram)
@@ -98,8 +101,10 @@ class Trainer:
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
         sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        self.monitor.start_step()
         for index, batch in enumerate(micro_batches):
             loss = compute_loss(engine.model, batch.to(engine.device, non_blocking=True), config.objective)
+            self.monitor.collect()
             engine.backward(loss.total / max(targets, 1), last=index == self.accumulation - 1)
             sums += torch.stack([loss.loss.detach(), loss.correct]).double()
         norm = engine.step(config.optimizer.max_grad_norm)
@@ -110,13 +115,17 @@ class Trainer:
         self.last_loss, self.last_norm = loss_sum / max(targets, 1), float(norm)
         self.step_was_finite = math.isfinite(self.last_norm) and math.isfinite(self.last_loss)
         state.skipped += not self.step_was_finite
+        self.monitored = {} if self.step_was_finite else self.monitor.of_step()
         if self.step_was_finite:
             self.speed.count(loss_sum, correct, targets, tokens)
         self.stop_agreed = bool(stop)
         self.call("on_step")
         if state.step % config.logging.every == 0 or state.step == config.last_step:
             counters = dataclasses.asdict(state)
-            self.call("on_record", self.speed.record(**counters, grad_norm=self.last_norm, lr=lr))
+            record = self.speed.record(
+                **counters, grad_norm=self.last_norm, lr=lr, monitored=self.monitor.of_interval()
+            )
+            self.call("on_record", record)
 
     # -- the run -------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,9 @@ class Speedometer:
         self.tokens += tokens
         self.steps += 1
 
-    def record(self, *, step: int, tokens: int, skipped: int, grad_norm: float, lr: float) -> StepRecord:
+    def record(
+        self, *, step: int, tokens: int, skipped: int, grad_norm: float, lr: float, monitored: dict[str, float]
+    ) -> StepRecord:
         """The interval's record; a new interval begins."""
         seconds = max(time.perf_counter() - self.began, 1e-9)
         speed = self.tokens / seconds
@@ -87,6 +89,7 @@ class Speedometer:
             memory=self._memory(),
             mfu=None if self.peak is None else speed * self.flops_per_token / self.peak,
             skipped=skipped,
+            monitored=monitored,
         )
         self.start()
         return record

@@ -26,9 +26,13 @@ class StepRecord:
     memory: float  # peak GiB of this rank: device memory on CUDA, resident memory on CPU
     mfu: float | None  # share of the device's peak FLOP/s, where that is known
     skipped: int  # steps skipped since the start for a NaN or infinite gradient
+    monitored: dict[str, float]  # what the mixers say of the interval's forward passes, such as state norms by layer
 
     def numbers(self) -> dict[str, float]:
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        """All that has a value; what the mixers say under "monitor/blocks.<i>.<name>"."""
+        numbers = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        monitored = numbers.pop("monitored")
+        return {**numbers, **{f"monitor/{name}": value for name, value in monitored.items()}}
 
 
 class Callback:

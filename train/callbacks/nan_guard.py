@@ -1,9 +1,13 @@
-"""Stops a run whose gradients have become NaN or infinite for good."""
+"""Stops a run whose gradients have become NaN or infinite for good, and says in which layer that began."""
 
 from __future__ import annotations
 
+import math
+
 from matmix.train.callbacks.base import Callback
 from matmix.train.errors import NonFiniteError
+
+_ADVICE = "try a lower optimizer.lr, a longer schedule.warmup or engine.precision = fp32"
 
 
 class NanGuard(Callback):
@@ -20,13 +24,31 @@ class NanGuard(Callback):
             self.in_a_row = 0
             return
         self.in_a_row += 1
+        step, (where, advice) = trainer.state.step, find_overflow(trainer)
         trainer.tell(
-            f"step {trainer.state.step}: loss {trainer.last_loss:.4g}, gradient norm {trainer.last_norm:.4g}: "
+            f"step {step}: {f'{where}; ' if where else ''}"
+            f"loss {trainer.last_loss:.4g}, gradient norm {trainer.last_norm:.4g}: "
             f"step skipped, weights unchanged ({self.in_a_row} in a row, the run stops at {self.limit})"
+            f"{f'; {advice}' if where else ''}"
         )
         if self.in_a_row >= self.limit:
             raise NonFiniteError(
-                f"{self.limit} steps in a row had a NaN or infinite loss or gradient (last: step "
-                f"{trainer.state.step}); the newest checkpoint is from before them; try a lower optimizer.lr, a longer "
-                f"schedule.warmup or engine.precision = fp32"
+                f"{self.limit} steps in a row had a NaN or infinite loss or gradient (last: step {step}"
+                f"{f', where {where}' if where else ''}); the newest checkpoint is from before them; {advice}"
             )
+
+
+def find_overflow(trainer) -> tuple[str, str]:
+    """Which layer's states were the first, from the bottom, to leave the range of floats in the last step ("" if none
+    did, or none is watched), and what to do."""
+    # The names come in the order of the layers. Minus infinity is the logarithm of states of zeros.
+    bad = (name for name, value in trainer.monitored.items() if math.isnan(value) or value == math.inf)
+    name = next(bad, None)
+    if name is None:
+        return "", _ADVICE
+    index = int(name.split(".")[1])  # blocks.<index>.<name of the value>
+    mixer = trainer.engine.module.blocks[index].mixer
+    kind, _ = trainer.config.model.layer_kinds()[index]
+    construction = getattr(mixer.config, "construction", None)
+    kind = f"{kind}, construction {construction}" if construction else kind
+    return f"the states of layer {index} ({kind}) left the range of float32", mixer.overflow_advice() or _ADVICE

@@ -1,4 +1,5 @@
-"""TensorBoard scalars: loss, lr, gradient norm, tokens/s, model FLOPs utilisation, memory, data wait, validation."""
+"""TensorBoard scalars: loss, lr, gradient norm, tokens/s, model FLOPs utilisation, memory, data wait, mixers' states,
+validation."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class TensorBoard(Callback):
 
     def on_record(self, trainer, record: StepRecord) -> None:
         for key, value in record.numbers().items():
-            if key in _NAMES:
-                self.writer.add_scalar(_NAMES[key], value, record.step)
+            if key in _NAMES or key.startswith("monitor/"):
+                self.writer.add_scalar(_NAMES.get(key, key), value, record.step)
 
     def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():

@@ -134,6 +134,14 @@ class Engine(abc.ABC):
             dist.all_reduce(tensor)
         return tensor
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's `tensor`, stacked in order of rank, on every rank; NaN and infinity arrive as they are."""
+        if not is_distributed():
+            return tensor.unsqueeze(0)
+        gathered = tensor.new_empty(self.world_size * tensor.numel())
+        dist.all_gather_into_tensor(gathered, tensor.flatten())
+        return gathered.view(self.world_size, *tensor.shape)
+
 
 def full_shape(tensor: torch.Tensor) -> torch.Size:
     """The shape of the whole tensor, also under ZeRO-3, which leaves an empty tensor in its place."""
