@@ -86,6 +86,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
     options: passed on to torch.compile.
     """
+    # A mixer notes its `monitor` values in forward. Without this, recomputed blocks that do so would not be compiled.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # With selective recomputing it reminds every user that blocks must not change tensors in place.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in model.blocks:

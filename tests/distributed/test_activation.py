@@ -142,6 +142,26 @@ def test_equal_blocks_are_compiled_once():
         assert counter.frame_count == 1
 
 
+def test_recomputed_blocks_that_note_something_are_compiled_too():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    class Noting(scenarios.Block):
+        def forward(self, x):
+            y = super().forward(x)
+            self.noted = y.detach().amax()
+            return y
+
+    torch._dynamo.reset()
+    model, counter = scenarios.Toy(), CompileCounterWithBackend("aot_eager")
+    model.blocks = torch.nn.ModuleList([Noting(0.0) for _ in range(3)])
+    scenarios.initialize(model)
+    checkpoint_activations(model, "full")
+    compile_blocks(model, backend=counter)
+    model(*scenarios.batch_of(0)).backward()
+    assert counter.frame_count == 1
+    assert len({block.noted.item() for block in model.blocks}) == 3
+
+
 @pytest.mark.slow
 def test_compiled_for_real_on_two_ranks():
     options = {"activation_checkpointing": "selective", "selective_by": "op"}
