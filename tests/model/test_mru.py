@@ -1,0 +1,155 @@
+"""The MRU over many tokens, in generation, and with every construction."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, CONSTRUCTIONS
+from matmix.model import build_model, initialize
+from matmix.model.mixers.mru import MRU, MRUConfig
+
+D_MODEL = 32
+
+
+def _layer(dtype=torch.float32, **options):
+    config = MRUConfig(**{"order": 4, **options})
+    MRU.check(D_MODEL, config)
+    layer = MRU(D_MODEL, config, causal=True, max_seqlen=64, output_std=0.02)
+    initialize(layer, 0)
+    return layer.to(dtype)
+
+
+def _train(model, steps, length=64):
+    ids = torch.randint(61, (4, length + 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        logits = model(ids[:, :-1])
+        optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_every_construction_trains_all_its_parameters(small_config, construction, decay):
+    model = build_model(small_config(mru=MRUConfig(order=4, construction=construction, decay=decay)))
+    initialize(model, 0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    assert sum(name.endswith("decay_root") for name in before) == (3 if decay else 0)
+    _train(model, 2)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+        assert not torch.equal(parameter, before[name]), name
+
+
+@torch.no_grad()
+def _generated(model, ids):
+    state, steps = model.initial_state(ids.shape[0]), []
+    for t in range(ids.shape[1]):
+        logits, state = model.step(ids[:, t], state)
+        steps.append(logits)
+    return torch.stack(steps, dim=1)
+
+
+@pytest.mark.parametrize("construction", BOUNDED_CONSTRUCTIONS)
+def test_512_generated_tokens_equal_the_parallel_form(small_config, small_model, construction):
+    mru, ids = MRUConfig(order=4, construction=construction, decay=True), torch.randint(61, (1, 512))
+    model = build_model(small_config(mru=mru))
+    initialize(model, 0)
+    _train(model, 20)
+    torch.testing.assert_close(_generated(model, ids), model(ids), rtol=1e-5, atol=1e-5)
+    # With weights as large as these every layer sums the rounding of the one before up: not in float32.
+    model = small_model(mru=mru, dtype=torch.float64)
+    torch.testing.assert_close(_generated(model, ids), model(ids), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("construction", ["cayley", "householder"])
+def test_orthogonal_states_keep_their_norm_for_8192_tokens(construction):
+    layer = _layer(order=8, nheads=2, construction=construction)
+    size = layer.in_proj.out_features // 2
+    states, final = layer.mixed(torch.randn(1, 8192, 2, size))
+    norms = torch.linalg.matrix_norm(states)
+    torch.testing.assert_close(norms, torch.full_like(norms, math.sqrt(8)), rtol=1e-3, atol=0)
+    assert torch.equal(final, states[:, -1])
+    for norm in layer.monitor().values():
+        assert norm == pytest.approx(math.log(8) / 2, abs=1e-3)
+
+
+def test_cayleys_states_keep_their_norm_after_training(small_config):
+    model = build_model(small_config(mru=MRUConfig(order=4, construction="cayley")))
+    initialize(model, 0)
+    _train(model, 20)
+    with torch.no_grad():
+        model(torch.randint(61, (1, 8192)))
+    assert model.blocks[0].mixer.in_proj.weight.abs().max() > 0.01
+    for norm in model.monitor().values():
+        assert norm == pytest.approx(math.log(4) / 2, abs=1e-3)
+
+
+def test_newton_schulzs_states_never_grow():
+    layer = _layer(order=8, nheads=2, construction="ldu_newton_schulz")
+    layer.mixed(torch.randn(1, 8192, 2, 64) * torch.linspace(0, 1, 8192)[:, None, None])
+    assert layer.monitor()["log_norm_max"] < math.log(8) / 2 + 0.01
+
+
+def test_the_monitor_is_the_log_of_the_frobenius_norm():
+    layer = _layer(construction="ldu")
+    states, final = layer.mixed(torch.randn(2, 200, 2, 16) * 0.3)
+    looked_at = torch.cat([states[:, 63::64].flatten(0, 2), final.flatten(0, 1)])
+    norms = torch.linalg.matrix_norm(looked_at).log()
+    torch.testing.assert_close(layer.monitor()["log_norm_max"], norms.amax())
+    torch.testing.assert_close(layer.monitor()["log_norm_mean"], norms.mean())
+
+
+def test_decay_lowers_log_norms_by_a_constant_per_token():
+    plain, decaying = _layer(construction="cayley"), _layer(construction="cayley", decay=True)
+    elements = torch.randn(1, 100, 2, 6)
+    with torch.no_grad():
+        decaying.decay_root.copy_(torch.tensor([0.0, 0.5]))
+    tokens = torch.arange(1, 101)[:, None, None]
+    expected = plain.mixed(elements)[0] * torch.stack([torch.ones(100), 0.8 ** tokens.flatten()], 1)[..., None, None]
+    torch.testing.assert_close(decaying.mixed(elements)[0], expected, rtol=1e-4, atol=1e-6)
+    initialize(decaying, 0)
+    assert decaying.decay_root.abs().max().item() == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("construction", ["identity_plus", "ldu", "qr"])
+def test_an_overflow_in_generation_is_an_error_that_names_the_construction(small_model, construction):
+    model = small_model(mru=MRUConfig(order=4, construction=construction))
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mixer.in_proj.weight.normal_(std=2)
+    model(torch.randint(61, (1, 1000)))
+    assert not all(norm.isfinite() for norm in model.monitor().values())
+    message = f"left the range of float32: construction '{construction}' does not bound"
+    with pytest.raises(OverflowError, match=message):
+        model.prefill(torch.randint(61, (1, 1000)))
+    with pytest.raises(OverflowError, match=message):
+        _generated(model, torch.randint(61, (1, 1000)))
+
+
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+@pytest.mark.parametrize("order", [2, 3, 5, 12])
+def test_orders_between_those_of_the_scan_are_padded(construction, order):
+    layer = MRU(
+        4 * order, MRUConfig(order=order, nheads=2, construction=construction), causal=True, max_seqlen=9, output_std=1
+    ).double()
+    elements = torch.randn(2, 9, 2, layer.in_proj.out_features // 2, dtype=torch.float64) * 0.3
+    start = torch.randn(2, 2, order, order, dtype=torch.float64)
+    states, final = layer.mixed(elements, initial_state=start)
+    matrices, expected = layer.build(elements), [start]
+    for t in range(9):
+        expected.append(expected[-1] @ matrices[:, t])
+    torch.testing.assert_close(states, torch.stack(expected[1:], 1))
+    torch.testing.assert_close(final, expected[-1])
+    assert states.shape[-1] == order
+
+
+def test_order_one_is_a_running_product():
+    layer = MRU(4, MRUConfig(order=1, nheads=2, construction="identity_plus"), causal=True, max_seqlen=9, output_std=1)
+    initialize(layer, 0)
+    elements = torch.randn(1, 20, 2, 1) * 0.3
+    torch.testing.assert_close(layer.mixed(elements)[0].squeeze(-1), (1 + elements).cumprod(1))
