@@ -21,9 +21,9 @@ def working(x: Tensor) -> Tensor:
 
 
 def project(states: Tensor, w_down: Tensor) -> Tensor:
-    """(batch, seqlen, nheads, o, o) by (nheads, o, d_c): one product per head, with all tokens as rows."""
-    batch, seqlen, heads, order, _ = states.shape
-    rows = states.permute(2, 0, 1, 3, 4).reshape(heads, batch * seqlen * order, order)
+    """(batch, seqlen, nheads, o, n) by (nheads, n, m): one product per head, with all tokens as rows."""
+    batch, seqlen, heads, order, columns = states.shape
+    rows = states.permute(2, 0, 1, 3, 4).reshape(heads, batch * seqlen * order, columns)
     return (rows @ w_down).view(heads, batch, seqlen, order, -1).permute(1, 2, 0, 3, 4)
 
 
