@@ -13,21 +13,16 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from matmix.data.batch import Batch
-from matmix.kernels.benchmarks.scan import flash_only
 from matmix.kernels.benchmarks.settings import Settings
-from matmix.kernels.benchmarks.speed import parser_of, run_command
-from matmix.kernels.benchmarks.suite import Candidate, Case
-from matmix.model import build_model, initialize
-from matmix.train.activation import compile_blocks, compute_in_bfloat16
+from matmix.kernels.benchmarks.suite import Case
+from matmix.train.benchmark_steps import run_steps, step_parser, steps_of
 from matmix.train.config import RunConfig
 from matmix.train.cross_entropy import IGNORED
-from matmix.train.objectives import compute_loss, count_targets
 from matmix.train.recipe import load_config
 
-LENGTHS, TOKENS = "512,8192", 32768
+LENGTHS = "512,8192"
 
 
 def recipe(name: str, settings: Settings) -> RunConfig:
@@ -54,35 +49,13 @@ def random_batch(batch: int, seqlen: int, config: RunConfig, device: torch.devic
     return Batch(ids, labels, None, None, seqlen, select, ids.numel()).to(device)
 
 
-def step_of(name: str, title: str, batch: Batch, settings: Settings, *, compiled: bool, ours: bool) -> Candidate:
-    """A model with its weights; `run` is its forward pass to the mean loss."""
-    config = recipe(name, settings)
-    model = build_model(config.model, device=settings.device)
-    initialize(model, 0)
-    if compiled:
-        compile_blocks(model, dynamic=False)
-    if settings.dtype != torch.float32:
-        compute_in_bfloat16(model, settings.device)
-    targets = count_targets(batch)
-
-    def run() -> Tensor:
-        with flash_only(settings.device):
-            return compute_loss(model, batch, config.objective).total / targets
-
-    return Candidate(name=title, run=run, leaves=list(model.parameters()), compared=ours)
-
-
 def encoder_case(seqlen: int, settings: Settings) -> Case:
     """Both models at one length."""
     count = settings.batch(seqlen)
-    batch = random_batch(count, seqlen, recipe("hydra_base_c4", settings), settings.device)
-    candidates = []
-    for name, title in (("hydra_base_c4", "ours"), ("bert_base_c4", "BERT, flash attention")):
-        for compiled in (False, True) if settings.compile else (False,):
-            words = f"{title}, compiled" if compiled else title
-            if settings.wanted(words):
-                ours = title == "ours"
-                candidates.append(step_of(name, words, batch, settings, compiled=compiled, ours=ours))
+    hydra, bert = (recipe(name, settings) for name in ("hydra_base_c4", "bert_base_c4"))
+    batch = random_batch(count, seqlen, hydra, settings.device)
+    models = {"ours": hydra.model, "BERT, flash attention": bert.model}
+    candidates = steps_of(models, hydra.objective, batch, settings)
     return Case(label=f"length {seqlen:,}, batch {count:,}", seqlen=seqlen, batch=count, candidates=candidates)
 
 
@@ -94,12 +67,4 @@ def cases(settings: Settings) -> Iterator[Case]:
 
 def main(arguments: list[str]) -> None:
     """The command."""
-    parser = parser_of("encoder", __doc__, LENGTHS)
-    parser.set_defaults(tokens=TOKENS)
-    parser.add_argument("--layers", type=int, default=None, help="depth of both models (default: the recipes')")
-    options = parser.parse_args(arguments)
-    if options.dtype == "float16":
-        raise ValueError("--dtype float16: training runs in bfloat16 or float32")
-    if options.layers is not None and options.layers < 1:
-        raise ValueError(f"--layers {options.layers}: must be 1 or more")
-    run_command("encoder", options, cases, floors=False)
+    run_steps("encoder", step_parser("encoder", __doc__, LENGTHS).parse_args(arguments), cases)

@@ -5,8 +5,11 @@ On a GPU (or, to try them out, with --device cpu and small sizes), against the p
              flash attention and torch.compile
   conv       the short convolution
   norm       the gated norm
+  mru        the matrix recurrent unit: its scan, and its mixer from elements to outputs, against the public scans
   layer      a whole Hydra layer
   encoder    a training step of Hydra and BERT encoders
+  language_model
+             a training step of an MRU language model and of a GPT of its size
 
 Anywhere:
   cpu        all operations against their peers, with peak memory
@@ -24,10 +27,12 @@ COMMANDS = {
     "scan": ("matmix.kernels.benchmarks.scan", "main"),
     "conv": ("matmix.kernels.benchmarks.conv", "main"),
     "norm": ("matmix.kernels.benchmarks.norm", "main"),
-    # These two measure models and recipes, which operations know nothing of: the programs stand in the room where
+    "mru": ("matmix.kernels.benchmarks.mru", "main"),
+    # These three measure models and recipes, which operations know nothing of: the programs stand in the room where
     # such things may be imported, use what this package offers for measuring, and are only named here.
     "layer": ("matmix.train.benchmark_layer", "main"),
     "encoder": ("matmix.train.benchmark_encoder", "main"),
+    "language_model": ("matmix.train.benchmark_language_model", "main"),
     "cpu": ("matmix.kernels.benchmarks.cpu", "main"),
     "memory": ("matmix.kernels.benchmarks.cpu", "memory_main"),
     "resources": ("matmix.kernels.benchmarks.resources", "main"),

@@ -14,6 +14,23 @@ vectors, and step sizes and diagonal in float32 (a decay per head does not count
     backward   3 H P s + 8 G N s + 6 * 4 H
 
 At d_model 768 in bfloat16 (H 24, P 64, G 1, N 64) that is 6,944 and 10,816 bytes.
+
+For the MRU's scan H_t = H_{t-1} X_t, per element of the states (o * o * H a token), s bytes each:
+
+    forward    X read, H written                     2 s
+    backward   dH, X and H read, dX written          4 s
+
+H is what a layer has kept anyway (its projection's gradient needs it), and dX_t = H_{t-1}^T B_t takes it as it is; an
+algorithm that multiplied it again from X instead could do with 3 s.
+
+For the MRU's mixer, from elements to outputs, states never leave the chip: per token, with H heads of E elements and
+of o x d_c outputs of s bytes (states at the edges of chunks are few, and the projection's weights count once):
+
+    forward    elements read, y written              H (E + o d_c) s
+    backward   elements and dy read, delements written    H (2 E + o d_c) s
+
+At o 16, 3 heads, d_c 16 in bfloat16 that is 2,256 and 2,976 bytes with the 120 elements of the Cayley transform, 3,072
+and 4,608 with the 256 of the constructions that take a full matrix.
 """
 
 from __future__ import annotations
@@ -41,7 +58,10 @@ def size_of(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def floor_of(inputs: Iterable[Tensor], output: Tensor) -> Floor:
-    """The floor of an operation whose inputs all get a gradient."""
-    given = size_of(*inputs)
-    return Floor(given + size_of(output), given + size_of(output) + given)
+def floor_of(inputs: Iterable[Tensor], output: Tensor, *, output_read: bool = False) -> Floor:
+    """The floor of an operation whose inputs all get a gradient.
+
+    output_read: its backward pass is given the output as well.
+    """
+    given, result = size_of(*inputs), size_of(output)
+    return Floor(given + result, given + result + given + (result if output_read else 0))

@@ -6,6 +6,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from matmix.kernels.benchmarks.per_token import ALLOWED
+
 
 def draw(record: dict[str, Any], path: Path) -> None:
     """Bars of the peers' time and memory over ours, one row a peer, on a logarithmic axis; written to `path` (PNG,
@@ -43,7 +45,8 @@ OTHERS = ("#0000a7", "#008176", "#eecc16", "#7f3c8d", "#3969ac", "#80ba5a", "#e6
 def draw_lengths(record: dict[str, Any], path: Path) -> None:
     """Time of forward and backward together over the length, and over ours, one line a candidate; written to `path`.
 
-    The two kinds of `conv` become two rows.
+    The two kinds of `conv` become two rows. Where the cost per token should stay the same, a band shows what would
+    count as such.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -51,9 +54,10 @@ def draw_lengths(record: dict[str, Any], path: Path) -> None:
     kinds: dict[str, list[dict[str, Any]]] = {}
     for case in record["cases"]:
         kinds.setdefault(case.get("kind", ""), []).append(case)
+    names = list(dict.fromkeys(found["candidate"] for case in record["cases"] for found in case["candidates"]))
     figure = Figure(figsize=(13, 0.6 + 4.8 * len(kinds)), layout="constrained", dpi=110)
     for axes, (kind, cases) in zip(figure.subplots(len(kinds), 2, squeeze=False), kinds.items(), strict=True):
-        _draw_kind(axes, kind, cases, record["copy_bandwidth"])
+        _draw_kind(axes, kind, cases, names, record["copy_bandwidth"], "per_token" in record)
         for one in axes:
             lengths = sorted({case["seqlen"] for case in cases})
             one.set_xscale("log", base=2)
@@ -72,12 +76,11 @@ def draw_lengths(record: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_kind(axes, kind: str, cases: list[dict[str, Any]], bandwidth: float) -> None:
+def _draw_kind(axes, kind: str, cases: list[dict[str, Any]], names: list[str], bandwidth: float, linear: bool) -> None:
     left, right = axes
     left.set_yscale("log")
     right.set_yscale("log")
-    names = list(dict.fromkeys(found["candidate"] for case in cases for found in case["candidates"]))
-    floor = []
+    floor, ours_times = [], []
     for place, name in enumerate(names):
         points = [
             (case["seqlen"], found)
@@ -94,10 +97,14 @@ def _draw_kind(axes, kind: str, cases: list[dict[str, Any]], bandwidth: float) -
         relative = [(x, found["over_ours"]["both"]) for x, found in points if "over_ours" in found]
         right.plot([x for x, _ in relative], [ratio for _, ratio in relative], **style)
         if ours:
+            ours_times = [found["seconds"]["both"]["median"] * 1e3 for _, found in points]
             floor = [(x, found["floor_bytes"]["both"] / bandwidth) for x, found in points if "floor_bytes" in found]
     if floor:
         times = [seconds * 1e3 for _, seconds in floor]
         left.plot([x for x, _ in floor], times, "k--", linewidth=1, label="floor: least traffic at copy speed")
+    if linear and ours_times:
+        label = f"constant: within {ALLOWED - 1:.0%}"
+        left.axhspan(min(ours_times), min(ours_times) * ALLOWED, color=OURS, alpha=0.12, linewidth=0, label=label)
     low, high = right.get_ylim()
     right.set_ylim(min(low, 0.5), max(high, 2.2))
     left.set_ylabel("milliseconds (less is better)")

@@ -53,7 +53,8 @@ def heading(case: Case) -> str:
     times = f"{'forward':>9}{'backward':>10}{'together':>10}  {'middle half':<19}"
     units = f"{'ms':>9}{'ms':>10}{'ms':>10}  {'ms':<19}"
     rest, rest_units = f"{'x ours':>8}{'peak':>9}{'error':>10}", f"{'':>8}{'MB':>9}"
-    return f"\n{case.label:<{NAME_WIDTH}}{times}{moved}{rest}\n{'':<{NAME_WIDTH}}{units}{moved_units}{rest_units}"
+    note = f"\n{case.note}" if case.note else ""
+    return f"{note}\n{case.label:<{NAME_WIDTH}}{times}{moved}{rest}\n{'':<{NAME_WIDTH}}{units}{moved_units}{rest_units}"
 
 
 def row(case: Case, record: dict[str, Any]) -> str:
@@ -74,7 +75,7 @@ def row(case: Case, record: dict[str, Any]) -> str:
             f"{record['over_floor']['both']:>9.2f}"
         )
     else:
-        moved = f"{case.batch * case.seqlen / both['median'] / 1e6:>10,.3g}"
+        moved = f"{record['tokens_per_second']['both'] / 1e6:>10,.3g}"
     ours = f"{record['over_ours']['both']:.2f}" if "over_ours" in record else "-"
     error = "-"
     if "error" in record:

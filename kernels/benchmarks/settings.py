@@ -23,7 +23,8 @@ class Settings:
     tokens: int
     """Tokens of every case; batch = tokens / length, at least 1."""
     lengths: tuple[int, ...]
-    d_model: int
+    d_model: int | None
+    """None for a command whose cases have their own widths."""
     layers: int | None
     """Depth of the models of `encoder`; None for the recipes' own."""
     rounds: int
@@ -42,13 +43,14 @@ class Settings:
         return name == "ours" or not self.only or any(text in name for text in self.only)
 
 
-def add_arguments(parser: argparse.ArgumentParser, lengths: str = LENGTHS) -> None:
-    """The arguments that every speed command takes."""
+def add_arguments(parser: argparse.ArgumentParser, lengths: str = LENGTHS, *, width: bool = True) -> None:
+    """The arguments that every speed command takes (--d-model only with `width`)."""
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 ... or cpu (default: cuda)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--tokens", type=int, default=65536, help="tokens of a case (default: 65536)")
     parser.add_argument("--lengths", default=lengths, metavar="L,L,...", help=f"sequence lengths (default: {lengths})")
-    parser.add_argument("--d-model", type=int, default=768, help="model width, a multiple of 64 (default: 768)")
+    if width:
+        parser.add_argument("--d-model", type=int, default=768, help="model width, a multiple of 64 (default: 768)")
     parser.add_argument("--rounds", type=int, default=30, help="how often the candidates take turns (default: 30)")
     parser.add_argument("--budget", type=float, default=3.0, metavar="SECONDS", help="per candidate and case, after "
                         "5 rounds (default: 3)")  # fmt: skip
@@ -71,8 +73,9 @@ def settings_from(command: str, options: argparse.Namespace) -> Settings:
             raise ValueError(f"--{name} {getattr(options, name)}: must be 1 or more")
     if min(lengths) < 1:
         raise ValueError(f"--lengths {options.lengths}: must be 1 or more")
-    if options.d_model < 64 or options.d_model % 64:
-        raise ValueError(f"--d-model {options.d_model}: must be a multiple of 64, the width of a head")
+    d_model = getattr(options, "d_model", None)
+    if d_model is not None and (d_model < 64 or d_model % 64):
+        raise ValueError(f"--d-model {d_model}: must be a multiple of 64, the width of a head")
     out = options.out or RESULTS / f"{command}-{slug(device_name(device))}.json"
     return Settings(
         command=command,
@@ -80,7 +83,7 @@ def settings_from(command: str, options: argparse.Namespace) -> Settings:
         dtype=getattr(torch, options.dtype),
         tokens=options.tokens,
         lengths=lengths,
-        d_model=options.d_model,
+        d_model=d_model,
         layers=getattr(options, "layers", None),
         rounds=options.rounds,
         budget=options.budget,

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 
 from matmix.kernels.benchmarks import report
+from matmix.kernels.benchmarks.per_token import per_token, table
 from matmix.kernels.benchmarks.settings import LENGTHS, Settings, add_arguments, settings_from
 from matmix.kernels.benchmarks.small import measure_small
 from matmix.kernels.benchmarks.suite import Case, run_cases
 from matmix.kernels.benchmarks.timing import Clock, copy_bandwidth
 
 
-def parser_of(command: str, description: str, lengths: str = LENGTHS) -> argparse.ArgumentParser:
-    """A command's parser with the common arguments."""
+def parser_of(command: str, description: str, lengths: str = LENGTHS, *, width: bool = True) -> argparse.ArgumentParser:
+    """A command's parser with the common arguments; width: whether it has --d-model."""
     parser = argparse.ArgumentParser(prog=f"python -m matmix.kernels.benchmarks {command}", description=description)
-    add_arguments(parser, lengths)
+    add_arguments(parser, lengths, width=width)
     return parser
 
 
@@ -29,10 +30,12 @@ def run_command(
     small: Callable[[Settings], Case] | None = None,
     *,
     floors: bool = True,
+    linear: bool = False,
 ) -> dict[str, Any]:
     """Measure, print, write and draw; returns the record. Raises ValueError for options that cannot be.
 
-    small: a case for which CUDA graphs are compared; floors: whether the cases' candidates have floors.
+    small: a case for which CUDA graphs are compared; floors: whether the cases' candidates have floors; linear: whether
+    ours should cost the same per token at all lengths, so that it is shown whether it does.
     """
     settings = settings_from(command, options)
     if settings.device.type == "cuda":
@@ -49,6 +52,9 @@ def run_command(
         "copy_bandwidth": bandwidth,
         "cases": run_cases(cases(settings), settings, clock, bandwidth, report.show),
     }
+    if linear and (costs := per_token(record["cases"])):
+        record["per_token"] = costs
+        print(table(costs, report.NAME_WIDTH), flush=True)
     if small is not None:
         record["small"] = measure_small(small(settings), clock, settings)
     report.write(settings, record)

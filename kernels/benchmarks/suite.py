@@ -33,6 +33,8 @@ class Candidate:
     compared: bool = True
     """It should give the numbers that ours gives; if not, it is other mathematics at the same size."""
     floor: Floor | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What else the record says of it."""
     missing: str = ""
     """Why it cannot run here; it is then only named."""
 
@@ -47,19 +49,29 @@ class Case:
     candidates: list[Candidate]
     kind: str = ""
     """Cases of one kind form a line in the picture."""
+    note: str = ""
+    """Said below the label."""
+    dtype: torch.dtype | None = None
+    """What it is computed in, if not in the settings' dtype."""
 
 
 def on_leaves(
-    name: str, op: Callable[..., Tensor], leaves: list[Tensor], cotangent: Tensor, *, compared: bool = True
+    name: str,
+    op: Callable[..., Tensor],
+    leaves: list[Tensor],
+    cotangent: Tensor,
+    *,
+    compared: bool = True,
+    output_read: bool = False,
 ) -> Candidate:
-    """A candidate that is a function of tensors, all differentiated."""
+    """A candidate that is a function of tensors, all differentiated; `output_read` as for `floor_of`."""
     return Candidate(
         name=name,
         run=lambda: op(*leaves),
         leaves=leaves,
         cotangent=cotangent,
         compared=compared,
-        floor=floor_of(leaves, cotangent),
+        floor=floor_of(leaves, cotangent, output_read=output_read),
     )
 
 
@@ -92,7 +104,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 def measure_case(case: Case, clock: Clock, settings: Settings) -> list[dict[str, Any]]:
     """One record per candidate, in their order. Ours must work; a peer that fails is said to have failed."""
-    records = [{"candidate": c.name, "compared": c.compared, "status": "ok"} for c in case.candidates]
+    records = [{"candidate": c.name, "compared": c.compared, "status": "ok"} | c.facts for c in case.candidates]
     ready: list[tuple[Candidate, dict[str, Any]]] = []
     wanted = None
     for candidate, record in zip(case.candidates, records, strict=True):
@@ -108,7 +120,7 @@ def measure_case(case: Case, clock: Clock, settings: Settings) -> list[dict[str,
             elif candidate.compared and wanted is not None:
                 error = largest_error(found, wanted)
                 record["error"] = error if math.isfinite(error) else None
-                record["agrees"] = error <= tolerance(settings.dtype)
+                record["agrees"] = error <= tolerance(case.dtype or settings.dtype)
             del found
             record["peak_bytes"] = clock.peak_bytes(lambda: both_passes(candidate))
 
@@ -165,8 +177,9 @@ def survives(step: Callable[[], None], record: dict[str, Any], *, ours: bool = F
     return False
 
 
-def add_ratios(records: list[dict[str, Any]], copy_bandwidth: float) -> None:
-    """Achieved bandwidth, time over floor and time over ours, for each pass of what was measured."""
+def add_ratios(records: list[dict[str, Any]], copy_bandwidth: float, tokens: int) -> None:
+    """For each pass of what was measured: achieved bandwidth and time over floor (tokens per second for what has no
+    floor), and time over ours."""
     ours = records[0].get("seconds")
     for record in records:
         if "seconds" not in record:
@@ -176,6 +189,8 @@ def add_ratios(records: list[dict[str, Any]], copy_bandwidth: float) -> None:
             floor = record["floor_bytes"]
             record["bandwidth"] = {name: floor[name] / medians[name] for name in PASSES}
             record["over_floor"] = {name: medians[name] * copy_bandwidth / floor[name] for name in PASSES}
+        else:
+            record["tokens_per_second"] = {name: tokens / medians[name] for name in PASSES}
         if ours:
             record["over_ours"] = {name: medians[name] / ours[name]["median"] for name in PASSES}
 
@@ -190,8 +205,9 @@ def run_cases(
         torch.compiler.reset()
         case.candidates = [c for c in case.candidates if settings.wanted(c.name)]
         records = measure_case(case, clock, settings)
-        add_ratios(records, bandwidth)
+        add_ratios(records, bandwidth, case.batch * case.seqlen)
         show(case, records)
-        where = {"label": case.label, "kind": case.kind, "seqlen": case.seqlen, "batch": case.batch}
+        dtype = str(case.dtype or settings.dtype).removeprefix("torch.")
+        where = {"label": case.label, "kind": case.kind, "seqlen": case.seqlen, "batch": case.batch, "dtype": dtype}
         done.append(where | {"candidates": records})
     return done

@@ -33,9 +33,25 @@ PEERS = {
     "conv": {"causal_conv1d": "causal-conv1d"},
     "norm": {"mamba-ssm (published)": "mamba-ssm", "flash-linear-attention": "fla-core"},
     "layer": {"published way (mamba-ssm)": "mamba-ssm"},
+    "mru": {},
     "encoder": {},
+    "language_model": {},
 }
-LABELS = {"scan": "length 48, batch 2", "conv": "centred, width 7, L 48, B 2", "norm": "48 rows of 128"}
+LABELS = {
+    "scan": "length 48, batch 2",
+    "conv": "centred, width 7, L 48, B 2",
+    "norm": "48 rows of 128",
+    "mru": "L 48, B 2",
+}
+WITH_SMALL = ("scan", "layer", "mru")
+
+
+def sizes(command: str, width: int) -> list[str]:
+    """The words that make a command's models and layers small."""
+    if command == "mru":
+        return ["--sizes", "4x2"]
+    layers = ["--layers", "1"] if command in ("encoder", "language_model") else []
+    return ["--d-model", str(width), *layers]
 
 
 def settings(**changed) -> Settings:
@@ -69,9 +85,8 @@ def no_peers(monkeypatch):
 @pytest.mark.parametrize("command", list(PEERS))
 def test_a_command_measures_prints_writes_and_draws(command, no_peers, tmp_path, capsys):
     out = tmp_path / "found.json"
-    words = f"{command} --device cpu --tokens 96 --lengths 48,96 --d-model 64 --dtype float32 --rounds 2 --no-compile"
-    layers = ["--layers", "1"] if command == "encoder" else []
-    assert main([*words.split(), *layers, "--out", str(out)]) == 0
+    words = f"{command} --device cpu --tokens 96 --lengths 48,96 --dtype float32 --rounds 2 --no-compile"
+    assert main([*words.split(), *sizes(command, 64), "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     table = capsys.readouterr().out
     assert {case["seqlen"] for case in record["cases"]} == {48, 96}
@@ -95,12 +110,14 @@ def test_a_command_measures_prints_writes_and_draws(command, no_peers, tmp_path,
                     assert found["floor_bytes"][run] > 0
                     least = found["floor_bytes"][run] / record["copy_bandwidth"]
                     assert found["over_floor"][run] == pytest.approx(spread["median"] / least)
+                else:
+                    assert found["tokens_per_second"][run] == pytest.approx(96 / spread["median"])
             if found["compared"] and name != "ours":
                 assert found["error"] < 1e-4
                 assert found["agrees"]
     if command in LABELS:
         assert record["cases"][0]["label"] == LABELS[command]
-    if command in ("scan", "layer"):
+    if command in WITH_SMALL:
         assert record["small"]["candidates"][0]["one_by_one"] > 0
     image = out.with_suffix(".png").read_bytes()
     assert image.startswith(b"\x89PNG")
@@ -153,6 +170,9 @@ def test_without_a_gpu_a_command_ends_in_one_line(monkeypatch, capsys):
         (["layer", "--device", "cpu", "--d-model", "100"], "--d-model 100"),
         (["encoder", "--device", "cpu", "--layers", "0"], "--layers 0"),
         (["scan", "--device", "gpu"], "--device gpu"),
+        (["mru", "--device", "cpu", "--sizes", "8x6,16"], "--sizes 8x6,16"),
+        (["mru", "--device", "cpu", "--sizes", "7x6"], "--sizes 7x6"),
+        (["language_model", "--device", "cpu", "--dtype", "float16"], "--dtype float16"),
     ],
 )
 def test_bad_arguments_are_one_line(words, named, capsys):
@@ -233,7 +253,7 @@ def test_what_a_peer_runs_into_is_said_and_what_it_gets_wrong_is_marked():
     ]
     case = Case(label="length 4", seqlen=4, batch=1, candidates=candidates)
     records = measure_case(case, Clock(torch.device("cpu")), settings())
-    add_ratios(records, 1e9)
+    add_ratios(records, 1e9, 4)
     lines = {record["candidate"]: report.row(case, record) for record in records}
     differing = {name for name, line in lines.items() if "DIFFERS" in line}
     assert differing == {"wrong", "wrong gradient", "NaN"}
@@ -279,9 +299,8 @@ def test_quartiles_and_bandwidth():
 @pytest.mark.parametrize("command", list(PEERS))
 def test_a_command_runs_on_a_gpu(command, tmp_path):
     out = tmp_path / "found.json"
-    words = f"{command} --tokens 4096 --lengths 128,1024 --d-model 128 --rounds 3 --no-compile"
-    layers = ["--layers", "1"] if command == "encoder" else []
-    assert main([*words.split(), *layers, "--out", str(out)]) == 0
+    words = f"{command} --tokens 4096 --lengths 128,1024 --rounds 3 --no-compile"
+    assert main([*words.split(), *sizes(command, 128), "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     for case in record["cases"]:
         for found in case["candidates"]:
