@@ -3,6 +3,8 @@
 Two kinds of cases, at each size: the scan from X to H, and the whole mixer from the elements that a projection gives to
 the outputs y_t = H_t w_down, which the others compute one step after the other: build X, scan, project. Every case has
 the same number of tokens, so the cost per token can be read off over the length.
+
+Without --dtype, scans are float32, as states are in models, and elements bfloat16.
 """
 
 from __future__ import annotations
@@ -213,7 +215,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str]) -> None:
-    """The command. Without --dtype, scans are float32, as states are in models, and elements bfloat16."""
+    """The command."""
     options = parser().parse_args(arguments)
     sizes = sizes_of(options.sizes, options.construction)
     kinds = ["scan", "mixer"] if options.kind == "both" else [options.kind]

@@ -107,6 +107,9 @@ def _draw_kind(axes, kind: str, cases: list[dict[str, Any]], names: list[str], b
         left.axhspan(min(ours_times), min(ours_times) * ALLOWED, color=OURS, alpha=0.12, linewidth=0, label=label)
     low, high = right.get_ylim()
     right.set_ylim(min(low, 0.5), max(high, 2.2))
+    low, high = left.get_ylim()
+    middle = (low * high) ** 0.5
+    left.set_ylim(min(low, middle / 2), max(high, middle * 2))  # small differences should look small
     left.set_ylabel("milliseconds (less is better)")
     right.set_ylabel("time over ours (above 1: ours is faster)")
     left.set_title(kind, fontsize=10)
