@@ -33,12 +33,15 @@ def note_what_the_model_says(monkeypatch):
     return said
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_records_hold_what_the_model_says(recompute, monkeypatch, dataset, tmp_path):
+@pytest.mark.parametrize(("recompute", "compiled"), [("none", False), ("full", False), ("full", True)])
+def test_records_hold_what_the_model_says(recompute, compiled, monkeypatch, dataset, tmp_path):
     """Over the four micro-batches of each of the three steps between two records, and without the evaluations."""
     said = note_what_the_model_says(monkeypatch)
+    if compiled:  # without the minutes of the code generator
+        true_compile = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda function: true_compile(function, backend="aot_eager"))
     options = ["--steps", "6", "--logging.every", "3", "--evaluation.every", "1", "--logging.tensorboard", "True"]
-    options += ["--engine.activation-checkpointing", recompute, *LDU[:2]]
+    options += ["--engine.activation-checkpointing", recompute, "--engine.compile", str(compiled), *LDU[:2]]
     run_recipe("debug_mru", dataset, tmp_path / "run", *options)
     assert len(said) == 6 * 4
     found = records(tmp_path / "run")
