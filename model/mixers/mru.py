@@ -3,6 +3,7 @@ token."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -209,17 +210,18 @@ class MRU(Mixer):
         return self.combine(state, x), state
 
     def refuse_overflow(self) -> None:
-        """Raise OverflowError when a state of the last forward is infinite or NaN."""
-        if self.log_norms is not None and not bool(self.log_norms[0].isfinite()):
-            bounded = self.config.construction in BOUNDED_CONSTRUCTIONS
-            raise OverflowError(
-                f"an MRU state left the range of float32: construction {self.config.construction!r} "
-                + (
-                    "is bounded, so that its input was not finite already"
-                    if bounded
-                    else "does not bound products of state matrices; use 'cayley', or shorter sequences"
-                )
-            )
+        """Raise OverflowError when a state of the last forward is so large that norms of it overflow, or NaN."""
+        # Layer norms square what comes from the states: logits are NaN before states are infinite.
+        if self.log_norms is None or bool(self.log_norms[0] < math.log(torch.finfo(self.log_norms.dtype).max) / 2):
+            return
+        if self.config.construction in BOUNDED_CONSTRUCTIONS:
+            reason = "is bounded, so that its input was not finite already"
+        else:
+            reason = "does not bound products of state matrices; use 'cayley', or shorter sequences"
+        raise OverflowError(
+            f"an MRU state or its square left the range of float32 (log-norm {float(self.log_norms[0]):.4g}): "
+            f"construction {self.config.construction!r} {reason}"
+        )
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         """M (B, H, L, L, order, order) with M[t, s] = X_{s+1} ... X_t for s <= t, else 0."""

@@ -124,11 +124,18 @@ def test_an_overflow_in_generation_is_an_error_that_names_the_construction(small
             block.mixer.in_proj.weight.normal_(std=2)
     model(torch.randint(61, (1, 1000)))
     assert not all(norm.isfinite() for norm in model.monitor().values())
-    message = f"left the range of float32: construction '{construction}' does not bound"
+    message = f"left the range of float32 .*: construction '{construction}' does not bound"
     with pytest.raises(OverflowError, match=message):
         model.prefill(torch.randint(61, (1, 1000)))
     with pytest.raises(OverflowError, match=message):
         _generated(model, torch.randint(61, (1, 1000)))
+
+
+def test_generation_stops_before_finite_states_make_logits_nan(small_model):
+    model = small_model(mru=MRUConfig(order=4, construction="identity_plus"))
+    state = [torch.full((1, 2, 4, 4), size) for size in (1.0, 1e30, 1.0)]
+    with pytest.raises(OverflowError, match=r"log-norm 7"):
+        model.step(torch.zeros(1, dtype=torch.int64), state)
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
