@@ -87,11 +87,11 @@ def table_of_training(found: dict[str, Any]) -> str:
         loss, beyond = result["validation_loss"], found["beyond"].get(key)
         norms = [step["log_norm_max"] for step in result["steps"] if step["log_norm_max"] is not None]
         outcome = f"{loss:.3f}" if loss is not None else "none"
-        overflow = "none" if result["first_overflow"] is None else f"step {result['first_overflow']}"
-        if result["overflows"] and result["stopped"] is None:
-            overflow += f" ({result['overflows']} skipped)"
-        rows.append([name_of(variant), rate, outcome, overflow, f"{max(norms):.1f}", *beyond_cells(beyond)])
-    columns = ["construction", "learning rate", "validation loss", "first overflow", "largest log-norm in training"]
+        nan = "none" if result["first_nan"] is None else f"step {result['first_nan']}"
+        if result["skipped"] and result["stopped"] is None:
+            nan += f" ({result['skipped']} skipped)"
+        rows.append([name_of(variant), rate, outcome, nan, f"{max(norms):.1f}", *beyond_cells(beyond)])
+    columns = ["construction", "learning rate", "validation loss", "first NaN", "largest log-norm in training"]
     columns += [f"largest log-norm of {LENGTH:,} tokens", "loss of their last quarter"]
     return table(columns, rows) if rows else ""
 
@@ -111,11 +111,11 @@ def table_of_long(found: dict[str, Any]) -> str:
     rows = []
     for variant, result in found["long"].items():
         steps = [step for step in result["steps"] if step["log_norm_max"] is not None]
-        overflow = "none" if result["first_overflow"] is None else f"step {result['first_overflow']}"
+        nan = "none" if result["first_nan"] is None else f"step {result['first_nan']}"
         norms = f"{steps[0]['log_norm_max']:.3f} to {max(step['log_norm_max'] for step in steps):.3f}"
         losses = f"{steps[0]['loss']:.2f} to {steps[-1]['loss']:.2f}"
-        rows.append([name_of(variant), str(len(result["steps"])), losses, norms, overflow])
-    columns = ["construction", "steps", "training loss", "largest log-norm, first step to largest", "first overflow"]
+        rows.append([name_of(variant), str(len(result["steps"])), losses, norms, nan])
+    columns = ["construction", "steps", "training loss", "largest log-norm, first step to largest", "first NaN"]
     return table(columns, rows) if rows else ""
 
 
@@ -137,11 +137,10 @@ def style(variant: str) -> dict[str, Any]:
 
 
 def limits(axes: Any, unit: str) -> None:
-    """An axis of log-norms, and where float32 ends."""
-    axes.axhline(LIMIT, color="black", linewidth=1, linestyle="--")
-    axes.annotate(
-        "float32 ends", (0.98, LIMIT), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
-    )
+    """An axis of log-norms, where float32 ends, and where squares of its numbers do."""
+    for height, text in ((LIMIT, "float32 ends"), (LIMIT / 2, "squares overflow: loss NaN")):
+        axes.axhline(height, color="black", linewidth=0.8, linestyle="--")
+        axes.annotate(text, (0.01, height), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
     axes.set_ylabel(f"log-norm of the states, {unit} (nats)")
 
 
@@ -184,9 +183,7 @@ def draw_training(found: dict[str, Any]) -> Any:
             continue
         finite = [step for step in result["steps"] if step["loss"] is not None and step["log_norm_max"] is not None]
         steps = [step["step"] for step in finite]
-        label = (
-            variant if result["first_overflow"] is None else f"{variant}, overflow at step {result['first_overflow']}"
-        )
+        label = variant if result["first_nan"] is None else f"{variant}, NaN at step {result['first_nan']}"
         left.plot(steps, smooth([step["loss"] for step in finite]), label=label, **style(variant))
         right.plot(steps, [step["log_norm_max"] for step in finite], label=label, **style(variant))
         if result["stopped"] is not None:
@@ -221,5 +218,5 @@ def draw_beyond(found: dict[str, Any]) -> Any:
         one.axvline(128, color="black", linewidth=0.8, linestyle=":")
         one.set_xlim(0, LENGTH)
         one.set_xlabel("position (tokens); dotted: the length of training")
-    axes[1].legend(fontsize=8)
+    axes[1].legend(fontsize=8, loc="center right")
     return figure

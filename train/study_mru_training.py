@@ -31,7 +31,7 @@ class Watch(Callback):
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
-        self.overflows: list[int] = []
+        self.bad: list[int] = []
 
     def on_step(self, trainer: Trainer) -> None:
         monitored = trainer.engine.module.monitor()
@@ -39,7 +39,7 @@ class Watch(Callback):
         means = [float(value) for name, value in monitored.items() if name.endswith("log_norm_mean")]
         step = trainer.state.step
         if not trainer.step_was_finite:
-            self.overflows.append(step)
+            self.bad.append(step)
         self.steps.append(
             {
                 "step": step,
@@ -79,8 +79,8 @@ def run(config: RunConfig, weights: Path | None) -> dict[str, Any]:
             "validation_loss": finite(metrics.get("loss", math.nan)),
             "bits_per_byte": finite(metrics.get("bits_per_byte", math.nan)),
             "tokens": trainer.state.tokens,
-            "first_overflow": watch.overflows[0] if watch.overflows else None,
-            "overflows": len(watch.overflows),
+            "first_nan": watch.bad[0] if watch.bad else None,
+            "skipped": len(watch.bad),
             "stopped": stopped,
             "steps": watch.steps,
             "decays": decays(trainer.engine.module),
