@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+CACHED_TOKENS = 2048
+"""Matrices that a CPU makes at a time: every pivot goes over all of them, which then lie in its cache."""
+
 
 class CayleyTransform(torch.autograd.Function):
     """Orthogonal X = (I - S)^-1 (I + S) = 2 (I - S)^-1 - I from the lower triangle of a skew S; keeps X only.
@@ -27,6 +30,10 @@ class CayleyTransform(torch.autograd.Function):
     @staticmethod
     def transform(elements: torch.Tensor, order: int) -> torch.Tensor:
         """X from the elements."""
+        if elements.device.type == "cpu" and elements.numel() > CACHED_TOKENS * elements.shape[-1]:
+            parts = elements.reshape(-1, elements.shape[-1]).split(CACHED_TOKENS)
+            x = torch.cat([CayleyTransform.transform(part, order) for part in parts])
+            return x.view(*elements.shape[:-1], order, order)
         flat = elements.reshape(-1, elements.shape[-1]).mT.double()
         rows, columns = torch.tril_indices(order, order, -1, device=elements.device)
         a = flat.new_zeros(order, order, flat.shape[1])

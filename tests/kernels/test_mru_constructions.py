@@ -103,3 +103,11 @@ def test_newton_schulz_ends_at_the_polar_factor_of_usual_matrices(order, size):
     u, _, vh = torch.linalg.svd(build_state_matrices(elements, "ldu", order))
     x = build_state_matrices(elements.float(), "ldu_newton_schulz", order)
     torch.testing.assert_close(x.double(), u @ vh, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("construction", ["cayley", "qr"])
+def test_many_tokens_are_what_each_is_by_itself(construction):
+    elements = torch.randn(3, 2500, state_elements(construction, 4))
+    x = build_state_matrices(elements, construction, 4)
+    assert torch.equal(x[1, 2049], build_state_matrices(elements[1, 2049], construction, 4))
+    assert torch.equal(x[2, -1], build_state_matrices(elements[2, -1], construction, 4))
