@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.jit import compute_cache_key
 
-from matmix.kernels.launching import Launch, stages_on
+from matmix.kernels.launching import Launch, constants_on, stages_on
 
 
 class Hardware(NamedTuple):
@@ -102,10 +102,9 @@ def compilation(launch: Launch, target: str) -> Compilation:
     """What Triton would compile for this launch on `target`, a key of `HARDWARE`."""
     if not isinstance(launch.kernel, JITFunction):
         raise TypeError(f"{launch.kernel} cannot be compiled; import its module without TRITON_INTERPRET")
-    if target.startswith("gfx"):
-        constants = {name: "ieee" if value in ("tf32", "tf32x3") else value for name, value in launch.constants.items()}
-    else:
-        constants = dict(launch.constants)  # see launching.dot_precision
+    constants = constants_on(launch.constants, hip=target.startswith("gfx"))
+    if target.startswith("gfx"):  # see launching.dot_precision
+        constants = {name: "ieee" if value in ("tf32", "tf32x3") else value for name, value in constants.items()}
     num_stages = stages_on(launch.num_stages, hip=target.startswith("gfx"))
     arguments = tuple(_pointer(x) if isinstance(x, torch.Tensor) else x for x in launch.arguments)
     with _pretend(target):

@@ -23,7 +23,7 @@ class Launch(NamedTuple):
     arguments: tuple
     """Tensors, integers, floats or None, in the order of the kernel's parameters."""
     constants: dict[str, Any]
-    """The kernel's `tl.constexpr` parameters by name."""
+    """The kernel's `tl.constexpr` parameters by name, and what else the compiler is told."""
     num_warps: int
     num_stages: int
 
@@ -79,7 +79,14 @@ def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages
     num_stages = stages_on(num_stages, hip=bool(torch.version.hip))
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        constants = constants_on(constants, hip=bool(torch.version.hip))
         kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
+
+
+def constants_on(constants: dict[str, Any], hip: bool) -> dict[str, Any]:
+    """What the compiler of the platform takes. "maxnreg", the registers that a thread may have, is NVIDIA's: without
+    it the assembler at times spills a few of them to fit more programs side by side."""
+    return {name: value for name, value in constants.items() if name != "maxnreg"} if hip else constants
 
 
 def stages_on(num_stages: int, hip: bool) -> int:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from matmix.kernels.mru.constructions import state_elements
+from matmix.kernels.mru.op import LARGEST_WIDTHS
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 
 BATCH, SEQLEN = 8, 8192
@@ -45,6 +47,7 @@ def calls() -> Iterator[Call]:
             seldom = dtype != torch.bfloat16 and not call.main and "state 128" not in call.title
             yield call._replace(main=call.main and dtype != torch.float16, rare=seldom)
         yield from product_calls(dtype)
+        yield from mixer_calls(dtype)
 
 
 def conv_calls(dtype: torch.dtype) -> Iterator[Call]:
@@ -190,6 +193,33 @@ def _run_product(dtype: torch.dtype, order: int, packed: bool, module: ModuleTyp
     h, final, products = module.forward(x, initial, cu_seqlens, None)
     dfinal = None if packed else final
     module.backward(torch.empty_like(h), dfinal, x, h, products, initial, cu_seqlens, None)
+
+
+def mixer_calls(dtype: torch.dtype) -> Iterator[Call]:
+    for construction in ("identity_plus", "ldu", "cayley"):
+        for order in (4, 8, 16):
+            for kind in ("a long row", "packed", "from a state to a state", "one token from a state"):
+                title = f"{construction}, order {order}, {kind}"
+                run = functools.partial(_run_mixer, dtype, construction, order, kind)
+                rare = dtype == torch.float16 or (order == 4 and kind == "from a state to a state")
+                yield Call("mru_mixer", title, dtype, run, rare=rare)
+        run = functools.partial(_run_mixer, dtype, construction, 16, "packed", width=LARGEST_WIDTHS[dtype])
+        yield Call("mru_mixer", f"{construction}, order 16, wide projection", dtype, run)
+
+
+def _run_mixer(
+    dtype: torch.dtype, construction: str, order: int, kind: str, module: ModuleType, *, width: int | None = None
+) -> None:
+    packed, states = kind == "packed", "from a state" in kind
+    batch, seqlen = (1, BATCH * SEQLEN) if packed else (BATCH, 1 if kind.startswith("one token") else SEQLEN)
+    heads = max(1, 48 // order)
+    elements = _empty(batch, seqlen, heads, state_elements(construction, order), dtype=dtype)
+    w_down = _empty(heads, order, width or order, dtype=dtype)
+    initial = _empty(batch, heads, order, order) if states else None
+    options = (initial, _documents() if packed else None, construction)
+    y, final, _, edges = module.forward(elements, w_down, *options)
+    dfinal = final if states else None
+    module.backward(torch.empty_like(y), dfinal, elements, w_down, edges, *options)
 
 
 def _documents() -> Tensor:

@@ -13,7 +13,6 @@ from matmix.kernels.matrix_product.chunked import reverse_products
 from matmix.kernels.matrix_product.forward import product_forward
 from matmix.kernels.matrix_product.spans import products_like
 
-
 ORDERS = (4, 8, 16, 32)
 """Orders of matrices that there are kernels for."""
 

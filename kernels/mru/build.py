@@ -1,5 +1,5 @@
-"""State matrices in registers: a tile whose diagonal blocks are the matrices of neighbouring heads, from their elements,
-and the gradient of the elements from that of the tile."""
+"""State matrices in registers: a tile whose diagonal blocks are the matrices of neighbouring heads, from their
+elements, and the gradient of the elements from that of the tile."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def element_offsets(head, row, column, ORDER: tl.constexpr, CONSTRUCTION: tl.con
     """
     if CONSTRUCTION == "cayley":
         low, high = tl.minimum(row, column), tl.maximum(row, column)
-        return head * (ORDER * (ORDER - 1) // 2) + high * (high - 1) // 2 + low
+        offsets = head * (ORDER * (ORDER - 1) // 2) + high * (high - 1) // 2 + low
     else:
-        return head * (ORDER * ORDER) + row * ORDER + column
+        offsets = head * (ORDER * ORDER) + row * ORDER + column
+    return offsets
 
 
 @triton.jit
@@ -91,12 +92,13 @@ def build(
 ):  # fmt: skip
     """X from the loaded elements (TILE, TILE) float32, 0 outside the blocks; zeros give the identity."""
     if CONSTRUCTION == "cayley":
-        return cayley(elements, row, column, same, ORDER, TILE, PRECISION)
+        x = cayley(elements, row, column, same, ORDER, TILE, PRECISION)
     elif CONSTRUCTION == "ldu":
         lower, upper, _ = ldu_factors(elements, row, column, same, ORDER, TILE)
-        return tl.dot(lower, upper, input_precision=PRECISION)
+        x = tl.dot(lower, upper, input_precision=PRECISION)
     else:
-        return elements + identity(TILE)
+        x = elements + identity(TILE)
+    return x
 
 
 @triton.jit
@@ -109,7 +111,7 @@ def build_gradient(
         # (I - S)^-1 = (X + I) / 2 =: R, dL/dS = 2 R^T dX R^T, and an element stands in S twice, with both signs.
         plus = tl.trans(x + identity(TILE))
         full = tl.dot(tl.dot(plus, dx, input_precision=PRECISION), plus, input_precision=PRECISION)
-        return (full - tl.trans(full)) * 0.5
+        gradient = (full - tl.trans(full)) * 0.5
     elif CONSTRUCTION == "ldu":
         lower, upper, scale = ldu_factors(elements, row, column, same, ORDER, TILE)
         of_lower = tl.dot(dx, tl.trans(upper), input_precision=PRECISION)
@@ -117,9 +119,10 @@ def build_gradient(
         both = tl.where(same & (row == column), (of_lower + of_upper) * (0.5 * scale)[:, None], 0.0)
         mean = block_sums(tl.sum(both, axis=0), same) / ORDER
         on = both - mean[:, None]
-        return tl.where(row > column, of_lower, tl.where(row < column, of_upper, on))
+        gradient = tl.where(row > column, of_lower, tl.where(row < column, of_upper, on))
     else:
-        return dx
+        gradient = dx
+    return gradient
 
 
 @triton.jit

@@ -4,9 +4,9 @@ Forward: the product of every chunk; the states at the chunks' edges, by the mat
 then all chunks from their edges, each state projected at once, so that neither X nor H is ever in memory. A single
 chunk needs the last step alone.
 
-Backward: from the left, every chunk's own products at every fourth token, and what the chunk adds to the cotangent
+Backward: from the left, every chunk's own products at every eighth token, and what the chunk adds to the cotangent
 of the state before it; what arrives at each chunk from its right, by the scan over those sums; then from the right,
-four tokens at a time: states again from the kept products, gradients of elements and projection. The elements are
+eight tokens at a time: states again from the kept products, gradients of elements and projection. The elements are
 read twice in each direction of training, and what is kept between the two is a state and a product per chunk.
 
 Chunks, slots and tiles are those of the matrix-product scan (`matrix_product/fused.py`).
@@ -22,8 +22,8 @@ from matmix.kernels.matrix_product import fused as scan
 from matmix.kernels.matrix_product.fused import Product
 from matmix.kernels.mru.passes import collect_pass, gradients_pass, outputs_pass, products_pass
 
-GROUP = 4
-"""Tokens whose states the backward pass holds at once; written out in `gradients_pass`."""
+GROUP = 8
+"""Tokens whose states the backward pass holds at once: the chunk's square root needs the least memory."""
 
 
 def level_of(elements: Tensor, w_down: Tensor, cu_seqlens: Tensor | None) -> Product:
@@ -74,10 +74,11 @@ def forward(
         scan.scan_level(above, products, (above.seqlen * size, size), initial, entering, None)
     y = torch.empty(*elements.shape[:3], *w_down.shape[1:], dtype=elements.dtype, device=elements.device)
     final = level.empty(level.documents, elements)
+    # One warp multiplies tiles of 16 x 16 without waiting for another; exact projections need the registers of two.
     launch(
         outputs_pass, level.grid, elements, *elements.stride()[:2], w_down, w_down.shape[2], y, final, norms, initial,
-        entering, *place, INITIAL=initial is not None, ENTERING=entering is not None, **options,
-        **projection_options(elements, w_down),
+        entering, *place, INITIAL=initial is not None, ENTERING=entering is not None,
+        **options | projection_options(elements, w_down) | {"num_warps": 2 if elements.dtype == torch.float32 else 1},
     )  # fmt: skip
     return y, final, norms, edges
 
@@ -108,7 +109,7 @@ def backward(
         "DFINAL": dfinal is not None,
     }
     several = level.longest > scan.CHUNK
-    inner = level.empty(level.slots * (scan.CHUNK // GROUP), elements)
+    inner = level.empty(level.slots * -(-scan.CHUNK // GROUP), elements)
     sums = level.empty(level.slots, elements) if several else None
     launch(
         collect_pass, level.grid, elements, *elements.stride()[:2], *given, inner, sums, *place, SUMS=several, **options
@@ -119,11 +120,12 @@ def backward(
         arriving = scan.arriving_cotangents(level.chunks(), sums, products)
     delements = torch.empty(elements.shape, dtype=elements.dtype, device=elements.device)
     shares = torch.empty((level.slots, *w_down.shape), dtype=torch.float32, device=elements.device)
+    work = torch.empty((*level.grid, 2 * GROUP, level.tile, level.tile), dtype=torch.float32, device=elements.device)
     dinitial = None if initial is None else torch.empty_like(initial)
     launch(
-        gradients_pass, level.grid, elements, *elements.stride()[:2], *given, arriving, inner, initial, entering,
-        delements, shares, dinitial, *place, ARRIVING=several, INITIAL=initial is not None,
-        ENTERING=several, **options,
+        gradients_pass, level.grid, elements, *elements.stride()[:2], *given, arriving, inner, work, initial, entering,
+        delements, shares, dinitial, *place, ARRIVING=several, INITIAL=initial is not None, ENTERING=several,
+        **options | {"num_warps": 2 if construction == "cayley" else 1, "maxnreg": 255},
     )  # fmt: skip
     dw_down = torch.zeros_like(w_down) if dy is None else shares.sum(0).to(w_down.dtype)
     return delements, dw_down, None if dinitial is None else dinitial.to(initial_state.dtype)

@@ -35,4 +35,4 @@ def summary(norms: Tensor) -> Tensor:
 def scan_log_norms(h: Tensor, final: Tensor) -> Tensor:
     """Largest and mean log-norm, (2,), of every 64th state of `h` (batch, seqlen, nheads, o, o) and of the documents'
     last states (rows, nheads, o, o)."""
-    return summary(torch.cat([log_norms(h[:, EVERY - 1 :: EVERY]).flatten(), log_norms(final).flatten()]))
+    return summary(log_norms(torch.cat([h[:, EVERY - 1 :: EVERY].flatten(0, -3), final.flatten(0, -3)])))

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation, takes_triton
-from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating, check_shape
+from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating
 from matmix.kernels.matrix_product.op import ORDERS, check_state, matrix_product_scan
 from matmix.kernels.mru.chunked import chosen, composed_mixer, mixer_backward, mixer_forward
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, state_elements
@@ -16,8 +16,10 @@ from matmix.kernels.mru.norms import EVERY, summary
 FUSED = ("identity_plus", "ldu", "cayley")
 """Constructions that the fused form knows."""
 
-LARGEST_ORDER, LARGEST_WIDTH = 16, 64
-"""Of the fused kernels: one tile of a matrix unit, and a projection that stays in registers beside it."""
+LARGEST_ORDER = 16
+"""Of the fused kernels: one tile of a matrix unit."""
+LARGEST_WIDTHS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
+"""Columns of a head's projection that stay in registers beside the states, by dtype of the elements."""
 
 
 def mru_mixer(
@@ -33,7 +35,7 @@ def mru_mixer(
 ) -> Tensor | tuple[Tensor, ...]:
     """The MRU between its two large projections: y_t = H_t w_down[head], H_t = H_{t-1} X_t, X_t from its elements.
 
-    On GPUs, for identity_plus, ldu and cayley with o <= 16 and d_c <= 64, neither X nor H is written to memory, in
+    On GPUs, for identity_plus, ldu and cayley with o <= 16 and d_c <= 64 (16 for float32), neither X nor H is written to memory, in
     either direction; what is kept for the backward pass are the elements and two matrices per 64 tokens. Other
     constructions and sizes run `build_state_matrices`, `matrix_product_scan` and a product, with all states kept.
 
@@ -63,7 +65,7 @@ def mru_mixer(
     rows = elements.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_state("mru_mixer", initial_state, elements, (rows, elements.shape[2], order, order))
     check_finite("mru_mixer", elements=elements, w_down=w_down, initial_state=initial_state)
-    check_backend("mru_mixer", backend, elements, no_kernel(w_down, construction))
+    check_backend("mru_mixer", backend, elements, no_kernel(elements, w_down, construction))
     if construction in FUSED:
         y, final, norms, _ = torch.ops.matmix.mru_mixer(
             elements, w_down, initial_state, cu_seqlens, construction, backend
@@ -76,17 +78,18 @@ def mru_mixer(
 
 def mru_mixer_is_fused(elements: Tensor, w_down: Tensor, construction: str) -> bool:
     """Whether `mru_mixer` would run its fused kernels on these by itself."""
-    return not no_kernel(w_down, construction) and takes_triton("auto", elements)
+    return not no_kernel(elements, w_down, construction) and takes_triton("auto", elements)
 
 
-def no_kernel(w_down: Tensor, construction: str) -> str:
+def no_kernel(elements: Tensor, w_down: Tensor, construction: str) -> str:
     """Why the fused kernels cannot be had; empty if they can."""
     _, order, width = w_down.shape
     if construction not in FUSED:
         return f"knows the constructions {', '.join(FUSED)}, not {construction}"
     if order > LARGEST_ORDER or order not in ORDERS:
         return f"takes matrices of order 4, 8 or 16, not {order}"
-    return "" if width <= LARGEST_WIDTH else f"projects to at most {LARGEST_WIDTH} columns a head, not {width}"
+    largest = LARGEST_WIDTHS.get(elements.dtype, width)
+    return "" if width <= largest else f"projects to at most {largest} columns a head, not {width}"
 
 
 def check_mixer(op: str, elements: Tensor, w_down: Tensor, construction: str, dimensions: int) -> int:
@@ -116,7 +119,7 @@ def _mru_mixer(
     construction: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    why_not = no_kernel(w_down, construction)
+    why_not = no_kernel(elements, w_down, construction)
     run = implementation("mru_mixer", "forward", mixer_forward, backend, elements, why_not)
     return run(elements, w_down, initial_state, cu_seqlens, construction)
 
@@ -129,7 +132,7 @@ def _(elements, w_down, initial_state, cu_seqlens, construction, backend):
     y = elements.new_empty((batch, seqlen, heads, order, width))
     dtype = torch.promote_types(elements.dtype, torch.float32)
     final = elements.new_empty((rows, heads, order, order), dtype=dtype)
-    if not no_kernel(w_down, construction) and takes_triton(backend, elements):
+    if not no_kernel(elements, w_down, construction) and takes_triton(backend, elements):
         from matmix.kernels.mru.fused import edges_like
 
         return y, final, *edges_like(elements, w_down, cu_seqlens)
@@ -149,7 +152,7 @@ def _mru_mixer_backward(
     construction: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    why_not = no_kernel(w_down, construction)
+    why_not = no_kernel(elements, w_down, construction)
     run = implementation("mru_mixer", "backward", mixer_backward, backend, elements, why_not)
     delements, dw_down, dinitial = run(dy, dfinal, elements, w_down, edges, initial_state, cu_seqlens, construction)
     return delements, dw_down, elements.new_empty(0) if dinitial is None else dinitial

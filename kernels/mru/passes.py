@@ -66,7 +66,7 @@ def products_pass(
     """The product of a chunk's state matrices, by slot."""
     slot = tl.program_id(0)
     h0 = tl.program_id(1) * (TILE // ORDER)
-    document, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
+    _, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
     loaded = loaded_places(row, column, inside, CONSTRUCTION)
     start = chunk * CHUNK
@@ -142,26 +142,26 @@ def collect_pass(
     loaded = loaded_places(row, column, inside, CONSTRUCTION)
     start = chunk * CHUNK
     token = (begin + start).to(tl.int64)
-    at = elements + row_.to(tl.int64) * e_b + token * e_l + element_offsets(head, row, column, ORDER, CONSTRUCTION)
-    i = tl.arange(0, TILE)
-    at_inner = inner + slot.to(tl.int64) * (CHUNK // GROUP) * size + matrix
+    # One pointer advances and small offsets stay: tiles of pointers would take twice the registers.
+    places = element_offsets(head, row, column, ORDER, CONSTRUCTION)
+    at = elements + row_.to(tl.int64) * e_b + token * e_l
+    at_inner = inner + slot.to(tl.int64) * ((CHUNK + GROUP - 1) // GROUP) * size
     product = identity(TILE)
     total = tl.zeros((TILE, TILE), tl.float32)
     if SUMS:
         w, there = load_projection(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
-        if GIVEN:
-            at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l
-            at_dy += (h0 * ORDER + i)[:, None] * d_c + tl.arange(0, WIDTH)[None, :]
+        flat = (h0 * ORDER + tl.arange(0, TILE))[:, None] * d_c + tl.arange(0, WIDTH)[None, :]
+        at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l if GIVEN else dy
     for step in range(tl.minimum(CHUNK, length - start)):
         if step % GROUP == 0:
-            tl.store(at_inner, product, mask=inside)
+            tl.store(at_inner + matrix, product, mask=inside)
             at_inner += size
-        m = tl.load(at, mask=loaded, other=0.0).to(tl.float32)
+        m = tl.load(at + places, mask=loaded, other=0.0).to(tl.float32)
         x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
         product = tl.dot(product, x, input_precision=PRECISION)
         at += e_l
         if SUMS and GIVEN:
-            g = tl.load(at_dy, mask=there, other=0.0).to(tl.float32)
+            g = tl.load(at_dy + flat, mask=there, other=0.0).to(tl.float32)
             dh = tl.where(same, tl.dot(g, tl.trans(w), input_precision=PROJECTION), 0.0)
             total = tl.dot(dh, tl.trans(product), acc=total, input_precision=PRECISION)
             at_dy += dy_l
@@ -173,26 +173,10 @@ def collect_pass(
         tl.store(sums + slot.to(tl.int64) * size + matrix, total, mask=inside)
 
 
-@triton.jit
-def token_back(
-    b, dw, state, after, x, m, at_out, at_dy, w, row, column, same, kept, there, ORDER: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr, CONSTRUCTION: tl.constexpr, GIVEN: tl.constexpr, PROJECTION: tl.constexpr,
-):  # fmt: skip
-    """One token from the right: its elements' gradient is stored, its share of the projection's added."""
-    if GIVEN:
-        g = tl.load(at_dy, mask=there, other=0.0).to(tl.float32)
-        b += tl.where(same, tl.dot(g, tl.trans(w), input_precision=PROJECTION), 0.0)
-        dw = tl.dot(tl.trans(after), g, acc=dw, input_precision=PROJECTION)
-    dx = tl.dot(tl.trans(state), b, input_precision=PRECISION)
-    dm = build_gradient(dx, x, m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
-    tl.store(at_out, dm.to(at_out.dtype.element_ty), mask=kept)
-    return tl.dot(b, tl.trans(x), input_precision=PRECISION), dw
-
-
 @triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
 def gradients_pass(
-    elements, e_b, e_l, w_down, d_c, dy, dy_b, dy_l, dfinal, arriving, inner, initial, entering, out, dw_down, dinitial,
-    cu_seqlens, documents, seqlen, per_row, heads,
+    elements, e_b, e_l, w_down, d_c, dy, dy_b, dy_l, dfinal, arriving, inner, work, initial, entering, out, dw_down,
+    dinitial, cu_seqlens, documents, seqlen, per_row, heads,
     ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     CONSTRUCTION: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GIVEN: tl.constexpr, DFINAL: tl.constexpr,
     ARRIVING: tl.constexpr, INITIAL: tl.constexpr, ENTERING: tl.constexpr, PROJECTION: tl.constexpr,
@@ -200,7 +184,9 @@ def gradients_pass(
     """A chunk from the right: gradients of its elements, its share of the projection's by slot, and at a document's
     first chunk that of the initial state.
 
-    States are computed again four tokens at a time, from the products that `collect_pass` left.
+    States are computed again, GROUP tokens at a time, from the products that `collect_pass` left; they and the state
+    matrices of a group wait in `work` (programs, 2 GROUP, TILE, TILE), which only this program reads and which stays
+    in the cache.
     """
     slot = tl.program_id(0)
     h0 = tl.program_id(1) * (TILE // ORDER)
@@ -208,24 +194,25 @@ def gradients_pass(
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
     size = heads * ORDER * ORDER
     matrix = (head * ORDER + row) * ORDER + column
-    kept = stored_places(row, column, inside, CONSTRUCTION)
     loaded = loaded_places(row, column, inside, CONSTRUCTION)
+    kept = stored_places(row, column, inside, CONSTRUCTION)
     start = chunk * CHUNK
     steps = tl.minimum(CHUNK, length - start)
     groups = (steps + GROUP - 1) // GROUP
-    token = (begin + start + (groups - 1) * GROUP).to(tl.int64)
+    token = (begin + start).to(tl.int64)
+    # One pointer advances and small offsets stay: tiles of pointers would take twice the registers.
     places = element_offsets(head, row, column, ORDER, CONSTRUCTION)
     e_size = heads * (ORDER * (ORDER - 1) // 2 if CONSTRUCTION == "cayley" else ORDER * ORDER)
-    at = elements + row_.to(tl.int64) * e_b + token * e_l + places
-    at_out = out + (row_.to(tl.int64) * seqlen + token) * e_size + places
-    i, c = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    at = elements + row_.to(tl.int64) * e_b + token * e_l
+    at_out = out + (row_.to(tl.int64) * seqlen + token) * e_size
+    i = tl.arange(0, TILE)
     w, there = load_projection(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
-    flat = (h0 * ORDER + i)[:, None] * d_c + c[None, :]
-    at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l + flat if GIVEN else dy
-    at_inner = inner + (slot.to(tl.int64) * (CHUNK // GROUP) + groups - 1) * size + matrix
-    base = entering_state(
-        entering, initial, document, slot, chunk, start, length, size, matrix, inside, TILE, INITIAL, ENTERING
-    )
+    flat = (h0 * ORDER + i)[:, None] * d_c + tl.arange(0, WIDTH)[None, :]
+    at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l if GIVEN else dy
+    at_inner = inner + slot.to(tl.int64) * ((CHUNK + GROUP - 1) // GROUP) * size
+    program = slot.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    at_work = work + program * (2 * GROUP * TILE * TILE)
+    tile = i[:, None] * TILE + i[None, :]
     b = tl.zeros((TILE, TILE), tl.float32)
     dw = tl.zeros((TILE, WIDTH), tl.float32)
     if DFINAL:
@@ -235,43 +222,40 @@ def gradients_pass(
         if start + CHUNK < length:
             b += tl.load(arriving + slot.to(tl.int64) * size + matrix, mask=inside, other=0.0)
     for back in range(groups):
-        # Tokens beyond the chunk's last count as elements of zero: identities, with nothing to store.
-        left = steps - (groups - 1 - back) * GROUP
-        m0 = tl.load(at, mask=loaded, other=0.0).to(tl.float32)
-        m1 = tl.load(at + e_l, mask=loaded & (left > 1), other=0.0).to(tl.float32)
-        m2 = tl.load(at + 2 * e_l, mask=loaded & (left > 2), other=0.0).to(tl.float32)
-        m3 = tl.load(at + 3 * e_l, mask=loaded & (left > 3), other=0.0).to(tl.float32)
-        x0 = build(m0, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
-        x1 = build(m1, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
-        x2 = build(m2, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
-        x3 = build(m3, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
-        before = tl.load(at_inner, mask=inside, other=0.0)
-        s0 = tl.dot(base, before, input_precision=PRECISION)
-        s1 = tl.dot(s0, x0, input_precision=PRECISION)
-        s2 = tl.dot(s1, x1, input_precision=PRECISION)
-        s3 = tl.dot(s2, x2, input_precision=PRECISION)
-        s4 = tl.dot(s3, x3, input_precision=PRECISION)
-        b, dw = token_back(
-            b, dw, s3, s4, x3, m3, at_out + 3 * e_size, at_dy + 3 * dy_l, w, row, column, same, kept & (left > 3),
-            there & (left > 3), ORDER, TILE, PRECISION, CONSTRUCTION, GIVEN, PROJECTION,
-        )  # fmt: skip
-        b, dw = token_back(
-            b, dw, s2, s3, x2, m2, at_out + 2 * e_size, at_dy + 2 * dy_l, w, row, column, same, kept & (left > 2),
-            there & (left > 2), ORDER, TILE, PRECISION, CONSTRUCTION, GIVEN, PROJECTION,
-        )  # fmt: skip
-        b, dw = token_back(
-            b, dw, s1, s2, x1, m1, at_out + e_size, at_dy + dy_l, w, row, column, same, kept & (left > 1),
-            there & (left > 1), ORDER, TILE, PRECISION, CONSTRUCTION, GIVEN, PROJECTION,
-        )  # fmt: skip
-        b, dw = token_back(
-            b, dw, s0, s1, x0, m0, at_out, at_dy, w, row, column, same, kept, there, ORDER, TILE, PRECISION,
-            CONSTRUCTION, GIVEN, PROJECTION,
-        )  # fmt: skip
-        at -= GROUP * e_l
-        at_out -= GROUP * e_size
-        at_inner -= size
-        if GIVEN:
-            at_dy -= GROUP * dy_l
+        group = groups - 1 - back
+        first = group * GROUP
+        count = tl.minimum(GROUP, steps - first)
+        # Loaded again for every group: registers are short.
+        state = entering_state(
+            entering, initial, document, slot, chunk, start, length, size, matrix, inside, TILE, INITIAL, ENTERING
+        )
+        own = tl.load(at_inner + group * size + matrix, mask=inside, other=0.0)
+        state = tl.dot(state, own, input_precision=PRECISION)
+        for step in range(count):
+            m = tl.load(at + (first + step).to(tl.int64) * e_l + places, mask=loaded, other=0.0).to(tl.float32)
+            x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+            tl.store(at_work + step * (TILE * TILE) + tile, state)
+            tl.store(at_work + (GROUP + step) * (TILE * TILE) + tile, x)
+            state = tl.dot(state, x, input_precision=PRECISION)
+        tl.debug_barrier()
+        for reverse in range(count):
+            step = count - 1 - reverse
+            place = (first + step).to(tl.int64)
+            if GIVEN:
+                g = tl.load(at_dy + place * dy_l + flat, mask=there, other=0.0).to(tl.float32)
+                b += tl.where(same, tl.dot(g, tl.trans(w), input_precision=PROJECTION), 0.0)
+                dw = tl.dot(tl.trans(state), g, acc=dw, input_precision=PROJECTION)
+            # Keeps the compiler from mixing the products of the three parts, whose operands would not fit registers.
+            tl.debug_barrier()
+            state = tl.load(at_work + step * (TILE * TILE) + tile)
+            x = tl.load(at_work + (GROUP + step) * (TILE * TILE) + tile)
+            dx = tl.dot(tl.trans(state), b, input_precision=PRECISION)
+            b = tl.dot(b, tl.trans(x), input_precision=PRECISION)
+            tl.debug_barrier()
+            m = tl.load(at + place * e_l + places, mask=loaded, other=0.0).to(tl.float32)
+            dm = build_gradient(dx, x, m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+            tl.store(at_out + place * e_size + places, dm.to(out.dtype.element_ty), mask=kept)
+        tl.debug_barrier()
     if INITIAL:
         if chunk == 0:
             tl.store(dinitial + document.to(tl.int64) * size + matrix, b, mask=inside)

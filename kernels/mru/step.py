@@ -20,8 +20,10 @@ def mru_step(
     construction: str = "cayley",
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """H_t = H_{t-1} X_t for one token, and with a projection also y_t = H_t w_down[head]: what `matrix_product_scan` and
-    `mru_mixer` do to a sequence, with the same ops, so that generation costs the same at every token.
+    """H_t = H_{t-1} X_t for one token, and with a projection also y_t = H_t w_down[head].
+
+    What `matrix_product_scan` and `mru_mixer` do to a sequence, by the same ops; the cost of a token does not depend
+    on how many came before.
 
     Args:
         elements: (batch, nheads, E), E = `state_elements(construction, o)`.

@@ -8,16 +8,15 @@ from __future__ import annotations
 import pytest
 import torch
 from compare import packed, rmse_ratio, run
+from mru_inputs import FUSED, mixer_inputs
 from triton_on_cpu import PoisonedTorch
 
 from matmix.kernels import mru_mixer, mru_step
 from matmix.kernels.launching import record_launches
 from matmix.kernels.matrix_product import fused as scan
 from matmix.kernels.mru import fused
-from matmix.kernels.mru.constructions import state_elements
+from matmix.kernels.mru.constructions import build_state_matrices, state_elements
 from matmix.kernels.mru.definition import mru_mixer_definition
-
-CONSTRUCTIONS = ["identity_plus", "ldu", "cayley"]
 
 
 @pytest.fixture(autouse=True)
@@ -26,29 +25,17 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(scan, "torch", PoisonedTorch())
 
 
-@pytest.fixture(params=[4, 64])
-def chunk(request, monkeypatch) -> int:
-    monkeypatch.setattr(scan, "CHUNK", request.param)
-    return request.param
+@pytest.fixture
+def short(monkeypatch) -> None:
+    """Chunks of 4 tokens, groups of 2: the same loops over fewer tokens."""
+    monkeypatch.setattr(scan, "CHUNK", 4)
+    monkeypatch.setattr(fused, "GROUP", 2)
 
 
-def make(seqlen, construction, *, batch=2, heads=3, order=4, width=4, states=0):
-    """Elements whose products stay bounded: small ones, but for orthogonal matrices."""
-    torch.manual_seed(seqlen)
-    size = 0.7 if construction == "cayley" else 0.3 / max(seqlen, 16) ** 0.5
-    inputs = {
-        "elements": torch.randn(batch, seqlen, heads, state_elements(construction, order)) * size,
-        "w_down": torch.randn(heads, order, width),
-    }
-    if states:
-        inputs["initial_state"] = torch.randn(states, heads, order, order)
-    return inputs
-
-
-def on(device):
+def on(device, op=mru_mixer):
     def call(**inputs):
         moved = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-        outputs = mru_mixer(**moved, backend="triton")
+        outputs = op(**moved, backend="triton")
         return tuple(y.cpu() for y in outputs) if isinstance(outputs, tuple) else outputs.cpu()
 
     return call
@@ -61,8 +48,187 @@ def assert_matches(device, inputs, tolerance=1e-5, **options):
     assert all(error <= tolerance for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+@pytest.mark.parametrize("construction", FUSED)
 @pytest.mark.parametrize("seqlen", [1, 2, 31, 64, 65])
 def test_lengths(interpreter, construction, seqlen):
-    inputs = make(seqlen, construction, order=8, batch=1, heads=2, width=8, states=1)
+    inputs = mixer_inputs(seqlen, construction, order=8, batch=1, heads=2, states=1)
     assert_matches(interpreter, inputs, construction=construction, return_final_state=True)
+
+
+@pytest.mark.parametrize("construction", FUSED)
+def test_many_short_chunks(interpreter, short, construction):
+    """Three levels of chunks of chunks."""
+    inputs = mixer_inputs(83, construction, order=8, batch=2, heads=2, states=2)
+    assert_matches(interpreter, inputs, construction=construction, return_final_state=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("construction", FUSED)
+def test_a_long_sequence(interpreter, construction):
+    assert_matches(interpreter, mixer_inputs(1000, construction, batch=1, heads=2), construction=construction)
+
+
+@pytest.mark.parametrize("construction", FUSED)
+@pytest.mark.parametrize(("order", "heads", "width"), [(4, 1, 4), (4, 5, 7), (8, 3, 1), (16, 2, 16), (8, 2, 12)])
+def test_orders_heads_and_widths_that_do_not_fill_a_tile(interpreter, short, construction, order, heads, width):
+    inputs = mixer_inputs(11, construction, order=order, heads=heads, width=width)
+    assert_matches(interpreter, inputs, construction=construction, return_final_state=True)
+
+
+@pytest.mark.parametrize("construction", FUSED)
+@pytest.mark.parametrize("lengths", [[1, 5, 14, 3, 0, 6], [1] * 9, [0, 17, 0, 1, 0], [19, 1]])
+@pytest.mark.parametrize("states", [False, True])
+def test_packed_documents(interpreter, short, construction, lengths, states):
+    inputs = mixer_inputs(sum(lengths), construction, batch=1, heads=2, states=len(lengths) if states else 0)
+    options = {"cu_seqlens": packed(lengths), "return_final_state": True, "construction": construction}
+    assert_matches(interpreter, inputs, **options)
+
+
+@pytest.mark.parametrize("construction", FUSED)
+def test_final_state_alone_has_a_gradient(interpreter, short, construction):
+    inputs = mixer_inputs(30, construction, batch=1, states=1)
+
+    cotangent = torch.randn(1, 3, 4, 4)
+
+    def final(op, dtype):
+        leaves = {name: x.to(dtype).clone().requires_grad_() for name, x in inputs.items()}
+        state = op(**leaves, return_final_state=True, construction=construction)[1]
+        state.backward(cotangent.to(dtype))
+        return {name: x.grad for name, x in leaves.items()}
+
+    got, wanted = final(on(interpreter), torch.float32), final(mru_mixer_definition, torch.float64)
+    for name in ("elements", "initial_state"):
+        assert rmse_ratio(got[name], wanted[name]) <= 1e-5
+    assert got["w_down"] is None or not got["w_down"].any()
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+@pytest.mark.parametrize("construction", FUSED)
+def test_documents_are_bit_independent(interpreter, short, construction):
+    """A neighbour may even overflow: outputs, states and gradients of the others stay as they are."""
+    lengths = [5, 12, 1, 13]
+    before = mixer_inputs(sum(lengths), construction, batch=1)
+    after = {**before, "elements": before["elements"].clone()}
+    after["elements"][:, 5:17] = torch.nan
+    options = {"cu_seqlens": packed(lengths), "return_final_state": True, "construction": construction}
+    plain, changed = (run(on(interpreter), inputs, torch.float32, **options) for inputs in (before, after))
+    for name in ("output 0", "d elements"):
+        assert torch.equal(plain[name][:, :5], changed[name][:, :5])
+        assert torch.equal(plain[name][:, 17:], changed[name][:, 17:])
+        assert changed[name][:, 5:17].isnan().any()
+    assert torch.equal(plain["output 1"][[0, 2, 3]], changed["output 1"][[0, 2, 3]])
+
+
+@pytest.mark.parametrize("construction", FUSED)
+def test_the_same_bits_twice_from_any_layout(interpreter, short, construction):
+    inputs = mixer_inputs(13, construction)
+    elements = inputs["elements"]
+    wide = torch.randn(2, 13, 5, elements.shape[-1])
+    wide[:, :, 1:4] = elements
+    time_first = elements.transpose(0, 1).contiguous().transpose(0, 1)
+    first, *others = (
+        run(on(interpreter), inputs | {"elements": x}, torch.float32, construction=construction)
+        for x in (elements, wide[:, :, 1:4], time_first, elements)
+    )
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_incoming_gradients_are_not_modified(interpreter):
+    inputs = {name: x.to(interpreter) for name, x in mixer_inputs(70, "cayley", batch=1, states=1).items()}
+    inputs["elements"].requires_grad_()
+    outputs = mru_mixer(**inputs, return_final_state=True, backend="triton")
+    cotangents = [torch.randn_like(y) for y in outputs]
+    kept = [x.clone() for x in cotangents]
+    torch.autograd.backward(outputs, cotangents)
+    assert all(torch.equal(x, y) for x, y in zip(cotangents, kept, strict=True))
+
+
+@pytest.mark.parametrize("size", [1.0, 10.0, 100.0])
+def test_cayley_stays_orthogonal_whatever_the_elements(interpreter, size):
+    """A projection by the identity shows the states themselves; they must have no part in growing or shrinking."""
+    order, seqlen = 8, 150
+    elements = torch.randn(1, seqlen, 1, state_elements("cayley", order)) * size
+    y, final = on(interpreter)(elements=elements, w_down=torch.eye(order).unsqueeze(0), return_final_state=True)
+    for state in (y[0, :, 0], final[0]):
+        assert (state @ state.mT - torch.eye(order)).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e25, 0.0])
+def test_log_norms(interpreter, short, scale):
+    """Of every chunk's last state: here all of them scaled by the initial state's size."""
+    inputs = mixer_inputs(11, "cayley", batch=1, heads=3, order=8)
+    inputs["initial_state"] = (torch.eye(8) * scale).expand(1, 3, 8, 8).contiguous()
+    _, norms = on(interpreter)(**inputs, return_log_norms=True)
+    expected = 0.5 * torch.tensor(8.0).log() + torch.tensor(scale).log() if scale else torch.tensor(-87.34)
+    torch.testing.assert_close(norms, expected.expand(2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*(NaN slice|invalid value).*:RuntimeWarning")
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_log_norms_show_what_is_not_finite(interpreter, short, value):
+    inputs = mixer_inputs(20, "identity_plus", batch=1)
+    inputs["elements"][0, 6, 0, 0] = value
+    options = {"construction": "identity_plus", "cu_seqlens": packed([9, 0, 11]), "return_log_norms": True}
+    _, norms = on(interpreter)(**inputs, **options)
+    assert not norms.isfinite().any()
+    inputs["elements"][0, 6, 0, 0] = 0
+    assert on(interpreter)(**inputs, **options)[1].isfinite().all()
+
+
+def test_half_precision_elements_keep_a_float32_state(interpreter):
+    inputs = {name: x.half() for name, x in mixer_inputs(130, "cayley", batch=1, order=8).items()}
+    got = on(interpreter)(**inputs, return_final_state=True)
+    wanted = mru_mixer_definition(**inputs, return_final_state=True)
+    assert got[0].dtype == torch.float16
+    assert rmse_ratio(got[0], wanted[0]) < 1e-3
+    assert rmse_ratio(got[1], wanted[1]) < 1e-5
+
+
+@pytest.mark.parametrize("packed_row", [False, True])
+def test_no_value_is_looked_at_and_no_state_stored(packed_row):
+    """Tensors without values are enough to launch everything, and all that is allocated is smaller than X or H."""
+    elements = torch.empty(1, 100_000, 6, 28, device="meta", dtype=torch.bfloat16)
+    w_down = torch.empty(6, 8, 8, device="meta", dtype=torch.bfloat16)
+    cu_seqlens = torch.empty(90, dtype=torch.int32, device="meta") if packed_row else None
+    with record_launches() as launches:
+        y, final, _, edges = fused.forward(elements, w_down, None, cu_seqlens, "cayley")
+        fused.backward(torch.empty_like(y), final, elements, w_down, edges, None, cu_seqlens, "cayley")
+    assert len(launches) == 5 + 6
+    states = 100_000 * 6 * 64 * 4
+    tensors = [x for launch in launches for x in launch.arguments if torch.is_tensor(x)]
+    kept_from_forward = edges.numel() * 4
+    assert max(x.numel() * x.element_size() for x in tensors) <= 0.6 * states
+    assert kept_from_forward < 0.04 * states
+
+
+@pytest.mark.parametrize("construction", FUSED)
+def test_step(interpreter, construction):
+    """Token by token, from state to state, the outputs are those of the whole sequence."""
+    inputs = mixer_inputs(9, construction, order=8)
+    y, final = on(interpreter)(**inputs, construction=construction, return_final_state=True)
+    state = torch.eye(8).expand(2, 3, 8, 8).contiguous()
+    step = on(interpreter, mru_step)
+    for t in range(9):
+        inputs_t = {"elements": inputs["elements"][:, t], "w_down": inputs["w_down"]}
+        before = state.clone()
+        y_t, after = step(**inputs_t, state=state, construction=construction)
+        assert torch.equal(state, before)
+        torch.testing.assert_close(y_t, y[:, t], rtol=1e-5, atol=1e-5)
+        state = after
+    torch.testing.assert_close(state, final, rtol=1e-5, atol=1e-5)
+    alone = step(elements=inputs["elements"][:, 0], state=state, construction=construction)
+    x = build_state_matrices(inputs["elements"][:, 0], construction, 8)
+    torch.testing.assert_close(alone, state @ x, rtol=1e-5, atol=1e-5)
+
+
+def test_what_has_no_kernel(interpreter):
+    elements = torch.randn(1, 5, 2, 32 * 31 // 2).to(interpreter)
+    with pytest.raises(ValueError, match="takes matrices of order 4, 8 or 16, not 32"):
+        mru_mixer(elements, torch.randn(2, 32, 4).to(interpreter), backend="triton")
+    elements = torch.randn(1, 5, 2, 6).to(interpreter)
+    with pytest.raises(ValueError, match="knows the constructions identity_plus, ldu, cayley, not householder"):
+        mru_mixer(elements, torch.randn(2, 4, 4).to(interpreter), construction="householder", backend="triton")
+    with pytest.raises(ValueError, match="at most 16 columns"):
+        mru_mixer(elements, torch.randn(2, 4, 65).to(interpreter), backend="triton")
+    mru_mixer(elements, torch.randn(2, 4, 65).to(interpreter))

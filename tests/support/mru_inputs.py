@@ -1,0 +1,23 @@
+"""Inputs of the MRU mixer whose products of state matrices stay bounded."""
+
+from __future__ import annotations
+
+import torch
+
+from matmix.kernels.mru.constructions import state_elements
+
+FUSED = ("identity_plus", "ldu", "cayley")
+
+
+def mixer_inputs(seqlen, construction, *, batch=2, heads=3, order=4, width=None, states=0) -> dict[str, torch.Tensor]:
+    """elements, w_down and with `states` an initial state per row or document: small elements, but for orthogonal
+    matrices."""
+    torch.manual_seed(seqlen)
+    size = 0.3 / max(seqlen, 16) ** 0.5 if construction in ("identity_plus", "ldu") else 0.7
+    inputs = {
+        "elements": torch.randn(batch, seqlen, heads, state_elements(construction, order)) * size,
+        "w_down": torch.randn(heads, order, width or order),
+    }
+    if states:
+        inputs["initial_state"] = torch.randn(states, heads, order, order)
+    return inputs
