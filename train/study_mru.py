@@ -36,8 +36,11 @@ VARIANTS = (
 )
 """Constructions, and some with `decay`."""
 
+NO_MIXER = "none"
+"""The model without its MRU layers, in `train`: what a token by itself says of the next."""
+
 RATES = (3e-3, 1e-3, 3e-4, 1e-4)
-"""Learning rates: the quickstart's, and the next one where steps were skipped for NaN; all for the default."""
+"""Learning rates: the quickstart's, and the next one where steps or the validation gave NaN; all for the default."""
 
 
 def options_of(variant: str) -> dict[str, Any]:
@@ -92,12 +95,13 @@ def run_part(part: str, options: argparse.Namespace) -> None:
         for variant in variants:
             results.measure(part, variant, lambda variant=variant: study_mru_measures.growth(options_of(variant)))
     elif part == "train":
-        for variant in variants:
+        for variant in (*variants, NO_MIXER):
             for rate in RATES:
                 key = f"{variant}@{rate:g}"
                 arguments = (options_of(variant), rate, options.data, options.steps, results.weights(key))
                 results.measure(part, key, lambda arguments=arguments: study_mru_training.train_short(*arguments))
-                if variant != "cayley" and not results.read(part)[key]["skipped"]:
+                found = results.read(part)[key]
+                if variant != "cayley" and not found["skipped"] and found["validation_loss"] is not None:
                     break
     elif part == "beyond":
         for key, result in results.read("train").items():

@@ -24,6 +24,7 @@ COLOURS = {
     "ldu": "#e68310",
     "qr": "#7f3c8d",
     "identity_plus": "#6b6b6b",
+    "none": "#000000",
 }
 PARTS = ("growth", "train", "beyond", "long", "speed")
 
@@ -48,7 +49,7 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 
 def name_of(variant: str) -> str:
     construction, _, decay = variant.partition("+")
-    return f"`{construction}`" + (" + decay" if decay else "")
+    return "no mixer" if construction == "none" else f"`{construction}`" + (" + decay" if decay else "")
 
 
 def grown(curve: dict[str, Any]) -> str:
@@ -86,13 +87,13 @@ def table_of_training(found: dict[str, Any]) -> str:
         variant, _, rate = key.partition("@")
         loss, beyond = result["validation_loss"], found["beyond"].get(key)
         norms = [step["log_norm_max"] for step in result["steps"] if step["log_norm_max"] is not None]
-        outcome = f"{loss:.3f}" if loss is not None else "none"
+        outcome = f"{loss:.3f}" if loss is not None else "NaN"
         nan = "none" if result["first_nan"] is None else f"step {result['first_nan']}"
         if result["skipped"] and result["stopped"] is None:
             nan += f" ({result['skipped']} skipped)"
-        rows.append([name_of(variant), rate, outcome, nan, f"{max(norms):.1f}", *beyond_cells(beyond)])
-    columns = ["construction", "learning rate", "validation loss", "first NaN", "largest log-norm in training"]
-    columns += [f"largest log-norm of {LENGTH:,} tokens", "loss of their last quarter"]
+        rows.append([name_of(variant), rate, outcome, nan, f"{max(norms):.1f}" if norms else "", *beyond_cells(beyond)])
+    columns = ["construction", "learning rate", "validation loss", "first NaN", "largest log-norm while training"]
+    columns += [f"mean log-norm at token {LENGTH:,}, by layer", "loss of their last quarter"]
     return table(columns, rows) if rows else ""
 
 
@@ -101,9 +102,9 @@ def beyond_cells(beyond: dict[str, Any] | None) -> list[str]:
         return ["", ""]
     overflows = [layer["overflow"] for layer in beyond["layers"] if layer["overflow"] is not None]
     if overflows:
-        return [f"overflow at token {min(overflows):,}", "none"]
-    largest = max(max(layer["largest"]) for layer in beyond["layers"])
-    return [f"{largest:.1f}", f"{beyond['loss']['last_2048']:.3f}"]
+        return [f"overflow at token {min(overflows):,}", "NaN"]
+    last = [layer["mean"][-1] for layer in beyond["layers"]]
+    return [f"{min(last):.1f} to {max(last):.1f}", f"{beyond['loss']['last_2048']:.3f}"]
 
 
 def table_of_long(found: dict[str, Any]) -> str:
@@ -181,11 +182,12 @@ def draw_training(found: dict[str, Any]) -> Any:
         variant, _, at = key.partition("@")
         if at != rate:
             continue
-        finite = [step for step in result["steps"] if step["loss"] is not None and step["log_norm_max"] is not None]
+        finite = [step for step in result["steps"] if step["loss"] is not None]
         steps = [step["step"] for step in finite]
         label = variant if result["first_nan"] is None else f"{variant}, NaN at step {result['first_nan']}"
         left.plot(steps, smooth([step["loss"] for step in finite]), label=label, **style(variant))
-        right.plot(steps, [step["log_norm_max"] for step in finite], label=label, **style(variant))
+        if variant != "none":
+            right.plot(steps, [step["log_norm_max"] for step in finite], label=label, **style(variant))
         if result["stopped"] is not None:
             last = finite[-1]
             left.plot(last["step"], last["loss"], "x", color=COLOURS[variant.partition("+")[0]], markersize=9)

@@ -45,8 +45,8 @@ class Watch(Callback):
                 "step": step,
                 "loss": finite(trainer.last_loss),
                 # max() passes over NaN or not, by the order of its arguments.
-                "log_norm_max": finite(max(largest)) if all(map(math.isfinite, largest)) else None,
-                "log_norm_mean": finite(sum(means) / len(means)),
+                "log_norm_max": finite(max(largest)) if largest and all(map(math.isfinite, largest)) else None,
+                "log_norm_mean": finite(sum(means) / len(means)) if means else None,
             }
         )
 
@@ -56,6 +56,8 @@ def configure(options: dict[str, Any], overrides: list[str]) -> RunConfig:
     off = [f"--logging.{name}=False" for name in ("progress", "tensorboard")]
     off += [f"--{name}.every=0" for name in ("evaluation", "checkpoint")]
     config = load_config(RECIPE, ["--device=cpu", *off, *overrides])
+    if options["construction"] == "none":
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, layers=("mlp",)))
     mru = dataclasses.replace(config.model.mixers.mru, **options)
     assert isinstance(mru, MRUConfig)
     mixers = dataclasses.replace(config.model.mixers, mru=mru)
