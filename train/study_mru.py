@@ -7,9 +7,10 @@
     python -P -m matmix.train.study_mru all --data datasets/shakespeare --plays datasets/plays
 
 Parts: `growth` of the norm along random tokens at given sizes of the weights; `train`, the quickstart with every
-variant for equal tokens; `beyond`, norms of the trained models along 8,192 tokens; `long`, training at 8,192 tokens;
-`speed` of one layer; `report`, which gathers what is there into one JSON, draws pictures and prints tables. Every
-result is a file in the folder `--work`; what is there is not measured again, except times.
+variant for equal tokens; `longer`, the bounded ones for four times as many; `beyond`, norms of the trained models along
+8,192 tokens; `long`, training at 8,192 tokens; `speed` of one layer; `report`, which gathers what is there into one
+JSON, draws pictures and prints tables. Every result is a file in the folder `--work`; what is there is not measured
+again, except times.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS
 from matmix.train.console import guarded
 
 VARIANTS = (
@@ -35,6 +37,9 @@ VARIANTS = (
     "cayley+decay",
 )
 """Constructions, and some with `decay`."""
+
+LONGER = 4
+"""`longer` takes so many times the steps of `train`."""
 
 NO_MIXER = "none"
 """The model without its MRU layers, in `train`: what a token by itself says of the next."""
@@ -103,6 +108,12 @@ def run_part(part: str, options: argparse.Namespace) -> None:
                 found = results.read(part)[key]
                 if variant != "cayley" and not found["skipped"] and found["validation_loss"] is not None:
                     break
+    elif part == "longer":
+        for variant in (*(name for name in variants if name in BOUNDED_CONSTRUCTIONS), NO_MIXER):
+            key = f"{variant}@{RATES[0]:g}"
+            weights = results.weights(f"longer-{key}")
+            arguments = (options_of(variant), RATES[0], options.data, LONGER * options.steps, weights)
+            results.measure(part, key, lambda arguments=arguments: study_mru_training.train_short(*arguments))
     elif part == "beyond":
         for key, result in results.read("train").items():
             if key.split("@")[0] in variants and result["validation_loss"] is not None:
@@ -120,7 +131,7 @@ def run_part(part: str, options: argparse.Namespace) -> None:
         study_mru_report.report(results, options.out)
 
 
-PARTS = ("growth", "train", "beyond", "long", "speed", "report")
+PARTS = ("growth", "train", "longer", "beyond", "long", "speed", "report")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -135,8 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/study_mru"), help="folder of results and weights")
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"), help="folder of the pictures and the JSON")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="separated by commas")
-    parser.add_argument("--steps", type=int, default=300, help="steps of `train`")
-    parser.add_argument("--long-steps", type=int, default=40, help="steps of `long`")
+    parser.add_argument("--steps", type=int, default=250, help="steps of `train`")
+    parser.add_argument("--long-steps", type=int, default=30, help="steps of `long`")
     options = parser.parse_args(arguments)
 
     def run() -> int:

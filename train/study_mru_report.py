@@ -26,7 +26,7 @@ COLOURS = {
     "identity_plus": "#6b6b6b",
     "none": "#000000",
 }
-PARTS = ("growth", "train", "beyond", "long", "speed")
+PARTS = ("growth", "train", "longer", "beyond", "long", "speed")
 
 
 def report(results: Any, out: Path) -> None:
@@ -35,7 +35,13 @@ def report(results: Any, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     record = {"environment": environment(), **found}
     (out / "mru_study.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    print("\n\n".join(filter(None, (table_of_growth(found), table_of_training(found), table_of_long(found)))))
+    print(
+        "\n\n".join(
+            filter(
+                None, (table_of_growth(found), table_of_training(found), table_of_longer(found), table_of_long(found))
+            )
+        )
+    )
     for name, draw in (("growth", draw_growth), ("training", draw_training), ("beyond", draw_beyond)):
         if found["train" if name == "training" else name]:
             figure = draw(found)
@@ -95,6 +101,15 @@ def table_of_training(found: dict[str, Any]) -> str:
     columns = ["construction", "learning rate", "validation loss", "first NaN", "largest log-norm while training"]
     columns += [f"mean log-norm at token {LENGTH:,}, by layer", "loss of their last quarter"]
     return table(columns, rows) if rows else ""
+
+
+def table_of_longer(found: dict[str, Any]) -> str:
+    """What the bounded ones learn with more tokens."""
+    rows = [
+        [name_of(key.partition("@")[0]), f"{result['tokens']:,}", f"{result['validation_loss']:.3f}"]
+        for key, result in found["longer"].items()
+    ]
+    return table(["construction", "tokens", "validation loss"], rows) if rows else ""
 
 
 def beyond_cells(beyond: dict[str, Any] | None) -> list[str]:
