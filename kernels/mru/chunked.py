@@ -98,6 +98,16 @@ def mru_mixer_torch(
     return chosen(y, final, norms, return_final_state, return_log_norms)
 
 
+def mru_step_torch(
+    elements: Tensor, state: Tensor, w_down: Tensor, *, construction: str = "cayley"
+) -> tuple[Tensor, Tensor]:
+    """`mru_step` with a projection, in PyTorch."""
+    y, state = mru_mixer_torch(
+        elements.unsqueeze(1), w_down, construction=construction, initial_state=state, return_final_state=True
+    )
+    return y.squeeze(1), state
+
+
 def chosen(y: Tensor, final: Tensor, norms: Tensor, with_final: bool, with_norms: bool) -> Tensor | tuple[Tensor, ...]:
     """What was asked for, a tensor alone if that is all."""
     found = (y, *([final] if with_final else []), *([norms] if with_norms else []))

@@ -35,8 +35,8 @@ def mru_mixer(
 ) -> Tensor | tuple[Tensor, ...]:
     """The MRU between its two large projections: y_t = H_t w_down[head], H_t = H_{t-1} X_t, X_t from its elements.
 
-    On GPUs, for identity_plus, ldu and cayley with o <= 16 and d_c <= 64 (16 for float32), neither X nor H is written to memory, in
-    either direction; what is kept for the backward pass are the elements and two matrices per 64 tokens. Other
+    On GPUs, for identity_plus, ldu and cayley with o <= 16 and d_c <= 64 (16 for float32), neither X nor H is written
+    to memory; what is kept for the backward pass are the elements and two matrices per 64 tokens. Other
     constructions and sizes run `build_state_matrices`, `matrix_product_scan` and a product, with all states kept.
 
     Args:

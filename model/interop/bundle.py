@@ -22,6 +22,9 @@ KERNELS = f"{PROJECT}.kernels"
 TORCH_FORMS = {
     "gated_norm": ("gated_norm.chunked", "gated_norm_torch"),
     "matrix_product_scan": ("matrix_product.chunked", "matrix_product_chunked"),
+    "mru_mixer": ("mru.chunked", "mru_mixer_torch"),
+    "mru_mixer_is_fused": ("mru.chunked", "never_fused"),
+    "mru_step": ("mru.chunked", "mru_step_torch"),
     "quasiseparable_scan": ("semiseparable.chunked", "quasiseparable_chunked"),
     "semiseparable_scan": ("semiseparable.chunked", "semiseparable_chunked"),
     "short_conv": ("short_conv.chunked", "short_conv_torch"),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from matmix.kernels import matrix_product_scan
+from matmix.kernels import matrix_product_scan, mru_mixer, mru_mixer_is_fused, mru_step
 from matmix.kernels.mru.constructions import (
     BOUNDED_CONSTRUCTIONS,
     CONSTRUCTIONS,
@@ -181,8 +181,23 @@ class MRU(Mixer):
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
-        states, _ = self.mixed(self.elements(x), cu_seqlens)
+        elements = self.elements(x)
+        if self.is_fused(elements):
+            y, self.log_norms = mru_mixer(
+                elements,
+                self.state_down,
+                construction=self.config.construction,
+                cu_seqlens=cu_seqlens,
+                return_log_norms=True,
+            )
+            return self.out_proj(y.flatten(-3))
+        states, _ = self.mixed(elements, cu_seqlens)
         return self.combine(states, x)
+
+    def is_fused(self, elements: torch.Tensor) -> bool:
+        """Whether kernels take elements to outputs without states in memory. On the CPU the parts are faster, as
+        `combine` folds two projections into one."""
+        return self.decay_root is None and mru_mixer_is_fused(elements, self.state_down, self.config.construction)
 
     def monitor(self) -> dict[str, torch.Tensor]:
         """Largest and mean log-norm of the states of the last forward; infinite or NaN after an overflow."""
@@ -197,17 +212,35 @@ class MRU(Mixer):
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Continue from a state; raises OverflowError when the states stop being finite."""
-        states, final = self.mixed(self.elements(x), initial_state=state)
+        elements = self.elements(x)
+        if self.is_fused(elements):
+            y, final, self.log_norms = mru_mixer(
+                elements,
+                self.state_down,
+                construction=self.config.construction,
+                initial_state=state,
+                return_final_state=True,
+                return_log_norms=True,
+            )
+            self.refuse_overflow()
+            return self.out_proj(y.flatten(-3)), final
+        states, final = self.mixed(elements, initial_state=state)
         self.refuse_overflow()
         return self.combine(states, x), final
 
     def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        matrices = self.state_matrices(x)
-        with torch.autocast(matrices.device.type, enabled=False):
-            state = state.to(matrices.dtype) @ matrices
+        elements = self.elements(x)
+        if self.is_fused(elements):
+            y, state = mru_step(elements, state, self.state_down, construction=self.config.construction)
+            y = self.out_proj(y.flatten(-3))
+        else:
+            matrices = self.build(elements)
+            with torch.autocast(matrices.device.type, enabled=False):
+                state = state.to(matrices.dtype) @ matrices
+            y = self.combine(state, x)
         self.log_norms = summary(log_norms(state))
         self.refuse_overflow()
-        return self.combine(state, x), state
+        return y, state
 
     def refuse_overflow(self) -> None:
         """Raise OverflowError when a state of the last forward is so large that norms of it overflow, or NaN."""

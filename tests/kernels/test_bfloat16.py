@@ -9,15 +9,17 @@ from __future__ import annotations
 import pytest
 import torch
 from compare import packed, rmse_ratio
+from mru_inputs import FUSED, mixer_inputs
 from test_quasiseparable import make
 from test_semiseparable import make as make_causal
 
-from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan, short_conv
+from matmix.kernels import gated_norm, mru_mixer, quasiseparable_scan, semiseparable_scan, short_conv
 from matmix.kernels.gated_norm.definition import gated_norm_definition
+from matmix.kernels.mru.definition import mru_mixer_definition
 from matmix.kernels.semiseparable.definition import quasiseparable_definition, semiseparable_definition
 from matmix.kernels.short_conv.definition import short_conv_definition
 
-HALF = ("v", "q", "k", "q_forward", "k_forward", "q_backward", "k_backward", "x", "gate")
+HALF = ("v", "q", "k", "q_forward", "k_forward", "q_backward", "k_backward", "x", "gate", "elements")
 SIZES = {"batch": 1, "heads": 2, "groups": 1, "d_state": 64, "headdim": 64}
 
 
@@ -92,3 +94,11 @@ def test_norm(interpreter, group_size):
     torch.manual_seed(0)
     inputs = {"x": torch.randn(90, 96), "weight": torch.randn(96), "gate": torch.randn(90, 96)}
     assert_close(gated_norm, gated_norm_definition, inputs, interpreter, group_size=group_size)
+
+
+@pytest.mark.parametrize("construction", FUSED)
+def test_mru(interpreter, construction):
+    """The projection stays float32, as a model's weights do."""
+    inputs = mixer_inputs(139, construction, batch=1, heads=2, order=8, states=3)
+    options = {"cu_seqlens": packed([1, 130, 8]), "return_final_state": True, "construction": construction}
+    assert_close(mru_mixer, mru_mixer_definition, inputs, interpreter, **options)

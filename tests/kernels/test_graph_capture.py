@@ -8,11 +8,19 @@ import itertools
 import pytest
 import torch
 from compare import packed
+from mru_inputs import FUSED, mixer_inputs
 from test_quasiseparable import FORMS, make_for
 from test_semiseparable import make
 from torch._subclasses import FakeTensorMode
 
-from matmix.kernels import gated_norm, matrix_product_scan, quasiseparable_scan, semiseparable_scan, short_conv
+from matmix.kernels import (
+    gated_norm,
+    matrix_product_scan,
+    mru_mixer,
+    quasiseparable_scan,
+    semiseparable_scan,
+    short_conv,
+)
 from matmix.kernels.backend import _TRITON_FORMS
 from matmix.kernels.gated_norm import fused as fused_norm
 from matmix.kernels.launching import record_launches
@@ -117,6 +125,10 @@ def calls():
     # Near the identity: products of many stay of order one.
     matrices = {"x": torch.eye(8) + 0.05 * torch.randn(1, seqlen, 4, 8, 8), "initial_state": torch.randn(4, 4, 8, 8)}
     yield "matrix_product_scan", matrix_product_scan, matrices, {"cu_seqlens": bounds, "return_final_state": True}
+    for construction in FUSED:
+        inputs = mixer_inputs(seqlen, construction, batch=1, heads=3, order=8, states=4)
+        options = {"cu_seqlens": bounds, "return_final_state": True, "construction": construction}
+        yield "mru_mixer", mru_mixer, inputs, options
 
 
 def test_every_op_with_kernels_is_captured():
@@ -130,7 +142,7 @@ def test_captured_passes_equal_eager_ones(number, dtype):
     """Replayed on new numbers, outputs and gradients are those of a call, to the last bit."""
     _, op, inputs, options = list(calls())[number]
     options = {name: x.cuda() if torch.is_tensor(x) else x for name, x in options.items()}
-    narrow = {"v", "x", "gate", *(name for name in inputs if name[0] in "qk")}
+    narrow = {"v", "x", "gate", "elements", *(name for name in inputs if name[0] in "qk")}
     first = {n: x.cuda().to(dtype if n in narrow else torch.float32) for n, x in inputs.items()}
     second = {name: x.roll(1, 1 if x.dim() > 2 else 0) for name, x in first.items()}
     held = {name: x.clone().requires_grad_() for name, x in first.items()}

@@ -35,9 +35,10 @@ def test_lengths(seqlen, order):
     assert_matches(matrix_product_scan, matrix_product_definition, inputs, return_final_state=True)
 
 
-@pytest.mark.parametrize("order", [2, 3, 16, 32])
+@pytest.mark.parametrize("order", [16, 32])
 def test_orders(order):
     assert_matches(matrix_product_scan, matrix_product_definition, make(40, order=order))
+    assert_matches(matrix_product_chunked, matrix_product_definition, make(40, order=order - 13))
 
 
 @pytest.mark.parametrize("lengths", [[1, 7, 64, 129, 30], [1] * 9, [0, 70, 0, 1, 0], [200, 1, 1, 40]])
@@ -58,7 +59,7 @@ def test_packed_documents(lengths, states, reverse):
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     seqlen=st.integers(1, 70),
-    order=st.sampled_from([2, 4, 8]),
+    order=st.sampled_from([4, 8]),
     chunk=st.sampled_from([None, 1, 5, 16, 100]),
     states=st.booleans(),
     final=st.booleans(),
@@ -119,7 +120,7 @@ def test_gradient_through_the_final_state_only():
 
 
 def test_gradcheck():
-    inputs = {n: x.double().requires_grad_() for n, x in make(7, heads=1, order=2, states=2).items()}
+    inputs = {n: x.double().requires_grad_() for n, x in make(7, heads=1, order=4, states=2).items()}
     assert torch.autograd.gradcheck(
         lambda x, h: matrix_product_scan(x, initial_state=h, return_final_state=True), tuple(inputs.values())
     )

@@ -13,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from matmix.kernels import (
     gated_norm,
     matrix_product_scan,
+    mru_mixer,
+    mru_step,
     quasiseparable_scan,
     semiseparable_scan,
     short_conv,
@@ -56,6 +58,14 @@ def samples():
             partial(matrix_product_scan, return_final_state=True, cu_seqlens=cu_seqlens),
             (x,),
         ),
+        "mru mixer": (
+            partial(mru_mixer, return_final_state=True, return_log_norms=True, cu_seqlens=cu_seqlens),
+            (draw(1, 40, 3, 6), draw(3, 4, 5)),
+        ),
+        "mru step": (
+            lambda elements, state, w_down: mru_step(elements, state, w_down, construction="ldu"),
+            (draw(2, 3, 16), draw(2, 3, 4, 4), draw(3, 4, 5)),
+        ),
         "short conv": (
             partial(short_conv, activation="silu", cu_seqlens=cu_seqlens),
             (v.flatten(2), draw(24, 7)),
@@ -66,7 +76,7 @@ def samples():
 
 NAMES = [
     *("semiseparable", "with states", "quasiseparable", "row sums", "product", "both"),
-    *("matrix product", "short conv", "gated norm"),
+    *("matrix product", "mru mixer", "mru step", "short conv", "gated norm"),
 ]
 
 
@@ -83,6 +93,7 @@ def test_schema_fake_and_autograd_registration(name):
         packet: getattr(torch.ops.matmix, packet).default
         for packet in (
             "semiseparable_scan", "quasiseparable_scan", "matrix_product_scan", "short_conv", "gated_norm",
+            "mru_mixer", "mru_mixer_backward",
             "semiseparable_scan_backward", "quasiseparable_scan_backward", "matrix_product_scan_backward",
             "short_conv_backward", "gated_norm_backward",
         )
@@ -132,6 +143,23 @@ def test_meta_device_shapes():
     x = torch.empty(2, 100, 3, 8, 8, device="meta", dtype=torch.bfloat16)
     h, final = matrix_product_scan(x, return_final_state=True)
     assert (h.shape, h.dtype, final.dtype) == (x.shape, torch.bfloat16, torch.float32)
+
+    elements, w_down = torch.empty(2, 100, 3, 28, device="meta", dtype=torch.bfloat16), torch.empty(3, 8, 5).to("meta")
+    y, final, norms = mru_mixer(elements, w_down, return_final_state=True, return_log_norms=True)
+    assert (y.shape, y.dtype, final.dtype, norms.shape) == ((2, 100, 3, 8, 5), torch.bfloat16, torch.float32, (2,))
+
+
+def test_flops_of_the_mru():
+    """Forward: two products per token and head, X twice, a projection; backward: see the formula."""
+    elements, w_down = draw(2, 50, 3, 64), draw(3, 8, 5)
+    cost = 2 * 2 * 50 * 3 * 64
+    for construction, forward, backward in (("identity_plus", (2, 1), (5, 3)), ("ldu", (4, 1), (9, 3))):
+        with FlopCounterMode(display=False) as counter:
+            y = mru_mixer(elements, w_down, construction=construction)
+        assert counter.get_total_flops() == cost * (forward[0] * 8 + forward[1] * 5)
+        with FlopCounterMode(display=False) as counter:
+            y.sum().backward()
+        assert counter.get_total_flops() == cost * (backward[0] * 8 + backward[1] * 5)
 
 
 FORMS = [
@@ -199,6 +227,10 @@ def bidirectional(**options):
     return quasiseparable_scan(v, x, x, x, x, options.pop("log_decay_forward", None), None, **options)
 
 
+def mixer(elements=(2, 3, 1, 6), w_down=(1, 4, 4), **options):
+    return mru_mixer(torch.ones(elements), torch.ones(w_down), **options)
+
+
 ONES, STATE = torch.ones(2, 3, 4), torch.ones(2, 4, 4, 5)
 NAN = torch.full((2, 3, 4), torch.nan)
 BAD = {
@@ -253,6 +285,33 @@ BAD = {
     "expected (batch, seqlen, nheads, o, o)": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 5)),
     "give a floating-point tensor": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 4, dtype=torch.int64)),
     "needs CUDA tensors, got one on cpu": lambda: causal(backend="triton"),
+    "none of them 0 and o one of 4, 8, 16, 32": lambda: matrix_product_scan(torch.ones(1, 3, 1, 5, 5)),
+    "matrix_product_scan: initial_state has dtype torch.bfloat16; states are torch.float32": lambda: (
+        matrix_product_scan(torch.ones(1, 3, 1, 4, 4).bfloat16(), initial_state=torch.ones(1, 1, 4, 4).bfloat16())
+    ),
+    "initial_state has shape (1, 2, 4, 4); expected (1, 1, 4, 4)": lambda: matrix_product_scan(
+        torch.ones(1, 3, 1, 4, 4), initial_state=torch.ones(1, 2, 4, 4)
+    ),
+    "mru_mixer: elements have shape (2, 3, 1, 16); expected (batch, seqlen, 1, 6)": lambda: mixer((2, 3, 1, 16)),
+    "mru_mixer: elements have shape (2, 3, 6); expected (batch, seqlen, 1, 6)": lambda: mixer((2, 3, 6)),
+    "mru_mixer: w_down has shape (1, 5, 4); expected (nheads, o, d_c), o one of 4, 8, 16, 32": lambda: mixer(
+        (2, 3, 1, 10), (1, 5, 4)
+    ),
+    "mru_mixer: construction is 'orthogonal'; use 'identity_plus' or 'ldu'": lambda: mixer(construction="orthogonal"),
+    "mru_mixer: initial_state has dtype torch.float16; states are torch.float32": lambda: mixer(
+        initial_state=torch.ones(2, 1, 4, 4).half()
+    ),
+    "mru_mixer: cu_seqlens needs batch 1, got 2": lambda: mixer(cu_seqlens=packed([3])),
+    "mru_mixer: w_down is on meta": lambda: mru_mixer(torch.ones(2, 3, 1, 6), torch.ones(1, 4, 4, device="meta")),
+    "mru_step: state has shape (1, 2, 3, 3); expected (batch, nheads, o, o), o one of": lambda: mru_step(
+        torch.ones(1, 2, 3), torch.ones(1, 2, 3, 3)
+    ),
+    "mru_step: elements have shape (1, 2, 7); expected (1, 2, 6)": lambda: mru_step(
+        torch.ones(1, 2, 7), torch.ones(1, 2, 4, 4)
+    ),
+    "mru_step: state has dtype torch.bfloat16; states are torch.float32": lambda: mru_step(
+        torch.ones(1, 2, 6), torch.ones(1, 2, 4, 4).bfloat16()
+    ),
     "choose one of auto": lambda: matrix_product_scan(torch.ones(1, 3, 1, 4, 4), backend="cuda"),
     "odd number of taps": lambda: short_conv(torch.ones(1, 3, 4), torch.ones(4, 6)),
     "give 2 to 9": lambda: short_conv(torch.ones(1, 3, 4), torch.ones(4, 11)),
@@ -281,6 +340,12 @@ def test_values_are_looked_at_on_request(monkeypatch):
         causal(input_scale=NAN)
     with pytest.raises(ValueError, match="initial_state_forward holds NaN or infinity at 160 of 160 places"):
         bidirectional(initial_state_forward=STATE / 0)
+    with pytest.raises(ValueError, match="matrix_product_scan: x holds NaN or infinity at 32 of 32 places"):
+        matrix_product_scan(torch.full((1, 2, 1, 4, 4), torch.nan))
+    with pytest.raises(ValueError, match="mru_mixer: elements holds NaN or infinity at 12 of 12 places"):
+        mru_mixer(torch.full((1, 2, 1, 6), torch.nan), torch.ones(1, 4, 4))
+    with pytest.raises(ValueError, match="mru_step: state holds NaN or infinity at 16 of 16 places"):
+        mru_step(torch.ones(1, 1, 6), torch.full((1, 1, 4, 4), torch.inf))
 
 
 def test_decays_above_the_bound_never_overflow_where_nobody_looks():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from matmix.kernels.mru.constructions import state_elements
+from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, state_elements
 
 FUSED = ("identity_plus", "ldu", "cayley")
 
@@ -13,7 +13,7 @@ def mixer_inputs(seqlen, construction, *, batch=2, heads=3, order=4, width=None,
     """elements, w_down and with `states` an initial state per row or document: small elements, but for orthogonal
     matrices."""
     torch.manual_seed(seqlen)
-    size = 0.3 / max(seqlen, 16) ** 0.5 if construction in ("identity_plus", "ldu") else 0.7
+    size = 0.7 if construction in BOUNDED_CONSTRUCTIONS else 0.3 / max(seqlen, 16) ** 0.5
     inputs = {
         "elements": torch.randn(batch, seqlen, heads, state_elements(construction, order)) * size,
         "w_down": torch.randn(heads, order, width or order),

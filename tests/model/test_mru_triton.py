@@ -1,0 +1,88 @@
+"""The MRU layer and a language model of such layers on the fused kernels: outputs and gradients of the parts."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from module_results import assert_close, results
+from triton_on_cpu import names
+
+from matmix.kernels.mru.op import no_kernel
+from matmix.model.mixers import mru
+from matmix.model.mixers.mru import MRU, MRUConfig
+from matmix.train.activation import checkpoint_activations
+
+PACKED = torch.tensor([0, 5, 5, 6, 40], dtype=torch.int32)
+
+
+@pytest.fixture
+def on_triton(interpreter, monkeypatch):
+    """Makes the layer take the fused ops wherever a GPU would; returns the device."""
+
+    def turn():
+        monkeypatch.setattr(mru, "mru_mixer_is_fused", lambda *given: not no_kernel(*given))
+        for name in ("mru_mixer", "mru_step"):
+            monkeypatch.setattr(mru, name, functools.partial(getattr(mru, name), backend="triton"))
+        return interpreter
+
+    return turn
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"construction": "cayley", "order": 4},
+        {"construction": "ldu", "order": 4, "nheads": 2, "bias": True},
+        {"construction": "identity_plus", "order": 8, "nheads": 1},
+    ],
+)
+def test_layer(on_triton, launched, randomize, options, cu_seqlens):
+    layer = randomize(MRU(32, MRUConfig(**options), causal=True, max_seqlen=64, output_std=0.02))
+    with torch.no_grad():
+        layer.in_proj.weight.mul_(0.1)
+    x = torch.randn(1 if cu_seqlens is not None else 2, 40, 32)
+    wanted = results(layer, "cpu", x, cu_seqlens=cu_seqlens)
+    norms = layer.log_norms
+    assert not launched
+    device = on_triton()
+    assert_close(results(layer, device, x, cu_seqlens=cu_seqlens), wanted)
+    assert names(launched) == ["outputs_pass", "collect_pass", "gradients_pass"]
+    # Both look at the last state of each document; only the kernels also at those of chunks.
+    assert layer.log_norms[0] >= norms[0] - 1e-5
+
+
+@pytest.mark.parametrize("options", [{"order": 3, "nheads": 1}, {"construction": "householder"}, {"decay": True}])
+def test_what_has_no_kernel_takes_the_parts(on_triton, launched, randomize, options):
+    layer = randomize(MRU(48, MRUConfig(**{"order": 4, **options}), causal=True, max_seqlen=64, output_std=0.02))
+    x = torch.randn(1, 9, 48)
+    wanted = results(layer, "cpu", x)
+    found = results(layer, on_triton(), x)
+    assert "outputs_pass" not in names(launched)
+    assert_close(found, wanted)
+
+
+def test_language_model_with_recomputed_blocks(on_triton, launched, small_model):
+    model = small_model("language_model", ("mru",), n_layers=2, d_model=16, mru=MRUConfig(order=4)).train()
+    ids = torch.randint(61, (2, 21))
+    wanted = results(model, "cpu", ids)
+    checkpoint_activations(model, "full")
+    assert_close(results(model, on_triton(), ids), wanted)
+    assert names(launched).count("outputs_pass") == 4
+
+
+def test_generation_equals_the_parallel_form(on_triton, launched, small_model, randomize):
+    model = randomize(small_model("language_model", ("mru",), n_layers=2, d_model=16, mru=MRUConfig(order=4)).eval())
+    model.to(on_triton())
+    ids = torch.randint(61, (2, 12))
+    with torch.no_grad():
+        whole = model(ids)
+        logits, state = model.prefill(ids[:, :5])
+        steps = [logits]
+        for t in range(5, 12):
+            logits, state = model.step(ids[:, t], state)
+            steps.append(logits)
+    torch.testing.assert_close(torch.stack(steps, 1), whole[:, 4:], rtol=1e-5, atol=1e-5)
+    assert names(launched).count("outputs_pass") == 2 * (1 + 1 + 7)
