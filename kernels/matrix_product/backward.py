@@ -114,16 +114,22 @@ class BackwardRecurrence:
 def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tensor, products: Tensor) -> Tensor:
     """What reaches the last token of each chunk from its right, (batch, count, nheads, o, o).
 
-    carry (batch, nheads, o, o): what reaches the last chunk.
+    carry (batch, nheads, o, o): what reaches the last chunk. Each chunk sends left the sum of G_t P_t^T, where P_t is
+    the product of its matrices up to t: one wide product per block of steps, none after the other.
     """
-    recurrence = BackwardRecurrence(span, gradient, None)
-    for block in reversed(span.blocks()):
-        recurrence.run(block, None)
-    factor = span.buffer().copy_(span.x[:, :, 0]).view(span.flat)
-    local = torch.bmm(recurrence.above, factor.mT)
-    if 0 in span.starts:
-        span.rows(local)[span.starts[0][0]] = 0
-    local, factors = span.chunk_major(local.view(span.lanes)), span.chunk_major(products)
+    local, loaded = span.buffer().view(span.flat), span.buffers()
+    for block in span.blocks():
+        rights = span.wide(products, block)
+        sums = torch.empty_like(rights)
+        for slot, given in zip(sums.unbind(4), gradient.load(block, loaded), strict=True):
+            slot.copy_(given)
+        restarted = span.restarted(block)
+        if restarted is not None:
+            rows, steps = restarted
+            sums[0, rows, :, :, steps] = 0
+        pair = sums.flatten(4).flatten(0, 2), rights.flatten(4).flatten(0, 2).mT
+        local = local.baddbmm_(*pair) if block.start else torch.bmm(*pair, out=local)
+    local, factors = span.chunk_major(local.view(span.lanes)), span.chunk_major(rights[..., -1, :])
     arriving = [carry.flatten(0, 1)]
     for chunk in reversed(range(1, span.count)):
         own = local[chunk]

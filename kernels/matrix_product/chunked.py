@@ -1,15 +1,17 @@
 """Matrix-product scan in chunks, in PyTorch, with a hand-written backward pass.
 
 H_t = H_{t-1} X_t is sequential in t, and multiplying o x o matrices one at a time is slow. Cutting the
-sequence into chunks makes (batch x chunks x heads) independent lanes: one pass multiplies each chunk
-together, a short scan over the chunk products gives the state that enters each chunk, a second pass runs the
-recurrence in all chunks at once and writes the output. Two products per token, no log-depth tree, and no
-temporary larger than a few steps of all lanes.
+sequence into chunks makes (batch x chunks x heads) independent lanes. All chunks at once multiply their
+matrices one after the other into products P_t since the chunk's start; a short scan over the chunks' whole
+products gives the state E that enters each. Then H_t = E P_t no longer waits for H_{t-1}: the P_t of several
+steps lie side by side in memory, and E [P_1 | P_2 | ...] is one wide product, far cheaper than one each.
 
-The backward pass B_t = G_t + B_{t+1} X_{t+1}^T, dX_t = H_{t-1}^T B_t works in the same two passes from the
-right. It keeps the input, the output and one product per chunk. A packed document restarts the product: its
-first state is written over whatever reached it, so nothing of its neighbour, not even an overflow, comes
-through.
+The backward pass is B_t = G_t + B_{t+1} X_{t+1}^T, dX_t = H_{t-1}^T B_t. What a chunk sends to the one on its
+left is the sum of G_t P_t^T, wide products again, plus what it gets from its right times its whole product.
+With that known at every chunk, the recurrence runs in all of them at once. Kept for it are the input, the
+output and the P_t, float32. A packed document restarts the product: its first state is written over whatever
+reached it and the states after it are the P_t as they are, so nothing of its neighbour, not even an overflow,
+comes through.
 """
 
 from __future__ import annotations

@@ -1,11 +1,17 @@
-"""Forward pass of the matrix-product scan: multiply chunks together, scan over them, run all chunks at once."""
+"""Forward pass of the matrix-product scan: products inside chunks, a scan over chunks, then all states at once."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, product_dtype, product_spans
+from matmix.kernels.matrix_product.spans import (
+    ProductDocuments,
+    ProductSpan,
+    product_dtype,
+    product_spans,
+    products_like,
+)
 from matmix.kernels.precision import outside_autocast
 
 
@@ -13,13 +19,13 @@ from matmix.kernels.precision import outside_autocast
 def product_forward(
     x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """States (batch, seqlen, nheads, o, o) typed like x, final states, and chunk products."""
+    """States (batch, seqlen, nheads, o, o) typed like x, final states, and the products inside chunks."""
     documents = ProductDocuments(cu_seqlens)
     dtype = product_dtype(x)
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     given = given_states(initial_state, rows, x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    products = out.new_zeros(0, dtype=dtype)
+    products = products_like(x)
     firsts, final = given, given.clone()
     if documents.starts:
         tokens, owners = (torch.tensor(index, device=x.device) for index in zip(*documents.starts, strict=True))
@@ -29,9 +35,8 @@ def product_forward(
     # With packed documents nothing reaches the first token from its left: any state will do there.
     state = given if cu_seqlens is None else given[:1]
     for span in product_spans(x, chunk_size, documents):
-        entering, found = product_entries(span, state, firsts)
-        products = found if found is not None else products
-        state = product_states(span, entering, firsts, span.view(out), None if out.dtype == dtype else final)
+        entering = product_entries(span, state, firsts, products)
+        state = product_states(span, entering, products, span.view(out), None if out.dtype == dtype else final)
     if cu_seqlens is None:
         final = state.contiguous()
     elif out.dtype == dtype and documents.ends:
@@ -48,28 +53,25 @@ def given_states(initial_state: Tensor | None, rows: int, x: Tensor) -> Tensor:
     return identity.expand(rows, *x.shape[2:])
 
 
-def load_factors(span: ProductSpan, block: range, out: Tensor) -> tuple[Tensor, ...]:
-    """The span's matrices at the steps of a block, (lanes, o, o) each."""
-    return span.by_lane(span.load(span.x, block.start, block.stop, out))
-
-
-def product_entries(span: ProductSpan, state: Tensor, firsts: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The state that enters each chunk and, of several chunks, each one's product since its last restart."""
-    if span.count == 1:
-        return state.unsqueeze(1).clone(memory_format=torch.contiguous_format), None
+def product_entries(span: ProductSpan, state: Tensor, firsts: Tensor, products: Tensor) -> Tensor:
+    """Write the running products of each chunk; returns the state that enters each, (batch, count, nheads, o, o)."""
     factors = span.buffers()
-    current, spare = span.buffer().copy_(span.x[:, :, 0]).view(span.flat), span.buffer().view(span.flat)
+    current, spare = span.buffer().view(span.flat), span.buffer().view(span.flat)
     for block in span.blocks():
-        for step, right in zip(block, load_factors(span, block, factors), strict=True):
+        rights = span.by_lane(span.load(span.x, block.start, block.stop, factors))
+        slots = span.wide(products, block).flatten(0, 2).unbind(2)
+        for step, right, slot in zip(block, rights, slots, strict=True):
             if step:
                 torch.bmm(current, right, out=spare)
                 current, spare = spare, current
+            else:
+                current.copy_(right)
             restart_product(span, step, current, firsts)
-    products = current.view(span.lanes)
+            slot.copy_(current)
     states = [state.flatten(0, 1)]
-    for chunk, product in enumerate(span.chunk_major(products)[:-1]):
+    for chunk, product in enumerate(span.chunk_major(current.view(span.lanes))[:-1]):
         states.append(product if chunk in span.cut else torch.bmm(states[-1], product))
-    return span.lane_major(states), products
+    return span.lane_major(states)
 
 
 def restart_product(span: ProductSpan, step: int, current: Tensor, firsts: Tensor) -> None:
@@ -79,22 +81,22 @@ def restart_product(span: ProductSpan, step: int, current: Tensor, firsts: Tenso
         span.rows(current)[rows] = firsts[documents]
 
 
-def product_states(span: ProductSpan, state: Tensor, firsts: Tensor, out: Tensor, final: Tensor | None) -> Tensor:
-    """Run the recurrence in all chunks, writing every state; returns the last.
+def product_states(span: ProductSpan, entering: Tensor, products: Tensor, out: Tensor, final: Tensor | None) -> Tensor:
+    """Every state, a block of steps at once: what enters a chunk times the products inside it. Returns the last.
 
-    `final`, if given, receives the states where documents end, unrounded.
+    `final`, if given, receives the states where documents end, unrounded. Products behind a restart are states already;
+    they are set to zero afterwards, so that the backward pass sends nothing through them.
     """
-    factors, states = span.buffers(), span.buffers()
-    slots = span.by_lane(states)
-    state = state.view(span.flat)
     for block in span.blocks():
-        rights = load_factors(span, block, factors)
-        # The state before a block's first step lies in the buffer's last slot: never in the one written to.
-        for step, right, slot in zip(block, rights, slots[: len(block)], strict=True):
-            state = torch.bmm(state, right, out=slot)
-            restart_product(span, step, state, firsts)
-            if final is not None and step in span.ends:
-                rows, documents = span.ends[step]
-                final[documents] = span.rows(state)[rows]
-        span.store(states[: len(block)], out, block.start)
-    return state.view(span.lanes)[:, -1]
+        rights = span.wide(products, block)
+        states = torch.bmm(entering.flatten(0, 2), rights.flatten(4).flatten(0, 2)).view(rights.shape)
+        restarted = span.restarted(block)
+        if restarted is not None:
+            rows, steps = restarted
+            states[0, rows, :, :, steps] = rights[0, rows, :, :, steps]
+            rights[0, rows, :, :, steps] = 0
+        out[:, :, block.start : block.stop] = states.permute(0, 1, 4, 2, 3, 5)
+        for step in span.ends.keys() & set(block) if final is not None else ():
+            rows, documents = span.ends[step]
+            final[documents] = states[0, rows, :, :, step - block.start]
+    return states[:, -1, :, :, -1]

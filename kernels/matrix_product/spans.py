@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
 
-STEPS_AT_ONCE = 4
-"""Steps whose matrices are copied together into a buffer: few enough to stay small, enough to make few copies."""
+COLUMNS = 32
+"""Columns of a wide product. Multiplying two small matrices is nearly all overhead; as many matrices side by side as
+make up this many columns take little longer than one. Matrices that are as wide themselves gain nothing."""
 
 
 def default_product_chunk(seqlen: int) -> int:
     """About the square root of the length: as many steps inside chunks as there are chunks to scan over."""
     chunk = 1
-    while 2 * chunk * chunk <= seqlen:
+    while 2 * chunk * chunk < seqlen:
         chunk *= 2
     return chunk
 
@@ -23,11 +25,12 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def products_like(x: Tensor, chunk_size: int | None) -> Tensor:
-    """An empty tensor shaped like the chunk products that `product_forward` returns for x."""
-    chunk = min(chunk_size or default_product_chunk(x.shape[1]), x.shape[1])
-    count = x.shape[1] // chunk
-    return x.new_empty((x.shape[0], count, *x.shape[2:]) if count > 1 else (0,), dtype=product_dtype(x))
+def products_like(x: Tensor, chunk_size: int | None = None) -> Tensor:
+    """An empty tensor for the products inside chunks that `product_forward` returns for x: one matrix per token.
+
+    In memory: spans, blocks of steps, then (lanes, o, steps of the block, o): a block's matrices lie side by side.
+    """
+    return x.new_empty(x.numel(), dtype=product_dtype(x))
 
 
 class ProductDocuments:
@@ -44,8 +47,8 @@ class ProductDocuments:
 class ProductSpan:
     """`count` chunks of `chunk` tokens from token `offset` on: lanes are (batch, count, nheads).
 
-    `starts` and `ends`: step -> (chunks, documents) of the documents that begin or end there; `cut`: the chunks in
-    which one begins.
+    `starts` and `ends`: step -> (chunks, documents) of the documents that begin or end there; `cut`: for each chunk in
+    which one begins, the step where the first one does. Steps are taken in blocks of `width`.
     """
 
     def __init__(self, x: Tensor, documents: ProductDocuments, offset: int, count: int, chunk: int):
@@ -55,7 +58,11 @@ class ProductSpan:
         self.lanes = (x.shape[0], count, *x.shape[2:])
         self.flat = (x.shape[0] * count * x.shape[2], *x.shape[3:])
         self.starts, self.ends = self.at_steps(documents.starts), self.at_steps(documents.ends)
-        self.cut = {row for rows, _ in self.starts.values() for row in rows.tolist()}
+        self.cut: dict[int, int] = {}
+        for step in sorted(self.starts):
+            for row in self.starts[step][0].tolist():
+                self.cut.setdefault(row, step)
+        self.width = min(max(1, COLUMNS // x.shape[-1]), chunk)
 
     def view(self, x: Tensor) -> Tensor:
         """(batch, seqlen, ...) -> (batch, count, chunk, ...), the span's tokens."""
@@ -73,8 +80,8 @@ class ProductSpan:
 
     def blocks(self) -> list[range]:
         """The steps, a few at a time."""
-        starts = range(0, self.chunk, STEPS_AT_ONCE)
-        return [range(start, min(start + STEPS_AT_ONCE, self.chunk)) for start in starts]
+        starts = range(0, self.chunk, self.width)
+        return [range(start, min(start + self.width, self.chunk)) for start in starts]
 
     def buffer(self, steps: int | None = None) -> Tensor:
         """One matrix per lane, (batch, count, nheads, o, o), or several with a leading dimension of steps."""
@@ -82,7 +89,23 @@ class ProductSpan:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def buffers(self) -> Tensor:
-        return self.buffer(min(STEPS_AT_ONCE, self.chunk))
+        return self.buffer(self.width)
+
+    def wide(self, flat: Tensor, block: range) -> Tensor:
+        """The part of `products_like` that holds a block: (batch, count, nheads, o, steps, o), side by side."""
+        size = math.prod(self.lanes)
+        per_token = size // self.count
+        start = self.tokens.start * per_token + block.start * size
+        shape = (*self.lanes[:-1], len(block), self.lanes[-1])
+        return flat[start : start + len(block) * size].view(shape)
+
+    def restarted(self, block: range) -> tuple[Tensor, Tensor] | None:
+        """(chunks, steps of the block) that no state reaches from another chunk: a document begins before or there."""
+        if not self.cut:
+            return None
+        firsts = torch.tensor([self.cut.get(row, self.chunk) for row in range(self.count)])
+        found = (firsts[:, None] <= torch.arange(block.start, block.stop)).nonzero()
+        return found[:, 0].to(self.device), found[:, 1].to(self.device)
 
     def load(self, source: Tensor, first: int, last: int, out: Tensor) -> Tensor:
         """Copy steps first .. last - 1 of (batch, count, chunk, nheads, o, o) into `out`, steps leading."""
