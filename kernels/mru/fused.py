@@ -120,7 +120,7 @@ def backward(
         arriving = scan.arriving_cotangents(level.chunks(), sums, products)
     delements = torch.empty(elements.shape, dtype=elements.dtype, device=elements.device)
     shares = torch.empty((level.slots, *w_down.shape), dtype=torch.float32, device=elements.device)
-    work = torch.empty((*level.grid, 2 * GROUP, level.tile, level.tile), dtype=torch.float32, device=elements.device)
+    work = level.empty(level.slots * 2 * GROUP, elements)
     dinitial = None if initial is None else torch.empty_like(initial)
     launch(
         gradients_pass, level.grid, elements, *elements.stride()[:2], *given, arriving, inner, work, initial, entering,

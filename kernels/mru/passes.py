@@ -185,7 +185,7 @@ def gradients_pass(
     first chunk that of the initial state.
 
     States are computed again, GROUP tokens at a time, from the products that `collect_pass` left; they and the state
-    matrices of a group wait in `work` (programs, 2 GROUP, TILE, TILE), which only this program reads and which stays
+    matrices of a group wait in `work` (slots, 2 GROUP, nheads, o, o), of which a program reads what it wrote, while it is
     in the cache.
     """
     slot = tl.program_id(0)
@@ -210,9 +210,7 @@ def gradients_pass(
     flat = (h0 * ORDER + i)[:, None] * d_c + tl.arange(0, WIDTH)[None, :]
     at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l if GIVEN else dy
     at_inner = inner + slot.to(tl.int64) * ((CHUNK + GROUP - 1) // GROUP) * size
-    program = slot.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    at_work = work + program * (2 * GROUP * TILE * TILE)
-    tile = i[:, None] * TILE + i[None, :]
+    at_work = work + slot.to(tl.int64) * (2 * GROUP) * size
     b = tl.zeros((TILE, TILE), tl.float32)
     dw = tl.zeros((TILE, WIDTH), tl.float32)
     if DFINAL:
@@ -234,8 +232,8 @@ def gradients_pass(
         for step in range(count):
             m = tl.load(at + (first + step).to(tl.int64) * e_l + places, mask=loaded, other=0.0).to(tl.float32)
             x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
-            tl.store(at_work + step * (TILE * TILE) + tile, state)
-            tl.store(at_work + (GROUP + step) * (TILE * TILE) + tile, x)
+            tl.store(at_work + step * size + matrix, state, mask=inside)
+            tl.store(at_work + (GROUP + step) * size + matrix, x, mask=inside)
             state = tl.dot(state, x, input_precision=PRECISION)
         tl.debug_barrier()
         for reverse in range(count):
@@ -247,8 +245,8 @@ def gradients_pass(
                 dw = tl.dot(tl.trans(state), g, acc=dw, input_precision=PROJECTION)
             # Keeps the compiler from mixing the products of the three parts, whose operands would not fit registers.
             tl.debug_barrier()
-            state = tl.load(at_work + step * (TILE * TILE) + tile)
-            x = tl.load(at_work + (GROUP + step) * (TILE * TILE) + tile)
+            state = tl.load(at_work + step * size + matrix, mask=inside, other=0.0)
+            x = tl.load(at_work + (GROUP + step) * size + matrix, mask=inside, other=0.0)
             dx = tl.dot(tl.trans(state), b, input_precision=PRECISION)
             b = tl.dot(b, tl.trans(x), input_precision=PRECISION)
             tl.debug_barrier()

@@ -196,9 +196,10 @@ def test_no_value_is_looked_at_and_no_state_stored(packed_row):
         fused.backward(torch.empty_like(y), final, elements, w_down, edges, None, cu_seqlens, "cayley")
     assert len(launches) == 5 + 6
     states = 100_000 * 6 * 64 * 4
-    tensors = [x for launch in launches for x in launch.arguments if torch.is_tensor(x)]
+    # Elements, outputs and their gradients are bfloat16.
+    tensors = [x for launch in launches for x in launch.arguments if torch.is_tensor(x) and x.dtype == torch.float32]
     kept_from_forward = edges.numel() * 4
-    assert max(x.numel() * x.element_size() for x in tensors) <= 0.6 * states
+    assert max(x.numel() * x.element_size() for x in tensors) <= 0.26 * states
     assert kept_from_forward < 0.04 * states
 
 
