@@ -203,16 +203,25 @@ def mixer_calls(dtype: torch.dtype) -> Iterator[Call]:
                 run = functools.partial(_run_mixer, dtype, construction, order, kind)
                 rare = dtype == torch.float16 or (order == 4 and kind == "from a state to a state")
                 yield Call("mru_mixer", title, dtype, run, rare=rare)
+        run = functools.partial(_run_mixer, dtype, construction, 8, "a long row", width=1, heads=1)
+        yield Call("mru_mixer", f"{construction}, order 8, one head projected to one column", dtype, run, rare=True)
         run = functools.partial(_run_mixer, dtype, construction, 16, "packed", width=LARGEST_WIDTHS[dtype])
         yield Call("mru_mixer", f"{construction}, order 16, wide projection", dtype, run)
 
 
 def _run_mixer(
-    dtype: torch.dtype, construction: str, order: int, kind: str, module: ModuleType, *, width: int | None = None
+    dtype: torch.dtype,
+    construction: str,
+    order: int,
+    kind: str,
+    module: ModuleType,
+    *,
+    width: int | None = None,
+    heads: int | None = None,
 ) -> None:
     packed, states = kind == "packed", "from a state" in kind
     batch, seqlen = (1, BATCH * SEQLEN) if packed else (BATCH, 1 if kind.startswith("one token") else SEQLEN)
-    heads = max(1, 48 // order)
+    heads = heads or 48 // order
     elements = _empty(batch, seqlen, heads, state_elements(construction, order), dtype=dtype)
     w_down = _empty(heads, order, width or order, dtype=dtype)
     initial = _empty(batch, heads, order, order) if states else None

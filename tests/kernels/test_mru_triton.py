@@ -199,7 +199,7 @@ def test_no_value_is_looked_at_and_no_state_stored(packed_row):
     # Elements, outputs and their gradients are bfloat16.
     tensors = [x for launch in launches for x in launch.arguments if torch.is_tensor(x) and x.dtype == torch.float32]
     kept_from_forward = edges.numel() * 4
-    assert max(x.numel() * x.element_size() for x in tensors) <= 0.26 * states
+    assert max(x.numel() * x.element_size() for x in tensors) <= 0.28 * states
     assert kept_from_forward < 0.04 * states
 
 
