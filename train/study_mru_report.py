@@ -33,8 +33,7 @@ def report(results: Any, out: Path) -> None:
     """Gather what is there, draw it and print the tables. results: what `study_mru.Results` has."""
     found = {part: results.read(part) for part in PARTS}
     out.mkdir(parents=True, exist_ok=True)
-    record = {"environment": environment(), **found}
-    (out / "mru_study.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    (out / "mru_study.json").write_text(json.dumps(record_of(found)) + "\n", encoding="utf-8")
     print(
         "\n\n".join(
             filter(
@@ -46,6 +45,15 @@ def report(results: Any, out: Path) -> None:
         if found["train" if name == "training" else name]:
             figure = draw(found)
             figure.savefig(out / f"mru_{name}.png")
+
+
+def record_of(found: dict[str, Any]) -> dict[str, Any]:
+    """What is committed: of the runs only every fifth step."""
+    thinned = {
+        part: {key: {**result, "steps": result["steps"][::5]} for key, result in found[part].items()}
+        for part in ("train", "longer", "long")
+    }
+    return {"environment": environment(), **found, **thinned}
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
@@ -115,9 +123,8 @@ def table_of_longer(found: dict[str, Any]) -> str:
 def beyond_cells(beyond: dict[str, Any] | None) -> list[str]:
     if beyond is None:
         return ["", ""]
-    overflows = [layer["overflow"] for layer in beyond["layers"] if layer["overflow"] is not None]
-    if overflows:
-        return [f"overflow at token {min(overflows):,}", "NaN"]
+    if overflows(beyond["layers"]):
+        return [f"NaN from token {min(overflows(beyond['layers'])):,}", "NaN"]
     last = [layer["mean"][-1] for layer in beyond["layers"]]
     return [f"{min(last):.1f} to {max(last):.1f}", f"{beyond['loss']['last_2048']:.3f}"]
 
@@ -199,7 +206,9 @@ def draw_training(found: dict[str, Any]) -> Any:
             continue
         finite = [step for step in result["steps"] if step["loss"] is not None]
         steps = [step["step"] for step in finite]
-        label = variant if result["first_nan"] is None else f"{variant}, NaN at step {result['first_nan']}"
+        label = name_of(variant).replace("`", "")
+        if result["first_nan"] is not None:
+            label += f", NaN at step {result['first_nan']}"
         left.plot(steps, smooth([step["loss"] for step in finite]), label=label, **style(variant))
         if variant != "none":
             right.plot(steps, [step["log_norm_max"] for step in finite], label=label, **style(variant))
@@ -222,18 +231,32 @@ def smooth(values: list[float], window: int = 10) -> list[float]:
 
 
 def draw_beyond(found: dict[str, Any]) -> Any:
-    """Trained models along 8,192 tokens: the layer with the largest norm, largest and mean over heads."""
+    """Trained models, each at the highest learning rate that it survived, along 8,192 tokens: of the layer with the
+    largest state in the end, the largest and the mean over heads."""
     figure, axes = new_figure(2)
+    drawn = set()
     for key, result in found["beyond"].items():
         variant, _, rate = key.partition("@")
+        if variant in drawn:
+            continue
+        drawn.add(variant)
+        layers = result["layers"]
+        # Up to the first NaN of any layer: the layers above it have it from there.
+        end = min(len(drawn_to_the_limit(EVERY_64, layer["largest"])[0]) for layer in layers) - 1
+        worst = max(layers, key=lambda layer: layer["largest"][end - 1])
         for one, name in zip(axes, ("largest", "mean"), strict=True):
-            layers = [drawn_to_the_limit(EVERY_64, layer[name]) for layer in result["layers"]]
-            worst = max(layers, key=lambda points: points[1][-1] / len(points[1]))
-            one.plot(*worst, label=f"{variant}, rate {rate}", **style(variant))
+            values = [*worst[name][:end], *([None] * (len(EVERY_64) - end))] if overflows(layers) else worst[name]
+            label = f"{name_of(variant).replace('`', '')}, learning rate {rate}"
+            one.plot(*drawn_to_the_limit(EVERY_64, values), label=label, **style(variant))
     for one, name in zip(axes, ("largest head", "mean of the heads"), strict=True):
         limits(one, name)
         one.axvline(128, color="black", linewidth=0.8, linestyle=":")
         one.set_xlim(0, LENGTH)
         one.set_xlabel("position (tokens); dotted: the length of training")
-    axes[1].legend(fontsize=8, loc="center right")
+    axes[1].legend(fontsize=8, loc="upper right", framealpha=1)
     return figure
+
+
+def overflows(layers: list[dict[str, Any]]) -> list[int]:
+    """Tokens at which layers have their first state that is not finite."""
+    return [layer["overflow"] for layer in layers if layer["overflow"] is not None]
