@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.matrix_product.forward import given_states
-from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, product_spans
+from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, multiplies_wide, product_spans
 from matmix.kernels.precision import outside_autocast
 
 
@@ -114,8 +114,24 @@ class BackwardRecurrence:
 def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tensor, products: Tensor) -> Tensor:
     """What reaches the last token of each chunk from its right, (batch, count, nheads, o, o).
 
-    carry (batch, nheads, o, o): what reaches the last chunk. Each chunk sends left the sum of G_t P_t^T, where P_t is
-    the product of its matrices up to t: one wide product per block of steps, none after the other.
+    carry (batch, nheads, o, o): what reaches the last chunk.
+    """
+    if multiplies_wide(span.x):
+        local, products = sent_left_wide(span, gradient, products)
+    else:
+        local = sent_left(span, gradient)
+    local, factors = span.chunk_major(local.view(span.lanes)), span.chunk_major(products)
+    arriving = [carry.flatten(0, 1)]
+    for chunk in reversed(range(1, span.count)):
+        own = local[chunk]
+        alone = chunk in span.cut
+        arriving.append(own if alone else torch.baddbmm(own, arriving[-1], factors[chunk].mT))
+    return span.lane_major(arriving[::-1])
+
+
+def sent_left_wide(span: ProductSpan, gradient: ProductGradient, products: Tensor) -> tuple[Tensor, Tensor]:
+    """What each chunk sends left if nothing reaches it, and its product: the sum of G_t P_t^T, where P_t is the product
+    of its matrices up to t; one wide product per block of steps.
     """
     local, loaded = span.buffer().view(span.flat), span.buffers()
     for block in span.blocks():
@@ -129,13 +145,19 @@ def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tens
             sums[0, rows, :, :, steps] = 0
         pair = sums.flatten(4).flatten(0, 2), rights.flatten(4).flatten(0, 2).mT
         local = local.baddbmm_(*pair) if block.start else torch.bmm(*pair, out=local)
-    local, factors = span.chunk_major(local.view(span.lanes)), span.chunk_major(rights[..., -1, :])
-    arriving = [carry.flatten(0, 1)]
-    for chunk in reversed(range(1, span.count)):
-        own = local[chunk]
-        alone = chunk in span.cut
-        arriving.append(own if alone else torch.baddbmm(own, arriving[-1], factors[chunk].mT))
-    return span.lane_major(arriving[::-1])
+    return local, rights[..., -1, :]
+
+
+def sent_left(span: ProductSpan, gradient: ProductGradient) -> Tensor:
+    """What each chunk sends left if nothing reaches it, by the recurrence. For large matrices."""
+    recurrence = BackwardRecurrence(span, gradient, None)
+    for block in reversed(span.blocks()):
+        recurrence.run(block, None)
+    factor = span.buffer().copy_(span.x[:, :, 0]).view(span.flat)
+    local = torch.bmm(recurrence.above, factor.mT)
+    if 0 in span.starts:
+        span.rows(local)[span.starts[0][0]] = 0
+    return local
 
 
 def span_gradients(

@@ -12,6 +12,9 @@ With that known at every chunk, the recurrence runs in all of them at once. Kept
 output and the P_t, float32. A packed document restarts the product: its first state is written over whatever
 reached it and the states after it are the P_t as they are, so nothing of its neighbour, not even an overflow,
 comes through.
+
+Matrices of order 16 and more gain nothing from lying side by side and would only be moved about more. For them
+both second passes run the recurrence in all chunks at once, and only each chunk's product is kept.
 """
 
 from __future__ import annotations

@@ -10,7 +10,15 @@ from torch import Tensor
 
 COLUMNS = 32
 """Columns of a wide product. Multiplying two small matrices is nearly all overhead; as many matrices side by side as
-make up this many columns take little longer than one. Matrices that are as wide themselves gain nothing."""
+make up this many columns take little longer than one."""
+
+STEPS_AT_ONCE = 4
+"""Steps whose matrices are copied together into a buffer, or more to make a wide product: few enough to stay small."""
+
+
+def multiplies_wide(x: Tensor) -> bool:
+    """Whether products inside chunks are kept and multiplied side by side. Large matrices gain nothing by it."""
+    return x.shape[-1] < 16
 
 
 def default_product_chunk(seqlen: int) -> int:
@@ -25,12 +33,17 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def products_like(x: Tensor, chunk_size: int | None = None) -> Tensor:
-    """An empty tensor for the products inside chunks that `product_forward` returns for x: one matrix per token.
+def products_like(x: Tensor, chunk_size: int | None) -> Tensor:
+    """An empty tensor for the products that `product_forward` returns for x.
 
-    In memory: spans, blocks of steps, then (lanes, o, steps of the block, o): a block's matrices lie side by side.
+    Wide: one matrix per token, its product since the chunk's start. In memory: spans, blocks of steps, then
+    (lanes, o, steps of the block, o), so that a block's matrices lie side by side. Else one matrix per whole chunk.
     """
-    return x.new_empty(x.numel(), dtype=product_dtype(x))
+    if multiplies_wide(x):
+        return x.new_empty(x.numel(), dtype=product_dtype(x))
+    chunk = min(chunk_size or default_product_chunk(x.shape[1]), x.shape[1])
+    count = x.shape[1] // chunk
+    return x.new_empty((x.shape[0], count, *x.shape[2:]) if count > 1 else (0,), dtype=product_dtype(x))
 
 
 class ProductDocuments:
@@ -62,7 +75,7 @@ class ProductSpan:
         for step in sorted(self.starts):
             for row in self.starts[step][0].tolist():
                 self.cut.setdefault(row, step)
-        self.width = min(max(1, COLUMNS // x.shape[-1]), chunk)
+        self.width = min(max(STEPS_AT_ONCE, COLUMNS // x.shape[-1]), chunk)
 
     def view(self, x: Tensor) -> Tensor:
         """(batch, seqlen, ...) -> (batch, count, chunk, ...), the span's tokens."""

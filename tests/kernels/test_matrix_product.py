@@ -44,8 +44,9 @@ def test_orders(order):
 @pytest.mark.parametrize("lengths", [[1, 7, 64, 129, 30], [1] * 9, [0, 70, 0, 1, 0], [200, 1, 1, 40]])
 @pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_packed_documents(lengths, states, reverse):
-    inputs = make(sum(lengths), batch=1, states=len(lengths) if states else 0)
+@pytest.mark.parametrize("order", [4, 16])
+def test_packed_documents(lengths, states, reverse, order):
+    inputs = make(sum(lengths), batch=1, order=order, states=len(lengths) if states else 0)
     assert_matches(
         matrix_product_scan,
         matrix_product_definition,
@@ -126,9 +127,10 @@ def test_gradcheck():
     )
 
 
-def test_documents_are_bit_independent_even_of_overflow():
+@pytest.mark.parametrize("order", [8, 16])
+def test_documents_are_bit_independent_even_of_overflow(order):
     lengths = [5, 20, 1, 80, 30]
-    x = make(sum(lengths), batch=1, order=8)["x"]
+    x = make(sum(lengths), batch=1, order=order)["x"]
     cu_seqlens = packed(lengths)
     weight = torch.randn_like(x)
 
@@ -153,6 +155,14 @@ def test_bfloat16_keeps_float32_states():
     assert h.dtype == torch.bfloat16
     assert rmse_ratio(final, end) < 1e-5
     assert rmse_ratio(h, wanted) < 4e-3
+
+
+@pytest.mark.parametrize("order", [4, 16])
+def test_final_states_of_packed_bfloat16_are_not_rounded(order):
+    lengths = [5, 0, 70, 1, 80, 30]
+    x = make(sum(lengths), batch=1, order=order)["x"].bfloat16()
+    options = {"cu_seqlens": packed(lengths), "return_final_state": True}
+    assert rmse_ratio(matrix_product_scan(x, **options)[1], matrix_product_definition(x, **options)[1]) < 1e-5
 
 
 def test_strided_input():
