@@ -71,7 +71,10 @@ def run(config: RunConfig, weights: Path | None) -> dict[str, Any]:
         trainer = Trainer(dataclasses.replace(config, run_dir=f"{folder}/run"), distributed)
         trainer.callbacks.insert(0, watch)
         try:
-            metrics, stopped = trainer.fit().metrics, None
+            done = trainer.fit()
+            if done.signal:
+                raise KeyboardInterrupt  # half a run is no result
+            metrics, stopped = done.metrics, None
         except NonFiniteError:
             metrics, stopped = {}, trainer.state.step
         if weights is not None:
