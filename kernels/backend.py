@@ -22,6 +22,9 @@ from torch import Tensor
 Backend = Literal["auto", "torch", "triton"]
 BACKENDS = ("auto", "torch", "triton")
 
+# Found out once: torch.compile cannot trace the search.
+_TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+
 _TRITON_FORMS = {
     "semiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
     "quasiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
@@ -64,7 +67,7 @@ def check_backend(op: str, backend: str, like: Tensor, why_not: str = "") -> Non
 
 def _no_triton(like: Tensor) -> str:
     """Why Triton kernels cannot take tensors like this one; empty if they can."""
-    if importlib.util.find_spec("triton") is None:
+    if not _TRITON_IS_INSTALLED:
         return "needs the package triton, which is not installed"
     if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs CUDA tensors, got one on {like.device}"

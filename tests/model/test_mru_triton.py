@@ -9,6 +9,7 @@ import torch
 from module_results import assert_close, results
 from triton_on_cpu import names
 
+from matmix.kernels.backend import takes_triton
 from matmix.kernels.mru.op import no_kernel
 from matmix.model.mixers import mru
 from matmix.model.mixers.mru import MRU, MRUConfig
@@ -86,3 +87,20 @@ def test_generation_equals_the_parallel_form(on_triton, launched, small_model, r
             steps.append(logits)
     torch.testing.assert_close(torch.stack(steps, 1), whole[:, 4:], rtol=1e-5, atol=1e-5)
     assert names(launched).count("outputs_pass") == 2 * (1 + 1 + 7)
+
+
+def test_the_choice_of_kernels_is_traced(monkeypatch, randomize):
+    """torch.compile must get through it on GPUs; the interpreter's switch makes a CPU look like one."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    layer = randomize(MRU(16, MRUConfig(order=4), causal=True, max_seqlen=64, output_std=0.02))
+    chosen = []
+
+    def choose(elements, w_down, construction):
+        chosen.append(not no_kernel(elements, w_down, construction) and takes_triton("triton", elements))
+        return False
+
+    monkeypatch.setattr(mru, "mru_mixer_is_fused", choose)
+    x = torch.randn(2, 9, 16)
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+    assert all(chosen)
