@@ -185,8 +185,8 @@ def gradients_pass(
     first chunk that of the initial state.
 
     States are computed again, GROUP tokens at a time, from the products that `collect_pass` left; they and the state
-    matrices of a group wait in `work` (slots, 2 GROUP, nheads, o, o), of which a program reads what it wrote, while it is
-    in the cache.
+    matrices of a group wait in `work` (slots, 2 GROUP, nheads, o, o), of which a program reads what it wrote while it
+    is in the cache.
     """
     slot = tl.program_id(0)
     h0 = tl.program_id(1) * (TILE // ORDER)
