@@ -145,7 +145,7 @@ def table_of_long(found: dict[str, Any]) -> str:
 def new_figure(panels: int) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure  # only who draws needs it
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained", dpi=110)
+    figure = Figure(figsize=(10, 4.6), layout="constrained", dpi=110)
     axes = list(figure.subplots(1, panels, squeeze=False)[0])
     for one in axes:
         one.grid(True, alpha=0.3, linewidth=0.6)
@@ -253,7 +253,7 @@ def draw_beyond(found: dict[str, Any]) -> Any:
         one.axvline(128, color="black", linewidth=0.8, linestyle=":")
         one.set_xlim(0, LENGTH)
         one.set_xlabel("position (tokens); dotted: the length of training")
-    axes[1].legend(fontsize=8, loc="upper right", framealpha=1)
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
     return figure
 
 
