@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from matmix.kernels.matrix_product.forward import given_states
 from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, multiplies_wide, product_spans
 from matmix.kernels.precision import outside_autocast
+from matmix.kernels.slabs import row_slabs
 
 
 @outside_autocast
@@ -37,15 +40,17 @@ def product_backward(
             dgiven[documents.empty] = dfinal[documents.empty]
         else:
             carry = dfinal
+    # B_t takes the place of dX_t first, where the dtypes allow.
+    sums = dx if dx.dtype == given.dtype else torch.empty_like(dx, dtype=given.dtype)
     for span in reversed(product_spans(x, chunk_size, documents)):
         gradient = ProductGradient(span, dh, dfinal if packed else None)
-        entered = h[:, span.tokens.start - 1] if span.tokens.start else given[: x.shape[0]]
         several = span.count > 1
         arriving = carries_from_right(span, gradient, carry, products) if several else carry.unsqueeze(1)
         recurrence = BackwardRecurrence(span, gradient, dgiven if packed and learned else None)
-        carry = span_gradients(span, recurrence, arriving, entered, given if learned else None, h, dx)
+        carry = span_sums(span, recurrence, arriving, sums)
     if not packed:
         dgiven = carry
+    multiply_by_states(sums, h, documents if packed else None, given if learned else None, dx)
     return dx, dgiven.to(initial_state.dtype) if learned else None
 
 
@@ -63,6 +68,18 @@ class ProductGradient:
             for step in self.span.ends.keys() & set(block):
                 rows, documents = self.span.ends[step]
                 out[step - block.start][0, rows] += self.dfinal[documents]
+        return out
+
+    def load_wide(self, block: range, out: Tensor) -> Tensor:
+        """Into (batch, count, nheads, o, steps, o)."""
+        if self.dh is None:
+            out.zero_()
+        else:
+            out.copy_(self.dh[:, :, block.start : block.stop].permute(0, 1, 3, 4, 2, 5))
+        if self.dfinal is not None:
+            for step in self.span.ends.keys() & set(block):
+                rows, documents = self.span.ends[step]
+                out[0, rows, :, :, step - block.start] += self.dfinal[documents]
         return out
 
 
@@ -133,12 +150,10 @@ def sent_left_wide(span: ProductSpan, gradient: ProductGradient, products: Tenso
     """What each chunk sends left if nothing reaches it, and its product: the sum of G_t P_t^T, where P_t is the product
     of its matrices up to t; one wide product per block of steps.
     """
-    local, loaded = span.buffer().view(span.flat), span.buffers()
+    local = span.buffer().view(span.flat)
     for block in span.blocks():
         rights = span.wide(products, block)
-        sums = torch.empty_like(rights)
-        for slot, given in zip(sums.unbind(4), gradient.load(block, loaded), strict=True):
-            slot.copy_(given)
+        sums = gradient.load_wide(block, torch.empty_like(rights))
         restarted = span.restarted(block)
         if restarted is not None:
             rows, steps = restarted
@@ -160,37 +175,11 @@ def sent_left(span: ProductSpan, gradient: ProductGradient) -> Tensor:
     return local
 
 
-def span_gradients(
-    span: ProductSpan,
-    recurrence: BackwardRecurrence,
-    arriving: Tensor,
-    entered: Tensor,
-    given: Tensor | None,
-    h: Tensor,
-    dx: Tensor,
-) -> Tensor:
-    """Write the span's part of `dx`; returns what passes to its left.
-
-    entered: the state that enters the span; given: the initial states of documents, None for the identity.
-    """
-    states, dstates, previous = span.view(h), span.view(dx), span.buffers()
+def span_sums(span: ProductSpan, recurrence: BackwardRecurrence, arriving: Tensor, out: Tensor) -> Tensor:
+    """Write the span's B_t into `out`; returns what passes to its left."""
+    target = span.view(out)
     for block in reversed(span.blocks()):
-        sums = recurrence.run(block, arriving)
-        first = max(block.start - 1, 0)
-        span.load(states, first, block.stop - 1, previous[1 if block.start == 0 else 0 :])
-        if block.start == 0:
-            previous[0, :, 0] = entered
-            previous[0, :, 1:] = states[:, :-1, -1]
-        left = previous[: len(block)]
-        # The factors have been used: their buffer takes the result.
-        result = recurrence.factors[: len(block)]
-        torch.bmm(left.mT.flatten(0, 3), sums.flatten(0, 3), out=result.flatten(0, 3))
-        for number, step in enumerate(block):
-            if step in span.starts:
-                rows, documents = span.starts[step]
-                own = sums[number][0, rows]
-                result[number][0, rows] = own if given is None else given[documents].mT @ own
-        span.store(result, dstates, block.start)
+        span.store(recurrence.run(block, arriving), target, block.start)
     factor = span.buffer().copy_(span.x[:, :, 0])
     top = recurrence.above.view(span.lanes)
     if 0 in span.starts:
@@ -198,3 +187,26 @@ def span_gradients(
         if 0 in span.starts[0][0].tolist():
             return torch.zeros_like(top[:, 0])
     return top[:, 0] @ factor[:, 0].mT
+
+
+def multiply_by_states(
+    sums: Tensor, h: Tensor, documents: ProductDocuments | None, given: Tensor | None, dx: Tensor
+) -> None:
+    """dX_t = H_{t-1}^T B_t, a cache's worth of tokens at a time; `sums`, B_t, may be dx itself.
+
+    given: the initial states of rows or documents, which their first tokens multiply; None for the identity.
+    """
+    if documents is None:
+        rows, tokens = torch.arange(h.shape[0]), torch.zeros(h.shape[0], dtype=torch.int64)
+        owners = rows
+    else:
+        tokens, owners = torch.tensor(documents.starts, dtype=torch.int64).view(-1, 2).unbind(1)
+        rows = torch.zeros_like(tokens)
+    first = rows.to(h.device), tokens.to(h.device)
+    own = sums[first]
+    states, cotangents, out = (y.flatten(0, 1) for y in (h, sums, dx))
+    for slab in row_slabs(len(states) - 1, math.prod(h.shape[2:]) // 8, h.device):
+        here = slice(slab.start + 1, slab.stop + 1)
+        left = states[slab].to(sums.dtype).flatten(0, 1).mT
+        out[here] = torch.bmm(left, cotangents[here].flatten(0, 1)).view(out[here].shape)
+    dx[first] = (own if given is None else given[owners.to(given.device)].mT @ own).to(dx.dtype)
