@@ -28,6 +28,8 @@ class Mixer(nn.Module):
     """M[:i+1, :i+1] comes from tokens up to i only (two-sided forms: per direction), so any length works."""
     complexity: ClassVar[str]
     """Cost in the sequence length L."""
+    monitor_limits: ClassVar[dict[str, float]] = {}
+    """Values of `monitor` from which on what follows this mixer is no longer finite, where they are known."""
 
     def __init__(self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float) -> None:
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,8 @@ class MRU(Mixer):
     bidirectional_form = False
     sequence_aligned = True
     complexity = "O(L)"
+    # Layer norms square what comes from the states: what follows is NaN before states are infinite.
+    monitor_limits: ClassVar[dict[str, float]] = {"log_norm_max": math.log(torch.finfo(torch.float32).max) / 2}
 
     def __init__(self, d_model: int, config: MRUConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
@@ -244,7 +246,6 @@ class MRU(Mixer):
 
     def refuse_overflow(self) -> None:
         """Raise OverflowError when a state of the last forward is so large that norms of it overflow, or NaN."""
-        # Layer norms square what comes from the states: logits are NaN before states are infinite.
         if self.log_norms is None or bool(self.log_norms[0] < math.log(torch.finfo(self.log_norms.dtype).max) / 2):
             return
         if self.config.construction in BOUNDED_CONSTRUCTIONS:

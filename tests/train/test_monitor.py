@@ -1,15 +1,19 @@
 """Norms of MRU states as a training metric, and the guard's words when they overflow."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from runs import records, run_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from matmix.model import build_model
 from matmix.train import loop
+from matmix.train.callbacks.nan_guard import find_overflow
 from matmix.train.errors import NonFiniteError
 from matmix.train.monitor import Monitor
+from matmix.train.recipe import load_config
 
 NAMES = {f"monitor/blocks.{index}.log_norm_{kind}" for index in (0, 1) for kind in ("max", "mean")}
 LDU = ["--model.mixers.mru.construction", "ldu", "--model.dropout", "0", "--evaluation.every", "0"]
@@ -132,6 +136,29 @@ def test_an_absurd_learning_rate_overflows_by_itself(dataset, tmp_path):
     with pytest.raises(NonFiniteError, match=r"step \d+, where the states of layer \d \(mru, construction ldu\)"):
         run_recipe("debug_mru", dataset, tmp_path / "run", *options)
     assert list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_layer_whose_squares_overflow_comes_before_the_one_that_is_nan(small_run_config):
+    """A layer norm makes NaN of what is still finite below it: the layer below is to blame."""
+    model = build_model(small_run_config.model)
+    names = [f"blocks.{layer}.{name}" for layer in (0, 1) for name in ("log_norm_max", "log_norm_mean")]
+    trainer = SimpleNamespace(config=small_run_config, engine=SimpleNamespace(module=model))
+    for values, wanted in (
+        ([43.0, 40.0, math.nan, math.nan], "the states of layer 1 (mru, construction ldu) left the range of float32"),
+        (
+            [50.02, 40.0, math.nan, math.nan],
+            "the states of layer 0 (mru, construction ldu) grew to a log-norm of 50, where their squares leave the "
+            "range of float32",
+        ),
+        ([43.0, 40.0, -math.inf, -math.inf], ""),
+    ):
+        trainer.monitored = dict(zip(names, values, strict=True))
+        assert find_overflow(trainer)[0] == wanted
+
+
+@pytest.fixture
+def small_run_config():
+    return load_config("debug_mru", ["--model.vocab-size", "64", *LDU])
 
 
 def test_a_nan_elsewhere_blames_no_layer(monkeypatch, capsys, dataset, tmp_path):

@@ -39,16 +39,20 @@ class NanGuard(Callback):
 
 
 def find_overflow(trainer) -> tuple[str, str]:
-    """Which layer's states were the first, from the bottom, to leave the range of floats in the last step ("" if none
-    did, or none is watched), and what to do."""
-    # The names come in the order of the layers. Minus infinity is the logarithm of states of zeros.
-    bad = (name for name, value in trainer.monitored.items() if math.isnan(value) or value == math.inf)
-    name = next(bad, None)
-    if name is None:
+    """Which layer's states were the first, from the bottom, to grow out of the range of floats in the last step ("" if
+    none did, or none is watched), and what to do."""
+    for name, value in trainer.monitored.items():  # in the order of the layers
+        _, index, short = name.split(".", 2)  # blocks.<index>.<name of the value>
+        mixer = trainer.engine.module.blocks[int(index)].mixer
+        # Minus infinity is the logarithm of states of zeros.
+        if math.isnan(value) or value >= mixer.monitor_limits.get(short, math.inf):
+            break
+    else:
         return "", _ADVICE
-    index = int(name.split(".")[1])  # blocks.<index>.<name of the value>
-    mixer = trainer.engine.module.blocks[index].mixer
-    kind, _ = trainer.config.model.layer_kinds()[index]
+    kind, _ = trainer.config.model.layer_kinds()[int(index)]
     construction = getattr(mixer.config, "construction", None)
     kind = f"{kind}, construction {construction}" if construction else kind
-    return f"the states of layer {index} ({kind}) left the range of float32", mixer.overflow_advice() or _ADVICE
+    happened = "left the range of float32"
+    if math.isfinite(value):
+        happened = f"grew to a log-norm of {value:.3g}, where their squares leave the range of float32"
+    return f"the states of layer {index} ({kind}) {happened}", mixer.overflow_advice() or _ADVICE
