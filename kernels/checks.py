@@ -57,6 +57,8 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, seqlen: int
     """Boundaries of packed documents: int32 (ndocs + 1,), first 0, last seqlen, never decreasing, batch 1."""
     if cu_seqlens is None:
         return
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"{op}: cu_seqlens is a {type(cu_seqlens).__name__}; give an int32 tensor (documents + 1,)")
     if batch != 1:
         raise ValueError(f"{op}: cu_seqlens needs batch 1, got {batch}; flatten the batch to (1, batch * length, ...)")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -196,39 +196,48 @@ def _run_product(dtype: torch.dtype, order: int, packed: bool, module: ModuleTyp
 
 
 def mixer_calls(dtype: torch.dtype) -> Iterator[Call]:
+    def call(title: str, construction: str, order: int, rare: bool = False, **options) -> Call:
+        run = functools.partial(_run_mixer, dtype, construction, order, **options)
+        return Call("mru_mixer", f"{construction}, order {order}, {title}", dtype, run, rare=rare)
+
+    half = dtype == torch.float16
     for construction in ("identity_plus", "ldu", "cayley"):
         for order in (4, 8, 16):
-            for kind in ("a long row", "packed", "from a state to a state", "one token from a state"):
-                title = f"{construction}, order {order}, {kind}"
-                run = functools.partial(_run_mixer, dtype, construction, order, kind)
-                rare = dtype == torch.float16 or (order == 4 and kind == "from a state to a state")
-                yield Call("mru_mixer", title, dtype, run, rare=rare)
-        run = functools.partial(_run_mixer, dtype, construction, 8, "a long row", width=1, heads=1)
-        yield Call("mru_mixer", f"{construction}, order 8, one head projected to one column", dtype, run, rare=True)
-        run = functools.partial(_run_mixer, dtype, construction, 16, "packed", width=LARGEST_WIDTHS[dtype])
-        yield Call("mru_mixer", f"{construction}, order 16, wide projection", dtype, run)
+            yield call("rows", construction, order, rare=half)
+            yield call("packed", construction, order, rare=half, packed=True)
+            yield call("from a state to a state", construction, order, rare=half or order == 4, states=True)
+            yield call("one token from a state", construction, order, rare=half, states=True, seqlen=1)
+            rare = half or order == 8
+            yield call("packed, from states", construction, order, rare=rare, states=True, packed=True)
+            yield call("odd width", construction, order, rare=rare, packed=True, width=LARGEST_WIDTHS[dtype] - 3)
+            yield call("final states alone", construction, order, rare=True, states=True, outputs=False)
+            yield call("one head, one column", construction, order, rare=True, width=1, heads=1)
+        yield call("wide projection", construction, 16, packed=True, width=LARGEST_WIDTHS[dtype])
 
 
 def _run_mixer(
     dtype: torch.dtype,
     construction: str,
     order: int,
-    kind: str,
     module: ModuleType,
     *,
+    packed: bool = False,
+    states: bool = False,
+    seqlen: int = SEQLEN,
     width: int | None = None,
     heads: int | None = None,
+    outputs: bool = True,
 ) -> None:
-    packed, states = kind == "packed", "from a state" in kind
-    batch, seqlen = (1, BATCH * SEQLEN) if packed else (BATCH, 1 if kind.startswith("one token") else SEQLEN)
+    batch, seqlen = (1, BATCH * SEQLEN) if packed else (BATCH, seqlen)
     heads = heads or 48 // order
     elements = _empty(batch, seqlen, heads, state_elements(construction, order), dtype=dtype)
     w_down = _empty(heads, order, width or order, dtype=dtype)
-    initial = _empty(batch, heads, order, order) if states else None
-    options = (initial, _documents() if packed else None, construction)
+    cu_seqlens = _documents() if packed else None
+    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    options = (_empty(rows, heads, order, order) if states else None, cu_seqlens, construction)
     y, final, _, edges = module.forward(elements, w_down, *options)
-    dfinal = final if states else None
-    module.backward(torch.empty_like(y), dfinal, elements, w_down, edges, *options)
+    dy = torch.empty_like(y) if outputs else None
+    module.backward(dy, final if states else None, elements, w_down, edges, *options)
 
 
 def _documents() -> Tensor:

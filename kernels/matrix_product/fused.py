@@ -1,10 +1,11 @@
 """Triton form of the matrix-product scan: chunks side by side, and the same scan over the chunks' products.
 
 A program runs one chunk of one document for a few neighbouring heads, whose matrices stand as diagonal blocks of one
-tile of 16 x 16 (o = 4, 8, 16) or 32 x 32: small products only fit tensor cores in such tiles, and blocks stay apart
-under multiplication. Long sequences take three steps: the product of every chunk; the states at the chunks' edges,
-by the same scan over those products; all chunks from their edges. The backward pass goes the same way from the
-right with pairs: what a chunk adds to the cotangent, and the product that passes through it.
+tile of 16 x 16 (o = 4, 8, 16) or 32 x 32: small products only fit tensor cores in such tiles, and blocks of finite
+numbers stay apart under multiplication (a NaN times the zeros between blocks is NaN). Long sequences take three steps:
+the product of every chunk; the states at the chunks' edges, by the same scan over those products; all chunks from their
+edges. The backward pass goes the same way from the right with pairs: what a chunk adds to the cotangent, and the
+product that passes through it.
 
 Chunks start at document boundaries, numbered as in slots.py, so that nothing is read back and
 documents cannot touch. Matrices are float32 inside whatever the inputs are.

@@ -62,8 +62,8 @@ def matrix_product_scan(
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_state(op, initial_state, x, (rows, *x.shape[2:]))
     check_finite(op, x=x, initial_state=initial_state)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or a positive number")
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+        raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or a positive whole number")
     check_backend(op, backend, x)
     x, initial_state, cu_seqlens = reverse_products(x, initial_state, cu_seqlens, reverse)
     h, final, _ = torch.ops.matmix.matrix_product_scan(x, initial_state, cu_seqlens, chunk_size, backend)

@@ -72,17 +72,16 @@ def inverse(a, row, column, same, ORDER: tl.constexpr):
 
 
 @triton.jit
-def cayley(elements, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr):
+def cayley(elements, row, column, same, ORDER: tl.constexpr):
     """2 (I - S)^-1 - I, S skew. I - S has a positive definite symmetric part, so that no pivot is below 1.
 
-    Where elements are large the elimination loses digits; half a step of Newton and Schulz makes the result
-    orthogonal to rounding again, so that products neither grow nor shrink.
+    In float64: pivots are 1 and more plus squares of elements, and float32 would lose the 1 where those reach
+    thousands, and with it orthogonality.
     """
-    one = identity(TILE)
-    skew = tl.where(row > column, elements, -elements)
+    skew = tl.where(row > column, elements, -elements).to(tl.float64)
+    one = tl.where(same & (row == column), 1.0, 0.0).to(tl.float64)
     x = 2.0 * inverse(tl.where(row == column, one, -skew), row, column, same, ORDER) - one
-    lost = one - tl.dot(tl.trans(x), x, input_precision=PRECISION)
-    return tl.dot(x, 0.5 * lost, acc=x, input_precision=PRECISION)
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -92,7 +91,7 @@ def build(
 ):  # fmt: skip
     """X from the loaded elements (TILE, TILE) float32, 0 outside the blocks; zeros give the identity."""
     if CONSTRUCTION == "cayley":
-        x = cayley(elements, row, column, same, ORDER, TILE, PRECISION)
+        x = cayley(elements, row, column, same, ORDER)
     elif CONSTRUCTION == "ldu":
         lower, upper, _ = ldu_factors(elements, row, column, same, ORDER, TILE)
         x = tl.dot(lower, upper, input_precision=PRECISION)

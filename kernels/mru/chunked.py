@@ -67,6 +67,13 @@ def mixer_backward(
     return dx.to(elements.dtype).reshape(elements.shape), dw_down, dinitial
 
 
+@outside_autocast
+def state_matrices(elements: Tensor, construction: str, order: int) -> Tensor:
+    """X (..., o, o) float32 (float64 for float64) from elements of any precision, differentiable."""
+    return build_state_matrices(working(elements), construction, order)
+
+
+@outside_autocast
 def composed_mixer(
     scan: Callable,
     elements: Tensor,
@@ -76,11 +83,10 @@ def composed_mixer(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final states and (2,) log-norms from autograd's own parts: any construction, all states in memory."""
-    with torch.autocast(elements.device.type, enabled=False):
-        x = build_state_matrices(working(elements), construction, w_down.shape[1])
-        h, final = scan(x, initial_state=initial_state, return_final_state=True, cu_seqlens=cu_seqlens)
-        y = project(h, w_down.to(h.dtype)).to(elements.dtype)
-    return y, final, scan_log_norms(h, final)
+    x = state_matrices(elements, construction, w_down.shape[1])
+    h, final = scan(x, initial_state=initial_state, return_final_state=True, cu_seqlens=cu_seqlens)
+    y = project(h, w_down.to(h.dtype)).to(elements.dtype)
+    return y, final, scan_log_norms(h, final).float()
 
 
 def mru_mixer_torch(

@@ -9,7 +9,8 @@ of the state before it; what arrives at each chunk from its right, by the scan o
 eight tokens at a time: states again from the kept products, gradients of elements and projection. The elements are
 read twice in each direction of training, and what is kept between the two is a state and a product per chunk.
 
-Chunks, slots and tiles are those of the matrix-product scan (`matrix_product/fused.py`).
+Chunks, slots and tiles are those of the matrix-product scan (`matrix_product/fused.py`). Documents cannot touch each
+other, whatever they hold; the heads of a tile can by a NaN, as it times the zeros between blocks is NaN.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def in_place(x: Tensor, kept: int) -> Tensor:
 
 
 def options_of(level: Product, construction: str) -> dict:
-    return {**level.options(), "CONSTRUCTION": construction}
+    return {**level.options(), "CONSTRUCTION": construction, "maxnreg": 255}
 
 
 def projection_options(elements: Tensor, w_down: Tensor) -> dict:
@@ -125,7 +126,7 @@ def backward(
     launch(
         gradients_pass, level.grid, elements, *elements.stride()[:2], *given, arriving, inner, work, initial, entering,
         delements, shares, dinitial, *place, ARRIVING=several, INITIAL=initial is not None, ENTERING=several,
-        **options | {"num_warps": 2 if construction == "cayley" else 1, "maxnreg": 255},
+        **options | {"num_warps": 2 if construction == "cayley" else 1},
     )  # fmt: skip
     dw_down = torch.zeros_like(w_down) if dy is None else shares.sum(0).to(w_down.dtype)
     return delements, dw_down, None if dinitial is None else dinitial.to(initial_state.dtype)

@@ -1,4 +1,4 @@
-"""The size of MRU states: what a training run watches, since no construction but the orthogonal ones bounds it."""
+"""The size of MRU states: what a training run watches, since not every construction bounds it."""
 
 from __future__ import annotations
 

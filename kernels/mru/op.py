@@ -18,7 +18,7 @@ FUSED = ("identity_plus", "ldu", "cayley")
 
 LARGEST_ORDER = 16
 """Of the fused kernels: one tile of a matrix unit."""
-LARGEST_WIDTHS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}
+LARGEST_WIDTHS = {torch.bfloat16: 32, torch.float16: 32, torch.float32: 16}
 """Columns of a head's projection that stay in registers beside the states, by dtype of the elements."""
 
 
@@ -35,7 +35,7 @@ def mru_mixer(
 ) -> Tensor | tuple[Tensor, ...]:
     """The MRU between its two large projections: y_t = H_t w_down[head], H_t = H_{t-1} X_t, X_t from its elements.
 
-    On GPUs, for identity_plus, ldu and cayley with o <= 16 and d_c <= 64 (16 for float32), neither X nor H is written
+    On GPUs, for identity_plus, ldu and cayley with o <= 16 and d_c <= 32 (16 for float32), neither X nor H is written
     to memory; what is kept for the backward pass are the elements and two matrices per 64 tokens. Other
     constructions and sizes run `build_state_matrices`, `matrix_product_scan` and a product, with all states kept.
 
@@ -60,13 +60,15 @@ def mru_mixer(
     Raises:
         ValueError: a shape, dtype, device or option does not fit.
     """
-    order = check_mixer("mru_mixer", elements, w_down, construction, 4)
+    order = check_mixer(elements, w_down, construction, initial_state)
     check_cu_seqlens("mru_mixer", cu_seqlens, elements.shape[0], elements.shape[1], elements)
     rows = elements.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_state("mru_mixer", initial_state, elements, (rows, elements.shape[2], order, order))
     check_finite("mru_mixer", elements=elements, w_down=w_down, initial_state=initial_state)
-    check_backend("mru_mixer", backend, elements, no_kernel(elements, w_down, construction))
-    if construction in FUSED:
+    why_not = no_kernel(elements, w_down, construction)
+    check_backend("mru_mixer", backend, elements, why_not)
+    # Where kernels are at hand but not for this, the parts with kernels of their own serve better.
+    if construction in FUSED and not (why_not and takes_triton(backend, elements)):
         y, final, norms, _ = torch.ops.matmix.mru_mixer(
             elements, w_down, initial_state, cu_seqlens, construction, backend
         )
@@ -92,20 +94,21 @@ def no_kernel(elements: Tensor, w_down: Tensor, construction: str) -> str:
     return "" if width <= largest else f"projects to at most {largest} columns a head, not {width}"
 
 
-def check_mixer(op: str, elements: Tensor, w_down: Tensor, construction: str, dimensions: int) -> int:
-    """Check what mixer and step share; returns the order."""
-    check_floating(op, elements=elements, w_down=w_down)
-    check_choice(op, "construction", construction, CONSTRUCTIONS)
+def check_mixer(elements: Tensor, w_down: Tensor, construction: str, initial_state: Tensor | None) -> int:
+    """Check what needs no boundaries; returns the order."""
+    check_floating("mru_mixer", elements=elements, w_down=w_down, initial_state=initial_state)
+    check_choice("mru_mixer", "construction", construction, CONSTRUCTIONS)
     if w_down.dim() != 3 or w_down.shape[1] not in ORDERS or 0 in w_down.shape:
         allowed = ", ".join(map(str, ORDERS))
-        raise ValueError(f"{op}: w_down has shape {tuple(w_down.shape)}; expected (nheads, o, d_c), o one of {allowed}")
-    heads, order, _ = w_down.shape
-    expected = (*elements.shape[: dimensions - 2], heads, state_elements(construction, order))
-    if elements.dim() != dimensions or tuple(elements.shape) != expected or 0 in expected:
-        leading = "batch, seqlen" if dimensions == 4 else "batch"
         raise ValueError(
-            f"{op}: elements have shape {tuple(elements.shape)}; expected ({leading}, {heads}, {expected[-1]}), as "
-            f"w_down is {tuple(w_down.shape)} and the construction {construction}"
+            f"mru_mixer: w_down has shape {tuple(w_down.shape)}; expected (nheads, o, d_c), o one of {allowed}"
+        )
+    heads, order, _ = w_down.shape
+    expected = (*elements.shape[:2], heads, state_elements(construction, order))
+    if tuple(elements.shape) != expected or 0 in expected:
+        raise ValueError(
+            f"mru_mixer: elements have shape {tuple(elements.shape)}; expected (batch, seqlen, {heads}, "
+            f"{expected[-1]}), as w_down is {tuple(w_down.shape)} and the construction {construction}"
         )
     return order
 

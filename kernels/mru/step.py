@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from matmix.kernels.backend import check_backend
 from matmix.kernels.checks import check_choice, check_finite, check_floating
 from matmix.kernels.matrix_product.op import ORDERS, check_state, matrix_product_scan
-from matmix.kernels.mru.chunked import working
-from matmix.kernels.mru.constructions import CONSTRUCTIONS, build_state_matrices, state_elements
+from matmix.kernels.mru.chunked import state_matrices
+from matmix.kernels.mru.constructions import CONSTRUCTIONS, state_elements
 from matmix.kernels.mru.op import mru_mixer
 
 
@@ -40,7 +40,10 @@ def mru_step(
         ValueError: a shape, dtype, device or option does not fit.
     """
     op = "mru_step"
+    if state is None:
+        raise ValueError(f"{op}: state is None; give the identity, torch.eye(o), for the first token")
     check_floating(op, elements=elements, state=state, w_down=w_down)
+    check_backend(op, backend, elements)
     check_choice(op, "construction", construction, CONSTRUCTIONS)
     if state.dim() != 4 or state.shape[-1] != state.shape[-2] or state.shape[-1] not in ORDERS:
         allowed = ", ".join(map(str, ORDERS))
@@ -55,6 +58,10 @@ def mru_step(
             f"{tuple(state.shape)} and the construction {construction}"
         )
     check_state(op, state, elements, tuple(state.shape), "state")
+    if w_down is not None and (w_down.dim() != 3 or w_down.shape[:2] != (heads, order)):
+        raise ValueError(
+            f"{op}: w_down has shape {tuple(w_down.shape)}; expected ({heads}, {order}, d_c), as the state"
+        )
     if w_down is not None:
         y, state = mru_mixer(
             elements.unsqueeze(1),
@@ -66,6 +73,5 @@ def mru_step(
         )
         return y.squeeze(1), state
     check_finite(op, elements=elements, state=state)
-    with torch.autocast(elements.device.type, enabled=False):
-        x = build_state_matrices(working(elements), construction, order).unsqueeze(1)
+    x = state_matrices(elements, construction, order).unsqueeze(1)
     return matrix_product_scan(x, initial_state=state, return_final_state=True, backend=backend)[1]

@@ -28,7 +28,7 @@ def make(seqlen, *, batch=2, heads=3, order=4, states=0):
     return inputs
 
 
-@pytest.mark.parametrize("seqlen", [1, 7, 64, 129, 1000])
+@pytest.mark.parametrize("seqlen", [1, 2, 31, 64, 65, 129, 1000])
 @pytest.mark.parametrize("order", [4, 8])
 def test_lengths(seqlen, order):
     inputs = make(seqlen, order=order, states=2)

@@ -145,6 +145,7 @@ def test_meta_device_shapes():
     assert (h.shape, h.dtype, final.dtype) == (x.shape, torch.bfloat16, torch.float32)
 
     elements, w_down = torch.empty(2, 100, 3, 28, device="meta", dtype=torch.bfloat16), torch.empty(3, 8, 5).to("meta")
+    mru_mixer(elements, w_down, construction="householder")
     y, final, norms = mru_mixer(elements, w_down, return_final_state=True, return_log_norms=True)
     assert (y.shape, y.dtype, final.dtype, norms.shape) == ((2, 100, 3, 8, 5), torch.bfloat16, torch.float32, (2,))
 
@@ -302,6 +303,16 @@ BAD = {
         initial_state=torch.ones(2, 1, 4, 4).half()
     ),
     "mru_mixer: cu_seqlens needs batch 1, got 2": lambda: mixer(cu_seqlens=packed([3])),
+    "mru_mixer: initial_state is on meta": lambda: mixer(initial_state=torch.ones(2, 1, 4, 4, device="meta")),
+    "mru_mixer: cu_seqlens is a list; give an int32 tensor": lambda: mixer((1, 3, 1, 6), cu_seqlens=[0, 3]),
+    "chunk_size is 2.5; use None or a positive whole number": lambda: matrix_product_scan(
+        torch.ones(1, 3, 1, 4, 4), chunk_size=2.5
+    ),
+    "mru_step: state is None": lambda: mru_step(torch.ones(1, 2, 6), None),
+    "mru_step: w_down has shape (3, 4, 4); expected (2, 4, d_c)": lambda: mru_step(
+        torch.ones(1, 2, 6), torch.ones(1, 2, 4, 4), torch.ones(3, 4, 4)
+    ),
+    "mru_step: backend is 'cuda'": lambda: mru_step(torch.ones(1, 2, 6), torch.ones(1, 2, 4, 4), backend="cuda"),
     "mru_mixer: w_down is on meta": lambda: mru_mixer(torch.ones(2, 3, 1, 6), torch.ones(1, 4, 4, device="meta")),
     "mru_step: state has shape (1, 2, 3, 3); expected (batch, nheads, o, o), o one of": lambda: mru_step(
         torch.ones(1, 2, 3), torch.ones(1, 2, 3, 3)

@@ -16,7 +16,7 @@ def mixer_inputs(seqlen, construction, *, batch=2, heads=3, order=4, width=None,
     size = 0.7 if construction in BOUNDED_CONSTRUCTIONS else 0.3 / max(seqlen, 16) ** 0.5
     inputs = {
         "elements": torch.randn(batch, seqlen, heads, state_elements(construction, order)) * size,
-        "w_down": torch.randn(heads, order, width or order),
+        "w_down": torch.randn(heads, order, width or order) * order**-0.5,
     }
     if states:
         inputs["initial_state"] = torch.randn(states, heads, order, order)
