@@ -1,9 +1,9 @@
 """From the elements a projection gives to the state matrices X_t of the MRU.
 
 Each construction maps zeros to the identity, has a memory-lean backward (its input or its output is kept, nothing in
-between), and works on float32 or float64 with autocast off. Sources: the mru-lm repository's list of constructions;
-Cayley 1846; Householder 1958, with vectors as LAPACK's geqrf keeps them; Newton-Schulz: Higham, "Functions of
-Matrices", 2008, section 8.3.
+between) that can be differentiated again, and works on float32 or float64 with autocast off. Sources: the mru-lm
+repository's list of constructions; Cayley 1846; Householder 1958, with vectors as LAPACK's geqrf keeps them;
+Newton-Schulz: Higham, "Functions of Matrices", 2008, section 8.3.
 """
 
 from __future__ import annotations
@@ -52,6 +52,6 @@ def build_state_matrices(elements: torch.Tensor, construction: str, order: int) 
     if construction == "ldu":
         return UnitDeterminantProduct.apply(matrices)
     if construction == "ldu_newton_schulz":
-        return NearestOrthogonal.apply(UnitDeterminantProduct.apply(matrices))
+        return NearestOrthogonal.apply(matrices)
     assert construction == "identity_plus", construction
     return matrices + torch.eye(order, dtype=matrices.dtype, device=matrices.device)

@@ -78,7 +78,7 @@ class OrthogonalTimesUpper(torch.autograd.Function):
     def factors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         order = matrices.shape[-1]
         rows, columns = torch.tril_indices(order, order, -1, device=matrices.device)
-        orthogonal = CayleyTransform.transform(matrices.flatten(-2)[..., rows * order + columns], order)
+        orthogonal = CayleyTransform.apply(matrices.flatten(-2)[..., rows * order + columns], order)
         diagonal = matrices.diagonal(dim1=-2, dim2=-1)
         scale = (diagonal - diagonal.mean(-1, keepdim=True)).exp()
         upper = matrices.triu(1)
@@ -91,8 +91,9 @@ class OrthogonalTimesUpper(torch.autograd.Function):
         order = matrices.shape[-1]
         orthogonal, upper, scale = OrthogonalTimesUpper.factors(matrices)
         grad_lower = CayleyTransform.gradient(orthogonal, grad @ upper.mT)
-        result = orthogonal.mT @ grad
-        on_diagonal = result.diagonal(dim1=-2, dim2=-1) * scale
+        grad_upper = orthogonal.mT @ grad
+        on_diagonal = grad_upper.diagonal(dim1=-2, dim2=-1) * scale
+        result = grad_upper.triu(1)
         rows, columns = torch.tril_indices(order, order, -1, device=matrices.device)
         result[..., rows, columns] = grad_lower
         result.diagonal(dim1=-2, dim2=-1).copy_(on_diagonal - on_diagonal.mean(-1, keepdim=True))

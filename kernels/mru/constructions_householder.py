@@ -51,10 +51,11 @@ class ReflectionProduct(torch.autograd.Function):
         skew = skew - skew.transpose(0, 1)
         grad_vectors = torch.zeros_like(vectors)
         for k in range(order - 1):
-            v, block = vectors[k:, k], skew[k:, k:]
-            y = (block * v).sum(1).mul_(rates[k])
+            v = vectors[k:, k]
+            y = (skew * v).sum(1) * rates[k]
             grad_vectors[k:, k] = y
-            block.addcmul_(v.unsqueeze(1), y.unsqueeze(0))
-            block.addcmul_(y.unsqueeze(1), v.unsqueeze(0), value=-1)
+            # Not in place: the sum above keeps K where it is to be differentiated again. Row and column k are done.
+            skew = torch.addcmul(skew[1:, 1:], v[1:].unsqueeze(1), y[1:].unsqueeze(0))
+            skew.addcmul_(y[1:].unsqueeze(1), v[1:].unsqueeze(0), value=-1)
         rows, columns = torch.tril_indices(order, order, -1, device=x.device)
         return grad_vectors[rows, columns].mT.reshape(elements.shape), None

@@ -45,26 +45,64 @@ squared: with ten, all that start above 0.06 (order 8 with elements of size 0.3,
 at 1 to float32's rounding, and those that start lower stay below 1, which keeps products bounded all the same."""
 
 
-class NearestOrthogonal(torch.autograd.Function):
-    """Y / s brought towards its orthogonal polar factor by Z <- (3 Z - Z Z^T Z) / 2, s = sqrt(|Y|_1 |Y|_inf).
+LARGEST_LOG = 16.0
+"""A triangle whose largest element is above exp of this is scaled down to it: products of two and sums of squares stay
+far inside float32's range, and usual matrices are left as they are."""
 
-    s is at least the spectral norm, so that all singular values start in (0, 1] and stay there: whatever Y is, products
-    of these matrices cannot grow. Keeps Y only; the backward goes through the same steps.
+
+class NearestOrthogonal(torch.autograd.Function):
+    """Y / s brought towards its orthogonal polar factor by Z <- (3 Z - Z Z^T Z) / 2, s = sqrt(|Y|_1 |Y|_inf), with
+    Y = L U the product of determinant 1.
+
+    s is at least the spectral norm, so that all singular values start in (0, 1] and stay there: whatever M is, products
+    of these matrices cannot grow. Keeps M only; the backward goes through the same steps.
+
+    Y / s does not change when L or U is multiplied by a number. So large ones are made smaller, D in its exponent where
+    nothing overflows, and the gradient, which is that of any multiple, takes the numbers for constants.
     """
 
     @staticmethod
     def forward(ctx, matrices: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(matrices)
-        z = matrices / NearestOrthogonal.bound(matrices)
+        (lower, _), (upper, _) = NearestOrthogonal.factors(matrices)
+        y = lower @ upper
+        z = y / NearestOrthogonal.bound(y)
         for _ in range(NEWTON_SCHULZ_STEPS):
             z = NearestOrthogonal.step(z, z.mT @ z)
         return z
 
     @staticmethod
-    def bound(matrices: torch.Tensor) -> torch.Tensor:
+    def factors(matrices: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """L and U, each with the number (..., 1, 1) that it was multiplied by, 1 unless it was large."""
+        diagonal = matrices.diagonal(dim1=-2, dim2=-1)
+        exponents = (diagonal - diagonal.mean(-1, keepdim=True)) / 2
+        found = []
+        for triangle in (matrices.tril(-1), matrices.triu(1)):
+            with torch.no_grad():
+                log_size = torch.maximum(triangle.abs().amax((-2, -1)).log(), exponents.amax(-1))
+                excess = (log_size - LARGEST_LOG).clamp(min=0)[..., None]
+                shrink = (-excess).exp()[..., None]
+            factor = triangle * shrink
+            factor.diagonal(dim1=-2, dim2=-1).copy_((exponents - excess).exp())
+            found.append((factor, shrink))
+        return found
+
+    @staticmethod
+    def bound(y: torch.Tensor) -> torch.Tensor:
         """At least the spectral norm, (..., 1, 1); exactly 1 for the identity."""
-        sizes = matrices.abs()
-        return (sizes.sum(-1).amax(-1) * sizes.sum(-2).amax(-1)).sqrt()[..., None, None]
+        sizes = y.abs()
+        return (sizes.sum(-1).amax(-1).sqrt() * sizes.sum(-2).amax(-1).sqrt())[..., None, None]
+
+    @staticmethod
+    def bound_gradient(y: torch.Tensor) -> torch.Tensor:
+        """The gradient of log bound(Y); rows, or columns, that are equally large share it."""
+        sizes, weights = y.abs(), 0.0
+        for dim in (-1, -2):
+            sums = sizes.sum(dim, keepdim=True)
+            largest = sums.amax((-2, -1), keepdim=True)
+            chosen = sums == largest
+            weights = weights + chosen / (2 * largest * chosen.sum((-2, -1), keepdim=True))
+        return y.sign() * weights
 
     @staticmethod
     def step(z: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
@@ -74,10 +112,10 @@ class NearestOrthogonal(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
         (matrices,) = ctx.saved_tensors
-        with torch.enable_grad():
-            leaf = matrices.detach().requires_grad_()
-            start = leaf / NearestOrthogonal.bound(leaf)
-        states = [start.detach()]
+        (lower, shrink_lower), (upper, shrink_upper) = NearestOrthogonal.factors(matrices)
+        y = lower @ upper
+        bound = NearestOrthogonal.bound(y)
+        states = [y / bound]
         for _ in range(NEWTON_SCHULZ_STEPS - 1):
             states.append(NearestOrthogonal.step(states[-1], states[-1].mT @ states[-1]))
         while states:
@@ -85,5 +123,11 @@ class NearestOrthogonal(torch.autograd.Function):
             gram, cross = z.mT @ z, z.mT @ grad
             # d(Z Z^T Z) = dZ gram + Z (dZ^T Z + Z^T dZ)
             grad = torch.lerp(grad @ gram + z @ (cross + cross.mT), grad, 1.5)
-        (result,) = torch.autograd.grad(start, leaf, grad)
+        along = (grad * z).sum((-2, -1), keepdim=True)
+        grad = grad / bound - along * NearestOrthogonal.bound_gradient(y)
+        grad_lower, grad_upper = grad @ upper.mT, lower.mT @ grad
+        pairs = ((grad_lower, lower), (grad_upper, upper))
+        on_diagonal = sum(g.diagonal(dim1=-2, dim2=-1) * f.diagonal(dim1=-2, dim2=-1) for g, f in pairs) / 2
+        result = grad_lower.tril(-1).mul_(shrink_lower).add_(grad_upper.triu(1).mul_(shrink_upper))
+        result.diagonal(dim1=-2, dim2=-1).copy_(on_diagonal - on_diagonal.mean(-1, keepdim=True))
         return result
