@@ -37,7 +37,8 @@ def mru_mixer(
 
     On GPUs, for identity_plus, ldu and cayley with o <= 16 and d_c <= 32 (16 for float32), neither X nor H is written
     to memory; what is kept for the backward pass are the elements and two matrices per 64 tokens. Other
-    constructions and sizes run `build_state_matrices`, `matrix_product_scan` and a product, with all states kept.
+    constructions, sizes and devices run `build_state_matrices`, `matrix_product_scan` and a product, with all states
+    kept; backend="torch" keeps the elements alone and computes the rest again, which on a CPU takes half as long again.
 
     Args:
         elements: (batch, seqlen, nheads, E), E = `state_elements(construction, o)`.
@@ -67,8 +68,8 @@ def mru_mixer(
     check_finite("mru_mixer", elements=elements, w_down=w_down, initial_state=initial_state)
     why_not = no_kernel(elements, w_down, construction)
     check_backend("mru_mixer", backend, elements, why_not)
-    # Where kernels are at hand but not for this, the parts with kernels of their own serve better.
-    if construction in FUSED and not (why_not and takes_triton(backend, elements)):
+    # Where there is no kernel for it, recomputing costs more time than keeping the states: that is for those who ask.
+    if construction in FUSED and (backend == "torch" or (takes_triton(backend, elements) and not why_not)):
         y, final, norms, _ = torch.ops.matmix.mru_mixer(
             elements, w_down, initial_state, cu_seqlens, construction, backend
         )

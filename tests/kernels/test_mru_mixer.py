@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -15,8 +16,10 @@ from matmix.kernels.mru.constructions import CONSTRUCTIONS, build_state_matrices
 from matmix.kernels.mru.definition import mru_mixer_definition
 from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
 
+recomputing = functools.partial(mru_mixer, backend="torch")
 
-@pytest.mark.parametrize("op", [mru_mixer, mru_mixer_torch])
+
+@pytest.mark.parametrize("op", [mru_mixer, recomputing, mru_mixer_torch], ids=["parts", "recomputing", "exported"])
 @pytest.mark.parametrize("construction", FUSED)
 @pytest.mark.parametrize("seqlen", [1, 2, 31, 64, 65, 1000])
 def test_lengths(op, construction, seqlen):
@@ -28,7 +31,7 @@ def test_lengths(op, construction, seqlen):
 @pytest.mark.parametrize("order", [4, 16, 32])
 def test_orders(construction, order):
     inputs = mixer_inputs(40, construction, order=order, heads=2)
-    assert_matches(mru_mixer, mru_mixer_definition, inputs, construction=construction)
+    assert_matches(recomputing, mru_mixer_definition, inputs, construction=construction)
 
 
 @pytest.mark.parametrize("construction", FUSED)
@@ -37,7 +40,8 @@ def test_orders(construction, order):
 def test_packed_documents(construction, lengths, states):
     inputs = mixer_inputs(sum(lengths), construction, batch=1, states=len(lengths) if states else 0)
     options = {"cu_seqlens": packed(lengths), "return_final_state": True, "construction": construction}
-    assert_matches(mru_mixer, mru_mixer_definition, inputs, **options)
+    for op in (mru_mixer, recomputing):
+        assert_matches(op, mru_mixer_definition, inputs, **options)
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
@@ -61,13 +65,13 @@ def test_gradcheck(construction):
     inputs = mixer_inputs(5, construction, batch=1, heads=1, width=3, states=1)
     leaves = [x.double().requires_grad_() for x in inputs.values()]
     assert torch.autograd.gradcheck(
-        lambda e, w, h: mru_mixer(e, w, initial_state=h, return_final_state=True, construction=construction), leaves
+        lambda e, w, h: recomputing(e, w, initial_state=h, return_final_state=True, construction=construction), leaves
     )
 
 
 @pytest.mark.parametrize("construction", FUSED)
 def test_the_same_bits_twice(construction):
-    assert_bit_equal_twice(mru_mixer, mixer_inputs(70, construction, states=2), construction=construction)
+    assert_bit_equal_twice(recomputing, mixer_inputs(70, construction, states=2), construction=construction)
 
 
 @pytest.mark.parametrize("construction", FUSED)
@@ -79,7 +83,7 @@ def test_documents_are_bit_independent(construction):
     found = []
     for elements in (inputs["elements"], changed):
         elements = elements.clone().requires_grad_()
-        y = mru_mixer(elements, inputs["w_down"], construction=construction, cu_seqlens=packed(lengths))
+        y = recomputing(elements, inputs["w_down"], construction=construction, cu_seqlens=packed(lengths))
         found.append((y.detach(), torch.autograd.grad(y.sum(), elements)[0]))
     for plain, other in zip(*found, strict=True):
         assert torch.equal(plain[:, :5], other[:, :5])
@@ -90,7 +94,7 @@ def test_documents_are_bit_independent(construction):
 def test_incoming_gradients_and_inputs_stay_as_they_are():
     inputs = mixer_inputs(50, "ldu", states=2)
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    outputs = mru_mixer(**leaves, return_final_state=True, construction="ldu")
+    outputs = recomputing(**leaves, return_final_state=True, construction="ldu")
     cotangents = [torch.randn_like(y) for y in outputs]
     kept = [x.clone() for x in cotangents]
     torch.autograd.backward(outputs, cotangents)
@@ -103,18 +107,19 @@ def test_the_backward_pass_keeps_the_elements_alone():
     inputs = mixer_inputs(512, "cayley", order=8)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        mru_mixer(**leaves)
+        recomputing(**leaves)
     given = {x.untyped_storage().data_ptr() for x in leaves.values()}
     assert sum(x.numel() for x in saved if x.untyped_storage().data_ptr() not in given) == 0
 
 
 def test_autocast_does_not_reach_the_states():
     inputs = mixer_inputs(300, "cayley", order=8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, final = mru_mixer(**inputs, return_final_state=True)
-    wanted = mru_mixer(**inputs, return_final_state=True)
-    assert torch.equal(y, wanted[0])
-    assert torch.equal(final, wanted[1])
+    for op in (mru_mixer, recomputing):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y, final = op(**inputs, return_final_state=True)
+        wanted = op(**inputs, return_final_state=True)
+        assert torch.equal(y, wanted[0])
+        assert torch.equal(final, wanted[1])
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
@@ -156,11 +161,11 @@ def test_summary_leaves_out_what_is_not_there():
 def test_reported_norms():
     """Exactly sqrt(o) with orthogonal state matrices; growing with those that are not."""
     options = {"return_log_norms": True}
-    _, norms = mru_mixer(**mixer_inputs(200, "cayley", order=16), **options)
+    _, norms = recomputing(**mixer_inputs(200, "cayley", order=16), **options)
     torch.testing.assert_close(norms, torch.full((2,), math.log(4.0)), rtol=1e-5, atol=1e-5)
     inputs = mixer_inputs(200, "identity_plus", order=4)
     inputs["elements"] = torch.eye(4).flatten().expand(2, 200, 3, 16).clone() * 0.5
-    _, final, norms = mru_mixer(**inputs, construction="identity_plus", return_final_state=True, **options)
+    _, final, norms = recomputing(**inputs, construction="identity_plus", return_final_state=True, **options)
     torch.testing.assert_close(norms[0], log_norms(final).max())
     # States at 64, 128, 192 and 200 tokens.
     torch.testing.assert_close(norms[1], torch.tensor(146.0 * math.log(1.5) + math.log(2.0)), rtol=1e-5, atol=0)

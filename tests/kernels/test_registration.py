@@ -59,11 +59,11 @@ def samples():
             (x,),
         ),
         "mru mixer": (
-            partial(mru_mixer, return_final_state=True, return_log_norms=True, cu_seqlens=cu_seqlens),
+            partial(mru_mixer, return_final_state=True, return_log_norms=True, cu_seqlens=cu_seqlens, backend="torch"),
             (draw(1, 40, 3, 6), draw(3, 4, 5)),
         ),
         "mru step": (
-            lambda elements, state, w_down: mru_step(elements, state, w_down, construction="ldu"),
+            lambda elements, state, w_down: mru_step(elements, state, w_down, construction="ldu", backend="torch"),
             (draw(2, 3, 16), draw(2, 3, 4, 4), draw(3, 4, 5)),
         ),
         "short conv": (
@@ -156,7 +156,7 @@ def test_flops_of_the_mru():
     cost = 2 * 2 * 50 * 3 * 64
     for construction, forward, backward in (("identity_plus", (2, 1), (5, 3)), ("ldu", (4, 1), (9, 3))):
         with FlopCounterMode(display=False) as counter:
-            y = mru_mixer(elements, w_down, construction=construction)
+            y = mru_mixer(elements, w_down, construction=construction, backend="torch")
         assert counter.get_total_flops() == cost * (forward[0] * 8 + forward[1] * 5)
         with FlopCounterMode(display=False) as counter:
             y.sum().backward()
