@@ -38,7 +38,8 @@ def mru_mixer(
     On GPUs, for identity_plus, ldu and cayley with o <= 16 and d_c <= 32 (16 for float32), neither X nor H is written
     to memory; what is kept for the backward pass are the elements and two matrices per 64 tokens. Other
     constructions, sizes and devices run `build_state_matrices`, `matrix_product_scan` and a product, with all states
-    kept; backend="torch" keeps the elements alone and computes the rest again, which on a CPU takes half as long again.
+    kept; backend="torch" keeps the elements alone and computes the rest again, which on a CPU takes 1.5 to 2 times as
+    long.
 
     Args:
         elements: (batch, seqlen, nheads, E), E = `state_elements(construction, o)`.
