@@ -68,6 +68,11 @@ def rows_in_place(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def blocks_in_place(x: torch.Tensor, kept: int) -> torch.Tensor:
+    """Blocks of the last `kept` dimensions that kernels can read as they lie: any strides before these."""
+    return x if x[(0,) * (x.dim() - kept)].is_contiguous() else x.contiguous()
+
+
 def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int = 2, **constants) -> None:
     """Run `kernel` on `grid` (nothing if the grid is empty), on the device of the first tensor."""
     if 0 in grid:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.launching import dot_precision, launch
+from matmix.kernels.launching import blocks_in_place, dot_precision, launch
 from matmix.kernels.matrix_product.passes import prefix_pass, suffix_pass
 from matmix.kernels.slots import count_documents, count_slots
 
@@ -57,6 +57,11 @@ class Product(NamedTuple):
     def grid(self) -> tuple[int, int]:
         return self.slots, -(-self.heads // (self.tile // self.order))
 
+    @property
+    def place(self) -> tuple[Tensor | None, int, int, int, int]:
+        """What all kernels take to find their chunk: the arguments from `cu_seqlens` to `heads`."""
+        return self.cu_seqlens, self.documents, self.seqlen, self.per_row, self.heads
+
     def chunks(self) -> Product:
         """The level whose steps are this level's chunks."""
         if self.cu_seqlens is None:
@@ -82,12 +87,6 @@ class Product(NamedTuple):
         }
 
 
-def matrices(x: Tensor) -> Tensor:
-    """(batch, seqlen, nheads, o, o) whose matrices lie side by side; any strides before that."""
-    order = x.shape[-1]
-    return x if x.stride()[2:] == (order * order, order, 1) else x.contiguous()
-
-
 def level_of(x: Tensor, cu_seqlens: Tensor | None) -> Product:
     return Product(x.shape[0], x.shape[1], x.shape[2], x.shape[3], cu_seqlens, x.shape[1])
 
@@ -96,8 +95,8 @@ def chunk_products(level: Product, x: Tensor, strides: tuple[int, int]) -> Tenso
     """(slots, nheads, o, o)."""
     products = level.empty(level.slots, x)
     launch(
-        prefix_pass, level.grid, x, *strides, None, products, None, None, None, level.cu_seqlens, level.documents,
-        level.seqlen, level.per_row, level.heads, STORE=False, FINAL=False, INITIAL=False, ENTERING=False,
+        prefix_pass, level.grid, x, *strides, None, products, None, None, None, *level.place,
+        STORE=False, FINAL=False, INITIAL=False, ENTERING=False,
         **level.options(),
     )  # fmt: skip
     return products
@@ -114,8 +113,8 @@ def scan_level(
         size = level.heads * level.order**2
         scan_level(above, products, (above.seqlen * size, size), initial, edges, None)
     launch(
-        prefix_pass, level.grid, x, *strides, h, None, final, initial, edges, level.cu_seqlens, level.documents,
-        level.seqlen, level.per_row, level.heads, STORE=True, FINAL=final is not None, INITIAL=initial is not None,
+        prefix_pass, level.grid, x, *strides, h, None, final, initial, edges, *level.place,
+        STORE=True, FINAL=final is not None, INITIAL=initial is not None,
         ENTERING=edges is not None, **level.options(),
     )  # fmt: skip
     return products
@@ -125,7 +124,7 @@ def forward(
     x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `product_forward` of the PyTorch form; `chunk_size` is the kernels' own."""
-    level, x = level_of(x, cu_seqlens), matrices(x)
+    level, x = level_of(x, cu_seqlens), blocks_in_place(x, 3)
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = level.empty(level.documents, x)
     initial = None if initial_state is None else initial_state.float().contiguous()
@@ -158,7 +157,7 @@ def carry_back(
 ) -> Tensor:
     launch(
         suffix_pass, level.grid, dh, *dh_strides, x, *strides, h, initial, dfinal, arriving, out, dinitial,
-        level.cu_seqlens, level.documents, level.seqlen, level.per_row, level.heads, TOKENS=tokens, WRITE=write,
+        *level.place, TOKENS=tokens, WRITE=write,
         GIVEN=dh is not None, DFINAL=dfinal is not None, INITIAL=initial is not None,
         DINITIAL=dinitial is not None, ARRIVING=arriving is not None, **level.options(),
     )  # fmt: skip
@@ -190,8 +189,8 @@ def backward(
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """See `product_backward` of the PyTorch form. Incoming gradients are read only."""
-    level, x = level_of(x, cu_seqlens), matrices(x)
-    dh = None if dh is None else matrices(dh)
+    level, x = level_of(x, cu_seqlens), blocks_in_place(x, 3)
+    dh = None if dh is None else blocks_in_place(dh, 3)
     dh_strides = (0, 0) if dh is None else dh.stride()[:2]
     dfinal = None if dfinal is None else dfinal.contiguous()
     initial = None if initial_state is None else initial_state.float().contiguous()

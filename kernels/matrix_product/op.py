@@ -11,10 +11,7 @@ from matmix.kernels.checks import check_cu_seqlens, check_finite, check_floating
 from matmix.kernels.matrix_product.backward import product_backward
 from matmix.kernels.matrix_product.chunked import reverse_products
 from matmix.kernels.matrix_product.forward import product_forward
-from matmix.kernels.matrix_product.spans import products_like
-
-ORDERS = (4, 8, 16, 32)
-"""Orders of matrices that there are kernels for."""
+from matmix.kernels.matrix_product.spans import ORDERS, products_like
 
 
 def matrix_product_scan(

@@ -12,6 +12,9 @@ COLUMNS = 32
 """Columns of a wide product. Multiplying two small matrices is nearly all overhead; as many matrices side by side as
 make up this many columns take little longer than one."""
 
+ORDERS = (4, 8, 16, 32)
+"""Orders of matrices that the op takes: those there are kernels for."""
+
 STEPS_AT_ONCE = 4
 """Steps whose matrices are copied together into a buffer, or more to make a wide product: few enough to stay small."""
 

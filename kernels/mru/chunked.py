@@ -11,13 +11,19 @@ from matmix.kernels.matrix_product.backward import product_backward
 from matmix.kernels.matrix_product.chunked import matrix_product_chunked
 from matmix.kernels.matrix_product.forward import product_forward
 from matmix.kernels.mru.constructions import CayleyTransform, UnitDeterminantProduct, build_state_matrices
-from matmix.kernels.mru.norms import EVERY, log_norms, scan_log_norms
+from matmix.kernels.mru.norms import sampled_log_norms, scan_log_norms
 from matmix.kernels.precision import outside_autocast
 
 
 def working(x: Tensor) -> Tensor:
     """float32, or float64 for float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@outside_autocast
+def state_matrices(elements: Tensor, construction: str, order: int) -> Tensor:
+    """X (..., o, o) float32 (float64 for float64) from elements of any precision, differentiable."""
+    return build_state_matrices(working(elements), construction, order)
 
 
 def project(states: Tensor, w_down: Tensor) -> Tensor:
@@ -33,11 +39,10 @@ def mixer_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs (batch, seqlen, nheads, o, d_c) typed like the elements, final states, log-norms (n, nheads) of some
     states, and what the backward pass wants to see again (here nothing)."""
-    x = build_state_matrices(working(elements), construction, w_down.shape[1])
+    x = state_matrices(elements, construction, w_down.shape[1])
     h, final, _ = product_forward(x, initial_state, cu_seqlens, None)
     y = project(h, w_down.to(h.dtype)).to(elements.dtype).contiguous()
-    sampled = log_norms(torch.cat([h[:, EVERY - 1 :: EVERY].flatten(0, 1), final])).float()
-    return y, final, sampled, y.new_empty(0, dtype=torch.float32)
+    return y, final, sampled_log_norms(h, final).float(), y.new_empty(0, dtype=torch.float32)
 
 
 @outside_autocast
@@ -52,7 +57,7 @@ def mixer_backward(
     construction: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of elements, projection and initial state. State matrices and states are computed again."""
-    x = build_state_matrices(working(elements), construction, w_down.shape[1])
+    x = state_matrices(elements, construction, w_down.shape[1])
     h, _, products = product_forward(x, initial_state, cu_seqlens, None)
     dh, dw_down = None, torch.zeros_like(w_down)
     if dy is not None:
@@ -65,12 +70,6 @@ def mixer_backward(
     elif construction == "ldu":
         dx = UnitDeterminantProduct.gradient(working(elements).reshape(x.shape), dx)
     return dx.to(elements.dtype).reshape(elements.shape), dw_down, dinitial
-
-
-@outside_autocast
-def state_matrices(elements: Tensor, construction: str, order: int) -> Tensor:
-    """X (..., o, o) float32 (float64 for float64) from elements of any precision, differentiable."""
-    return build_state_matrices(working(elements), construction, order)
 
 
 @outside_autocast

@@ -7,7 +7,8 @@ chunk needs the last step alone.
 Backward: from the left, every chunk's own products at every eighth token, and what the chunk adds to the cotangent
 of the state before it; what arrives at each chunk from its right, by the scan over those sums; then from the right,
 eight tokens at a time: states again from the kept products, gradients of elements and projection. The elements are
-read twice in each direction of training, and what is kept between the two is a state and a product per chunk.
+read twice forward and twice backward (by ldu three times), and what is kept between the two is a state and a product
+per chunk.
 
 Chunks, slots and tiles are those of the matrix-product scan (`matrix_product/fused.py`). Documents cannot touch each
 other, whatever they hold; the heads of a tile can by a NaN, as it times the zeros between blocks is NaN.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from matmix.kernels.launching import dot_precision, launch
+from matmix.kernels.launching import blocks_in_place, dot_precision, launch
 from matmix.kernels.matrix_product import fused as scan
 from matmix.kernels.matrix_product.fused import Product
 from matmix.kernels.mru.passes import collect_pass, gradients_pass, outputs_pass, products_pass
@@ -41,12 +42,6 @@ def edges_like(elements: Tensor, w_down: Tensor, cu_seqlens: Tensor | None) -> t
     return norms, elements.new_empty(shape, dtype=torch.float32)
 
 
-def in_place(x: Tensor, kept: int) -> Tensor:
-    """A tensor whose last `kept` dimensions lie without gaps."""
-    wanted = torch.empty(x.shape[-kept:], device="meta").stride()
-    return x if x.stride()[-kept:] == wanted else x.contiguous()
-
-
 def options_of(level: Product, construction: str) -> dict:
     return {**level.options(), "CONSTRUCTION": construction, "maxnreg": 255}
 
@@ -62,15 +57,14 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `mixer_forward` of the PyTorch form."""
     level = level_of(elements, w_down, cu_seqlens)
-    elements, w_down = in_place(elements, 2), w_down.contiguous()
+    elements, w_down = blocks_in_place(elements, 2), w_down.contiguous()
     initial = None if initial_state is None else initial_state.float().contiguous()
-    place = (level.cu_seqlens, level.documents, level.seqlen, level.per_row, level.heads)
     options = options_of(level, construction)
     norms, edges = edges_like(elements, w_down, cu_seqlens)
     entering = None
     if level.longest > scan.CHUNK:
         products, entering = edges.unbind(0)
-        launch(products_pass, level.grid, elements, *elements.stride()[:2], products, *place, **options)
+        launch(products_pass, level.grid, elements, *elements.stride()[:2], products, *level.place, **options)
         above, size = level.chunks(), level.heads * level.order**2
         scan.scan_level(above, products, (above.seqlen * size, size), initial, entering, None)
     y = torch.empty(*elements.shape[:3], *w_down.shape[1:], dtype=elements.dtype, device=elements.device)
@@ -78,7 +72,7 @@ def forward(
     # One warp multiplies tiles of 16 x 16 without waiting for another; exact projections need the registers of two.
     launch(
         outputs_pass, level.grid, elements, *elements.stride()[:2], w_down, w_down.shape[2], y, final, norms, initial,
-        entering, *place, INITIAL=initial is not None, ENTERING=entering is not None,
+        entering, *level.place, INITIAL=initial is not None, ENTERING=entering is not None,
         **options | projection_options(elements, w_down) | {"num_warps": 2 if elements.dtype == torch.float32 else 1},
     )  # fmt: skip
     return y, final, norms, edges
@@ -96,11 +90,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See `mixer_backward` of the PyTorch form. Incoming gradients are read only."""
     level = level_of(elements, w_down, cu_seqlens)
-    elements, w_down = in_place(elements, 2), w_down.contiguous()
-    dy = None if dy is None else in_place(dy, 3)
+    elements, w_down = blocks_in_place(elements, 2), w_down.contiguous()
+    dy = None if dy is None else blocks_in_place(dy, 3)
     dfinal = None if dfinal is None else dfinal.contiguous()
     initial = None if initial_state is None else initial_state.float().contiguous()
-    place = (level.cu_seqlens, level.documents, level.seqlen, level.per_row, level.heads)
     given = (w_down, w_down.shape[2], dy, *((0, 0) if dy is None else dy.stride()[:2]), dfinal)
     options = {
         **options_of(level, construction),
@@ -113,7 +106,16 @@ def backward(
     inner = level.empty(level.slots * -(-scan.CHUNK // GROUP), elements)
     sums = level.empty(level.slots, elements) if several else None
     launch(
-        collect_pass, level.grid, elements, *elements.stride()[:2], *given, inner, sums, *place, SUMS=several, **options
+        collect_pass,
+        level.grid,
+        elements,
+        *elements.stride()[:2],
+        *given,
+        inner,
+        sums,
+        *level.place,
+        SUMS=several,
+        **options,
     )
     arriving = entering = None
     if several:
@@ -125,7 +127,7 @@ def backward(
     dinitial = None if initial is None else torch.empty_like(initial)
     launch(
         gradients_pass, level.grid, elements, *elements.stride()[:2], *given, arriving, inner, work, initial, entering,
-        delements, shares, dinitial, *place, ARRIVING=several, INITIAL=initial is not None, ENTERING=several,
+        delements, shares, dinitial, *level.place, ARRIVING=several, INITIAL=initial is not None, ENTERING=several,
         **options | {"num_warps": 2 if construction == "cayley" else 1},
     )  # fmt: skip
     dw_down = torch.zeros_like(w_down) if dy is None else shares.sum(0).to(w_down.dtype)

@@ -32,7 +32,12 @@ def summary(norms: Tensor) -> Tensor:
     return torch.stack([norms.amax(), norms.where(there, 0).sum() / there.sum()])
 
 
+def sampled_log_norms(h: Tensor, final: Tensor) -> Tensor:
+    """Log-norms (n, nheads) of every 64th state of `h` (batch, seqlen, nheads, o, o) and of the documents' last states
+    (rows, nheads, o, o)."""
+    return log_norms(torch.cat([h[:, EVERY - 1 :: EVERY].flatten(0, 1), final]))
+
+
 def scan_log_norms(h: Tensor, final: Tensor) -> Tensor:
-    """Largest and mean log-norm, (2,), of every 64th state of `h` (batch, seqlen, nheads, o, o) and of the documents'
-    last states (rows, nheads, o, o)."""
-    return summary(log_norms(torch.cat([h[:, EVERY - 1 :: EVERY].flatten(0, -3), final.flatten(0, -3)])))
+    """Largest and mean, (2,), of `sampled_log_norms`."""
+    return summary(sampled_log_norms(h, final))

@@ -8,7 +8,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation, takes_triton
 from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating
-from matmix.kernels.matrix_product.op import ORDERS, check_state, matrix_product_scan
+from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
+from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import chosen, composed_mixer, mixer_backward, mixer_forward
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, state_elements
 from matmix.kernels.mru.norms import EVERY, summary

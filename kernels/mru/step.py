@@ -6,7 +6,8 @@ from torch import Tensor
 
 from matmix.kernels.backend import check_backend
 from matmix.kernels.checks import check_choice, check_finite, check_floating
-from matmix.kernels.matrix_product.op import ORDERS, check_state, matrix_product_scan
+from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
+from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import state_matrices
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, state_elements
 from matmix.kernels.mru.op import mru_mixer

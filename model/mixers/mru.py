@@ -12,19 +12,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import matrix_product_scan, mru_mixer, mru_mixer_is_fused, mru_step
+from matmix.kernels.matrix_product.spans import ORDERS
+from matmix.kernels.mru.chunked import state_matrices
 from matmix.kernels.mru.constructions import (
     BOUNDED_CONSTRUCTIONS,
     CONSTRUCTIONS,
-    build_state_matrices,
     construction_products,
     state_elements,
 )
 from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers.base import Mixer
-
-SCAN_ORDERS = (4, 8, 16, 32)
-"""Orders that the scan takes; others are padded to the next one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,9 +103,9 @@ class MRU(Mixer):
                 f"model.mixers.mru.construction = {config.construction!r}; known: {', '.join(CONSTRUCTIONS)}"
             )
         least = 1 if state_elements(config.construction, 1) else 2
-        if not least <= config.order <= SCAN_ORDERS[-1]:
+        if not least <= config.order <= ORDERS[-1]:
             raise ValueError(
-                f"model.mixers.mru.order = {config.order}: must be from {least} to {SCAN_ORDERS[-1]} "
+                f"model.mixers.mru.order = {config.order}: must be from {least} to {ORDERS[-1]} "
                 f"with {config.construction}"
             )
         if config.nheads < 0:
@@ -140,12 +138,10 @@ class MRU(Mixer):
 
     def build(self, elements: torch.Tensor) -> torch.Tensor:
         """X (..., H, order, order) in float32 (float64 for float64) from elements (..., H, E)."""
-        elements = elements.to(torch.promote_types(elements.dtype, torch.float32))
-        with torch.autocast(elements.device.type, enabled=False):
-            matrices = build_state_matrices(elements, self.config.construction, self.order)
-            if self.decay_root is not None:
-                matrices = matrices / (1 + self.decay_root.to(matrices.dtype).square())[:, None, None]
-            return matrices
+        matrices = state_matrices(elements, self.config.construction, self.order)
+        if self.decay_root is not None:
+            matrices = matrices / (1 + self.decay_root.to(matrices.dtype).square())[:, None, None]
+        return matrices
 
     def state_matrices(self, x: torch.Tensor) -> torch.Tensor:
         """X (..., H, order, order) from x (..., d_model)."""
@@ -183,18 +179,26 @@ class MRU(Mixer):
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
+        return self.run(x, cu_seqlens)[0]
+
+    def run(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs (B, L, d_model) and the last states, by the fused op or its parts; takes note of the norms."""
         elements = self.elements(x)
         if self.is_fused(elements):
-            y, self.log_norms = mru_mixer(
+            y, final, self.log_norms = mru_mixer(
                 elements,
                 self.state_down,
                 construction=self.config.construction,
-                cu_seqlens=cu_seqlens,
+                initial_state=state,
+                return_final_state=True,
                 return_log_norms=True,
+                cu_seqlens=cu_seqlens,
             )
-            return self.out_proj(y.flatten(-3))
-        states, _ = self.mixed(elements, cu_seqlens)
-        return self.combine(states, x)
+            return self.out_proj(y.flatten(-3)), final
+        states, final = self.mixed(elements, cu_seqlens, state)
+        return self.combine(states, x), final
 
     def is_fused(self, elements: torch.Tensor) -> bool:
         """Whether kernels take elements to outputs without states in memory. On the CPU the parts are faster, as
@@ -214,21 +218,9 @@ class MRU(Mixer):
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Continue from a state; raises OverflowError when the states stop being finite."""
-        elements = self.elements(x)
-        if self.is_fused(elements):
-            y, final, self.log_norms = mru_mixer(
-                elements,
-                self.state_down,
-                construction=self.config.construction,
-                initial_state=state,
-                return_final_state=True,
-                return_log_norms=True,
-            )
-            self.refuse_overflow()
-            return self.out_proj(y.flatten(-3)), final
-        states, final = self.mixed(elements, initial_state=state)
+        y, final = self.run(x, state=state)
         self.refuse_overflow()
-        return self.combine(states, x), final
+        return y, final
 
     def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         elements = self.elements(x)
@@ -291,7 +283,7 @@ def pad_order(matrices: torch.Tensor) -> torch.Tensor:
     """(..., o, o) -> (..., p, p), p the next order that the scan takes: an identity block behind, which products keep
     apart."""
     order = matrices.shape[-1]
-    extra = next(scan_order for scan_order in SCAN_ORDERS if scan_order >= order) - order
+    extra = next(taken for taken in ORDERS if taken >= order) - order
     if not extra:
         return matrices
     padded = F.pad(matrices, (0, extra, 0, extra))
