@@ -49,6 +49,17 @@ def assert_matches(
     assert not wrong, f"{wrong} for {options}"
 
 
+def on_triton(op: Callable, device: str) -> Callable:
+    """`op` by its Triton form on `device`, from and to tensors on the CPU, arguments by name."""
+
+    def call(**inputs):
+        moved = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
+        outputs = op(**moved, backend="triton")
+        return tuple(y.cpu() for y in outputs) if isinstance(outputs, tuple) else outputs.cpu()
+
+    return call
+
+
 def assert_bit_equal_twice(op: Callable, inputs: dict[str, Tensor | None], **options) -> None:
     """Outputs and gradients in float32 are the same to the last bit when computed again."""
     first, second = (run(op, inputs, torch.float32, **options) for _ in range(2))

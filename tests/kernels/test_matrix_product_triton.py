@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import compare
 import pytest
 import torch
-from compare import packed, rmse_ratio, run
+from compare import on_triton, packed, rmse_ratio, run
 from safetensors.torch import load_file
 from test_matrix_product import make
 from triton_on_cpu import PoisonedTorch
@@ -34,19 +35,11 @@ def chunk(request, monkeypatch) -> int:
 
 
 def on(device):
-    def call(**inputs):
-        moved = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-        outputs = matrix_product_scan(**moved, backend="triton")
-        return tuple(y.cpu() for y in outputs) if isinstance(outputs, tuple) else outputs.cpu()
-
-    return call
+    return on_triton(matrix_product_scan, device)
 
 
-def assert_matches(device, inputs, tolerance=1e-5, **options):
-    got = run(on(device), inputs, torch.float32, **options)
-    wanted = run(matrix_product_definition, inputs, torch.float64, **options)
-    errors = {name: rmse_ratio(got[name], wanted[name]) for name in wanted}
-    assert all(error <= tolerance for error in errors.values()), errors
+def assert_matches(device, inputs, **options):
+    compare.assert_matches(on(device), matrix_product_definition, inputs, **options)
 
 
 @pytest.mark.parametrize("seqlen", [1, 2, 31, 64, 65, 130])

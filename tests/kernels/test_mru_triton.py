@@ -5,9 +5,10 @@ Chunks are made short so that short sequences reach all levels of the scan over 
 
 from __future__ import annotations
 
+import compare
 import pytest
 import torch
-from compare import packed, rmse_ratio, run
+from compare import on_triton, packed, rmse_ratio, run
 from mru_inputs import FUSED, mixer_inputs
 from triton_on_cpu import PoisonedTorch
 
@@ -33,19 +34,11 @@ def short(monkeypatch) -> None:
 
 
 def on(device, op=mru_mixer):
-    def call(**inputs):
-        moved = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
-        outputs = op(**moved, backend="triton")
-        return tuple(y.cpu() for y in outputs) if isinstance(outputs, tuple) else outputs.cpu()
-
-    return call
+    return on_triton(op, device)
 
 
-def assert_matches(device, inputs, tolerance=1e-5, **options):
-    got = run(on(device), inputs, torch.float32, **options)
-    wanted = run(mru_mixer_definition, inputs, torch.float64, **options)
-    errors = {name: rmse_ratio(got[name], wanted[name]) for name in wanted}
-    assert all(error <= tolerance for error in errors.values()), errors
+def assert_matches(device, inputs, **options):
+    compare.assert_matches(on(device), mru_mixer_definition, inputs, **options)
 
 
 @pytest.mark.parametrize("construction", FUSED)
