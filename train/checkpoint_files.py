@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from matmix.train.distributed import gather_objects, rank_and_world_size
 
 MANIFEST = "checkpoint.json"
@@ -23,11 +25,12 @@ VERSION = 1
 _CHUNK = 1 << 22
 
 
-def together(action: Callable[[], Any]) -> str | None:
+def together(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> str | None:
     """Runs `action` on every rank; None, or the first rank's complaint if storage failed anywhere, on every
     rank.
 
-    Only OSError is a complaint. Anything else is a mistake of ours and raised, on every rank.
+    Only OSError is a complaint. Anything else is a mistake of ours and raised, on every rank. group: what the
+    ranks agree over, as for `gather_objects`.
     """
     complaint, mistake = None, None
     try:
@@ -36,7 +39,7 @@ def together(action: Callable[[], Any]) -> str | None:
         complaint = error.strerror or str(error)
     except Exception as error:
         mistake = error
-    outcomes = gather_objects((complaint, None if mistake is None else repr(mistake)))
+    outcomes = gather_objects((complaint, None if mistake is None else repr(mistake)), group)
     if mistake is not None:
         raise mistake
     for rank, (text, other) in enumerate(outcomes):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from matmix.train.errors import NonFiniteError
+from matmix.train.errors import RunFailure
 
 USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -52,7 +52,7 @@ def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
     except BrokenPipeError:
         sys.stdout = None  # the reader (head, less) has left; nothing more is to be flushed at exit
         return 0
-    except (NonFiniteError, OverflowError, OSError) as error:
+    except (RunFailure, OverflowError, OSError) as error:
         report(error, every_rank=every_rank)
         return 1
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Processes, ranks and devices: one process, or many under torchrun.
+"""Processes, ranks and devices: one process, or many under torchrun or Slurm.
 
 Everything outside this file asks `Distributed` for its rank and device, and the functions at the bottom for
 the few agreements between ranks that are not about tensors. All of them do nothing in a single process.
@@ -13,6 +13,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from matmix.train.errors import RendezvousError
+from matmix.train.rendezvous import Meeting, meet, patience
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,8 +35,9 @@ class Distributed:
     ) -> Distributed:
         """Reads torchrun's RANK, WORLD_SIZE and LOCAL_RANK; without them this is a run of one process.
 
-        device: "auto" is CUDA where there is one. timeout_minutes: how long a rank waits for the others.
-        Raises ValueError if CUDA is asked for and absent, or if there are more processes than devices.
+        device: "auto" is CUDA where there is one. timeout_minutes: how long a collective waits for a rank once all
+        have met, for which they have a minute. Raises ValueError if CUDA is asked for and absent, or if there are
+        more processes than devices; RendezvousError where ranks stay away.
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         rank = int(os.environ.get("RANK", "0"))
@@ -42,8 +47,7 @@ class Distributed:
             torch.cuda.set_device(chosen)
         owns_group = world_size > 1 and not dist.is_initialized()
         if owns_group:
-            timeout = datetime.timedelta(minutes=timeout_minutes)
-            dist.init_process_group(_backend(chosen), timeout=timeout)
+            _make_group(_backend(chosen), datetime.timedelta(minutes=timeout_minutes))
         return cls(rank, world_size, local_rank, chosen, owns_group)
 
     def __enter__(self) -> Distributed:
@@ -52,6 +56,27 @@ class Distributed:
     def __exit__(self, *_: object) -> None:
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _make_group(backend: str, timeout: datetime.timedelta) -> None:
+    """The process group of all ranks. Connections must stand within a minute; collectives may then take `timeout`."""
+    meeting, seconds = Meeting.from_environment(), patience()
+    store = meet(meeting, seconds)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            timeout=datetime.timedelta(seconds=seconds),
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise RendezvousError(
+            f"rank {meeting.rank} met the others at {meeting.address} but could not connect to each of them: {reason}; "
+            f"name the network interface that joins the nodes with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        ) from None
+    _set_pg_timeout(timeout, dist.group.WORLD)
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:
@@ -87,21 +112,24 @@ def is_distributed() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """Every rank's `value`, in order of rank, on every rank. Small plain objects only."""
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value`, in order of rank, on every rank. Small plain objects only.
+
+    group: one of all ranks that carries the exchange, None for the default one. Two threads need one each.
+    """
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def from_rank_zero(value: Any) -> Any:
-    """Rank 0's `value` on every rank."""
+def from_rank_zero(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's `value` on every rank; group: as for `gather_objects`."""
     if not is_distributed():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 

@@ -1,5 +1,17 @@
 """Errors that are neither the user's mistake (ValueError) nor ours (AssertionError)."""
 
 
-class NonFiniteError(RuntimeError):
+class RunFailure(RuntimeError):
+    """A run that cannot go on for a reason that one line tells. Commands print the line and end with code 1."""
+
+
+class NonFiniteError(RunFailure):
     """Too many steps in a row had a NaN or infinite loss or gradient."""
+
+
+class RendezvousError(RunFailure):
+    """Not all processes of the run came together; the message names those that are missing, or the reason."""
+
+
+class HealthError(RunFailure):
+    """A node is not fit to train on; the message names it and what is wrong."""
