@@ -143,6 +143,31 @@ class LoggingConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FaultsConfig:
+    """What a run does when something goes wrong on the way."""
+
+    hang_minutes: float = 30.0
+    """A rank without a step, an evaluation batch or a save for so long is taken to hang: all ranks write the stacks of
+    their threads to RUN/logs/ and end with exit code 76; 0 = wait for ever. The first step compiles: leave it time."""
+    spike_factor: float = 0.0
+    """A loss above this many times the median of the last steps is a spike: the run goes back to the checkpoint before
+    it and leaves out the data that it has read since; 0 = off, 3 is cautious."""
+    spike_window: int = 64
+    """Steps of the median; until there are so many, nothing is taken for a spike."""
+    max_rewinds: int = 3
+    """The run stops at the spike after so many."""
+
+    def __post_init__(self) -> None:
+        _require(self.hang_minutes >= 0, f"faults.hang_minutes must be >= 0, got {self.hang_minutes}")
+        _require(
+            self.spike_factor == 0 or self.spike_factor > 1,
+            f"faults.spike_factor must be 0 (off) or above 1, got {self.spike_factor}",
+        )
+        _require(self.spike_window >= 1, f"faults.spike_window must be >= 1, got {self.spike_window}")
+        _require(self.max_rewinds >= 0, f"faults.max_rewinds must be >= 0, got {self.max_rewinds}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """Everything that defines a run."""
 
@@ -182,6 +207,8 @@ class RunConfig:
     """Checkpoints."""
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     """Logging."""
+    faults: FaultsConfig = dataclasses.field(default_factory=FaultsConfig)
+    """Faults on the way."""
 
     def __post_init__(self) -> None:
         _require(self.steps >= 1, f"steps must be >= 1, got {self.steps}")
