@@ -6,10 +6,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from matmix.train.errors import RunFailure
 
 USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+job_output: TextIO | None = None
+"""Where errors are shown as well, when a rank's own output goes to a file."""
 
 
 def begin_process() -> None:
@@ -33,7 +37,9 @@ def report(error: BaseException, *, every_rank: bool = False) -> None:
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.strerror}: {error.filename2 or error.filename}"  # of a copy, the target is the second
-    print(f"matmix: error: {f'[rank {rank}] ' if rank else ''}{text}", file=sys.stderr, flush=True)
+    for stream in (sys.stderr, job_output):
+        if stream is not None:
+            print(f"matmix: error: {f'[rank {rank}] ' if rank else ''}{text}", file=stream, flush=True)
 
 
 def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:

@@ -20,6 +20,7 @@ from matmix.train.config import RunConfig
 from matmix.train.distributed import Distributed, barrier
 from matmix.train.engine import Engine, build_engine
 from matmix.train.evaluate import evaluate
+from matmix.train.health import tell_health
 from matmix.train.monitor import Monitor
 from matmix.train.objectives import compute_loss, count_targets
 from matmix.train.optimizer import make_optimizer
@@ -285,7 +286,9 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
 def train(config: RunConfig) -> Result:
     """Runs `config` to its last step, resuming where its run directory stands.
 
-    Raises ValueError for a config, data or checkpoint that cannot be used and NonFiniteError when training diverged.
+    Raises ValueError for a config, data or checkpoint that cannot be used, and RunFailure when training diverged or a
+    node is missing or not fit.
     """
     with Distributed.from_environment(config.device) as distributed:
+        tell_health(distributed, config.run_dir)
         return Trainer(config, distributed).fit()

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from matmix.train.errors import RendezvousError
+from matmix.train.ranks import as_ranges, tasks_per_node
 
 DEFAULT_SECONDS = 45.0
 _VARIABLE = "MATMIX_RENDEZVOUS_SECONDS"
@@ -162,17 +163,6 @@ def _describe_missing(missing: list[int], world_size: int, seconds: float) -> st
     )
 
 
-def as_ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
-    pieces: list[list[int]] = []
-    for number in sorted(numbers):
-        if pieces and number == pieces[-1][1] + 1:
-            pieces[-1][1] = number
-        else:
-            pieces.append([number, number])
-    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in pieces)
-
-
 def _nodes_of(ranks: list[int]) -> list[str]:
     """Names of the nodes of `ranks`, where Slurm says how they are laid out; else []."""
     names, sizes = os.environ.get("SLURM_STEP_NODELIST"), os.environ.get("SLURM_STEP_TASKS_PER_NODE")
@@ -185,18 +175,9 @@ def _nodes_of(ranks: list[int]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []  # only a nicer message is lost
     places: list[str] = []
-    for host, count in zip(hosts, expand_counts(sizes), strict=False):
+    for host, count in zip(hosts, tasks_per_node(sizes), strict=False):
         places += [host] * count
     return sorted({places[rank] for rank in ranks if rank < len(places)})
-
-
-def expand_counts(text: str) -> list[int]:
-    """Slurm's "2(x3),1" -> [2, 2, 2, 1]."""
-    counts: list[int] = []
-    for piece in text.split(","):
-        count, _, times = piece.partition("(x")
-        counts += [int(count)] * int(times.rstrip(")") or 1)
-    return counts
 
 
 def _first(error: BaseException) -> str:

@@ -66,7 +66,8 @@ class RunDirectory:
         if not self.path.is_dir():
             raise ValueError(f"run_dir {self.path} is a file; choose another run_dir")
         if not self.config_path.is_file():
-            if any(self.path.iterdir()):
+            # What launchers and ranks leave there before a run has begun does not make it somebody else's.
+            if any(entry.name not in ("launch", "logs") for entry in self.path.iterdir()):
                 raise ValueError(f"run_dir {self.path} is not empty and not a run; choose another run_dir")
             return
         refused = [d for d in differences(self.read_config(), config) if not _is_free(d[0])]

@@ -1,0 +1,25 @@
+"""Small text forms of ranks: ranges for people, and Slurm's counts of tasks on nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def as_ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    pieces: list[list[int]] = []
+    for number in sorted(numbers):
+        if pieces and number == pieces[-1][1] + 1:
+            pieces[-1][1] = number
+        else:
+            pieces.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in pieces)
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's "2(x3),1" -> [2, 2, 2, 1]. Raises ValueError for anything else."""
+    counts: list[int] = []
+    for piece in text.split(","):
+        count, _, times = piece.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts
