@@ -46,6 +46,12 @@ def _generate(arguments: list[str]) -> int:
     return generate(options.pop("source"), **options)
 
 
+def _checkpoints(arguments: list[str]) -> int:
+    from matmix.launch.checkpoints import main
+
+    return main(arguments)
+
+
 def _export(arguments: list[str]) -> int:
     from matmix.train.export import export_run
 
@@ -86,6 +92,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a recipe, or resume it (--dry-run: show its size and cost)"),
     "generate": (_generate, "sample from a run or an export"),
     "export": (_export, "write a run as a directory that transformers loads"),
+    "checkpoints": (_checkpoints, "list and verify the checkpoints of a run"),
     "import": (_import, "read a published Hydra or mru-lm checkpoint into such a directory"),
 }
 
@@ -96,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in VERBS:
         return guarded(lambda: VERBS[arguments[0]][0](arguments[1:]))
-    verbs = "\n".join(f"  {name:<10}{text}" for name, (_, text) in VERBS.items())
+    verbs = "\n".join(f"  {name:<13}{text}" for name, (_, text) in VERBS.items())
     usage = f"usage: matmix VERB ...   (matmix VERB --help explains each)\n\n{verbs}\n\n{_EPILOG}"
     if arguments and arguments[0] not in ("-h", "--help"):
         print(f'matmix: error: unknown verb "{arguments[0]}"; one of {", ".join(VERBS)}', file=sys.stderr)

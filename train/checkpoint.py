@@ -35,7 +35,7 @@ from matmix.train.engine.base import Engine
 
 _NAME = re.compile(r"step-(\d{8,})")
 # Directories under these names are unfinished or already given up: no reader looks at them.
-_LEFTOVERS = (".tmp-", ".old-", ".universal-")
+LEFTOVERS = (".tmp-", ".old-", ".universal-")
 _GENERATORS = "generators"
 
 Tell = Callable[[str], None]
@@ -157,7 +157,7 @@ class CheckpointManager:
                 if step not in keep and not (self.keep_every and step % self.keep_every == 0):
                     self._remove(self.path(step))
             for path in self.directory.iterdir():
-                if path.name.startswith(_LEFTOVERS):
+                if path.name.startswith(LEFTOVERS):
                     shutil.rmtree(path)
         except OSError as error:
             tell(f"warning: old checkpoints in {self.directory} could not be removed: {error}")
