@@ -26,7 +26,8 @@ from matmix.model import build_model, initialize
 from matmix.train.config import RunConfig
 from matmix.train.console import guarded
 from matmix.train.distributed import Distributed
-from matmix.train.loop import Trainer, make_loader
+from matmix.train.loaders import make_loader
+from matmix.train.loop import Trainer
 from matmix.train.objectives import compute_loss, count_targets
 from matmix.train.optimizer import make_optimizer
 from matmix.train.recipe import load_config

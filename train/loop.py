@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from matmix.data.loader import Loader, build_loader
+from matmix.data.loader import Loader
 from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
@@ -20,6 +20,7 @@ from matmix.train.config import RunConfig
 from matmix.train.distributed import Distributed, barrier
 from matmix.train.engine import Engine, build_engine
 from matmix.train.evaluate import evaluate
+from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.health import tell_health
 from matmix.train.monitor import Monitor
 from matmix.train.objectives import compute_loss, count_targets
@@ -245,42 +246,6 @@ class Trainer:
                 print(text, flush=True)
             for callback in shown:
                 callback.on_message(self, text)
-
-
-def make_loader(
-    config: RunConfig, split: str, rank: int, world_size: int, tokenizer_sha256: str | None = None
-) -> Loader:
-    """Batches without end of the training split, or one pass over the validation split.
-
-    tokenizer_sha256: what the data must have been prepared with; None = any tokenizer.
-    """
-    objective, training = config.objective, split == "train"
-    masking = objective.masking if training else objective.evaluation_masking
-    return build_loader(
-        config.data,
-        split=split,
-        global_batch_size=config.global_batch_size,
-        micro_batch_size=config.micro_batch(world_size),
-        rank=rank,
-        world_size=world_size,
-        seed=config.seed,
-        masking=masking if objective.name == "masked_lm" else None,
-        one_pass=not training,
-        tokenizer_sha256=tokenizer_sha256,
-    )
-
-
-def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
-    """Fills in what the data decides: the vocabulary size, where the recipe leaves it at 0."""
-    vocab_size, needed = config.model.vocab_size, loader.vocab_size
-    if vocab_size == 0:
-        vocab_size = -(-needed // 64) * 64  # matrix units like multiples of 64; the rows on top are never a target
-    elif vocab_size < needed:
-        raise ValueError(
-            f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {needed} pieces; "
-            f"set it to at least {needed}, or to 0 to take it from the data"
-        )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
 def train(config: RunConfig) -> Result:
