@@ -1,0 +1,288 @@
+"""A real Slurm cluster on this host: one slurmctld, a slurmd for every node, nothing outside one folder.
+
+with Cluster.started(folder, {"main": 4}) as cluster:
+    job = cluster.submit("#!/bin/sh\\nhostname\\n")
+    cluster.wait_for(job, "COMPLETED")
+
+It needs neither root nor munge nor systemd, takes free ports, and so runs beside other clusters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+# cred_expire bounds how soon a job starts again after a requeue (121 s by default; 5 is the least that Slurm accepts).
+# ReturnToService = 1: a node that was set down stays down until it is resumed.
+_CONFIG = """
+ClusterName=matmix
+SlurmctldHost=localhost
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire=5
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdSpoolDir={folder}/spool/%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/log/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+MailProg=/bin/true
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+SlurmdParameters=config_overrides
+ReturnToService=1
+JobRequeue=1
+MinJobAge=7200
+SlurmdTimeout=10
+KillWait=5
+"""
+
+T = TypeVar("T")
+
+
+def why_unavailable() -> str | None:
+    """Why no cluster can be started here and what to install, or None if one can."""
+    missing = [name for name in _PROGRAMS if find_program(name) is None]
+    if not missing:
+        return None
+    return f"Slurm is not installed ({', '.join(missing)} not found): apt-get install slurmctld slurmd slurm-client"
+
+
+def find_program(name: str) -> str | None:
+    """Path of a Slurm program; Debian puts the daemons where only root's PATH looks."""
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/sbin")
+
+
+def wait_until(check: Callable[[], T], what: str, seconds: float = 120, poll: float = 0.1) -> T:
+    """The first true value of `check()`. Fails naming `what` (text) if there is none for `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = check()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain for {what}"
+        time.sleep(poll)
+
+
+class Cluster:
+    """A running cluster; make one with `Cluster.started`. Jobs are named by their ids, as text."""
+
+    def __init__(self, folder: Path, partitions: Mapping[str, int], cpus: int) -> None:
+        self.folder = folder
+        self.config = folder / "slurm.conf"
+        self.environment = {**os.environ, "SLURM_CONF": str(self.config)}
+        self.nodes: dict[str, list[str]] = {}
+        self._daemons: dict[str, subprocess.Popen] = {}
+        names = (f"node{number}" for number in range(1, 1 + sum(partitions.values())))
+        self.nodes = {partition: [next(names) for _ in range(count)] for partition, count in partitions.items()}
+        for name in ("state", "log", *(f"spool/{node}" for nodes in self.nodes.values() for node in nodes)):
+            (folder / name).mkdir(parents=True)
+        self._write_config(cpus)
+
+    @classmethod
+    @contextlib.contextmanager
+    def started(cls, folder: Path, partitions: Mapping[str, int], cpus: int = 4) -> Iterator[Cluster]:
+        """A cluster with so many idle nodes in each partition, the first one being the default.
+
+        Its nodes pretend to `cpus` CPUs. All that it started is gone at the end: daemons, steps and their tasks.
+        """
+        cluster = cls(Path(folder), partitions, cpus)
+        try:
+            cluster._start("slurmctld", "slurmctld", "-c", "-D")
+            for node in cluster.all_nodes:
+                cluster.start_node(node)
+            cluster.wait_for_nodes("idle")
+            yield cluster
+        finally:
+            cluster._stop()
+
+    @property
+    def all_nodes(self) -> list[str]:
+        return [node for nodes in self.nodes.values() for node in nodes]
+
+    # -- commands ------------------------------------------------------------------------------------------------
+
+    def run(self, *command: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess:
+        """Runs a command that talks to this cluster; its output is text."""
+        options = {"env": self.environment, "timeout": 60, **options}
+        done = subprocess.run(command, capture_output=True, text=True, **options)
+        assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        return done
+
+    def submit(self, script: str, *options: str) -> str:
+        """Submits the text of a script and returns the job's id."""
+        done = self.run("sbatch", "--parsable", "--chdir", str(self.folder), *options, input=script)
+        return done.stdout.strip().split(";")[0]
+
+    def info(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says: JobState, Reason, Restarts, NodeList, StdOut and so on."""
+        return self.infos(job)[0]
+
+    def infos(self, job: str) -> list[dict[str, str]]:
+        """The same for each task of an array."""
+        lines = self.run("scontrol", "show", "job", "-o", job).stdout.splitlines()
+        return [dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", line)) for line in lines if line.strip()]
+
+    def states(self, job: str) -> list[str]:
+        return [info["JobState"] for info in self.infos(job)]
+
+    def wait_for(self, job: str, *states: str, restarts: int = 0, seconds: float = 120) -> dict[str, str]:
+        """Waits until the job is in one of `states` and has been restarted that often; returns its info.
+
+        Fails at once if the job ends in a state that is not awaited, showing the end of its output.
+        """
+
+        def there() -> dict[str, str] | None:
+            info = self.info(job)
+            if info["JobState"] in states and int(info["Restarts"]) >= restarts:
+                return info
+            # A job that ends and one that is requeued look alike for a moment.
+            ended = info["JobState"] in _ENDED and info.get("EndTime", "Unknown") != "Unknown"
+            if ended and info["JobState"] not in states:
+                time.sleep(1)
+                info = self.info(job)
+                ended = info["JobState"] in _ENDED and info["JobState"] not in states
+                assert not ended, f"job {job} ended {info['JobState']}: {self.output(job)[-3000:]}"
+            return None
+
+        return wait_until(there, f"job {job} to be {' or '.join(states)}, restarted {restarts} times", seconds)
+
+    def wait_for_end(self, job: str, seconds: float = 240) -> dict[str, str]:
+        """Waits until the job has ended for good, however it did."""
+        return self.wait_for(job, *_ENDED, seconds=seconds)
+
+    def output(self, job: str) -> str:
+        """What the batch script and the first rank have printed so far."""
+        path = Path(self.info(job)["StdOut"])
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    def start_node(self, node: str) -> None:
+        self._start(node, "slurmd", "-N", node, "-D")
+
+    def node_states(self) -> dict[str, str]:
+        lines = self.run("sinfo", "--noheader", "-N", "-o", "%N %T").stdout.split()
+        return dict(zip(lines[::2], lines[1::2], strict=True))
+
+    def wait_for_nodes(self, state: str, nodes: Sequence[str] | None = None, seconds: float = 60) -> None:
+        nodes = self.all_nodes if nodes is None else nodes
+        wait_until(
+            lambda: all(self.node_states().get(node) == state for node in nodes), f"{nodes} to be {state}", seconds
+        )
+
+    def set_down(self, node: str) -> None:
+        """What an operator, or Slurm itself, does with a broken node: its jobs are requeued at once."""
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def resume(self, node: str) -> None:
+        """Brings a node back that was set down or killed."""
+        if self._daemons[node].poll() is not None:
+            self.start_node(node)
+        self.run("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+        self.wait_for_nodes("idle", [node])
+
+    def kill_node(self, node: str) -> None:
+        """As if its power failed: slurmd, the steps and all their tasks die at once; Slurm has to find out."""
+        self._daemons[node].kill()
+        self._daemons[node].wait()
+        _kill(self.processes(node))
+
+    def processes(self, node: str | None = None) -> list[psutil.Process]:
+        """The steps (slurmstepd) and tasks on one node or on all; without the daemons."""
+        logs = {str(self.folder / "log" / f"slurmd-{name}.log") for name in ([node] if node else self.all_nodes)}
+        daemons = {daemon.pid for daemon in self._daemons.values()}
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter():
+            try:
+                if process.pid in daemons or process.pid == os.getpid():
+                    continue
+                if process.name().startswith("slurmstepd"):  # hides its environment, keeps its node's log open
+                    ours = any(file.path in logs for file in process.open_files())
+                else:
+                    environment = process.environ()
+                    ours = environment.get("SLURM_CONF") == str(self.config)
+                    ours = ours and node in (None, environment.get("SLURMD_NODENAME"))
+                if ours:
+                    found[process.pid] = process
+            except psutil.Error:
+                continue  # gone in the meantime
+        return list(found.values())
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _write_config(self, cpus: int) -> None:
+        ports = _free_ports(1 + len(self.all_nodes))
+        lines = [_CONFIG.format(port=ports.pop(), user=getpass.getuser(), folder=self.folder)]
+        for node in self.all_nodes:
+            lines.append(
+                f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports.pop()} "
+                f"CPUs={cpus} RealMemory=2000\n"
+            )
+        for index, (partition, nodes) in enumerate(self.nodes.items()):
+            default = "YES" if index == 0 else "NO"
+            lines.append(f"PartitionName={partition} Nodes={','.join(nodes)} Default={default} MaxTime=INFINITE\n")
+        self.config.write_text("".join(lines), encoding="utf-8")
+
+    def _start(self, name: str, program: str, *arguments: str) -> None:
+        path = find_program(program)
+        assert path is not None, why_unavailable()
+        with (self.folder / "log" / f"{name}.out").open("ab") as output:
+            # In the foreground, so that its end can be awaited; in a session of its own, so that Ctrl-C at the tests
+            # does not end it before its jobs.
+            self._daemons[name] = subprocess.Popen(
+                [path, *arguments],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def _stop(self) -> None:
+        """Kills the daemons, the controller first, so that nothing is requeued, and then what they had started."""
+        for daemon in self._daemons.values():
+            daemon.kill()
+            daemon.wait()
+        while processes := self.processes():
+            _kill(processes)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nothing listens on. They lie below those that the system gives to outgoing connections."""
+    ports: list[int] = []
+    candidate = 10000 + os.getpid() * 37 % 15000
+    while len(ports) < count:
+        candidate = candidate + 1 if candidate < 30000 else 10000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", candidate))
+            ports.append(candidate)
+    return ports
