@@ -41,11 +41,12 @@ class NodeReport:
     free_bytes: int = 0  # where the run directory lies
     clock: float = 0.0  # seconds since 1970, all ranks at the same moment
     link_seconds: float = 0.0  # to receive the ring's pattern
+    bandwidth: float = 0.0  # of an all-reduce as this rank saw it, bytes/s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-    """What all ranks found together; the same on every rank but for timings of its own."""
+    """What all ranks found together, the same on every rank."""
 
     ranks: int
     nodes: int
@@ -68,19 +69,20 @@ def check_health(distributed: Distributed, run_path: Path) -> Health:
     # Problems are told before anything collective touches the devices: a dead one would leave the others waiting.
     _raise_problems(gather_objects(mine))
     free = shutil.disk_usage(_nearest_existing(run_path)).free
-    bandwidth, link = None, 0.0
-    problem = ""
+    problem, bandwidth, link = "", 0.0, 0.0
     if is_distributed():
         problem, link = _pass_around_ring(distributed)
         bandwidth = _time_all_reduce(distributed)
     barrier()
-    mine = dataclasses.replace(mine, problem=problem, free_bytes=free, clock=time.time(), link_seconds=link)
+    mine = dataclasses.replace(
+        mine, problem=problem, free_bytes=free, clock=time.time(), link_seconds=link, bandwidth=bandwidth
+    )
     reports = gather_objects(mine)
     _raise_problems(reports)
     return Health(
         ranks=len(reports),
         nodes=len({report.node for report in reports}),
-        bandwidth=bandwidth,
+        bandwidth=min(report.bandwidth for report in reports) if is_distributed() else None,
         free_bytes=min(report.free_bytes for report in reports),
         warnings=tuple(find_warnings(reports)),
     )

@@ -42,8 +42,9 @@ class Meeting:
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
         if missing:
+            names = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
             raise ValueError(
-                f"WORLD_SIZE is {world_size} but {' and '.join(missing)} is not set: "
+                f"WORLD_SIZE is {world_size} but {names} not set: "
                 f"start with torchrun or `matmix launch`, or set them to the address of rank 0"
             )
         port = environment["MASTER_PORT"]

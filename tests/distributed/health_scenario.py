@@ -1,0 +1,37 @@
+"""Two ranks check each other's health; the second one's memory, or clock, is bad."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from matmix.train import health
+from matmix.train.distributed import Distributed
+from matmix.train.errors import HealthError
+
+
+def check(folder: str) -> dict[str, str]:
+    rank = int(os.environ["RANK"])
+    os.environ["SLURMD_NODENAME"] = f"gpu{rank + 1:02d}"
+    distributed, found = Distributed.from_environment("cpu"), {}
+    sound = health.check_health(distributed, Path(folder))
+    found["sound"] = str(sound)
+    found["bandwidth is positive"] = str(sound.bandwidth > 0)
+
+    arange, clock = torch.arange, health.time.time
+    if rank == 1:
+        torch.arange = lambda *arguments, **options: arange(*arguments, **options).index_fill_(0, torch.tensor(7), 9)
+    try:
+        health.check_health(distributed, Path(folder))
+    except HealthError as error:
+        found["bad memory"] = str(error)
+    finally:
+        torch.arange = arange
+
+    if rank == 1:
+        health.time.time = lambda: clock() + 7200
+    try:
+        found["bad clock"] = "; ".join(health.check_health(distributed, Path(folder)).warnings)
+    finally:
+        health.time.time = clock
+    return found
