@@ -8,6 +8,7 @@ its own files, and nothing here reads, shows or stores them.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -24,14 +25,19 @@ RETRY_VARIABLE = "MATMIX_RETRY_SECONDS"
 _LEAST_ATTEMPTS = 4
 # One stream does not fill the network of a node, and checkpoints are many files.
 _CONCURRENT = 8
-# What no repetition changes. Clients raise some of these under names of their own.
+# What no repetition changes: answers of the store, what clients raise under names of their own, and a full disk here.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _FINAL_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "DefaultCredentialsError"}
+_LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "oci": "ocifs"}
 
 
 class RemoteError(OSError):
     """A store that did not do what it was asked for, however often."""
+
+
+class RemotePermissionError(RemoteError, PermissionError):
+    """A store that does not let these credentials do it."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -48,8 +54,8 @@ def first_line(error: BaseException) -> str:
 def persist(action: Callable[[], Result], what: str) -> Result:
     """Does `action`, again and again while it fails for a reason that may pass.
 
-    what: the beginning of the message, as in "cannot download s3://bucket/file". Raises FileNotFoundError and
-    PermissionError at once, and RemoteError (one line) after the last attempt.
+    what: the beginning of the message, as in "cannot download s3://bucket/file". Raises FileNotFoundError,
+    RemotePermissionError and the OSError of a full disk at once, and RemoteError (one line) after the last attempt.
     """
     seconds = float(os.environ.get(RETRY_VARIABLE) or 60)
     attempts = tenacity.Retrying(
@@ -65,15 +71,23 @@ def persist(action: Callable[[], Result], what: str) -> Result:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{what}: it does not exist") from error
     except PermissionError as error:
-        raise PermissionError(f"{what}: {first_line(error)}") from error
+        raise RemotePermissionError(f"{what}: {first_line(error)}") from error
     except Exception as error:  # each client raises its own kinds
+        if _is_local_disk(error):
+            raise
+        if type(error).__name__ == "NoCredentialsError":
+            what = f"{what} without credentials (FSSPEC_S3_ANON=true reads public buckets)"
         raise RemoteError(f"{what}: {first_line(error)}") from error
 
 
 def _may_pass(error: BaseException) -> bool:
-    if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES:
+    if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES or _is_local_disk(error):
         return False
     return isinstance(error, Exception)
+
+
+def _is_local_disk(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _LOCAL
 
 
 class RemoteFolder:
@@ -157,7 +171,7 @@ class RemoteFolder:
     # -- writing -----------------------------------------------------------------------------------------
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a small file. Raises PermissionError and RemoteError."""
+        """Writes a small file. Raises RemoteError."""
 
         def put(client: Any, path: str) -> None:
             if _is_local(client):
@@ -169,7 +183,7 @@ class RemoteFolder:
         self._do("write", name, put)
 
     def upload(self, source: Path, name: str) -> None:
-        """Sends a file; at the URL it appears whole or not at all. Raises PermissionError and RemoteError."""
+        """Sends a file; at the URL it appears whole or not at all. Raises RemoteError."""
 
         def put(client: Any, path: str) -> None:
             if _is_local(client):

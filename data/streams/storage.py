@@ -1,8 +1,8 @@
 """Where the files of a prepared dataset are: in a local folder, or at a remote URL with a local cache.
 
-Files of a local folder are used where they lie. Remote files are downloaded by mosaicml-streaming's
-downloaders (s3://, gs://, oci://, azure://, hf://, sftp://, dbfs:/, ...; file:// copies from a mounted
-folder) into the cache, and zstd shards, local or remote, are decompressed into it once. A file appears
+Files of a local folder are used where they lie. Remote files are downloaded (`download.py`: s3://, gs://,
+oci://, azure://, hf://, sftp://, dbfs:/, ...; file:// copies from a mounted folder) into the cache, and zstd
+shards, local or remote, are decompressed into it once. A file appears
 in the cache under its final name only when it is complete and its checksum right (written under another
 name, then renamed), and a lock file lets one of the processes of a machine do the work while the others
 wait. The cache folder of a dataset carries the digest of its manifest, so that data prepared anew under
@@ -14,13 +14,14 @@ import hashlib
 import os
 import re
 import tempfile
-import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import FileLock
 
 from matmix.data.manifest import Manifest, ShardInfo
+from matmix.data.remote import RemoteError, is_url
+from matmix.data.streams.download import download
 from matmix.data.streams.manifest import parse_manifest
 
 _HASH_CHUNK = 1 << 22
@@ -36,7 +37,7 @@ class Storage:
 
     def __init__(self, path: str, cache_dir: str = "") -> None:
         self.path = path
-        self.remote = "://" in path or path.startswith("dbfs:/")
+        self.remote = is_url(path) or path.startswith("dbfs:/")
         if not self.remote and not Path(path).exists():
             raise FileNotFoundError(f"data path {path} does not exist")
         if not self.remote and not (Path(path) / "manifest.json").is_file():
@@ -111,8 +112,7 @@ class Storage:
     def _fill(self, part: Path, split: str, shard: ShardInfo, compressed: bool) -> None:
         stored = f"{split}/{shard.file}"
         if not compressed:
-            self._download(stored, part)
-            self._check_hash(part, shard, stored)
+            self._download_shard(stored, part, shard)
             return
         if not self.remote:
             self.check_shard(split, shard)
@@ -122,11 +122,19 @@ class Storage:
             return
         source = part.with_name(part.name + ".source")
         try:
-            self._download(stored, source)
-            self._check_hash(source, shard, stored)
+            self._download_shard(stored, source, shard)
             self._decompress(source, part, stored)
         finally:
             source.unlink(missing_ok=True)
+
+    def _download_shard(self, stored: str, target: Path, shard: ShardInfo) -> None:
+        self._download(stored, target)
+        try:
+            self._check_hash(target, shard, stored)
+        except ValueError:
+            # Damaged on the way, or where it lies? A second copy tells.
+            self._download(stored, target)
+            self._check_hash(target, shard, stored)
 
     def _decompress(self, source: Path, target: Path, stored: str) -> None:
         import zstandard
@@ -170,7 +178,7 @@ class Storage:
             fill(part)
             os.replace(part, target)
         except OSError as error:
-            if isinstance(error, FileNotFoundError):
+            if isinstance(error, FileNotFoundError | RemoteError):
                 raise
             raise ValueError(f"cannot write {target} to the data cache ({error}); see data.cache_dir") from None
         finally:
@@ -187,43 +195,6 @@ class Storage:
             except FileNotFoundError:
                 raise FileNotFoundError(f"there is no prepared dataset at {self.path}: no manifest.json") from None
             return target.read_bytes()
-
-
-def download(url: str, target: Path, attempts: int = 3) -> None:
-    """Downloads one file with mosaicml-streaming, trying again after errors that may pass.
-
-    Raises FileNotFoundError if the file is not there, ValueError if it cannot be fetched.
-    """
-    if url.startswith("file://"):  # to mosaicml-streaming a path without a scheme
-        url = urllib.parse.unquote(urllib.parse.urlsplit(url).path)
-    from streaming.base.storage import CloudDownloader
-    from streaming.base.util import retry
-
-    try:
-        downloader = CloudDownloader.get(url)
-    except (ValueError, ImportError) as error:
-        raise ValueError(f"cannot read {url}: {_first_line(error)}") from None
-
-    @retry(num_attempts=attempts)
-    def attempt() -> None:
-        try:
-            downloader.download(url, str(target))
-        except FileNotFoundError as error:  # not worth another attempt
-            missing.append(error)
-
-    missing: list[FileNotFoundError] = []
-    try:
-        attempt()
-    except Exception as error:  # each client library raises its own kinds
-        raise ValueError(f"cannot download {url}: {type(error).__name__}: {_first_line(error)}") from error
-    finally:
-        downloader.clean_up()
-    if missing:
-        raise FileNotFoundError(f"{url} does not exist")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or "no reason given").splitlines()[0]
 
 
 def _cache_root(path: str, remote: bool, cache_dir: str) -> Path:
