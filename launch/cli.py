@@ -30,6 +30,12 @@ def _train(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def _launch(arguments: list[str]) -> int:
+    from matmix.launch.launch import main
+
+    return main(arguments)
+
+
 def _generate(arguments: list[str]) -> int:
     from matmix.train.generate import generate
 
@@ -90,6 +96,7 @@ class _Parser(argparse.ArgumentParser):
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "prepare": (_prepare, "tokenise text into shards"),
     "train": (_train, "train a recipe, or resume it (--dry-run: show its size and cost)"),
+    "launch": (_launch, "start runs on many processes: local, torchrun, Slurm; status, cancel, resubmit"),
     "generate": (_generate, "sample from a run or an export"),
     "export": (_export, "write a run as a directory that transformers loads"),
     "checkpoints": (_checkpoints, "list and verify the checkpoints of a run"),

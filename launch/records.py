@@ -1,0 +1,70 @@
+"""RUN/launch/jobs.jsonl: one line for each submission of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One submission."""
+
+    kind: Literal["slurm", "local", "prepare"]
+    launch: str  # folder below RUN/launch
+    time: float  # seconds since 1970
+    command: list[str]  # as typed
+    job: str = ""  # Slurm's number; "" for local runs
+    cluster: str = ""  # Slurm's name of it, where it has several
+    tasks: int = 0  # of a job array; 0 = none
+    pid: int = 0  # of the launcher of a local run
+    host: str = ""  # where that is
+    after: str = ""  # the job that this one waits for, such as the parts of a merge
+
+
+def launch_home(run_dir: str) -> Path:
+    """The folder that holds launch/ and logs/ of a run: the run directory, for one in an object store
+    runs/<its name> here.
+
+    Absolute, with symbolic links as they are: on clusters /home/user may lie elsewhere on other nodes.
+    """
+    if "://" in run_dir:
+        return Path.cwd() / "runs" / _plain(run_dir)
+    return Path(os.path.abspath(run_dir))
+
+
+def _plain(url: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", url.partition("://")[2]).strip("-")
+
+
+def add_job(home: Path, job: Job) -> None:
+    path = home / "launch" / "jobs.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(dataclasses.asdict(job)) + "\n")
+
+
+def read_jobs(home: Path) -> list[Job]:
+    """All submissions, oldest first."""
+    return [Job(**line) for line in read_lines(home / "launch" / "jobs.jsonl")]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file; [] without a file. A line that was cut off by a crash is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found

@@ -1,0 +1,103 @@
+"""Slurm's commands, called with lists of words; what they say is read here and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+from collections.abc import Sequence
+
+_PATIENCE = 60  # seconds: a busy controller answers late
+
+
+class SlurmError(OSError):
+    """Slurm refused or did not answer; the message is its own, in one line."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobState:
+    """A job, or a task of a job array, as Slurm knows it now."""
+
+    job: str  # 123 or 123_4
+    state: str  # RUNNING, PENDING ...
+    reason: str  # why it waits, or how it ended
+    nodes: str
+    restarts: int
+    time_limit: str
+    run_time: str
+    start_time: str
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in ("PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "REQUEUED")
+
+
+def _call(words: Sequence[str]) -> str:
+    """Output of a command. Raises ValueError where Slurm is not installed and SlurmError where the command fails."""
+    try:
+        run = subprocess.run(words, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{words[0]} not found: this needs a node where Slurm's commands are installed (--dry-run works anywhere)"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{words[0]} did not answer within {_PATIENCE} s") from None
+    if run.returncode:
+        message = " ".join(run.stderr.split()) or f"exit code {run.returncode}"
+        raise SlurmError(f"{words[0]} failed: {message}")
+    return run.stdout
+
+
+def submit(script: str, *options: str) -> tuple[str, str]:
+    """Submits a script; (job id, cluster or "")."""
+    words = _call(["sbatch", "--parsable", *options, script]).strip().splitlines()
+    job, _, cluster = words[-1].partition(";")
+    if not job.isdigit():
+        raise SlurmError(f"sbatch answered {words[-1]!r} instead of a job id")
+    return job, cluster
+
+
+def _fields(line: str) -> dict[str, str]:
+    return dict(re.findall(r"(\S+?)=(.*?)(?=\s+\S+?=|\s*$)", line))
+
+
+def job_states(job: str) -> list[JobState]:
+    """A job's state, one for each task of an array in order; [] where Slurm has forgotten the job.
+
+    `scontrol` remembers finished jobs for a few minutes, and works where no accounting database (sacct) does.
+    """
+    try:
+        lines = _call(["scontrol", "--oneliner", "show", "job", job]).splitlines()
+    except SlurmError as error:
+        if "Invalid job id" in str(error):
+            return []
+        raise
+    found = []
+    for fields in map(_fields, lines):
+        if "JobId" not in fields:
+            continue
+        name = fields["JobId"]
+        if "ArrayJobId" in fields:
+            name = f"{fields['ArrayJobId']}_{fields.get('ArrayTaskId', '?')}"
+        found.append(
+            JobState(
+                job=name,
+                state=fields.get("JobState", "UNKNOWN"),
+                reason=fields.get("Reason", "None"),
+                nodes=fields.get("NodeList", ""),
+                restarts=int(fields.get("Restarts", "0")),
+                time_limit=fields.get("TimeLimit", ""),
+                run_time=fields.get("RunTime", ""),
+                start_time=fields.get("StartTime", ""),
+            )
+        )
+    return sorted(found, key=lambda state: [int(word) for word in re.findall(r"\d+", state.job)])
+
+
+def cancel(job: str) -> None:
+    _call(["scancel", job])
+
+
+def signal_batch(job: str, name: str) -> None:
+    """Sends a signal to the batch script alone, which passes it on to the ranks."""
+    _call(["scancel", "--batch", f"--signal={name}", job])

@@ -1,0 +1,183 @@
+"""`matmix launch slurm`: a recipe as a Slurm job, or a sweep as an array of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from matmix.launch import scheduler, snapshot
+from matmix.launch.records import Job, add_job, launch_home
+from matmix.launch.script import output_pattern, render, sbatch_value
+from matmix.launch.slurm_options import SlurmOptions
+from matmix.launch.sweep import Point
+from matmix.train.config import RunConfig
+from matmix.train.recipe import load_config, write_config
+from matmix.train.run import RunDirectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A launch before anything is written: what would run, and where."""
+
+    home: Path  # RUN, or the sweep's directory that holds its runs
+    launch_id: str
+    configs: tuple[RunConfig, ...]  # one, or one for each task of the array
+    is_sweep: bool
+    options: SlurmOptions
+    command: tuple[str, ...]  # as typed
+
+    @property
+    def folder(self) -> Path:
+        return self.home / "launch" / self.launch_id
+
+    @property
+    def runs(self) -> list[Path]:
+        return [launch_home(config.run_dir) for config in self.configs]
+
+
+def plan_launch(
+    recipe: str, overrides: Sequence[str], points: Sequence[Point], options: SlurmOptions, command: Sequence[str]
+) -> Launch:
+    """Checks everything that can be checked before the job runs; writes nothing.
+
+    Raises FileNotFoundError for a missing recipe and ValueError (one line) for settings that cannot work: a global
+    batch that does not divide over the ranks, a run directory that belongs to another config.
+    """
+    base = load_config(recipe, overrides)
+    home = launch_home(base.run_dir)
+    configs = []
+    for point in points or [None]:
+        config = base if point is None else load_config(recipe, [*overrides, *point.overrides])
+        if point is not None:
+            run_dir = f"{base.run_dir.rstrip('/')}/{point.name}"
+            config = dataclasses.replace(config, run_dir=run_dir)
+        if "://" not in config.run_dir:
+            config = dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))
+        config.micro_batch(options.nodes * options.ranks_per_node)
+        _check_run_directory(config)
+        configs.append(config)
+    return Launch(
+        home=home,
+        launch_id=snapshot.new_launch_id(home),
+        configs=tuple(configs),
+        is_sweep=bool(points),
+        options=options,
+        command=tuple(command),
+    )
+
+
+def _check_run_directory(config: RunConfig) -> None:
+    """As the run itself will do, but now. Raises ValueError."""
+    if "://" in config.run_dir or not (Path(config.run_dir) / "config.toml").is_file():
+        return
+    run = RunDirectory(config.run_dir)
+    if config.model.vocab_size == 0:  # the run has taken it from its data
+        model = dataclasses.replace(config.model, vocab_size=run.read_config().model.vocab_size)
+        config = dataclasses.replace(config, model=model)
+    run.check(config)
+
+
+def directives(launch: Launch) -> list[str]:
+    """The #SBATCH lines, without #SBATCH. Raises ValueError for values that they cannot hold."""
+    options, count = launch.options, len(launch.configs)
+    pattern = "slurm-%A_%a.out" if launch.is_sweep else "slurm-%j.out"
+    lines = {
+        "job-name": options.job_name or launch.home.name,
+        "nodes": options.nodes,
+        "ntasks-per-node": options.ranks_per_node,
+        "gres": f"gpu:{options.gpus_per_node}" if options.gpus else "",
+        "cpus-per-task": options.cpus_per_task or "",
+        "mem": options.mem,
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "time": options.time,
+        "dependency": options.dependency,
+        "array": f"0-{count - 1}{f'%{options.array_limit}' if options.array_limit else ''}" if launch.is_sweep else "",
+        "signal": f"B:USR2@{options.save_seconds}",
+        "open-mode": "append",
+        "chdir": Path.cwd(),
+        "output": output_pattern(launch.home / "logs", pattern),
+    }
+    found = [f"--{key}={sbatch_value(value)}" for key, value in lines.items() if value != ""]
+    return [*found, "--requeue", *map(extra_directive, options.sbatch)]
+
+
+def extra_directive(text: str) -> str:
+    """An --sbatch-option, with or without its dashes, as it stands after #SBATCH."""
+    key, equals, value = text.strip().lstrip("-").partition("=")
+    if not key or not key.replace("-", "").isalnum():
+        raise ValueError(
+            f"--sbatch-option takes an option of sbatch such as exclusive or constraint=h100, got {text!r}"
+        )
+    return f"--{key}={sbatch_value(value)}" if equals else f"--{key}"
+
+
+def render_launch(launch: Launch) -> str:
+    """The batch script."""
+    options = launch.options
+    values = {
+        "title": "matmix " + " ".join(shlex.join(launch.command).split()),
+        "directives": directives(launch),
+        "launch": launch.folder,
+        "run": launch.runs[0],
+        "runs": launch.runs if launch.is_sweep else [],
+        "setup": options.setup,
+        "env": options.env,
+        "python": options.container_python if options.container else sys.executable,
+        "runtime": options.runtime,
+        "container": options.container,
+        "mounts": mounts(launch),
+        "gpus": options.gpus,
+        "master_addr": options.master_addr,
+        "tasks_per_node": options.ranks_per_node,
+        "max_requeues": options.max_requeues,
+    }
+    return render("train.sbatch", values, options.template)
+
+
+def mounts(launch: Launch) -> list[str]:
+    """What a container sees: run, data and working directory under their own names, then what the user adds."""
+    folders: list[Path] = []
+    data = [path for config in launch.configs for path in (config.data.path, config.data.validation_path)]
+    wanted = [Path.cwd(), launch.home, *(Path.cwd() / path for path in data if path and "://" not in path)]
+    for folder in wanted:
+        if not any(folder.is_relative_to(other) for other in folders):
+            folders.append(folder)
+    return [*(f"{folder}:{folder}" for folder in folders), *launch.options.container_mounts]
+
+
+def write_launch(launch: Launch, script: str) -> Path:
+    """Writes RUN/launch/<id>/ (job.sbatch last) and the folders that the job writes to; the script's path."""
+    snapshot.take_snapshot(launch.folder)
+    write_config(launch.configs[0], launch.folder / "config.toml")
+    if launch.is_sweep:
+        for number, config in enumerate(launch.configs):
+            task = launch.folder / "tasks" / str(number)
+            task.mkdir(parents=True)
+            write_config(config, task / "config.toml")
+    (launch.home / "logs").mkdir(exist_ok=True)
+    path = launch.folder / "job.sbatch"
+    path.write_text(script, encoding="utf-8")
+    return path
+
+
+def submit_launch(launch: Launch, script: str) -> Job:
+    """Writes and submits; the job as recorded in jobs.jsonl. Raises SlurmError or ValueError if Slurm refuses."""
+    path = write_launch(launch, script)
+    job, cluster = scheduler.submit(str(path))
+    record = Job(
+        kind="slurm",
+        launch=launch.launch_id,
+        time=time.time(),
+        command=list(launch.command),
+        job=job,
+        cluster=cluster,
+        tasks=len(launch.configs) if launch.is_sweep else 0,
+    )
+    add_job(launch.home, record)
+    return record

@@ -1,0 +1,116 @@
+"""Sweeps: one run for each combination of values, under names a person can read.
+
+    --sweep optimizer.lr=1e-3,3e-4 --sweep model.layers=mru,attention     the product: four runs
+    --sweep-file runs.toml                                                  a list of tables [[run]] of overrides
+
+A run's directory is RUN/<its values>, such as RUN/lr=1e-3,layers=mru.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matmix.train.recipe import read_toml
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """One run of a sweep."""
+
+    name: str  # of its directory below the sweep's
+    overrides: tuple[str, ...]  # as on the command line
+
+
+def parse_sweep(axes: Sequence[str], file: str | None = None) -> list[Point]:
+    """The runs of a sweep in a fixed order, the last axis fastest; [] where nothing is swept.
+
+    axes: KEY=VALUE,VALUE each; values that hold commas themselves belong into a file.
+    file: TOML with a list of tables `[[run]]`, dotted keys or tables of overrides, and optionally `name`.
+    Raises ValueError for what cannot be read, and for two runs that would have the same name.
+    """
+    rows: list[tuple[str, dict[str, str]]] = []
+    if file:
+        rows = _read_rows(Path(file))
+    values = [_axis(axis) for axis in axes]
+    keys = [key for key, _ in values]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"--sweep: {max(keys, key=keys.count)} is given twice; name all its values in one list")
+    combinations = [dict(zip(keys, choice, strict=True)) for choice in itertools.product(*(v for _, v in values))]
+    if not rows and not axes:
+        return []
+    points = [
+        _point(name, {**row, **combination}, combination)
+        for name, row in rows or [("", {})]
+        for combination in combinations
+    ]
+    names = [point.name for point in points]
+    if doubled := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f'--sweep: two runs would share the directory "{doubled}"; give them a name in the file')
+    return points
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+    key, equals, values = text.partition("=")
+    found = [value.strip() for value in values.split(",")]
+    if not equals or not key.strip("- ") or not all(found):
+        raise ValueError(f"--sweep takes KEY=VALUE,VALUE such as optimizer.lr=1e-3,3e-4, got {text!r}")
+    if len(set(found)) < len(found):
+        raise ValueError(f"--sweep: {text} names a value twice")
+    return key.strip("- ").replace("-", "_"), found
+
+
+def _read_rows(path: Path) -> list[tuple[str, dict[str, str]]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"sweep file not found: {path}")
+    content = read_toml(path)
+    rows = content.get("run")
+    if set(content) != {"run"} or not isinstance(rows, list) or not rows:
+        raise ValueError(f"{path}: a sweep is a list of tables [[run]] and nothing else")
+    found = []
+    for row in rows:
+        name = row.pop("name", "")
+        if not isinstance(name, str):
+            raise ValueError(f"{path}: name should be a string, got {name!r}")
+        found.append((name, _flatten(row)))
+    return found
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            flat[prefix + key] = " ".join(map(str, value))
+        else:
+            flat[prefix + key] = str(value)
+    return flat
+
+
+def _point(name: str, overrides: dict[str, str], swept: dict[str, str]) -> Point:
+    """name: given in the file, to which the values of `swept` are added; "" = all of `overrides`."""
+    parts = [name, _readable(swept)] if name else [_readable(overrides)]
+    flat = [word for key, value in overrides.items() for word in (f"--{key}", *value.split(" "))]
+    return Point(_as_file_name(",".join(part for part in parts if part)) or "run", tuple(flat))
+
+
+def _readable(overrides: dict[str, str]) -> str:
+    """lr=1e-3,layers=mru: last words of the keys, as many as it takes to tell them apart."""
+    names = {}
+    for key in overrides:
+        words = key.split(".")
+        for count in range(1, len(words) + 1):
+            short = ".".join(words[-count:])
+            if sum(other == short or other.endswith("." + short) for other in overrides) == 1:
+                break
+        names[key] = short
+    return ",".join(f"{names[key]}={value}" for key, value in overrides.items())
+
+
+def _as_file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._=,+-]+", "-", text).strip("-.")[:200]
