@@ -12,8 +12,10 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from matmix.data.decompression import open_decompressed
 from matmix.data.documents import ReadOptions, not_utf8, split_text
 from matmix.data.sources import Source
 
@@ -22,7 +24,6 @@ CHUNK_BYTES = 1 << 20
 # memory.
 LARGEST_TEXT_DOCUMENT = 1 << 26
 _BOM = b"\xef\xbb\xbf"
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,10 @@ class Chunk:
     records: list[bytes] | list[object]
 
 
-def read_chunks(sources: Sequence[Source], options: ReadOptions, start: Position | None = None) -> Iterator[Chunk]:
-    """Chunks of all sources in order, from a position on.
+def read_chunks(
+    sources: Sequence[Source], options: ReadOptions, start: Position | None = None, stop: Position | None = None
+) -> Iterator[Chunk]:
+    """Chunks of all sources in order, from a position on and up to another (where a record begins).
 
     Raises ValueError for a damaged or non-UTF-8 file and for a .parquet file without the text column.
     """
@@ -58,11 +61,14 @@ def read_chunks(sources: Sequence[Source], options: ReadOptions, start: Position
         source = sources[index]
         if position.source != index:
             position = Position(source=index)
+        limit = None if stop is None or stop.source > index else stop.offset if stop.source == index else 0
+        if limit is not None and position.offset >= limit:
+            return
         reader = _read_parquet if source.kind == "parquet" else _read_text
-        yield from reader(source, options, position)
+        yield from reader(source, options, position, limit)
 
 
-def _read_parquet(source: Source, options: ReadOptions, start: Position) -> Iterator[Chunk]:
+def _read_parquet(source: Source, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
     import pyarrow
     import pyarrow.parquet as parquet
 
@@ -86,8 +92,9 @@ def _read_parquet(source: Source, options: ReadOptions, start: Position) -> Iter
                     continue
                 for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[name]):
                     skip = min(max(0, start.offset - row), batch.num_rows)
+                    end = batch.num_rows if limit is None else min(batch.num_rows, limit - row)
                     row += skip
-                    for values in _portions(batch.column(0).to_pylist()[skip:]):
+                    for values in _portions(batch.column(0).to_pylist()[skip:end]):
                         begin, row = row, row + len(values)
                         yield Chunk(
                             source,
@@ -96,6 +103,8 @@ def _read_parquet(source: Source, options: ReadOptions, start: Position) -> Iter
                             source.bytes * row // max(1, file.metadata.num_rows),
                             values,
                         )
+                    if row == limit:
+                        return
     except pyarrow.ArrowException as error:
         raise ValueError(f"{source.name} is no .parquet file, or it is damaged: {error}") from error
 
@@ -112,30 +121,70 @@ def _portions(values: list[object]) -> Iterator[list[object]]:
         yield values[begin:]
 
 
-def _read_text(source: Source, options: ReadOptions, start: Position) -> Iterator[Chunk]:
+def _read_text(source: Source, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
     offset, line = start.offset, start.line
     begin, records, size = start, [], 0
-    with open(source.path, "rb") as raw:
-        try:
-            stream = _decompressed(raw, source.compression, offset)
-            if offset == 0 and stream.peek(3)[:3] == _BOM:
-                offset = len(stream.read(3))
-                begin = replace(start, offset=offset)
-            for record in _records(stream, source, options, line):
-                records.append(record)
-                size += len(record)
-                if size >= CHUNK_BYTES:
-                    offset, line = offset + size, line + sum(r.count(b"\n") for r in records)
-                    end = replace(begin, offset=offset, line=line)
-                    yield Chunk(source, begin, end, raw.tell(), records)
-                    begin, records, size = end, [], 0
-        except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-            kind = source.compression.removeprefix(".")
-            raise ValueError(f"{source.name} is damaged, or no {kind} file: {error}") from error
+    with open(source.path, "rb") as raw, _naming_damage(source):
+        stream = open_decompressed(raw, source.compression, offset)
+        if offset == 0 and stream.peek(3)[:3] == _BOM:
+            offset = len(stream.read(3))
+            begin = replace(start, offset=offset)
+        for record in _records(stream, source, options, line):
+            records.append(record)
+            size += len(record)
+            # Records are read past the end and dropped there, so that they are cut as in a reading without an end.
+            last = limit is not None and offset + size >= limit
+            if size >= CHUNK_BYTES or last:
+                offset, line = offset + size, line + sum(r.count(b"\n") for r in records)
+                end = replace(begin, offset=offset, line=line)
+                yield Chunk(source, begin, end, raw.tell(), records)
+                begin, records, size = end, [], 0
+            if last:
+                return
         if records:
             line += sum(r.count(b"\n") for r in records)
             end = replace(begin, offset=offset + size, line=line)
             yield Chunk(source, begin, end, source.bytes, records)
+
+
+def record_offsets(source: Source, options: ReadOptions) -> Iterator[int]:
+    """Where the records of a text file end, in bytes of the decompressed file, by reading all of it."""
+    with open(source.path, "rb") as raw, _naming_damage(source):
+        stream = open_decompressed(raw, source.compression, 0)
+        offset = len(stream.read(3)) if stream.peek(3)[:3] == _BOM else 0
+        for record in _records(stream, source, options, 1):
+            offset += len(record)
+            yield offset
+
+
+def next_record(source: Source, options: ReadOptions, offset: int) -> int:
+    """Where the first record begins that is sure to begin at or after a byte of an uncompressed text file (its size if
+    none does): what stands before `offset` is not read, so of records of several lines one may be passed over."""
+    if offset == 0:
+        return 0
+    with open(source.path, "rb") as file:
+        file.seek(offset - 1)
+        position = offset - 1 + len(file.readline())
+        if source.kind == "jsonl" or options.text_documents == "line":
+            return position
+        is_end, keep_together = _group_end(options)
+        ended = False
+        for row in file:
+            end = is_end(row)
+            if ended and not (keep_together and end):
+                return position
+            position += len(row)
+            ended = end
+        return position
+
+
+@contextmanager
+def _naming_damage(source: Source) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        kind = source.compression.removeprefix(".")
+        raise ValueError(f"{source.name} is damaged, or no {kind} file: {error}") from error
 
 
 def _records(stream: io.BufferedReader, source: Source, options: ReadOptions, line: int) -> Iterator[bytes]:
@@ -144,14 +193,19 @@ def _records(stream: io.BufferedReader, source: Source, options: ReadOptions, li
         yield from stream
     elif options.text_documents == "file":
         yield from _whole_file(stream, source, options.max_document_chars, line)
-    elif options.text_documents == "paragraph":
-        yield from _groups(stream, lambda row: not row.strip(), keep_together=True)
     else:
-        mark = options.document_separator.encode()
-        yield from _groups(stream, lambda row: row.strip() == mark, keep_together=False)
+        yield from _groups(stream, *_group_end(options))
 
 
-def _groups(stream: io.BufferedReader, is_end: Callable[[bytes], bool], *, keep_together: bool) -> Iterator[bytes]:
+def _group_end(options: ReadOptions) -> tuple[Callable[[bytes], bool], bool]:
+    """Which lines end a record of several lines, and whether a run of them belongs to one record."""
+    if options.text_documents == "paragraph":
+        return lambda row: not row.strip(), True
+    mark = options.document_separator.encode()
+    return lambda row: row.strip() == mark, False
+
+
+def _groups(stream: io.BufferedReader, is_end: Callable[[bytes], bool], keep_together: bool) -> Iterator[bytes]:
     """Lines up to and with the one that ends a record (with `keep_together`, the last of a run of such
     lines).
     """
@@ -199,59 +253,3 @@ def _pieces(raw: bytes, source: Source, max_chars: int, line: int) -> list[bytes
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(source.name, raw, error, line)) from None
     return [piece.encode("utf-8") for piece in split_text(text, max_chars)]
-
-
-def _decompressed(raw: io.BufferedReader, compression: str, offset: int) -> io.BufferedReader:
-    """The text behind a compression, from a byte offset of the text on."""
-    if not compression:
-        raw.seek(offset)
-        return raw
-    if compression == ".gz":
-        inner = gzip.GzipFile(fileobj=raw)
-    elif compression == ".xz":
-        inner = lzma.LZMAFile(raw)  # noqa: SIM115
-    else:
-        inner = _ZstdFile(raw)
-    stream = io.BufferedReader(inner, _BLOCK)
-    while offset > 0:
-        skipped = len(stream.read(min(offset, _BLOCK)))
-        if not skipped:
-            raise EOFError("it is shorter than before")
-        offset -= skipped
-    return stream
-
-
-class _ZstdFile(io.RawIOBase):
-    """Zstandard frames in a row (the library's own reader takes a truncated file for a short one)."""
-
-    def __init__(self, raw: io.BufferedReader) -> None:
-        import zstandard
-
-        self._raw, self._frame, self._error = raw, zstandard.ZstdDecompressor, zstandard.ZstdError
-        self._decoder = None
-        self._input = b""
-        self._output = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._output:
-            self._input = self._input or self._raw.read(1 << 17)
-            if not self._input:
-                if self._decoder is not None:
-                    raise EOFError("the file ends inside a compressed frame")
-                return 0
-            if self._decoder is None:
-                self._decoder = self._frame().decompressobj()
-            try:
-                self._output = self._decoder.decompress(self._input)
-            except self._error as error:
-                raise EOFError(str(error)) from error
-            self._input = b""
-            if self._decoder.eof:
-                self._input, self._decoder = self._decoder.unused_data, None
-        size = min(len(buffer), len(self._output))
-        buffer[:size] = self._output[:size]
-        self._output = self._output[size:]
-        return size
