@@ -1,0 +1,229 @@
+"""Whether a run is started again after an attempt has ended: `python -m matmix.launch.attempts RUN --attempt ID --code N`.
+
+An attempt is one start of the run's processes. How it ended is read from what its ranks wrote (`matmix.train.outcome`)
+and, where they were killed before they could, from the exit code that the launcher saw. Then:
+
+- finished: no;
+- stopped by a signal and saved (75), or told to stop and ended before it could save: yes, always;
+- the user's mistake (2) or a second Ctrl-C (130): no;
+- any other failure: not if the step at which it failed is the one at which the run failed the last time; else as long
+  as no more than `max_requeues` attempts in a row have failed since one that got further, that is, whose newest
+  checkpoint is of a later step than any before. A run of weeks may lose a node every other day; one that cannot get
+  over a step, or cannot begin, ends after a few tries.
+
+Attempts that a launcher began and that nobody saw end (a node that failed, a launcher that was killed) are failures.
+Each decision is a line in RUN/launch/attempts.jsonl. Standard library only: this runs on the node that counts seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matmix.launch.records import read_lines
+from matmix.train.exits import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
+from matmix.train.outcome import Outcome, read_last_step, read_outcomes
+
+# Exit codes of this command; anything else means that it failed itself.
+AGAIN, FINISHED, ENOUGH = 0, 10, 11
+DEFAULT_MAX_REQUEUES = 3
+
+_WORDS = {
+    EXIT_FAILED: "failed",
+    EXIT_USER: "a mistake in config, data or command line",
+    EXIT_STOPPED: "stopped and saved",
+    EXIT_HUNG: "hung",
+    EXIT_INTERRUPTED: "interrupted without saving",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """How one attempt ended."""
+
+    attempt: str
+    code: int | None = None  # None: nobody saw it end
+    reason: str = ""  # one line
+    step: int | None = None  # the last that was begun
+    saved_step: int | None = None  # of the newest checkpoint
+    signalled: bool = False  # the launcher told it to stop
+
+    @property
+    def finished(self) -> bool:
+        return self.code == EXIT_OK
+
+    @property
+    def stopped(self) -> bool:
+        """It ended because it was told to."""
+        return self.code == EXIT_STOPPED or (self.signalled and self.code not in (EXIT_OK, EXIT_USER, EXIT_INTERRUPTED))
+
+    @property
+    def failed(self) -> bool:
+        return not self.finished and not self.stopped
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows, and why in one line."""
+
+    again: bool
+    why: str
+
+
+def describe(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "nobody saw it end (a node that failed, or a launcher that was killed)"
+    number = -code if code < 0 else code - 128
+    if code not in _WORDS and number in set(signal.Signals):
+        return f"killed by {signal.Signals(number).name}"
+    return _WORDS.get(code, f"exit code {code}")
+
+
+def decide(attempts: Sequence[Attempt], max_requeues: int = DEFAULT_MAX_REQUEUES) -> Decision:
+    """What follows from a run's attempts, the one that has just ended last."""
+    last = attempts[-1]
+    if last.finished:
+        return Decision(False, "finished")
+    if last.stopped:
+        saved = "stopped and saved" if last.code == EXIT_STOPPED else f"told to stop, {describe(last.code)}"
+        return Decision(True, f"{saved}: goes on from its newest checkpoint")
+    why = last.reason or describe(last.code)
+    if last.code in (EXIT_USER, EXIT_INTERRUPTED):
+        return Decision(False, f"{why}: starting again would not help")
+    before = _failure_before(attempts)
+    if last.step is not None and before is not None and before.step == last.step:
+        return Decision(False, f"step {last.step} failed twice in a row ({why}): starting again would not help")
+    failures = failures_in_a_row(attempts)
+    if failures > max_requeues:
+        times = f"{failures} times in a row" if failures > 1 else "once"
+        return Decision(False, f"failed {times} without getting further, {max_requeues} restarts allowed ({why})")
+    return Decision(True, f"{why}: restart {failures} of at most {max_requeues} without getting further")
+
+
+def _failure_before(attempts: Sequence[Attempt]) -> Attempt | None:
+    """The failure before the last attempt, unless the run has gone past its step since."""
+    for number in range(len(attempts) - 2, -1, -1):
+        if attempts[number].failed:
+            later = [attempt.step for attempt in attempts[number + 1 :] if attempt.step is not None]
+            step = attempts[number].step
+            return None if step is not None and any(other > step for other in later) else attempts[number]
+    return None
+
+
+def failures_in_a_row(attempts: Sequence[Attempt]) -> int:
+    """Failed attempts since (and with) the last one that saved a later step than any attempt before it."""
+    furthest, failures = -1, 0
+    for attempt in attempts:
+        if attempt.saved_step is not None and attempt.saved_step > furthest:
+            furthest, failures = attempt.saved_step, 0
+        failures += attempt.failed
+    return failures
+
+
+# -- what is known of an attempt -------------------------------------------------------------------------------------
+
+
+def attempts_path(run: Path) -> Path:
+    return run / "launch" / "attempts.jsonl"
+
+
+def read_attempts(run: Path) -> list[Attempt]:
+    """All attempts that were begun, in order; those without an end have code None."""
+    lines: dict[str, dict[str, Any]] = {}
+    for line in read_lines(attempts_path(run)):
+        if isinstance(line.get("attempt"), str):
+            lines.setdefault(line["attempt"], {}).update(line)
+    known = {field.name for field in dataclasses.fields(Attempt)}
+    found = []
+    for name, values in lines.items():
+        attempt = Attempt(**{key: value for key, value in values.items() if key in known})
+        found.append(attempt if "code" in values else collect(run, name, None))
+    return found
+
+
+def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> Attempt:
+    """What the ranks of an attempt wrote about its end, or `code` where they wrote nothing."""
+    outcomes = read_outcomes(run, name)
+    chosen = _telling(outcomes)
+    saved = [outcome.saved_step for outcome in outcomes.values() if outcome.saved_step is not None]
+    reason = describe(code)
+    if chosen is not None:
+        rank, outcome = chosen
+        code = outcome.code
+        reason = f"rank {rank} on {outcome.host}: {outcome.reason}" if rank else outcome.reason
+    return Attempt(
+        attempt=name,
+        code=code,
+        reason=reason,
+        step=read_last_step(run, name),
+        saved_step=max(saved, default=None) if saved else _newest_checkpoint(run),
+        signalled=signalled,
+    )
+
+
+def _telling(outcomes: dict[int, Outcome]) -> tuple[int, Outcome] | None:
+    """Rank 0's outcome where it is a good end, else the first failure in time: the others followed from it."""
+    if 0 in outcomes and outcomes[0].code in (EXIT_OK, EXIT_STOPPED):
+        return 0, outcomes[0]
+    # A mistake of the user is found by all ranks; what one rank alone has met, such as a full disk, explains the rest.
+    return min(outcomes.items(), key=lambda item: (item[1].code != EXIT_USER, item[1].time), default=None)
+
+
+def _newest_checkpoint(run: Path) -> int | None:
+    """Step of the newest checkpoint that has its manifest (its files are checked when the run starts)."""
+    steps = [path.parent.name.removeprefix("step-") for path in run.glob("checkpoints/step-*/checkpoint.json")]
+    return max((int(step) for step in steps if step.isdigit()), default=None)
+
+
+def begin(run: Path, name: str, nodes: str = "") -> None:
+    """Notes that an attempt begins, so that it is known also if nobody sees it end."""
+    _append(run, {"attempt": name, "begun": int(time.time()), "nodes": nodes})
+
+
+def conclude(
+    run: Path, name: str, code: int, *, max_requeues: int = DEFAULT_MAX_REQUEUES, signalled: bool = False
+) -> tuple[Attempt, Decision]:
+    """Collects how an attempt ended, decides, and writes both down."""
+    attempt = collect(run, name, code, signalled=signalled)
+    decision = decide([*(a for a in read_attempts(run) if a.attempt != name), attempt], max_requeues)
+    facts = {**dataclasses.asdict(attempt), "again": decision.again, "why": decision.why, "ended": int(time.time())}
+    _append(run, facts)
+    return attempt, decision
+
+
+def _append(run: Path, line: dict[str, Any]) -> None:
+    path = attempts_path(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; prints the decision in one line. Exit code 0 = start again, 10 = finished, 11 = do not."""
+    parser = argparse.ArgumentParser(prog="python -m matmix.launch.attempts")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--attempt", required=True)
+    parser.add_argument("--code", type=int, required=True)
+    parser.add_argument("--max-requeues", type=int, default=DEFAULT_MAX_REQUEUES)
+    parser.add_argument("--signalled", action="store_true")
+    options = parser.parse_args(arguments)
+    attempt, decision = conclude(
+        options.run, options.attempt, options.code, max_requeues=options.max_requeues, signalled=options.signalled
+    )
+    verdict = "starting again" if decision.again else "not started again"
+    print(f"attempt {options.attempt}: {verdict}: {decision.why}", flush=True)
+    if attempt.finished:
+        return FINISHED
+    return AGAIN if decision.again else ENOUGH
+
+
+if __name__ == "__main__":
+    sys.exit(main())
