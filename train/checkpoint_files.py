@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from matmix.train.distributed import gather_objects, rank_and_world_size
+from matmix.train.heartbeat import beat
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
@@ -33,6 +34,7 @@ def together(action: Callable[[], Any], group: dist.ProcessGroup | None = None) 
     ranks agree over, as for `gather_objects`.
     """
     complaint, mistake = None, None
+    beat("a part of a save")
     try:
         action()
     except OSError as error:
@@ -64,6 +66,7 @@ def checksum(path: Path) -> int:
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             value = zlib.crc32(chunk, value)
+            beat("reading a checkpoint")
     return value
 
 

@@ -15,3 +15,15 @@ class RendezvousError(RunFailure):
 
 class HealthError(RunFailure):
     """A node is not fit to train on; the message names it and what is wrong."""
+
+
+class OutOfMemoryError(RunFailure):
+    """Memory ran out; the message says at which sizes and what to set."""
+
+
+class PeerError(RunFailure):
+    """Another rank is gone, so that this one cannot go on."""
+
+
+class LossSpikeError(RunFailure):
+    """The loss spikes again and again although the run has gone back and left data out."""

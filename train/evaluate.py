@@ -10,6 +10,7 @@ import torch
 from matmix.data.loader import Loader
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
+from matmix.train.heartbeat import beat
 from matmix.train.objectives import compute_loss, count_targets
 
 
@@ -25,6 +26,7 @@ def evaluate(engine: Engine, loader: Loader, config: RunConfig) -> dict[str, flo
     limit = config.evaluation.batches * loader.micro_batches_per_step or None
     loader.samples = 0
     for batch in itertools.islice(loader, limit):
+        beat("a batch of the evaluation")
         targets = count_targets(batch)
         loss = compute_loss(engine.model, batch.to(engine.device, non_blocking=True), config.objective)
         sums += torch.tensor([loss.loss.item(), loss.correct.item(), float(targets)], dtype=torch.float64)

@@ -20,6 +20,7 @@ from matmix.train.config import RunConfig
 from matmix.train.distributed import Distributed, barrier
 from matmix.train.engine import Engine, build_engine
 from matmix.train.evaluate import evaluate
+from matmix.train.failures import explaining
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.health import tell_health
 from matmix.train.monitor import Monitor
@@ -251,9 +252,9 @@ class Trainer:
 def train(config: RunConfig) -> Result:
     """Runs `config` to its last step, resuming where its run directory stands.
 
-    Raises ValueError for a config, data or checkpoint that cannot be used, and RunFailure when training diverged or a
-    node is missing or not fit.
+    Raises ValueError for a config, data or checkpoint that cannot be used, and RunFailure when training diverged,
+    memory ran out, or a rank is gone or a node not fit.
     """
-    with Distributed.from_environment(config.device) as distributed:
+    with Distributed.from_environment(config.device) as distributed, explaining(config, distributed.world_size):
         tell_health(distributed, config.run_dir)
         return Trainer(config, distributed).fit()

@@ -45,6 +45,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def python_path() -> str:
+    """For processes that import these files."""
+    return os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class Zygote:
     """A process with all imports done that forks training processes on request."""
 
@@ -54,8 +59,9 @@ class Zygote:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(HERE)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": python_path()},
         )
+        self.ended = False
         self.codes: dict[int, int] = {}
         self.started: list[int] = []
         self.heard = threading.Condition()
@@ -70,6 +76,9 @@ class Zygote:
                 else:
                     self.started.append(message["pid"])
                 self.heard.notify_all()
+        with self.heard:
+            self.ended = True
+            self.heard.notify_all()
 
     def start(self, arguments: list[str], environment: dict[str, str], output: Path) -> int:
         """The new process's number."""
@@ -78,7 +87,8 @@ class Zygote:
             request = {"arguments": arguments, "environment": environment, "output": str(output)}
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
-            assert self.heard.wait_for(lambda: len(self.started) > known, PATIENCE), "the zygote does not answer"
+            self.heard.wait_for(lambda: self.ended or len(self.started) > known, PATIENCE)
+            assert len(self.started) > known, "the zygote does not answer; its own error is on stderr"
             return self.started[-1]
 
     def close(self) -> None:
@@ -211,7 +221,7 @@ class Run:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={**os.environ, **environment, "PYTHONPATH": str(HERE), "PYTHONSAFEPATH": "1"},
+                env={**os.environ, **environment, "PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1"},
                 start_new_session=True,
             )
 

@@ -10,6 +10,7 @@ from matmix.train.callbacks.profiler import Profiler
 from matmix.train.callbacks.progress import Progress
 from matmix.train.callbacks.signals import StopSignals
 from matmix.train.callbacks.tensorboard import TensorBoard
+from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.config import RunConfig
 
 __all__ = ["Callback", "StepRecord", "StopSignals", "make_callbacks"]
@@ -18,6 +19,8 @@ __all__ = ["Callback", "StepRecord", "StopSignals", "make_callbacks"]
 def make_callbacks(config: RunConfig, rank: int) -> list[Callback]:
     """The callbacks a rank runs, in order: those that may end the run come last, after everything was recorded."""
     callbacks: list[Callback] = [MetricsFile()]
+    if config.faults.hang_minutes:
+        callbacks.append(Watchdog(config.faults.hang_minutes))
     if config.logging.progress:
         callbacks.append(Progress())
     if config.logging.tensorboard:

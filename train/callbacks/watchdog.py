@@ -1,0 +1,148 @@
+"""A rank that makes no progress any more ends itself, and leaves behind what all its threads were doing.
+
+A rank that hangs (a dead file system, a lost collective, a device that does not answer) would hold the whole job until
+its time limit. Ranks that wait for it in a collective look like it, so each of them dumps its stacks, waits a moment
+for the others to do so, and ends with EXIT_HUNG; the stacks then show which one was not waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TextIO
+
+from matmix.train.callbacks.base import Callback
+from matmix.train.exits import EXIT_HUNG
+from matmix.train.heartbeat import beat, last_beat
+from matmix.train.outcome import attempt_id, write_outcome
+
+_LONGEST_POLL = 5.0
+# How long ranks that are ready to end wait for the others' stacks: the first one to go takes the rest with it.
+_LONGEST_GRACE = 60.0
+
+
+class Watchdog(Callback):
+    """Ends the process after `minutes` without a sign of life (`matmix.train.heartbeat`)."""
+
+    main_rank_only = False
+
+    def __init__(self, minutes: float) -> None:
+        self.limit = 60 * minutes
+        self.poll = min(_LONGEST_POLL, self.limit / 20)
+        self.grace = min(_LONGEST_GRACE, self.limit)
+        self.stopped = threading.Event()
+        self.thread: threading.Thread | None = None
+        self.file: TextIO | None = None
+
+    # -- what the loop calls -------------------------------------------------------------------------------------
+
+    def on_start(self, trainer) -> None:
+        self.trainer = trainer
+        self.rank, self.world_size = trainer.engine.rank, trainer.engine.world_size
+        self.main_thread = threading.get_ident()
+        self.path = stacks_path(trainer.run.path, attempt_id(), self.rank)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Opened now: when the process hangs, opening may hang too.
+            self.file = self.path.open("w", encoding="utf-8")
+        except OSError as error:
+            trainer.tell(f"warning: if this run hangs, its stacks go to stderr alone ({error})")
+        beat("the start of the loop")
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self.thread.start()
+
+    def on_step(self, trainer) -> None:
+        beat(f"the end of step {trainer.state.step}")
+
+    def on_end(self, trainer) -> None:
+        if self.thread is None:
+            return
+        self.stopped.set()
+        self.thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        if self.file is not None:
+            self.file.close()
+            with contextlib.suppress(OSError):
+                if self.path.stat().st_size == 0:
+                    self.path.unlink()
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            # Where the main thread hangs in C and keeps the interpreter's lock, this thread cannot run; then a timer
+            # outside the interpreter dumps and ends the process (with code 1, the only one it knows).
+            quiet = time.monotonic() - last_beat().seconds
+            backstop = max(self.limit - quiet, 0) + 3 * self.poll
+            faulthandler.dump_traceback_later(backstop, exit=True, file=self.file or sys.__stderr__)
+            if self.stopped.wait(self.poll):
+                return
+            quiet = time.monotonic() - last_beat().seconds
+            if quiet >= self.limit or (quiet >= self.limit / 2 and self._dumped()):
+                break
+        faulthandler.cancel_dump_traceback_later()
+        self._end(quiet)
+
+    def _end(self, quiet: float) -> None:
+        reason = (
+            f"rank {self.rank} hangs: no step, evaluation batch or save for {_minutes(quiet)}, the last sign of life "
+            f"was {last_beat().what}; {self._place()}"
+        )
+        # By number: the file objects' locks may be held by a thread that hangs.
+        os.write(2, f"matmix: error: {reason}\n".encode())
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        # The storage may be what hangs, so this process must be able to end without it.
+        writer = threading.Thread(target=self._write, args=(reason,), daemon=True)
+        writer.start()
+        deadline = time.monotonic() + self.grace
+        writer.join(self.grace)
+        while time.monotonic() < deadline and self._dumped() < self.world_size:
+            time.sleep(self.poll)
+        os.write(2, f"matmix: rank {self.rank} ends with code {EXIT_HUNG}; stacks in {self.path.parent}\n".encode())
+        os._exit(EXIT_HUNG)
+
+    def _write(self, reason: str) -> None:
+        state = self.trainer.state
+        steps = self.trainer.checkpoints.steps()
+        write_outcome(
+            self.trainer.run.path,
+            code=EXIT_HUNG,
+            reason=reason,
+            step=state.step,
+            saved_step=steps[-1] if steps else None,
+            rank=self.rank,
+        )
+        if self.file is not None:
+            self.file.write(f"{reason}\n")
+            self.file.flush()
+            faulthandler.dump_traceback(file=self.file, all_threads=True)
+
+    def _place(self) -> str:
+        """Where the main thread is, in a few words."""
+        frame = sys._current_frames().get(self.main_thread)
+        if frame is None:
+            return "its main thread is gone"
+        code = frame.f_code
+        return f"its main thread is in {code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
+
+    def _dumped(self) -> int:
+        """How many ranks have written their stacks, as far as this rank sees them."""
+        count = 0
+        for path in self.path.parent.glob("rank-*.stacks.txt"):
+            with contextlib.suppress(OSError):
+                count += path.stat().st_size > 0
+        return count
+
+
+def stacks_path(run_dir: Path, attempt: str, rank: int) -> Path:
+    """RUN/logs/<attempt>/rank-00003.stacks.txt, next to that rank's log."""
+    return Path(run_dir) / "logs" / attempt / f"rank-{rank:05d}.stacks.txt"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"

@@ -1,0 +1,80 @@
+"""Errors of libraries and the system that have a reason a person can act on, as one line with advice."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterator
+
+import torch
+
+from matmix.train.config import RunConfig
+from matmix.train.errors import OutOfMemoryError, PeerError, RunFailure
+
+# CPU allocator, CUDA runtime, cuBLAS: they raise a plain RuntimeError.
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory|Cannot allocate memory|out of memory|STATUS_ALLOC_FAILED|std::bad_alloc"
+)
+_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
+# gloo, NCCL and the store, when a process on the other side is gone or does not answer.
+_PEER_GONE = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|Socket closed"
+    r"|[Tt]imed out|remote process exited|ncclRemoteError|failed to recv|unable to find address|NCCL error"
+    r"|Application timeout|connection was (?:likely )?closed",
+)
+
+
+@contextlib.contextmanager
+def explaining(config: RunConfig, world_size: int) -> Iterator[None]:
+    """Raises what `explained` makes of an error, from that error, and all others as they are."""
+    try:
+        yield
+    except Exception as error:
+        failure = explained(error, config, world_size)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def explained(error: Exception, config: RunConfig, world_size: int) -> RunFailure | None:
+    """What to say instead of `error`, or None where its traceback is the best there is to say."""
+    if isinstance(error, RunFailure):
+        return None
+    text = str(error)
+    if is_out_of_memory(error):
+        return OutOfMemoryError(memory_advice(text, config, world_size))
+    if world_size > 1 and isinstance(error, RuntimeError) and _PEER_GONE.search(text):
+        line = " ".join(text.split())
+        line = line if len(line) <= 160 else f"{line[:157]}..."
+        return PeerError(f"another rank is gone or does not answer; the outputs of the other ranks say why ({line})")
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, of a device or of this machine."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def memory_advice(text: str, config: RunConfig, world_size: int) -> str:
+    """What ran out at which sizes, and what to set, the settings that change no numbers first."""
+    micro, seqlen = config.micro_batch(world_size), config.data.seqlen
+    tried = _TRIED.search(text)
+    happened = f"out of memory{f' (tried to allocate {tried[1]})' if tried else ''}"
+    happened += f" at micro_batch_size {micro} and data.seqlen {seqlen}"
+    first = []
+    if micro > 1:
+        half = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
+        first.append(f"set --micro-batch-size {half} (the same batches and losses in more passes)")
+    if config.engine.activation_checkpointing != "full":
+        first.append("set --engine.activation-checkpointing full (slower, the same losses)")
+    if config.engine.name == "ddp" or (config.engine.name == "deepspeed" and config.engine.zero_stage < 3):
+        first.append("set --engine.name fsdp2, which shards weights, gradients and moments")
+    elif world_size == 1 or config.engine.name == "fsdp2":
+        first.append("use more ranks, which share weights, gradients and moments")
+    first.append(f"set a data.seqlen below {seqlen}, or a smaller model, in a new run")
+    return f"{happened}; in this order: {', '.join(first)}"
