@@ -7,38 +7,27 @@ every file.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from matmix.train import rng
-from matmix.train.checkpoint_files import (
-    MANIFEST,
-    check_shapes,
-    check_sizes,
-    describe_files,
-    find_problem,
-    list_files,
-    read_manifest,
-    sync_directory,
-    together,
-    write_manifest,
-)
-from matmix.train.distributed import from_rank_zero, gather_objects, rank_and_world_size
+from matmix.train import portable, rng
+from matmix.train.checkpoint_files import MANIFEST, check_shapes, check_sizes, find_problem, read_manifest
+from matmix.train.checkpoint_save import GENERATORS, BackgroundSave, Contents, Tell, write_checkpoint
+from matmix.train.distributed import from_rank_zero, make_side_group, rank_and_world_size
 from matmix.train.engine.base import Engine
 
 _NAME = re.compile(r"step-(\d{8,})")
 # Directories under these names are unfinished or already given up: no reader looks at them.
 LEFTOVERS = (".tmp-", ".old-", ".universal-")
-_GENERATORS = "generators"
-
-Tell = Callable[[str], None]
 
 
 def _tell_on_rank_zero(text: str) -> None:
@@ -55,6 +44,9 @@ class CheckpointManager:
         self.keep_last, self.keep_every = keep_last, keep_every
         self._damaged: set[Path] = set()
         self._verified: set[Path] = set()
+        self._running: BackgroundSave | None = None
+        self._group: dist.ProcessGroup | None = None  # of the thread that saves
+        self._said_slow = False
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
@@ -82,76 +74,73 @@ class CheckpointManager:
 
         extra: JSON values that `load` gives back. Returns the path, or None when the storage failed: then
         nothing has changed but for one line of warning through `tell`, and what was saved before is still
-        there.
+        there. Waits first for a save that is running.
         """
-        target, temporary = self.path(step), self.directory / f".tmp-{self.path(step).name}"
-        complaint = self._write(step, engine, extra, temporary, target)
+        self.wait(tell)
+        contents = Contents.collect(step, engine, extra, copy=False)
+        return self.path(step) if self._complete(contents, None, tell) else None
+
+    def begin_save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = _tell_on_rank_zero) -> None:
+        """Copies to host memory what `save` would write, and leaves the rest to a thread: `wait` says how it went.
+
+        There is never more than one: waits first for a save that is running.
+        """
+        if self._running is not None and self._running.is_running() and not self._said_slow:
+            self._said_slow = True
+            tell(
+                f"warning: at step {step} the checkpoint of step {self._running.step} is still being written, and "
+                f"training waits for it: raise checkpoint.every, or use faster storage (said once)"
+            )
+        self.wait(tell)
+        contents = Contents.collect(step, engine, extra, copy=True)
+        if self._group is None:
+            self._group = make_side_group()
+        work = functools.partial(self._complete, contents, self._group)
+        self._running = BackgroundSave(step, work, engine.device)
+
+    def report(self, tell: Tell = _tell_on_rank_zero) -> None:
+        """Passes on what a save in the background has to say so far; costs nothing. Needs no other rank."""
+        if self._running is not None:
+            self._running.report(tell)
+
+    def wait(self, tell: Tell = _tell_on_rank_zero) -> int | None:
+        """Waits for a save in the background; its step if it failed, None if it did not or there was none.
+
+        Raises what is no failure of the storage, but a mistake of ours or the end of another rank.
+        """
+        running, self._running = self._running, None
+        return None if running is None or running.join(tell) else running.step
+
+    def close(self, tell: Tell = _tell_on_rank_zero) -> None:
+        """Waits for a save in the background and raises nothing: for the end of a run, also after an error."""
+        step = None if self._running is None else self._running.step
+        try:
+            self.wait(tell)
+        except Exception as error:
+            tell(f"warning: no checkpoint at step {step}: {error}")
+
+    def _complete(self, contents: Contents, group: dist.ProcessGroup | None, tell: Tell) -> bool:
+        """Writes, then clears up; in the background, too. Whether there is a checkpoint now."""
+        step, target = contents.step, self.path(contents.step)
+        temporary = self.directory / f".tmp-{target.name}"
+        complaint = write_checkpoint(contents, temporary, target, group)
         is_first = rank_and_world_size()[0] == 0
         if complaint is None:
             self._damaged.discard(target)
             if is_first:
-                self._prune(tell)
-            return target
+                self._prune(step, tell)
+            return True
         if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
         whole = [s for s in self.steps() if self._looks_whole(s)]
         last = f"the last valid one is {self.path(whole[-1]).name}" if whole else "there is none so far"
         tell(f"warning: no checkpoint at step {step}: {complaint}; training goes on, {last}")
-        return None
+        return False
 
-    def _write(self, step: int, engine: Engine, extra: dict[str, Any], temporary: Path, target: Path) -> str | None:
-        """The steps of a save, each of them on all ranks before the next; stops where one of them fails."""
-        rank, world_size = rank_and_world_size()
-        names: list[str] = []
-        own: dict[str, list[int]] = {}
-
-        def begin() -> None:
-            if rank == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
-                (temporary / _GENERATORS).mkdir(parents=True)
-
-        def write_generators() -> None:
-            with (temporary / _GENERATORS / f"rank-{rank:05d}.json").open("w", encoding="utf-8") as file:
-                json.dump(rng.get_state(), file)
-
-        def list_all() -> None:
-            names.extend(list_files(temporary) if rank == 0 else [])
-
-        layout = engine.layout()
-        for action in (begin, write_generators, lambda: engine.save(temporary), list_all):
-            if complaint := together(action):
-                return complaint
-        share = from_rank_zero(names)[rank::world_size]
-        if complaint := together(lambda: own.update(describe_files(temporary, share))):
-            return complaint
-        files = {name: entry for part in gather_objects(own) for name, entry in part.items()}
-
-        def finish() -> None:
-            if rank == 0:
-                manifest = {"step": step, "layout": layout, "extra": extra, "files": files}
-                write_manifest(temporary, manifest)
-                self._put_in_place(temporary, target)
-
-        return together(finish)
-
-    def _put_in_place(self, temporary: Path, target: Path) -> None:
-        """Renames; a damaged checkpoint of the same step goes only when the new one stands."""
-        aside = self.directory / f".old-{target.name}"
-        if target.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            target.rename(aside)
-        try:
-            temporary.rename(target)
-        except OSError:
-            if aside.exists():
-                aside.rename(target)
-            raise
-        sync_directory(self.directory)
-        shutil.rmtree(aside, ignore_errors=True)
-
-    def _prune(self, tell: Tell) -> None:
+    def _prune(self, written: int, tell: Tell) -> None:
         whole = [step for step in self.steps() if self._looks_whole(step)]
-        keep = set(whole[-self.keep_last :])
+        # The one just written is known to be valid; others only look like it.
+        keep = {written, *whole[-self.keep_last :]}
         try:
             for step in self.steps():
                 if step not in keep and not (self.keep_every and step % self.keep_every == 0):
@@ -176,6 +165,7 @@ class CheckpointManager:
 
         Raises ValueError if there are checkpoints but none is whole: starting from scratch would bury them.
         """
+        self.wait(tell)
         first_problem = None
         for step in reversed(from_rank_zero(self.steps())):
             path = self.path(step)
@@ -196,22 +186,29 @@ class CheckpointManager:
         """Restores model, optimizer and random generators from a checkpoint; returns the `extra` of its save.
 
         Everything is checked before anything changes. Raises ValueError if the checkpoint is damaged, of
-        another architecture, or of the other kind of engine.
+        another architecture, or neither portable nor of this kind of engine.
         """
         path = Path(path)
+        self.wait()
         if path not in self._verified and (problem := find_problem(path)) is not None:
             raise ValueError(problem)
         manifest = read_manifest(path)
         layout = manifest["layout"]
-        if layout["engine"] != engine.kind:
+        kind = layout["engine"]
+        if kind not in (engine.kind, portable.KIND):
             names = {"torch": '"fsdp2" or "ddp"', "deepspeed": '"deepspeed"'}
+            run = path.parent.parent
             raise ValueError(
-                f"checkpoint {path} was written with engine.name = {names[layout['engine']]} and cannot be "
-                f"continued with {names[engine.kind]}: set engine.name accordingly"
+                f"checkpoint {path} was written with engine.name = {names[kind]} and cannot be continued with "
+                f"{names[engine.kind]} as it is: set engine.name accordingly, or go on from the run that "
+                f"`matmix checkpoints convert {run} --out {run}-converted` makes"
             )
         check_shapes(path, layout["shapes"], engine.shapes())
-        engine.load(path, layout)
-        _restore_generators(path / _GENERATORS)
+        if kind == portable.KIND:
+            engine.load_full(portable.open_full(path, layout))
+        else:
+            engine.load(path, layout)
+        _restore_generators(path / GENERATORS)
         return manifest["extra"]
 
 
@@ -235,13 +232,4 @@ def read_portable(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
     path = Path(path)
     if (problem := find_problem(path)) is not None:
         raise ValueError(problem)
-    layout = read_manifest(path)["layout"]
-    if layout["engine"] == "deepspeed":
-        from matmix.train.engine.zero_files import iterate_zero
-
-        yield from iterate_zero(path, layout)
-    else:
-        from matmix.train.engine.fsdp import SUBDIRECTORY
-        from matmix.train.engine.sharded_files import iterate_sharded
-
-        yield from iterate_sharded(path / SUBDIRECTORY, "model.")
+    yield from portable.open_full(path, read_manifest(path)["layout"]).weights()

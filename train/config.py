@@ -114,6 +114,9 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     keep_every: int = 0
     """Checkpoints at multiples of this many steps are kept for ever; 0 = none."""
+    asynchronous: bool = True
+    """Training goes on once a checkpoint is copied to host memory, and a thread writes it; the last one is
+    waited for. False saves the memory of that copy."""
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, f"checkpoint.every must be >= 0, got {self.every}")

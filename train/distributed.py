@@ -112,6 +112,11 @@ def is_distributed() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+def make_side_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for what a second thread agrees on; None in a single process. Called on all ranks."""
+    return dist.new_group(backend="gloo") if is_distributed() else None
+
+
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value`, in order of rank, on every rank. Small plain objects only.
 

@@ -21,8 +21,8 @@ from matmix.train.distributed import Distributed, barrier
 from matmix.train.engine import Engine, build_engine
 from matmix.train.evaluate import evaluate
 from matmix.train.failures import explaining
-from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.health import tell_health
+from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.monitor import Monitor
 from matmix.train.objectives import compute_loss, count_targets
 from matmix.train.optimizer import make_optimizer
@@ -144,15 +144,19 @@ class Trainer:
             self.speed.start()
             while state.step < config.last_step and not self.stop_agreed:
                 self.train_step(batches)
+                self.checkpoints.report(self.tell)
                 if config.evaluation.every and state.step % config.evaluation.every == 0:
                     self.evaluate()
                 if config.checkpoint.every and state.step % config.checkpoint.every == 0:
                     self.save()
-            saved = self.save()
+            saved = self.save(wait=True)
             if state.step == config.steps and saved and not self.is_summarised():
                 self.finish()
         finally:
-            self.call("on_end")
+            try:
+                self.checkpoints.close(self.tell)
+            finally:
+                self.call("on_end")
         return Result(
             step=state.step,
             steps_done=state.step - first,
@@ -178,8 +182,12 @@ class Trainer:
         if self.state.step < self.config.last_step:
             self.tell(f"resumed from {newest.name}: {self.config.last_step - self.state.step} steps to go")
 
-    def save(self) -> bool:
-        """Writes a checkpoint of the current step unless there is one, or a try has just failed; True if there is."""
+    def save(self, *, wait: bool = False) -> bool:
+        """Saves the current step unless that is done, or a try has just failed; True if it is saved or, without `wait`,
+        being written in the background."""
+        wait = wait or not self.config.checkpoint.asynchronous
+        if wait and (failed := self.checkpoints.wait(self.tell)) is not None:
+            self.unsaved_step = failed
         if self.state.step == self.unsaved_step:
             return False
         if self.checkpoints.has(self.state.step):
@@ -191,6 +199,9 @@ class Trainer:
                 "config": config_to_dict(self.config),
                 "git_revision": git_revision(),
             }
+            if not wait:
+                self.checkpoints.begin_save(self.state.step, self.engine, extra, self.tell)
+                return True
             path = self.checkpoints.save(self.state.step, self.engine, extra, self.tell)
         self.unsaved_step = self.state.step if path is None else -1
         return path is not None

@@ -257,15 +257,22 @@ def full_disk(name: str, directory: str) -> dict[str, Any]:
     faulty_rank = 0 if name == "zero0" else engine.world_size - 1  # at stage 0 only rank 0 has something to write
     told: list[str] = []
     saved, listings = [], []
-    save = engine.save
+    take = engine.snapshot
     for step, fault in enumerate((None, no_space_at_sync, small_file_limit, None), start=1):
         train_step(engine, step, accumulation=1)
 
-        def faulty_save(target: Path, fault: Any = fault) -> None:
-            with fault() if fault and engine.rank == faulty_rank else contextlib.nullcontext():
-                save(target)
+        def faulty_snapshot(copy: bool, fault: Any = fault) -> Any:
+            snapshot = take(copy=copy)
+            write = snapshot.write
 
-        engine.save = faulty_save
+            def faulty_write(*arguments: Any) -> None:
+                with fault() if fault and engine.rank == faulty_rank else contextlib.nullcontext():
+                    write(*arguments)
+
+            snapshot.write = faulty_write
+            return snapshot
+
+        engine.snapshot = faulty_snapshot
         saved.append(manager.save(step, engine, {"step": step}, told.append) is not None)
         engine.all_reduce_sum(torch.zeros(1))  # the ranks are still in step with each other
         listings.append(sorted(path.name for path in manager.directory.iterdir()))

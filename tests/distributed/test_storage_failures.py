@@ -2,12 +2,13 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 import scenarios
 from harness import run_distributed
 
-from matmix.train import checkpoint, checkpoint_files
+from matmix.train import checkpoint_save
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.engine import EngineConfig
 
@@ -40,12 +41,12 @@ def no_space(*_args, **_kwargs):
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (checkpoint.rng, "get_state"),
-        (checkpoint, "describe_files"),
-        (checkpoint, "write_manifest"),
-        (checkpoint_files.os, "fsync"),
-        (checkpoint.Path, "mkdir"),
-        (checkpoint.Path, "rename"),
+        (checkpoint_save.json, "dump"),
+        (checkpoint_save, "describe_files"),
+        (checkpoint_save, "write_manifest"),
+        (checkpoint_save.os, "fsync"),
+        (Path, "mkdir"),
+        (Path, "rename"),
     ],
 )
 def test_every_stage_of_a_save_may_fail(tmp_path, monkeypatch, module, name):
@@ -69,7 +70,7 @@ def test_first_save_fails(tmp_path, monkeypatch):
     engine = scenarios.make_engine(EngineConfig())
     manager, told = CheckpointManager(tmp_path / "new"), []
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_manifest", no_space)
+        patch.setattr(checkpoint_save, "write_manifest", no_space)
         assert manager.save(1, engine, {}, told.append) is None
     assert told == ["warning: no checkpoint at step 1: No space left on device; training goes on, there is none so far"]
     assert manager.latest_valid() is None
@@ -79,10 +80,10 @@ def test_a_mistake_is_not_taken_for_a_full_disk(tmp_path, monkeypatch):
     engine = scenarios.make_engine(EngineConfig())
     manager = CheckpointManager(tmp_path)
 
-    def broken(_directory):
+    def broken(*_args):
         raise KeyError("a bug")
 
-    monkeypatch.setattr(engine, "save", broken)
+    monkeypatch.setattr(checkpoint_save, "list_files", broken)
     with pytest.raises(KeyError, match="a bug"):
         manager.save(1, engine, {})
 

@@ -14,6 +14,8 @@ from torch import nn
 from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
 from matmix.train.distributed import Distributed, is_distributed
 from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.full_state import FullState
+from matmix.train.engine.snapshot import HostMemory, Snapshot
 
 
 class Engine(abc.ABC):
@@ -36,6 +38,7 @@ class Engine(abc.ABC):
         self.rank = distributed.rank
         self.world_size = distributed.world_size
         self.device = distributed.device
+        self.host = HostMemory()
 
     def prepare(
         self,
@@ -91,15 +94,24 @@ class Engine(abc.ABC):
         """Drops the gradients accumulated so far, on every rank."""
 
     @abc.abstractmethod
-    def save(self, directory: Path) -> None:
-        """Writes model and optimizer below `directory`, every rank its part.
+    def snapshot(self, *, copy: bool) -> Snapshot:
+        """Model and optimizer as they are now, every rank its part, to be written.
 
-        Raises OSError on every rank if it could not be written on one of them.
+        copy: into host memory, so that it stays as it is until the next one is taken; without, it is good until
+        the next step.
         """
 
     @abc.abstractmethod
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
-        """Reads what `save` wrote, for any number of ranks; layout: what `layout` returned at the save."""
+        """Reads what a snapshot wrote, for any number of ranks; layout: what `layout` returned at the save."""
+
+    @abc.abstractmethod
+    def load_full(self, state: FullState) -> None:
+        """Takes over weights, buffers, moments and step counts from a state of whole tensors, of any engine.
+
+        Options of the optimizer stay as they are. Raises ValueError, before anything changes, if the engine
+        has no room for the state.
+        """
 
     @abc.abstractmethod
     def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,7 +22,9 @@ from torch.distributed.tensor import DTensor
 from matmix.train.distributed import Distributed
 from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
 from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.full_state import FullState, load_moments, load_weights
 from matmix.train.engine.sharded_files import read_sharded, read_sizes, write_sharded
+from matmix.train.engine.snapshot import Snapshot
 
 SUBDIRECTORY = "sharded"
 
@@ -133,13 +135,31 @@ class FsdpEngine(Engine):
     def _model_state(self) -> dict[str, torch.Tensor]:
         return {f"model.{name}": tensor.detach() for name, tensor in self.named_tensors()}
 
-    def save(self, directory: Path) -> None:
+    def snapshot(self, *, copy: bool) -> Snapshot:
         state = self._model_state()
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         for parameter, entries in self.optimizer.state.items():
             for entry, value in entries.items():
                 state[f"optimizer.{names[parameter]}.{entry}"] = value
-        write_sharded(state, directory / SUBDIRECTORY)
+        own = self._own_part(state)
+        return _ShardedSnapshot(self.host.copy(own) if copy else own)
+
+    def _own_part(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this rank writes: of what several ranks hold a copy of, each writes its share."""
+        if self.mesh is None:
+            return state
+        copies = self.mesh["replicate"]
+        loads = [0] * copies.size()
+        own = {}
+        for name, tensor in state.items():
+            if isinstance(tensor, DTensor):
+                writer = loads.index(min(loads))
+                loads[writer] += tensor.numel()
+                if writer == copies.get_local_rank():
+                    own[name] = tensor
+            elif self.rank == 0:
+                own[name] = tensor
+        return own
 
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
         source = directory / SUBDIRECTORY
@@ -163,12 +183,25 @@ class FsdpEngine(Engine):
         read_sharded(wanted, source)
         self.optimizer.load_state_dict(contents)
 
+    def load_full(self, state: FullState) -> None:
+        load_weights(self.named_tensors(), state)
+        load_moments(self.optimizer, {p: name for name, p in self.module.named_parameters()}, state)
+
     def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.named_tensors():
             full = tensor.detach()
             if isinstance(full, DTensor):
                 full = full.full_tensor()
             yield name, full.to("cpu", copy=True)
+
+
+class _ShardedSnapshot(Snapshot):
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
+
+    @torch.no_grad()
+    def write(self, directory: Path, group: dist.ProcessGroup | None = None) -> None:
+        write_sharded(self.state, directory / SUBDIRECTORY, group)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,19 +11,22 @@ from __future__ import annotations
 import logging
 import pickle
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from matmix.train.distributed import is_distributed
+from matmix.train.engine.full_state import Entry, FullState
 
 # It logs two lines for every tensor at the debug level, for whoever listens to the root logger.
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
+# It warns where one process is what we want. Once and for all: filters set for a while would be another thread's, too.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 _INDEX_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -70,17 +73,17 @@ class _Reader(dcp.FileSystemReader):
         return self.index
 
 
-def write_sharded(state: dict[str, torch.Tensor], directory: Path) -> None:
-    """Writes `state` (same keys on every rank; tensors or DTensors) into `directory`, on all ranks together.
+def write_sharded(state: dict[str, torch.Tensor], directory: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Writes `state` (tensors, DTensors) into `directory`, on all ranks together.
 
+    Each rank gives what it is to write: a tensor on one of them, a DTensor on all that hold a shard of it.
     Raises OSError on every rank if any rank could not write.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=not is_distributed())
-        except CheckpointException as failure:
-            raise storage_error(failure) from None
+    try:
+        writer = dcp.FileSystemWriter(directory)
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not is_distributed())
+    except CheckpointException as failure:
+        raise storage_error(failure) from None
 
 
 def read_sharded(state: dict[str, torch.Tensor], directory: Path) -> None:
@@ -95,26 +98,33 @@ def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {key: tuple(e.size) for key, e in entries.items() if isinstance(e, TensorStorageMetadata)}
 
 
-def iterate_sharded(directory: Path, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name without `prefix` and full CPU tensor of every key that begins with it, one at a time, in one
-    process."""
-    reader = _Reader(directory)
-    for key, entry in reader.read_metadata().state_dict_metadata.items():
-        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
-            tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-            _read({key: tensor}, reader, alone=True)
-            yield key.removeprefix(prefix), tensor
+class ShardedFiles(FullState):
+    """Reads what `write_sharded` wrote, in one process and one tensor at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ValueError if the index cannot be read."""
+        self._reader = _Reader(directory)
+        index = self._reader.read_metadata().state_dict_metadata
+        self.entries = {
+            key: Entry(tuple(entry.size), entry.properties.dtype)
+            for key, entry in index.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        entry = self.entries[key]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        _read({key: tensor}, self._reader, alone=True)
+        return tensor.flatten()[start:stop]
 
 
 def _read(state: dict[str, torch.Tensor], reader: _Reader, *, alone: bool) -> None:
     reader.read_metadata()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            dcp.load(state, storage_reader=reader, no_dist=alone)
-        except CheckpointException as failure:
-            error, _ = next(iter(failure.failures.values()))
-            raise ValueError(f"checkpoint {reader.path} cannot be read: {error}") from None
+    try:
+        dcp.load(state, storage_reader=reader, no_dist=alone)
+    except CheckpointException as failure:
+        error, _ = next(iter(failure.failures.values()))
+        raise ValueError(f"checkpoint {reader.path} cannot be read: {error}") from None
 
 
 def storage_error(failure: CheckpointException) -> BaseException:

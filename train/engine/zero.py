@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from matmix.train.distributed import Distributed, ensure_group, from_rank_zero, gather_objects
+from matmix.train.distributed import Distributed, ensure_group
 from matmix.train.engine.base import Engine, is_on_meta
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.zero_files import SUBDIRECTORY, convert_to_universal, make_files
+from matmix.train.engine.full_state import FullState, load_moments, load_weights
+from matmix.train.engine.snapshot import Snapshot
+from matmix.train.engine.zero_files import SUBDIRECTORY, ZeroFiles, ZeroSnapshot, make_files
+from matmix.train.engine.zero_state import load_partitioned
 
 # Passed on to DeepSpeed as "zero_optimization", together with the stage.
 ZERO_OPTIONS: dict[str, Any] = {}
@@ -133,72 +135,29 @@ class ZeroEngine(Engine):
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def layout(self) -> dict[str, Any]:
-        return {**super().layout(), "zero_stage": self.config.zero_stage}
+        layout = {**super().layout(), "zero_stage": self.config.zero_stage}
+        if self.config.zero_stage == 0:  # whose file has numbers instead of names
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            layout["optimizer"] = [names[p] for group in self.optimizer.param_groups for p in group["params"]]
+        return layout
 
-    def save(self, directory: Path) -> None:
-        # DeepSpeed waits for all ranks after writing, so that a rank that raised would leave the others
-        # waiting: `files` keeps a failure to itself until all ranks are through.
-        self.files.failure = None
-        self.model.save_checkpoint(
-            str(directory),
-            tag=SUBDIRECTORY,
-            save_latest=False,
-            client_state={"universal_checkpoint_info": {}},
-        )
-        failure = self.files.failure
-        if isinstance(failure, OSError):
-            own = (OSError, failure.errno, failure.strerror or str(failure))
-        else:
-            own = failure and (RuntimeError, repr(failure))
-        for rank, found in enumerate(gather_objects(own)):
-            if found:
-                kind, *rest, text = found
-                raise kind(*rest, f"{text} (rank {rank})")
+    def snapshot(self, *, copy: bool) -> Snapshot:
+        self.files.contents = {}
+        self.model.save_checkpoint("snapshot", tag=SUBDIRECTORY, save_latest=False)  # nothing is written to there
+        contents, self.files.contents = self.files.contents, {}
+        return ZeroSnapshot(self.host.copy(contents) if copy else contents)
 
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
-        stage, saved_stage = self.config.zero_stage, layout["zero_stage"]
-        if stage != saved_stage and {stage, saved_stage} != {1, 2}:
-            raise ValueError(
-                f"checkpoint {directory} was made at engine.zero_stage = {saved_stage} and cannot be "
-                f"continued at {stage}, whose files differ; set engine.zero_stage = {saved_stage}"
-            )
-        options = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        if stage == 0 or self.world_size == layout["world_size"]:
-            self._load_from(directory)
-        else:
-            self._load_universal(directory)
-        # The universal form gives every group the options of the first one (decay for all), and one tensor
-        # shared by all groups as their step count, which each of them would then advance.
-        for group, own in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(own)
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        for state in inner.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
+        # DeepSpeed's own reader wants the same stage and number of ranks, and takes the options of the
+        # optimizer from the file.
+        self.load_full(ZeroFiles(directory, layout))
 
-    def _load_from(self, directory: Path) -> None:
-        self.model.load_checkpoint(str(directory), tag=SUBDIRECTORY, load_lr_scheduler_states=False)
-
-    def _load_universal(self, directory: Path) -> None:
-        """Converts to DeepSpeed's universal form, which any number of ranks can read."""
-        universal = directory.parent / f".universal-{directory.name}"
-        problem = None
-        if self.rank == 0:
-            try:
-                convert_to_universal(directory, universal)
-            except Exception as error:  # the other ranks wait for the word that it went wrong
-                problem = f"checkpoint {directory} could not be converted for {self.world_size} ranks: {error}"
-        try:
-            problem = from_rank_zero(problem)
-            if problem:
-                raise ValueError(problem)
-            self.model._config.load_universal_checkpoint = True
-            self._load_from(universal)
-        finally:
-            self.model._config.load_universal_checkpoint = False
-            gather_objects(None)  # until all have read it
-            if self.rank == 0:
-                shutil.rmtree(universal, ignore_errors=True)
+    def load_full(self, state: FullState) -> None:
+        if self.config.zero_stage > 0:
+            load_partitioned(self.optimizer, self.module, state, self.rank)
+            return
+        load_weights(self.named_tensors(), state)
+        load_moments(self.optimizer, {p: name for name, p in self.module.named_parameters()}, state)
 
     def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.named_tensors():

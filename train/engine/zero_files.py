@@ -1,118 +1,175 @@
-"""DeepSpeed's checkpoint files: written without raising, read without unpickling, converted, and read without
-ranks."""
+"""DeepSpeed's checkpoint files: written without raising, and read without ranks, unpickling or DeepSpeed."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, Entry, FullState
 from matmix.train.engine.sharded_files import find_os_error
+from matmix.train.engine.snapshot import Snapshot
 
 SUBDIRECTORY = "zero"
 
 
-def _known_classes() -> list[type]:
-    """The classes, apart from tensors and plain values, whose instances DeepSpeed keeps in its files."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
+class _Ignored:
+    """Stands in for what DeepSpeed's files hold besides tensors and plain values; nobody asks for it."""
 
-    return [LossScaler, ZeroStageEnum, fragment_address]
+    def __init__(self, *_arguments: Any) -> None:
+        pass
 
 
-def load_file(path: str | Path, *, plain: bool = False, mapped: bool = True) -> dict[str, Any]:
-    """Contents of one file; nothing is unpickled but tensors, plain values and the known classes.
+_CLASSES = [
+    (_Ignored, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Ignored, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_Ignored, "deepspeed.utils.tensor_fragment.fragment_address"),
+]
 
-    plain: not even those classes, which spares the import of DeepSpeed. mapped: tensors stay on the disk and
-    are read when touched.
-    """
-    with torch.serialization.safe_globals([] if plain else _known_classes()):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+
+def load_file(path: Path) -> dict[str, Any]:
+    """Contents of one file, without DeepSpeed: nothing is unpickled but tensors and plain values. Tensors stay
+    on the disk and are read when touched."""
+    with torch.serialization.safe_globals(_CLASSES):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def make_files() -> Any:
-    """What a DeepSpeed engine reads and writes its files with (a class of DeepSpeed's, hence made late)."""
+    """What a DeepSpeed engine believes to write its files with: it keeps what they would hold in `contents`, by
+    name. (A class of DeepSpeed's, hence made late.)"""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     class Files(TorchCheckpointEngine):
-        failure: Exception | None = None
+        contents: dict[str, Any]
 
         def save(self, state_dict: Any, path: str) -> None:
-            with self._keeping_failures(), open(path, "wb") as file:
-                torch.save(state_dict, file)
-                file.flush()
-                os.fsync(file.fileno())
+            self.contents[Path(path).name] = state_dict
 
         def makedirs(self, path: str, exist_ok: bool = False) -> None:
-            with self._keeping_failures():
-                os.makedirs(path, exist_ok=exist_ok)
-
-        @contextlib.contextmanager
-        def _keeping_failures(self) -> Iterator[None]:
-            try:
-                yield
-            except Exception as error:
-                # Raised by the engine once all ranks are through.
-                self.failure = self.failure or find_os_error(error) or error
-
-        def load(self, path: str, map_location: Any = None) -> Any:
-            return load_file(path, mapped=False)
+            pass
 
     return Files()
 
 
-def convert_to_universal(directory: Path, target: Path) -> None:
-    """Writes the universal form of the DeepSpeed files in `directory` below `target`, in this process
-    alone."""
-    from deepspeed.checkpoint import ds_to_universal
+class ZeroSnapshot(Snapshot):
+    """The contents of the files that this rank writes, by their names."""
 
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    source = directory / SUBDIRECTORY
-    for path in source.glob("*.pt"):
-        load_file(path)  # the converter unpickles: let it see nothing that would not load safely
-    arguments = argparse.Namespace(
-        input_folder=str(source),
-        output_folder=str(target / SUBDIRECTORY),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=False,
-    )
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        ds_to_universal.main(arguments)
+    def __init__(self, files: dict[str, Any]) -> None:
+        self.files = files
+
+    def write(self, directory: Path, group: dist.ProcessGroup | None = None) -> None:
+        folder = directory / SUBDIRECTORY
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, contents in self.files.items():
+            try:
+                with (folder / name).open("wb") as file:
+                    torch.save(contents, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except Exception as error:
+                if (found := find_os_error(error)) is None:
+                    raise
+                raise found from None
 
 
-def iterate_zero(directory: Path, layout: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and full CPU tensor of everything in layout["shapes"], one at a time, in one process."""
-    source, wanted = directory / SUBDIRECTORY, layout["shapes"]
-    if layout["zero_stage"] < 3:
-        module = load_file(source / "mp_rank_00_model_states.pt", plain=True)["module"]
-        yield from ((name, module[name].clone()) for name in wanted)
-        return
-    ranks = range(layout["world_size"])
-    first = load_file(source / "zero_pp_rank_0_mp_rank_00_model_states.pt", plain=True)
-    groups = [
-        load_file(source / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"][
-            "fp32_flat_groups"
-        ]
-        for rank in ranks
-    ]
-    for number, shapes in enumerate(first["param_shapes"]):
-        offset = 0
-        for name, shape in shapes.items():
-            # Each rank holds an equal piece of every tensor, the last one padded, one tensor after the other.
-            numel, piece = shape.numel(), -(-shape.numel() // len(ranks))
-            pieces = [groups[rank][number].detach()[offset : offset + piece] for rank in ranks]
-            yield name, torch.cat(pieces)[:numel].view(shape)
-            offset += piece
-    yield from ((name, first["module"][name].clone()) for name in wanted if name in first["buffer_names"])
+class ZeroFiles(FullState):
+    """Reads the files of a DeepSpeed checkpoint of any stage and number of ranks, in one process.
+
+    Opens only the files, and reads only the bytes of them, that hold what is asked for. From stage 1 on an
+    optimizer's groups are flat: stages 1 and 2 lay a group's tensors one after the other and cut the whole
+    into equal parts, one for each rank; stage 3 cuts every tensor, and lays a rank's parts one after the other.
+    """
+
+    def __init__(self, directory: Path, layout: dict[str, Any]) -> None:
+        """directory, layout: of the checkpoint."""
+        self.directory = directory / SUBDIRECTORY
+        self.stage, self.ranks = layout["zero_stage"], layout["world_size"]
+        self._opened: dict[str, dict[str, Any]] = {}
+        # Of each tensor of the optimizer: number of its state, and where it begins in the flat group (in a
+        # rank's part of it at stage 3).
+        self._places: dict[str, tuple[int, int]] = {}
+        module = self._model_file(0)["module"]
+        self.entries = {
+            f"{MODEL}{name}": Entry(tuple(shape), module[name].dtype) for name, shape in layout["shapes"].items()
+        }
+        for number, names in enumerate(self._groups(layout)):
+            offset = 0
+            for name, padding in names.items():
+                whole = self.entries[f"{MODEL}{name}"]
+                self._places[name] = number, offset
+                offset += (whole.numel if self.stage < 3 else -(-whole.numel // self.ranks)) + padding
+                for entry in self._optimizer_state(0).get(number, ()):
+                    self.entries[f"{OPTIMIZER}{name}.{entry}"] = Entry(()) if entry == "step" else Entry(whole.shape)
+
+    def _groups(self, layout: dict[str, Any]) -> list[dict[str, int]]:
+        """For each state that the optimizer keeps: the tensors it is of, in order, and the padding behind each."""
+        if self.stage == 0:
+            return [{name: 0} for name in layout["optimizer"]]
+        shapes = self._model_file(0)["param_shapes"]
+        paddings = self._optimizer_file(0).get("param_alignment_paddings") or [[0] * len(names) for names in shapes]
+        return [dict(zip(names, padding, strict=True)) for names, padding in zip(shapes, paddings, strict=True)]
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        stop = self.entries[key].numel if stop is None else stop
+        if key.startswith(MODEL):
+            name, entry = key.removeprefix(MODEL), None
+            if self.stage < 3 or name not in self._places:
+                return self._of_module(name)[start:stop].clone()
+        else:
+            name, entry = key.removeprefix(OPTIMIZER).rsplit(".", 1)
+            number, _ = self._places[name]
+            if self.stage == 0 or entry == "step":
+                return torch.as_tensor(self._optimizer_state(0)[number][entry]).flatten()[start:stop].clone()
+        pieces = [self._flat(rank, name, entry)[a:b] for rank, a, b in self._spans(name, start, stop)]
+        return torch.cat(pieces) if pieces else torch.empty(0)
+
+    def _spans(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(rank, begin, end): where elements [start, stop) of a tensor lie in the ranks' parts of its group."""
+        number, offset = self._places[name]
+        if self.stage == 3:
+            part = -(-self.entries[f"{MODEL}{name}"].numel // self.ranks)
+            shift = offset
+        else:
+            part = self._optimizer_state(0)[number]["exp_avg"].numel()
+            start, stop, shift = start + offset, stop + offset, 0
+        while start < stop:
+            rank, begin = divmod(start, part)
+            end = min(part, begin + stop - start)
+            yield rank, shift + begin, shift + end
+            start += end - begin
+
+    def _flat(self, rank: int, name: str, entry: str | None) -> torch.Tensor:
+        """A rank's part of the flat group that a tensor is in; entry None: of the weights (stage 3)."""
+        number, _ = self._places[name]
+        if entry is None:
+            return self._optimizer_file(rank)["fp32_flat_groups"][number].detach()
+        return self._optimizer_state(rank)[number][entry]
+
+    def _of_module(self, name: str) -> torch.Tensor:
+        """A tensor that the model's file holds in full, flattened, or that is frozen and cut at stage 3."""
+        held = self._model_file(0)
+        if name not in (held["frozen_param_fragments"] or ()):
+            return held["module"][name].detach().flatten()
+        parts = [self._model_file(rank)["frozen_param_fragments"][name].flatten() for rank in range(self.ranks)]
+        return torch.cat(parts)[: self.entries[f"{MODEL}{name}"].numel]
+
+    def _model_file(self, rank: int) -> dict[str, Any]:
+        return self._open(f"zero_pp_rank_{rank}_" * (self.stage == 3) + "mp_rank_00_model_states.pt")
+
+    def _optimizer_file(self, rank: int) -> dict[str, Any]:
+        return self._open(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+
+    def _optimizer_state(self, rank: int) -> dict[int, dict[str, Any]]:
+        if self.stage == 0:
+            return self._model_file(rank)["optimizer"]["state"]
+        held = self._optimizer_file(rank)
+        return held["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]["state"]
+
+    def _open(self, name: str) -> dict[str, Any]:
+        if name not in self._opened:
+            self._opened[name] = load_file(self.directory / name)
+        return self._opened[name]
