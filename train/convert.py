@@ -1,0 +1,84 @@
+"""`matmix checkpoints convert RUN --out OTHER_RUN`: a run that any engine goes on with, at any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from matmix.train.checkpoint import GENERATORS
+from matmix.train.checkpoint_files import (
+    describe_files,
+    find_problem,
+    list_files,
+    read_manifest,
+    sync_directory,
+    write_manifest,
+)
+from matmix.train.export import find_checkpoint
+from matmix.train.portable import KIND, SUBDIRECTORY, open_full, write_portable
+from matmix.train.recipe import write_config
+from matmix.train.run import RunDirectory
+
+MAX_FILE_BYTES = 5 * 10**9
+
+
+def convert_run(
+    run_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    step: int | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    tell: Callable[[str], None] = print,
+) -> Path:
+    """Write a new run with one checkpoint of another: weights, moments, step counts, random generators, position in
+    the data, whichever engine wrote them.
+
+    Needs no ranks and holds one tensor in memory.
+
+    Args:
+        run_dir: the run; its newest valid checkpoint is taken, or that of `step`.
+        out_dir: must not exist, or be empty; appears whole or not at all.
+        max_file_bytes: size at which another file is begun; a larger tensor has a file of its own.
+        tell: called with lines for the user.
+    Returns: the new checkpoint. Raises FileNotFoundError or ValueError (one line).
+    """
+    run, out = RunDirectory(run_dir), Path(out_dir)
+    config = run.read_config()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty directory; choose another one, or remove it")
+    source = find_checkpoint(run, step)
+    if step is not None and (problem := find_problem(source)) is not None:
+        raise ValueError(problem)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.parent / f".tmp-{out.name}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    target = RunDirectory(temporary).checkpoints / source.name
+    try:
+        convert_checkpoint(source, target, max_file_bytes=max_file_bytes)
+        write_config(dataclasses.replace(config, run_dir=str(out)), RunDirectory(temporary).config_path)
+        if (run.path / "tokenizer").is_dir():
+            shutil.copytree(run.path / "tokenizer", temporary / "tokenizer")
+        if (run.path / "metrics.jsonl").is_file():
+            shutil.copy(run.path / "metrics.jsonl", temporary)
+        # Onto an empty directory, or into nothing: what came there in the meantime stays, and this fails.
+        temporary.rename(out)
+        sync_directory(out.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    tell(f"Converted {source.name} of {run.path} to {out}; `matmix train {out}` goes on from there.")
+    return RunDirectory(out).checkpoints / source.name
+
+
+def convert_checkpoint(source: Path, target: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Write the portable form of one checkpoint, known to be whole, into the new directory `target`."""
+    manifest = read_manifest(source)
+    layout = manifest["layout"]
+    write_portable(open_full(source, layout), target / SUBDIRECTORY, max_file_bytes=max_file_bytes)
+    shutil.copytree(source / GENERATORS, target / GENERATORS)
+    kept = {name: layout[name] for name in ("world_size", "shapes")}  # ranks: those that the generators are of
+    changed = {"layout": {"engine": KIND, **kept}, "files": describe_files(target, list_files(target))}
+    write_manifest(target, {**manifest, **changed})

@@ -1,0 +1,97 @@
+"""Takes up a full state in DeepSpeed's partitions (ZeRO 1 to 3), at any number of ranks.
+
+In float32 the weights of the forward pass and those that the optimizer updates are equal, so that filling the
+former and copying is exact. The moments are laid out like the weights: one flat tensor for each group of the
+optimizer, of which a rank holds a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from matmix.train.engine.base import persistent_tensors
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, fill
+
+# (name of a tensor, its first element on this rank, number of elements, where they lie in the flat tensor)
+_Fragment = tuple[str, int, int, int]
+
+
+@torch.no_grad()
+def load_partitioned(optimizer: Any, module: nn.Module, state: FullState, rank: int) -> None:
+    """optimizer: DeepSpeed's, of stage 1, 2 or 3. Raises ValueError where one step count for each group of the
+    optimizer, all that DeepSpeed has room for, is not enough."""
+    is_third = hasattr(optimizer, "fp16_partitioned_groups")
+    held = state.moments()
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    groups = list((_thirds if is_third else _partitions)(optimizer, names, rank))
+    steps = [_step(group, held, state) for _, group, _ in groups]
+    if is_third:
+        optimizer.checkpoint_event_prologue()  # partitions what is gathered at the moment
+    for name, tensor in persistent_tensors(module):
+        if hasattr(tensor, "ds_tensor"):
+            part = tensor.ds_tensor.numel()
+            numel = min(part, tensor.ds_numel - rank * part)
+            _copy(tensor.ds_tensor.data, 0, state, MODEL + name, rank * part, numel)
+        else:
+            fill(tensor.detach(), state, MODEL + name)
+    optimizer.refresh_fp32_params()
+    for (flat, _, fragments), step in zip(groups, steps, strict=True):
+        moments = optimizer.optimizer.state[flat] = {}
+        if step is None:
+            continue  # never updated
+        moments["step"] = torch.tensor(step, dtype=torch.float32, device=flat.device)
+        for entry in ("exp_avg", "exp_avg_sq"):
+            moments[entry] = torch.zeros_like(flat)
+            for name, start, numel, offset in fragments:
+                if name in held:
+                    _copy(moments[entry], offset, state, f"{OPTIMIZER}{name}.{entry}", start, numel)
+    if is_third:
+        optimizer.checkpoint_event_epilogue()
+
+
+def _step(group: list[str], held: Mapping[str, list[str]], state: FullState) -> float | None:
+    """How often the tensors of a group were updated."""
+    steps = {state.read(f"{OPTIMIZER}{name}.step").item() for name in group if name in held}
+    if len(steps) > 1:
+        raise ValueError(
+            f"the checkpoint's parameters were updated unequally often ({min(steps):.0f} to {max(steps):.0f} times), "
+            f'which DeepSpeed cannot continue at engine.zero_stage >= 1; use stage 0, or engine.name = "fsdp2"'
+        )
+    return steps.pop() if steps else None
+
+
+def _copy(target: torch.Tensor, offset: int, state: FullState, key: str, start: int, numel: int) -> None:
+    if numel > 0:
+        target[offset : offset + numel].copy_(state.read(key, start, start + numel))
+
+
+def _partitions(
+    optimizer: Any, names: Mapping[torch.Tensor, str], _rank: int
+) -> Iterator[tuple[torch.Tensor, list[str], list[_Fragment]]]:
+    """Of each group at stages 1 and 2: this rank's flat tensor, all tensors of the group, and what of them lies
+    here."""
+    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
+        fragments = []
+        for parameter in group:
+            if parameter._hp_mapping is not None:
+                here, there = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
+                fragments.append((names[parameter], here.start, here.numel, there.start))
+        yield flat, [names[parameter] for parameter in group], fragments
+
+
+def _thirds(
+    optimizer: Any, names: Mapping[torch.Tensor, str], rank: int
+) -> Iterator[tuple[torch.Tensor, list[str], list[_Fragment]]]:
+    """The same at stage 3, where each rank holds an equal part of each tensor, the last one padded."""
+    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        fragments, offset = [], 0
+        for parameter in group:
+            part = parameter.partition_numel()
+            numel = min(part, parameter.ds_numel - rank * part)
+            fragments.append((names[parameter], rank * part, numel, offset))
+            offset += part
+        yield flat, [names[parameter] for parameter in group], fragments
