@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -15,11 +16,14 @@ from matmix.train.objectives import compute_loss, count_targets
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, loader: Loader, config: RunConfig) -> dict[str, float]:
+def evaluate(
+    engine: Engine, loader: Loader, config: RunConfig, interrupted: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
     """Mean loss (nats per target), perplexity, and accuracy of masked tokens or bits per byte.
 
     loader: a one-pass loader that gives each rank the same number of micro-batches (rows without data have no
     targets), so that sharded models can gather their weights together.
+    interrupted: asked before each micro-batch; where it is true on any rank, the result is None on all.
     """
     engine.eval()
     sums = torch.zeros(3, dtype=torch.float64)
@@ -27,6 +31,9 @@ def evaluate(engine: Engine, loader: Loader, config: RunConfig) -> dict[str, flo
     loader.samples = 0
     for batch in itertools.islice(loader, limit):
         beat("a batch of the evaluation")
+        if engine.all_reduce_sum(torch.tensor(float(interrupted()), device=engine.device)).item():
+            engine.train()
+            return None
         targets = count_targets(batch)
         loss = compute_loss(engine.model, batch.to(engine.device, non_blocking=True), config.objective)
         sums += torch.tensor([loss.loss.item(), loss.correct.item(), float(targets)], dtype=torch.float64)

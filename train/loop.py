@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from matmix.data.loader import Loader
 from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
-from matmix.train import rng
-from matmix.train.callbacks import Callback, StopSignals, make_callbacks
+from matmix.train import rng, stop
+from matmix.train.callbacks import Callback, make_callbacks
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.config import RunConfig
-from matmix.train.distributed import Distributed, barrier
+from matmix.train.distributed import Distributed, barrier, from_rank_zero, gather_objects
 from matmix.train.engine import Engine, build_engine
 from matmix.train.evaluate import evaluate
 from matmix.train.failures import explaining
@@ -26,8 +27,9 @@ from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.monitor import Monitor
 from matmix.train.objectives import compute_loss, count_targets
 from matmix.train.optimizer import make_optimizer
+from matmix.train.outcome import Attempt, adopt_attempt, attempt_id
 from matmix.train.recipe import config_to_dict
-from matmix.train.run import RunDirectory, git_revision
+from matmix.train.run import RunDirectory, git_revision, take_together
 from matmix.train.schedule import rate_share
 from matmix.train.speed import Speedometer
 
@@ -48,7 +50,8 @@ class Result:
     step: int
     steps_done: int  # by this call; 0 if the run had already finished
     finished: bool
-    signal: int  # the signal that ended it early, or 0
+    stopped: bool  # whether a signal to any rank asked it to end
+    signal: int  # the signal that this rank received, or 0
     saved: bool  # whether the last step is in a checkpoint
     metrics: dict[str, float]  # of the last evaluation
     unigram_entropy: float  # of the training split, nats per token
@@ -57,8 +60,9 @@ class Result:
 class Trainer:
     """Holds the parts of a run together; callbacks see it. Use `train` unless you need the parts."""
 
-    def __init__(self, config: RunConfig, distributed: Distributed) -> None:
+    def __init__(self, config: RunConfig, distributed: Distributed, attempt: Attempt | None = None) -> None:
         rank, world_size = distributed.rank, distributed.world_size
+        self.attempt = attempt or Attempt(config.run_dir, rank)
         self.run = RunDirectory(config.run_dir)
         self.loader = make_loader(config, "train", rank, world_size, self.run.tokenizer_sha256())
         self.config = config = with_data_facts(config, self.loader)
@@ -67,7 +71,6 @@ class Trainer:
         self.accumulation = self.loader.micro_batches_per_step
         self.validation: Loader | None = None
         self.callbacks = make_callbacks(config, rank)
-        self.signals = next(callback for callback in self.callbacks if isinstance(callback, StopSignals))
         rng.seed_all(config.seed, rank)
         self.engine: Engine = build_engine(config.engine, distributed)
         self.engine.prepare(
@@ -75,6 +78,8 @@ class Trainer:
             initialize=functools.partial(initialize, seed=config.seed),
             make_optimizer=functools.partial(make_optimizer, config=config.optimizer),
         )
+        self.weight_decays = [group["weight_decay"] for group in self.engine.optimizer.param_groups]
+        self.lock = self.run.lock()
         self.checkpoints = CheckpointManager(
             self.run.checkpoints, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
         )
@@ -83,7 +88,8 @@ class Trainer:
         self.monitor = Monitor(self.engine)
         self.monitored: dict[str, float] = {}  # of the last step if it was not finite, the same on all ranks
         self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
-        self.metrics: dict[str, float] = {}
+        self.stop_agreed = False
+        self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
         self.unigram_entropy = unigram_entropy(self.loader.token_histogram)
         self.unsaved_step = -1  # the step whose checkpoint could not be written
         self.complained: set[int] = set()
@@ -93,12 +99,13 @@ class Trainer:
     def train_step(self, batches: Any) -> None:
         """One optimizer step over a whole global batch."""
         config, engine, state = self.config, self.engine, self.state
+        self.attempt.begin_step(state.step + 1)
         with self.speed.waiting_for_data():
             micro_batches = [next(batches) for _ in range(self.accumulation)]
         targets, tokens = sum(map(count_targets, micro_batches)), sum(batch.n_tokens for batch in micro_batches)
         # One reduction carries what all ranks must agree on before the step: the divisor, and whether to stop after it.
-        counts = torch.tensor([targets, tokens, bool(self.signals.received)], dtype=torch.float64)
-        targets, tokens, stop = engine.all_reduce_sum(counts.to(engine.device)).tolist()
+        counts = torch.tensor([targets, tokens, bool(stop.received())], dtype=torch.float64)
+        targets, tokens, signals = engine.all_reduce_sum(counts.to(engine.device)).tolist()
 
         lr = config.optimizer.lr * rate_share(state.step + 1, config.steps, config.schedule)
         for group in engine.optimizer.param_groups:
@@ -121,7 +128,7 @@ class Trainer:
         self.monitored = {} if self.step_was_finite else self.monitor.of_step()
         if self.step_was_finite:
             self.speed.count(loss_sum, correct, targets, tokens)
-        self.stop_agreed = bool(stop)
+        self.stop_agreed = bool(signals)
         self.call("on_step")
         if state.step % config.logging.every == 0 or state.step == config.last_step:
             counters = dataclasses.asdict(state)
@@ -135,50 +142,76 @@ class Trainer:
     def fit(self) -> Result:
         """Trains from the newest checkpoint, or from the start, to the last step."""
         config = self.config
-        self.stop_agreed = False
         try:
             self.restore()
-            state, first = self.state, self.state.step
+            first = self.state.step
             self.call("on_start")
+            self.stop_agreed = any(gather_objects(bool(stop.received())))
+            if self.is_time(config.evaluation.every):
+                self.evaluate()  # if a signal had interrupted it
             batches = iter(self.loader)
             self.speed.start()
-            while state.step < config.last_step and not self.stop_agreed:
+            while self.state.step < config.last_step and not self.stop_agreed:
                 self.train_step(batches)
                 self.checkpoints.report(self.tell)
-                if config.evaluation.every and state.step % config.evaluation.every == 0:
+                if self.is_time(config.evaluation.every):
                     self.evaluate()
-                if config.checkpoint.every and state.step % config.checkpoint.every == 0:
+                if self.is_time(config.checkpoint.every):
                     self.save()
-            saved = self.save(wait=True)
-            if state.step == config.steps and saved and not self.is_summarised():
-                self.finish()
+            saved = self.state.step == 0 or self.save(wait=True)
+            finished = self.state.step == config.steps
+            if finished and saved and not self.is_summarised():
+                finished = self.finish()
         finally:
             try:
                 self.checkpoints.close(self.tell)
             finally:
                 self.call("on_end")
+                self.lock.release()
         return Result(
-            step=state.step,
-            steps_done=state.step - first,
-            finished=state.step == config.steps,
-            signal=self.signals.received,
+            step=self.state.step,
+            steps_done=self.state.step - first,
+            finished=finished,
+            stopped=self.stop_agreed,
+            signal=stop.received(),
             saved=saved,
             metrics=self.metrics,
             unigram_entropy=self.unigram_entropy,
         )
 
     def restore(self) -> None:
-        """Loads the newest valid checkpoint, if there is one. Raises ValueError if there are only damaged ones."""
+        """Takes the run directory and loads the newest valid checkpoint, if there is one.
+
+        Raises ValueError if another job uses the directory, if there are only damaged checkpoints, or if `steps` lies
+        before the newest valid one.
+        """
+        take_together(self.lock, self.tell)
         newest = self.checkpoints.latest_valid(self.tell)
+        if newest is not None:
+            self.load(newest)
         barrier()  # no rank is still checking a directory that rank 0 begins to fill
         if self.engine.rank == 0:
-            self.run.begin(self.config)
-            self.loader.tokenizer.save(self.run.path / "tokenizer")  # runs outlive the datasets they were trained on
-        if newest is None:
-            return
+            changes = self.run.begin(self.config, self.state.step)
+            self.run.keep_tokenizer(self.loader.tokenizer)
+            if changes:
+                listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
+                self.tell(f"continuing with changes: {listed}")
+
+    def load(self, newest: Path) -> None:
+        """Puts everything where the checkpoint `newest` has it, except what a changed config now says."""
         extra = self.checkpoints.load(newest, self.engine)
         self.state = TrainState(**extra["train_state"])
+        if self.state.step > self.config.steps:
+            raise ValueError(
+                f"steps = {self.config.steps} is less than the {self.state.step} that {self.run.path} has done; "
+                f"set steps to {self.state.step} or more, or choose another --run-dir"
+            )
         self.loader.load_state_dict(extra["data"])
+        for group, weight_decay in zip(self.engine.optimizer.param_groups, self.weight_decays, strict=True):
+            group["weight_decay"] = weight_decay
+        self.attempt.step = self.state.step
+        self.metrics = extra.get("evaluation") or {}
+        self.is_summarised()
         if self.state.step < self.config.last_step:
             self.tell(f"resumed from {newest.name}: {self.config.last_step - self.state.step} steps to go")
 
@@ -198,6 +231,7 @@ class Trainer:
                 "data": self.loader.state_dict(),
                 "config": config_to_dict(self.config),
                 "git_revision": git_revision(),
+                "evaluation": self.metrics if self.metrics.get("step") == self.state.step else None,
             }
             if not wait:
                 self.checkpoints.begin_save(self.state.step, self.engine, extra, self.tell)
@@ -206,35 +240,51 @@ class Trainer:
         self.unsaved_step = self.state.step if path is None else -1
         return path is not None
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluates once per step: the last step's scheduled evaluation is also the final one."""
-        if self.metrics.get("step") != self.state.step:
-            with self.speed.paused():
-                if self.validation is None:
-                    ranks = self.engine.rank, self.engine.world_size
-                    sha256 = self.loader.tokenizer.sha256
-                    self.validation = make_loader(self.config, "validation", *ranks, sha256)
-                metrics = evaluate(self.engine, self.validation, self.config)
-                self.call("on_evaluation", metrics)
+    def is_time(self, every: int) -> bool:
+        """Whether what happens every so many steps (0 = never) happens after the current one."""
+        return every > 0 and self.state.step > 0 and self.state.step % every == 0
+
+    def evaluate(self) -> bool:
+        """Evaluates once per step: the last step's scheduled evaluation is also the final one.
+
+        A signal to any rank ends the evaluation without a record, and then the run: False. The checkpoint tells that
+        this step is not evaluated, and the next start of the run begins with that.
+        """
+        if self.metrics.get("step") == self.state.step:
+            return True
+        if self.stop_agreed:
+            return False
+        with self.speed.paused():
+            if self.validation is None:
+                ranks = self.engine.rank, self.engine.world_size
+                sha256 = self.loader.tokenizer.sha256
+                self.validation = make_loader(self.config, "validation", *ranks, sha256)
+            metrics = evaluate(self.engine, self.validation, self.config, interrupted=lambda: bool(stop.received()))
+            if metrics is None:
+                self.stop_agreed = True
+                return False
             self.metrics = {"step": self.state.step, **metrics}
-        return self.metrics
+            self.call("on_evaluation", metrics)
+        return True
 
     def is_summarised(self) -> bool:
-        summary = self.run.read_summary()
+        summary = from_rank_zero(self.run.read_summary())
         if summary is not None and summary["step"] == self.state.step:
             self.metrics = summary["validation"]
             return True
         return False
 
-    def finish(self) -> None:
-        """The final evaluation, and the summary that says the run is complete."""
-        self.evaluate()
+    def finish(self) -> bool:
+        """The final evaluation, and the summary that says the run is complete; False if a signal came between."""
+        if not self.evaluate():
+            return False
         if self.engine.rank == 0:
             summary = {"step": self.state.step, "tokens": self.state.tokens, "validation": self.metrics}
             try:
                 self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy})
             except OSError as error:
                 self.tell(f"warning: no summary written ({error}); the same command tries again")
+        return True
 
     # -- callbacks -----------------------------------------------------------------------------------------------
 
@@ -260,12 +310,18 @@ class Trainer:
                 callback.on_message(self, text)
 
 
-def train(config: RunConfig) -> Result:
-    """Runs `config` to its last step, resuming where its run directory stands.
+def train(config: RunConfig, attempt: Attempt | None = None) -> Result:
+    """Runs `config` to its last step, resuming where its run directory stands. SIGTERM, Ctrl-C, SIGUSR1 and SIGUSR2 to
+    any rank end it early, with a checkpoint; attempt: where callers follow how far it comes.
 
     Raises ValueError for a config, data or checkpoint that cannot be used, and RunFailure when training diverged,
     memory ran out, or a rank is gone or a node not fit.
     """
-    with Distributed.from_environment(config.device) as distributed, explaining(config, distributed.world_size):
+    with (
+        stop.during_run(),
+        Distributed.from_environment(config.device) as distributed,
+        explaining(config, distributed.world_size),
+    ):
+        adopt_attempt(from_rank_zero(attempt_id()))
         tell_health(distributed, config.run_dir)
-        return Trainer(config, distributed).fit()
+        return Trainer(config, distributed, attempt).fit()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -20,6 +19,8 @@ import socket
 import sys
 import time
 from pathlib import Path
+
+from matmix.train.exits import EXIT_OK, EXIT_STOPPED
 
 ATTEMPT_VARIABLE = "MATMIX_ATTEMPT"
 _ALLOWED = re.compile(r"[A-Za-z0-9._-]+")
@@ -37,20 +38,25 @@ class Outcome:
     host: str
 
 
-@functools.cache
-def _made_up_attempt() -> str:
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+_made_up = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def attempt_id() -> str:
-    """Name of this start of the run: MATMIX_ATTEMPT, else made from the time and the process's number.
+    """Name of this start of the run: MATMIX_ATTEMPT, else made from the time and the process's number (rank 0's, once
+    the ranks have met).
 
     Raises ValueError for a name that is no plain file name.
     """
-    name = os.environ.get(ATTEMPT_VARIABLE) or _made_up_attempt()
+    name = os.environ.get(ATTEMPT_VARIABLE) or _made_up
     if not _ALLOWED.fullmatch(name) or name.startswith("."):
         raise ValueError(f"{ATTEMPT_VARIABLE} may hold letters, digits and . _ - only, got {name!r}")
     return name
+
+
+def adopt_attempt(name: str) -> None:
+    """Takes rank 0's name for the attempt, where the environment gives none."""
+    global _made_up
+    _made_up = name
 
 
 def outcomes_folder(run_dir: str | Path) -> Path:
@@ -131,26 +137,43 @@ def read_last_step(run_dir: str | Path, attempt: str) -> int | None:
         return None
 
 
-class StepFile:
-    """Keeps `<attempt>.step` up to date: one write of a few bytes in place a step, nothing forced to the disk.
+def newest_saved(run_dir: str | Path) -> int | None:
+    """Step of the newest checkpoint that was written whole (whether it still is, its checksums tell), or None."""
+    manifests = (Path(run_dir) / "checkpoints").glob("step-*/checkpoint.json")
+    steps = [int(path.parent.name[len("step-") :]) for path in manifests if path.parent.name[len("step-") :].isdigit()]
+    return max(steps, default=None)
 
-    It survives the death of the process, not that of the machine. Storage that fails costs the file, not the run.
-    """
 
-    def __init__(self, run_dir: str | Path, attempt: str | None = None) -> None:
-        self.handle = -1
-        path = step_path(run_dir, attempt or attempt_id())
+class Attempt:
+    """What this process leaves behind of the start of a run that it takes part in: how far it came, how it ended."""
+
+    def __init__(self, run_dir: str | Path, rank: int = 0) -> None:
+        self.run_dir, self.rank = Path(run_dir), rank
+        self.step = 0
+        """The last step that is done."""
+        self._handle = -1
+
+    def begin_step(self, step: int) -> None:
+        """Notes that `step` begins: on rank 0 a write of a few bytes in place, nothing forced to the disk.
+
+        The note survives the death of the process, not that of the machine. Storage that fails costs the note only.
+        """
+        self.step = step - 1
+        if self.rank:
+            return
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if self._handle < 0:
+                path = step_path(self.run_dir, attempt_id())
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # A fixed width, so that a write over the one before is whole.
+            os.pwrite(self._handle, b"%012d\n" % step, 0)
 
-    def begin(self, step: int) -> None:
-        if self.handle >= 0:
-            with contextlib.suppress(OSError):
-                # A fixed width, so that a write over the one before is whole.
-                os.pwrite(self.handle, b"%012d\n" % step, 0)
-
-    def close(self) -> None:
-        if self.handle >= 0:
-            os.close(self.handle)
-            self.handle = -1
+    def end(self, code: int, reason: str) -> None:
+        """Writes the outcome. Ranks above 0 write one only if they failed."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+        if self.rank == 0 or code not in (EXIT_OK, EXIT_STOPPED):
+            saved_step = newest_saved(self.run_dir)
+            write_outcome(self.run_dir, code=code, reason=reason, step=self.step, saved_step=saved_step, rank=self.rank)

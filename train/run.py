@@ -6,29 +6,40 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from matmix.data.tokenizer import Tokenizer
 from matmix.train.config import RunConfig
+from matmix.train.distributed import from_rank_zero, rank_and_world_size
+from matmix.train.lock import RunLock
 from matmix.train.recipe import config_from_dict, differences, read_toml, write_config
 
-# What may change when a run is started again: how it is watched, spread and kept, but nothing that defines its numbers.
+# What may change when a run is started again: how it is watched, spread and kept, and how the steps to come are made;
+# nothing that defines the model, the batches or the meaning of the optimizer's state.
 # (Engines whose checkpoints have another layout are refused when the checkpoint is loaded.)
 _MAY_CHANGE = (
     *("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every"),
-    *("logging.", "checkpoint.", "evaluation.", "engine."),
+    *("logging.", "checkpoint.", "evaluation.", "engine.", "faults."),
     *("data.workers", "data.worker_start", "data.prefetch", "data.verify", "data.cache_dir"),
     # The checkpoint knows its data by their contents, wherever they lie.
     *("data.path", "data.validation_path"),
 )
+_STEERING = ("steps", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm")
 _MAY_NOT_CHANGE = ("engine.precision",)
+# What may lie in a run directory before the run has begun.
+_BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json"})
+
+Change = tuple[str, Any, Any]  # dotted key, old value, new value
 
 
 def _is_free(key: str) -> bool:
     return key not in _MAY_NOT_CHANGE and any(
-        key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in _MAY_CHANGE
+        key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in (*_MAY_CHANGE, *_STEERING)
     )
 
 
@@ -78,11 +89,34 @@ class RunDirectory:
                 f"choose another --run-dir, or start that config again to resume it"
             )
 
-    def begin(self, config: RunConfig) -> None:
-        """Makes the directory and writes the resolved config (rank 0 only)."""
+    def begin(self, config: RunConfig, step: int) -> list[Change]:
+        """Makes the directory, writes the resolved config, and returns what it changes in a run begun earlier, which
+        goes into changes.jsonl with `step`, the last one done (rank 0 only)."""
         self.path.mkdir(parents=True, exist_ok=True)
-        # Where to stop belongs to one start of the run, not to the run.
-        write_config(dataclasses.replace(config, stop_step=0), self.config_path)
+        config = dataclasses.replace(config, stop_step=0)  # where to stop belongs to one start of the run, not to it
+        resumed = self.config_path.is_file()
+        found = differences(self.read_config(), config) if resumed else []
+        changes = [change for change in found if change[0] != "run_dir"]  # moved, not changed
+        if changes:
+            with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
+                for key, old, new in changes:
+                    entry = {"time": time.time(), "step": step, "key": key, "old": old, "new": new}
+                    file.write(json.dumps(entry) + "\n")
+        if found or not resumed:  # else a full disk shall not keep a run from going on
+            write_config(config, self.config_path)
+        return changes
+
+    def lock(self) -> RunLock:
+        """Who holds it may write here."""
+        return RunLock(self.path)
+
+    def keep_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Keeps a copy, whole or not at all: runs outlive the datasets they were trained on (rank 0 only)."""
+        folder, temporary = self.path / "tokenizer", self.path / ".tokenizer.tmp"
+        if not folder.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+            tokenizer.save(temporary)
+            temporary.rename(folder)
 
     def read_summary(self) -> dict[str, Any] | None:
         path = self.path / "summary.json"
@@ -92,6 +126,18 @@ class RunDirectory:
         temporary = self.path / ".summary.json.tmp"
         temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         os.replace(temporary, self.path / "summary.json")
+
+
+def take_together(lock: RunLock, tell: Callable[[str], None]) -> None:
+    """Acquires `lock` on rank 0, and raises what `RunLock.acquire` does on all ranks."""
+    failure: OSError | ValueError | None = None
+    if rank_and_world_size()[0] == 0:
+        try:
+            lock.acquire(tell)
+        except (OSError, ValueError) as error:
+            failure = error
+    if failure := from_rank_zero(failure):
+        raise failure
 
 
 @functools.cache

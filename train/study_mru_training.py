@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from matmix.model.mixers.mru import MRUConfig
+from matmix.train import stop
 from matmix.train.callbacks import Callback
 from matmix.train.config import RunConfig
 from matmix.train.distributed import Distributed
@@ -67,7 +68,11 @@ def configure(options: dict[str, Any], overrides: list[str]) -> RunConfig:
 def run(config: RunConfig, weights: Path | None) -> dict[str, Any]:
     """Train; the weights of the last finite step go to `weights`."""
     watch = Watch()
-    with tempfile.TemporaryDirectory() as folder, Distributed.from_environment("cpu") as distributed:
+    with (
+        stop.during_run(),
+        tempfile.TemporaryDirectory() as folder,
+        Distributed.from_environment("cpu") as distributed,
+    ):
         trainer = Trainer(dataclasses.replace(config, run_dir=f"{folder}/run"), distributed)
         trainer.callbacks.insert(0, watch)
         try:

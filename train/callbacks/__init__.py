@@ -8,12 +8,11 @@ from matmix.train.callbacks.metrics_file import MetricsFile
 from matmix.train.callbacks.nan_guard import NanGuard
 from matmix.train.callbacks.profiler import Profiler
 from matmix.train.callbacks.progress import Progress
-from matmix.train.callbacks.signals import StopSignals
 from matmix.train.callbacks.tensorboard import TensorBoard
 from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.config import RunConfig
 
-__all__ = ["Callback", "StepRecord", "StopSignals", "make_callbacks"]
+__all__ = ["Callback", "StepRecord", "make_callbacks"]
 
 
 def make_callbacks(config: RunConfig, rank: int) -> list[Callback]:
@@ -29,5 +28,5 @@ def make_callbacks(config: RunConfig, rank: int) -> list[Callback]:
         callbacks.append(Profiler(config.logging.profile_start, config.logging.profile_steps))
     if config.gc_every:
         callbacks.append(GarbageCollection(config.gc_every))
-    callbacks += [StopSignals(), NanGuard(config.max_bad_steps)]
+    callbacks.append(NanGuard(config.max_bad_steps))
     return [callback for callback in callbacks if rank == 0 or not callback.main_rank_only]

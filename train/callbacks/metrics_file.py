@@ -10,7 +10,7 @@ from matmix.train.callbacks.base import Callback, StepRecord
 
 
 class MetricsFile(Callback):
-    """Appends records. Records of steps that a resumed run does again are dropped first, so that none appears twice."""
+    """Appends records. Those of what a resumed run does again are dropped first, so that none appears twice."""
 
     records = True
 
@@ -19,9 +19,11 @@ class MetricsFile(Callback):
         if not self.path.exists():
             return
         kept = []
+        step, evaluated = trainer.state.step, trainer.metrics.get("step") == trainer.state.step
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
-                if json.loads(line)["step"] <= trainer.state.step:
+                record = json.loads(line)
+                if record["step"] < step or (record["step"] == step and (evaluated or record["kind"] == "train")):
                     kept.append(line)
             except (ValueError, KeyError):
                 continue  # the last line of a process that was killed while writing it
