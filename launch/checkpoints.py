@@ -14,6 +14,10 @@ _DESCRIPTION = """\
 List the checkpoints of a run: step, tokens seen, size, the engine and the number of ranks that wrote it, when, and
 whether it is whole. The exit code is 1 if one is damaged, else 0."""
 
+_CONVERT_DESCRIPTION = """\
+Make a run that begins with a checkpoint of another one, in a form that every engine reads at any number of ranks:
+weights, optimizer moments, step counts, position in the data. `matmix train OTHER_RUN --engine.name ...` goes on."""
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -42,8 +46,23 @@ def _list(arguments: list[str]) -> int:
     return 1 if listing.damaged else 0
 
 
+def _convert(arguments: list[str]) -> int:
+    from matmix.train.convert import MAX_FILE_BYTES, convert_run
+
+    parser = _Parser(prog="matmix checkpoints convert", description=_CONVERT_DESCRIPTION)
+    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument("--out", required=True, metavar="OTHER_RUN", help="run to make (must not hold anything else)")
+    parser.add_argument("--step", type=int, default=None, help="checkpoint to convert (default: the newest)")
+    parser.add_argument(
+        "--max-file-bytes", type=int, default=MAX_FILE_BYTES, help="size of a file of tensors (default: 5 GB)"
+    )
+    options = parser.parse_args(arguments)
+    convert_run(options.run, options.out, step=options.step, max_file_bytes=options.max_file_bytes)
+    return 0
+
+
 # Verbs below this one, by name.
-SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {}
+SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"convert": _convert}
 
 
 def render(listing: Listing, *, verified: bool) -> str:
