@@ -90,8 +90,8 @@ class Watchdog(Callback):
 
     def _end(self, quiet: float) -> None:
         reason = (
-            f"rank {self.rank} hangs: no step, evaluation batch or save for {_minutes(quiet)}, the last sign of life "
-            f"was {last_beat().what}; {self._place()}"
+            f"rank {self.rank} made no progress for {_minutes(quiet)} (no step, evaluation batch, save); the last sign "
+            f"of life was {last_beat().what}; {self._place()}"
         )
         # By number: the file objects' locks may be held by a thread that hangs.
         os.write(2, f"matmix: error: {reason}\n".encode())
