@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from matmix.train import stop
 from matmix.train.console import begin_process, guarded
 
 _EPILOG = """\
@@ -106,8 +107,11 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `matmix` command; returns the exit code."""
+    if arguments is None:
+        arguments = sys.argv[1:]
+        if arguments[:1] == ["train"]:
+            stop.listen_for(arguments[1:])  # here the process is ours
     begin_process()
-    arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in VERBS:
         return guarded(lambda: VERBS[arguments[0]][0](arguments[1:]))
     verbs = "\n".join(f"  {name:<13}{text}" for name, (_, text) in VERBS.items())

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matmix.launch.environment import apply_defaults, node_folder
-from matmix.train import console
+from matmix.train import console, stop
 from matmix.train.console import begin_process, guarded
 from matmix.train.ranks import tasks_per_node
 
@@ -90,9 +90,11 @@ def write_output_to(path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code of `matmix train`."""
+    if arguments is None:
+        arguments = sys.argv[1:]
+        stop.listen_for(arguments)  # here the process is ours
     begin_process()
     faulthandler.enable()
-    arguments = sys.argv[1:] if arguments is None else arguments
     code = guarded(lambda: _become_rank(arguments))
     if code:
         return code

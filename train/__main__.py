@@ -2,9 +2,11 @@
 
 import sys
 
+from matmix.train import stop
 from matmix.train.console import begin_process
 
 if __name__ == "__main__":
+    stop.listen_for(sys.argv[1:])
     begin_process()
     from matmix.train.command import main
 

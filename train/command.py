@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from matmix.train.config import RunConfig
-from matmix.train.console import guarded
+from matmix.train.console import exit_code, guarded, is_expected, one_line
+from matmix.train.errors import RunFailure
+from matmix.train.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
+from matmix.train.outcome import Attempt
 from matmix.train.recipe import bundled_recipes, load_config
+
+if TYPE_CHECKING:
+    from matmix.train.loop import Result
 
 USAGE = """usage: matmix train RECIPE [--dry-run] [--key value ...]
 
@@ -19,7 +26,7 @@ The same command again resumes the run from its newest checkpoint."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code (0 done, 2 the user's mistake, 128 + n stopped and saved by signal n)."""
+    """Entry point; returns the exit code (`matmix.train.exits`)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE.format(recipes=", ".join(bundled_recipes())))
@@ -43,26 +50,45 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train(config: RunConfig) -> int:
-    from matmix.train.loop import train
+    """Trains, and leaves behind how it ended, however it ends (except by SIGKILL and the like)."""
+    rank = int(os.environ.get("RANK", "0"))
+    attempt = Attempt(config.run_dir, rank)
+    try:
+        from matmix.train.loop import train
 
-    result = train(config)
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(_closing_words(config, result))
+        result = train(config, attempt)
+    except BaseException as error:
+        text = one_line(error)
+        attempt.end(exit_code(error), text if is_expected(error) else f"{type(error).__name__}: {text}")
+        if isinstance(error, BrokenPipeError):
+            raise RunFailure(f"nobody reads this process's output any more ({text})") from error
+        raise
+    words = _closing_words(config, result)
+    code = EXIT_OK
     if not result.saved:
-        return 1
-    return 128 + result.signal if result.signal and not result.finished else 0
+        code = EXIT_FAILED
+    elif result.stopped and not result.finished:
+        code = EXIT_STOPPED
+    attempt.step = result.step
+    attempt.end(code, words.splitlines()[0])
+    if rank == 0:
+        print(words)
+    return code
 
 
-def _closing_words(config: RunConfig, result) -> str:
+def _closing_words(config: RunConfig, result: Result) -> str:
     if not result.saved:
         return (
             f"Step {result.step} of {config.steps} is not saved: its checkpoint could not be written (see above). "
             f"Make room and start the same command again; it goes on from the newest checkpoint."
         )
     if not result.finished:
-        if result.signal:
-            how = f"by {signal.Signals(result.signal).name} at step {result.step} of {config.steps}, saved"
-            return f"Stopped {how}. The same command goes on from there."
+        if result.stopped:
+            who = signal.Signals(result.signal).name if result.signal else "a signal to another rank"
+            saved = ", saved" if result.step else ""
+            return (
+                f"Stopped by {who} at step {result.step} of {config.steps}{saved}. The same command goes on from there."
+            )
         how = f"at step {result.step} of {config.steps} as stop_step says, saved"
         return f"Stopped {how}. Without stop_step it goes on from there."
     metrics = result.metrics

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from matmix.train.errors import RunFailure
+from matmix.train.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER
 
 USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -29,38 +30,52 @@ def begin_process() -> None:
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != root]
 
 
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename2 or error.filename}"  # of a copy, the target is the second
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def report(error: BaseException, *, every_rank: bool = False) -> None:
     """Prints an error as one line: once, or with the rank's number where ranks may fail for different reasons."""
     rank = int(os.environ.get("RANK", "0"))
     if rank and not every_rank:
         return
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        text = f"{error.strerror}: {error.filename2 or error.filename}"  # of a copy, the target is the second
+    text = one_line(error)
     for stream in (sys.stderr, job_output):
         if stream is not None:
             print(f"matmix: error: {f'[rank {rank}] ' if rank else ''}{text}", file=stream, flush=True)
 
 
+def exit_code(error: BaseException) -> int:
+    """The code that a process ends with after `error`: 2 for the user's mistakes, 130 for Ctrl-C, else 1."""
+    if isinstance(error, USER_ERRORS):
+        return EXIT_USER
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether one line says all about `error`: the user's mistakes, a diverged model, a system that failed (full disk,
+    killed process), Ctrl-C. Anything else is a mistake of ours, whose traceback is needed."""
+    return isinstance(error, (*USER_ERRORS, RunFailure, OverflowError, OSError, KeyboardInterrupt))
+
+
 def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
-    """Runs a command and returns its exit code: 2 for the user's mistakes, 1 for a diverged model or a system that
-    failed (full disk, killed process), 130 for Ctrl-C.
+    """Runs a command and returns its exit code: its own, or that of the error it raised, which is shown in one line.
 
     MATMIX_TRACEBACK=1 lets errors through with their tracebacks.
     """
-    if os.environ.get("MATMIX_TRACEBACK"):
-        return command()
     try:
         return command()
-    except USER_ERRORS as error:
-        report(error, every_rank=every_rank)
-        return 2
-    except BrokenPipeError:
-        sys.stdout = None  # the reader (head, less) has left; nothing more is to be flushed at exit
-        return 0
-    except (RunFailure, OverflowError, OSError) as error:
-        report(error, every_rank=every_rank)
-        return 1
-    except KeyboardInterrupt:
-        print("matmix: interrupted", file=sys.stderr)
-        return 130
+    except BaseException as error:
+        if os.environ.get("MATMIX_TRACEBACK") or not is_expected(error):
+            raise
+        if isinstance(error, BrokenPipeError):
+            sys.stdout = None  # the reader (head, less) has left; nothing more is to be flushed at exit
+            return EXIT_OK
+        if isinstance(error, KeyboardInterrupt):
+            print("matmix: interrupted", file=sys.stderr)
+        else:
+            report(error, every_rank=every_rank)
+        return exit_code(error)

@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from matmix.train.exits import EXIT_INTERRUPTED
 
@@ -56,6 +56,12 @@ def listen() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.register_at_fork(after_in_child=_open_in_child)
     threading.Thread(target=_wait, name="signals", daemon=True).start()
+
+
+def listen_for(arguments: Sequence[str]) -> None:
+    """`listen`, if a process with these arguments of `matmix train` is going to train."""
+    if arguments and not {"--dry-run", "--help", "-h"} & set(arguments):
+        listen()
 
 
 @contextlib.contextmanager
