@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,8 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=1
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MinJobAge=7200
 SlurmdTimeout=10
 KillWait=5
@@ -92,7 +95,7 @@ class Cluster:
         self.folder = folder
         self.config = folder / "slurm.conf"
         self.environment = {**os.environ, "SLURM_CONF": str(self.config)}
-        self.nodes: dict[str, list[str]] = {}
+        self._asking, self._told, self._told_at = threading.Lock(), {}, 0.0
         self._daemons: dict[str, subprocess.Popen] = {}
         names = (f"node{number}" for number in range(1, 1 + sum(partitions.values())))
         self.nodes = {partition: [next(names) for _ in range(count)] for partition, count in partitions.items()}
@@ -105,7 +108,8 @@ class Cluster:
     def started(cls, folder: Path, partitions: Mapping[str, int], cpus: int = 4) -> Iterator[Cluster]:
         """A cluster with so many idle nodes in each partition, the first one being the default.
 
-        Its nodes pretend to `cpus` CPUs. All that it started is gone at the end: daemons, steps and their tasks.
+        A further partition, "urgent", has all nodes; its jobs preempt the others', which are requeued after 20 s.
+        The nodes pretend to `cpus` CPUs. All that it started is gone at the end: daemons, steps and their tasks.
         """
         cluster = cls(Path(folder), partitions, cpus)
         try:
@@ -136,16 +140,23 @@ class Cluster:
         return done.stdout.strip().split(";")[0]
 
     def info(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, Reason, Restarts, NodeList, StdOut and so on."""
-        return self.infos(job)[0]
+        """What `scontrol show job` says of a job (12) or a task of an array (12_0): JobState, Reason, Restarts,
+        NodeList, StdOut and so on, as they were some tenths of a second ago."""
+        with self._asking:
+            if job not in self._told or time.monotonic() > self._told_at + 0.3:
+                self._told, self._told_at = self._ask(), time.monotonic()
+            return self._told[job]
 
-    def infos(self, job: str) -> list[dict[str, str]]:
-        """The same for each task of an array."""
-        lines = self.run("scontrol", "show", "job", "-o", job).stdout.splitlines()
-        return [dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", line)) for line in lines if line.strip()]
-
-    def states(self, job: str) -> list[str]:
-        return [info["JobState"] for info in self.infos(job)]
+    def _ask(self) -> dict[str, dict[str, str]]:
+        lines = self.run("scontrol", "show", "job", "-o").stdout.splitlines()
+        told = {}
+        for line in lines:
+            info = dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", line))
+            if "ArrayJobId" in info:
+                told[f"{info['ArrayJobId']}_{info['ArrayTaskId']}"] = info
+            elif "JobId" in info:
+                told[info["JobId"]] = info
+        return told
 
     def wait_for(self, job: str, *states: str, restarts: int = 0, seconds: float = 120) -> dict[str, str]:
         """Waits until the job is in one of `states` and has been restarted that often; returns its info.
@@ -157,13 +168,8 @@ class Cluster:
             info = self.info(job)
             if info["JobState"] in states and int(info["Restarts"]) >= restarts:
                 return info
-            # A job that ends and one that is requeued look alike for a moment.
-            ended = info["JobState"] in _ENDED and info.get("EndTime", "Unknown") != "Unknown"
-            if ended and info["JobState"] not in states:
-                time.sleep(1)
-                info = self.info(job)
-                ended = info["JobState"] in _ENDED and info["JobState"] not in states
-                assert not ended, f"job {job} ended {info['JobState']}: {self.output(job)[-3000:]}"
+            ended = info["JobState"] in _ENDED
+            assert not ended, f"job {job} ended {info['JobState']}: {self.output(job)[-3000:]}"
             return None
 
         return wait_until(there, f"job {job} to be {' or '.join(states)}, restarted {restarts} times", seconds)
@@ -185,6 +191,10 @@ class Cluster:
     def node_states(self) -> dict[str, str]:
         lines = self.run("sinfo", "--noheader", "-N", "-o", "%N %T").stdout.split()
         return dict(zip(lines[::2], lines[1::2], strict=True))
+
+    def hostnames(self, nodes: str) -> list[str]:
+        """["node1", "node3"] of "node[1,3]"."""
+        return self.run("scontrol", "show", "hostnames", nodes).stdout.split()
 
     def wait_for_nodes(self, state: str, nodes: Sequence[str] | None = None, seconds: float = 60) -> None:
         nodes = self.all_nodes if nodes is None else nodes
@@ -242,7 +252,8 @@ class Cluster:
             )
         for index, (partition, nodes) in enumerate(self.nodes.items()):
             default = "YES" if index == 0 else "NO"
-            lines.append(f"PartitionName={partition} Nodes={','.join(nodes)} Default={default} MaxTime=INFINITE\n")
+            lines.append(f"PartitionName={partition} Nodes={','.join(nodes)} Default={default} GraceTime=20\n")
+        lines.append("PartitionName=urgent Nodes=ALL PriorityTier=10\n")
         self.config.write_text("".join(lines), encoding="utf-8")
 
     def _start(self, name: str, program: str, *arguments: str) -> None:

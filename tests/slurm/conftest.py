@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-_HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(_HERE))  # for `import cluster`
+# For `import cluster` and `import slurm_runs`.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from cluster import Cluster, why_unavailable  # noqa: E402
+from cluster import Cluster, why_unavailable
+from slurm_runs import SlurmRun
+from stories import Stage, Stories
+
+_HERE = Path(__file__).resolve().parent
+# Nodes that some test harms are nobody else's.
+PARTITIONS = {"main": 4, "shaky": 3, "mortal": 3, "mute": 2, "lent": 2}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,8 +30,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """4 nodes for everyone, and 3 called "shaky" whose failure disturbs no one else."""
+    """Idle nodes in the partitions named above; Slurm's commands find this cluster."""
     if reason := why_unavailable():
         pytest.skip(reason)
-    with Cluster.started(tmp_path_factory.mktemp("slurm"), {"main": 4, "shaky": 3}) as started:
+    with (
+        Cluster.started(tmp_path_factory.mktemp("slurm"), PARTITIONS, cpus=2) as started,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("SLURM_CONF", str(started.config))
         yield started
+
+
+@pytest.fixture(scope="session")
+def stories(
+    cluster: Cluster, dataset: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Stories]:
+    """All stories of the selected tests, begun together: some work while others wait."""
+    stories_of_tests = (getattr(getattr(test, "function", None), "story", None) for test in request.session.items)
+    wanted = [story for story in stories_of_tests if story is not None]
+    begun = Stories(Stage(cluster, dataset, tmp_path_factory.mktemp("runs")), wanted)
+    yield begun
+    begun.close()
+
+
+@pytest.fixture
+def told(stories: Stories, request: pytest.FixtureRequest) -> Any:
+    """What the test's story has yielded, once it has ended."""
+    return stories.ends[request.function.story].result()
+
+
+@pytest.fixture
+def alone(stories: Stories) -> Callable[[int], SlurmRun]:
+    """`alone(ranks)`: the run that nothing happened to, of processes that know nothing of Slurm."""
+    return lambda ranks: stories.references[ranks].result()

@@ -1,0 +1,105 @@
+"""Jobs that are interrupted start again by themselves and end as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+from slurm_runs import STEPS, assert_undisturbed
+from stories import tells
+
+from matmix.train.exits import EXIT_OK, EXIT_STOPPED
+
+# -- nothing happens -------------------------------------------------------------------------------------------------
+
+
+def two_nodes(stage):
+    run = stage.run("two-nodes").submit(stage.dataset, nodes=2)
+    yield run
+    stage.cluster.wait_for_end(run.job)
+
+
+@tells(two_nodes)
+def test_a_job_on_two_nodes_trains_as_without_slurm(told, alone):
+    info = told.cluster.info(told.job)
+    assert (info["JobState"], info["NumNodes"], info["Restarts"]) == ("COMPLETED", "2", "0"), told.output()
+    assert_undisturbed(told, alone(2))
+    assert [(attempt.code, attempt.step) for attempt in told.attempts()] == [(EXIT_OK, STEPS)]
+    assert f"Finished at step {STEPS}" in told.output()  # rank 0's words are the job's
+    assert (told.path / "logs" / told.attempts()[0].attempt / "rank-00001.log").is_file()
+
+
+# -- a signal before the end -----------------------------------------------------------------------------------------
+
+
+def signalled(stage):
+    run = stage.run("signalled").submit(stage.dataset, nodes=2)
+    yield run
+    run.wait_for_step(5)
+    stage.cluster.run("scancel", "--batch", "--signal=USR2", run.job)
+    stage.cluster.wait_for_end(run.job)
+
+
+@tells(signalled)
+def test_usr2_saves_requeues_and_resumes(told, alone):
+    info = told.cluster.info(told.job)
+    assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), told.output()
+    first, second = told.attempts()
+    assert (first.code, second.code) == (EXIT_STOPPED, EXIT_OK)
+    assert first.saved_step == first.step < STEPS  # the step at which the signal was heard, nothing is done twice
+    assert f"resumed from step-{first.step:08d}" in told.output()
+    assert_undisturbed(told, alone(2))
+
+
+def signalled_early(stage):
+    run = stage.run("signalled-early").submit(stage.dataset)
+    yield run
+    stage.cluster.wait_for(run.job, "RUNNING")
+    stage.cluster.run("scancel", "--batch", "--signal=USR2", run.job)
+    stage.cluster.wait_for_end(run.job)
+
+
+@tells(signalled_early)
+def test_usr2_before_the_first_step_requeues_as_well(told, alone):
+    info = told.cluster.info(told.job)
+    assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), told.output()
+    assert_undisturbed(told, alone(1))
+
+
+# -- without warning -------------------------------------------------------------------------------------------------
+
+
+def requeued(stage):
+    run = stage.run("requeued").submit(stage.dataset, nodes=2)
+    yield run
+    run.wait_for_step(60)
+    stage.cluster.run("scontrol", "requeue", run.job)
+    stage.cluster.wait_for_end(run.job)
+
+
+@tells(requeued)
+def test_requeue_from_outside_resumes(told, alone):
+    info = told.cluster.info(told.job)
+    assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), told.output()
+    assert "resumed from step-" in told.output()
+    assert_undisturbed(told, alone(2))
+
+
+def moved(stage):
+    cluster = stage.cluster
+    run = stage.run("moved").submit(stage.dataset, "--partition", "shaky", nodes=2)
+    yield run
+    run.wait_for_step(60)
+    broken = cluster.nodes["shaky"][1]
+    cluster.set_down(broken)
+    try:
+        cluster.wait_for_end(run.job)
+    finally:
+        cluster.resume(broken)
+
+
+@tells(moved)
+def test_a_node_that_is_set_down_moves_the_job_to_others(told, alone):
+    first, _, third = told.cluster.nodes["shaky"]
+    info = told.cluster.info(told.job)
+    assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), told.output()
+    assert told.cluster.hostnames(info["NodeList"]) == [first, third]
+    assert "resumed from step-" in told.output()
+    assert_undisturbed(told, alone(2))
