@@ -1,13 +1,13 @@
 """Signals that ask a run to stop. They are noted from the first moment of the process on; the loop saves and ends.
 
-`listen` is for processes of ours, which call it before they import torch: the signals are blocked and a thread waits for
-them. So none is lost or kills while libraries are imported, data opened, blocks compiled or a collective waits; none
-interrupts a system call; and what the process starts (compilers, git) inherits the block, because a scheduler's signal
-reaches every process of the job and a compiler that dies of it would take the run with it. Children that are forked
-have the signals open again, and die of SIGTERM alone.
+`listen` is for processes of ours, which call it before they import torch: the signals are blocked and a thread waits
+for them. So none is lost or kills while libraries are imported, data opened, blocks compiled or a collective waits;
+none interrupts a system call; and what the process starts (compilers, git) inherits the block, because a scheduler's
+signal reaches every process of the job and a compiler that dies of it would take the run with it. Children that are
+forked have the signals open again, and die of SIGTERM alone.
 
-`during_run` is for `train` called as a function in somebody's own process: plain signal handlers, for as long as the run
-takes, where the caller is the main thread.
+`during_run` is for `train` called as a function in somebody's own process: plain signal handlers, for as long as the
+run takes, where the caller is the main thread.
 """
 
 from __future__ import annotations
