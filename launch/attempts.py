@@ -1,4 +1,4 @@
-"""Whether a run is started again after an attempt has ended: `python -m matmix.launch.attempts RUN --attempt ID --code N`.
+"""Decides whether a run is started again after an attempt: `python -m matmix.launch.attempts RUN --attempt A --code N`.
 
 An attempt is one start of the run's processes. How it ended is read from what its ranks wrote (`matmix.train.outcome`)
 and, where they were killed before they could, from the exit code that the launcher saw. Then:
@@ -189,11 +189,22 @@ def begin(run: Path, name: str, nodes: str = "") -> None:
 
 
 def conclude(
-    run: Path, name: str, code: int, *, max_requeues: int = DEFAULT_MAX_REQUEUES, signalled: bool = False
+    run: Path,
+    name: str,
+    code: int,
+    *,
+    max_requeues: int = DEFAULT_MAX_REQUEUES,
+    signalled: bool = False,
+    ending: str = "",
 ) -> tuple[Attempt, Decision]:
-    """Collects how an attempt ended, decides, and writes both down."""
+    """Collects how an attempt ended, decides, and writes both down.
+
+    signalled: the launcher told it to stop. ending: why the launcher is not to start it again, whatever happened.
+    """
     attempt = collect(run, name, code, signalled=signalled)
     decision = decide([*(a for a in read_attempts(run) if a.attempt != name), attempt], max_requeues)
+    if ending and decision.again:
+        decision = Decision(False, f"{attempt.reason}; {ending}")
     facts = {**dataclasses.asdict(attempt), "again": decision.again, "why": decision.why, "ended": int(time.time())}
     _append(run, facts)
     return attempt, decision
@@ -214,11 +225,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--code", type=int, required=True)
     parser.add_argument("--max-requeues", type=int, default=DEFAULT_MAX_REQUEUES)
     parser.add_argument("--signalled", action="store_true")
+    parser.add_argument("--ending", action="store_true")
     options = parser.parse_args(arguments)
     attempt, decision = conclude(
-        options.run, options.attempt, options.code, max_requeues=options.max_requeues, signalled=options.signalled
+        options.run,
+        options.attempt,
+        options.code,
+        max_requeues=options.max_requeues,
+        signalled=options.signalled,
+        ending="the job was cancelled, or Slurm itself starts it again" if options.ending else "",
     )
-    verdict = "starting again" if decision.again else "not started again"
+    verdict = "starting again" if decision.again else "not started again from here"
     print(f"attempt {options.attempt}: {verdict}: {decision.why}", flush=True)
     if attempt.finished:
         return FINISHED

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
+import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from matmix.launch import slurm_options
@@ -66,11 +69,7 @@ def _slurm(arguments: list[str]) -> int:
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=V,V", help="a job array over these values")
     parser.add_argument("--sweep-file", metavar="FILE", help="a job array over the [[run]] tables of a TOML file")
     parser.add_argument("--dry-run", action="store_true", help="print the script; write and submit nothing")
-    if {"-h", "--help"} & set(arguments):
-        parser.parse_args(["--help"])
-    recipe, rest = split_recipe(arguments, parser.prog)
-    given, overrides = parser.parse_known_args(rest)
-    check_overrides(parser, overrides)
+    recipe, given, overrides = _read(parser, arguments)
     profile = load_profile(given.profile)
     if address := os.environ.get("MATMIX_MASTER_ADDR"):
         profile["master_addr"] = address
@@ -90,7 +89,83 @@ def _slurm(arguments: list[str]) -> int:
     return 0
 
 
+def _processes_parser(kind: str) -> Parser:
+    parser = Parser(prog=f"matmix launch {kind}", usage=f"matmix launch {kind} RECIPE [options] [--key value ...]")
+    parser.add_argument("--nproc", type=int, required=True, metavar="N", help="processes on this host, one a GPU")
+    parser.add_argument("--dry-run", action="store_true", help="print torchrun's command and run nothing")
+    return parser
+
+
+def _read(parser: Parser, arguments: list[str]) -> tuple[str, argparse.Namespace, list[str]]:
+    """Recipe, the launcher's own options, and the recipe's overrides."""
+    if {"-h", "--help"} & set(arguments):
+        parser.parse_args(["--help"])
+    recipe, rest = split_recipe(arguments, parser.prog)
+    given, overrides = parser.parse_known_args(rest)
+    check_overrides(parser, overrides)
+    for name in ("nproc", "nnodes"):
+        if getattr(given, name, 1) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(given, name)}")
+    return recipe, given, overrides
+
+
+def _local(arguments: list[str]) -> int:
+    from matmix.launch.local import prepare_local, run_local
+
+    parser = _processes_parser("local")
+    parser.add_argument(
+        "--max-restarts", type=int, default=3, help="as --max-requeues of slurm; 0 = never (default: 3)"
+    )
+    recipe, given, overrides = _read(parser, arguments)
+    run = prepare_local(
+        recipe,
+        overrides,
+        nproc=given.nproc,
+        max_restarts=given.max_restarts,
+        command=["launch", "local", *arguments],
+        dry_run=given.dry_run,
+    )
+    if given.dry_run:
+        print("torchrun " + shlex.join(run.words()))
+        return 0
+    return run_local(run)
+
+
+def _torchrun(arguments: list[str]) -> int:
+    from matmix.launch import torchrun
+    from matmix.train.recipe import load_config
+
+    parser = _processes_parser("torchrun")
+    parser.add_argument("--nnodes", type=int, required=True, metavar="N", help="nodes; this command runs on each")
+    parser.add_argument("--rdzv", required=True, metavar="HOST:PORT", help="where the nodes meet: one of them, by name")
+    parser.add_argument("--node-rank", type=int, help="number of this node, 0 on HOST; without, as the nodes arrive")
+    parser.add_argument("--rdzv-id", help="name of this start, the same on all nodes (default: the run's)")
+    parser.add_argument("--local-addr", help="this node's address for the others (default: the one that leads to HOST)")
+    recipe, given, overrides = _read(parser, arguments)
+    endpoint = torchrun.parse_endpoint(given.rdzv)
+    config = load_config(recipe, overrides)
+    config.micro_batch(given.nnodes * given.nproc)
+    if given.node_rank is not None and not 0 <= given.node_rank < given.nnodes:
+        raise ValueError(f"--node-rank must lie between 0 and {given.nnodes - 1}, got {given.node_rank}")
+    run_id = re.sub(r"[^A-Za-z0-9._-]+", "-", given.rdzv_id or Path(config.run_dir).name).strip(".-") or "run"
+    words = torchrun.torchrun_words(
+        [recipe, *overrides],
+        nnodes=given.nnodes,
+        nproc=given.nproc,
+        endpoint=endpoint,
+        run_id=run_id,
+        local_addr=given.local_addr or torchrun.address_here(endpoint[0]),
+        node_rank=given.node_rank,
+    )
+    if given.dry_run:
+        print("torchrun " + shlex.join(words))
+        return 0
+    return torchrun.run_node(words, torchrun.environment_for(given.nproc, run_id))
+
+
 KINDS: dict[str, Callable[[list[str]], int]] = {
+    "local": _local,
+    "torchrun": _torchrun,
     "slurm": _slurm,
 }
 

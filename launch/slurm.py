@@ -55,10 +55,9 @@ def plan_launch(
         if point is not None:
             run_dir = f"{base.run_dir.rstrip('/')}/{point.name}"
             config = dataclasses.replace(config, run_dir=run_dir)
-        if "://" not in config.run_dir:
-            config = dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))
+        config = absolute(config)
         config.micro_batch(options.nodes * options.ranks_per_node)
-        _check_run_directory(config)
+        check_run_directory(config)
         configs.append(config)
     return Launch(
         home=home,
@@ -70,7 +69,14 @@ def plan_launch(
     )
 
 
-def _check_run_directory(config: RunConfig) -> None:
+def absolute(config: RunConfig) -> RunConfig:
+    """The config with an absolute run directory."""
+    if "://" in config.run_dir:
+        return config
+    return dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))
+
+
+def check_run_directory(config: RunConfig) -> None:
     """As the run itself will do, but now. Raises ValueError."""
     if "://" in config.run_dir or not (Path(config.run_dir) / "config.toml").is_file():
         return

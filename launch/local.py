@@ -1,0 +1,104 @@
+"""`matmix launch local`: a run on this host under torchrun, started again after failures as a cluster would."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from matmix.launch import attempts, snapshot
+from matmix.launch.records import Job, add_job, launch_home
+from matmix.launch.supervise import StopRequests, run_agent
+from matmix.launch.torchrun import agent_command, environment_for, torchrun_words
+from matmix.train.exits import EXIT_FAILED, EXIT_INTERRUPTED
+from matmix.train.recipe import load_config, write_config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LocalRun:
+    """What is run: the config in RUN/launch/<id>, with the code beside it."""
+
+    home: Path
+    launch_id: str
+    nproc: int
+    max_restarts: int
+
+    @property
+    def folder(self) -> Path:
+        return self.home / "launch" / self.launch_id
+
+    def words(self) -> list[str]:
+        """torchrun's arguments; port 0: the store takes one that is free."""
+        return torchrun_words(
+            [str(self.folder / "config.toml")],
+            nnodes=1,
+            nproc=self.nproc,
+            endpoint=("127.0.0.1", 0),
+            run_id=self.launch_id,
+            local_addr="127.0.0.1",
+        )
+
+
+def prepare_local(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    nproc: int,
+    max_restarts: int,
+    command: Sequence[str],
+    dry_run: bool = False,
+) -> LocalRun:
+    """Checks the config and, unless `dry_run`, writes RUN/launch/<id>/. Raises ValueError for the user's mistakes."""
+    from matmix.launch.slurm import absolute, check_run_directory
+
+    config = absolute(load_config(recipe, overrides))
+    config.micro_batch(nproc)
+    check_run_directory(config)
+    home = launch_home(config.run_dir)
+    run = LocalRun(home=home, launch_id=snapshot.new_launch_id(home), nproc=nproc, max_restarts=max_restarts)
+    if not dry_run:
+        snapshot.take_snapshot(run.folder)
+        write_config(config, run.folder / "config.toml")
+        job = Job(
+            kind="local",
+            launch=run.launch_id,
+            time=time.time(),
+            command=list(command),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+        add_job(home, job)
+    return run
+
+
+def run_local(run: LocalRun) -> int:
+    """Attempts until the run has finished, stopped, or failed once too often; returns the exit code of the last."""
+    print("torchrun " + shlex.join(run.words()), flush=True)
+    with StopRequests() as requests:
+        number = 0
+        while True:
+            name = f"{run.launch_id}.{number}"
+            environment = environment_for(run.nproc, name)
+            own_code = str(run.folder / "code")
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [own_code, os.environ.get("PYTHONPATH")]))
+            attempts.begin(run.home, name, socket.gethostname())
+            ended = run_agent(agent_command(run.words()), environment, requests)
+            attempt, decision = attempts.conclude(
+                run.home,
+                name,
+                ended,
+                max_requeues=run.max_restarts,
+                signalled=requests.asked,
+                ending="the same command goes on" if requests.asked else "",
+            )
+            code = EXIT_INTERRUPTED if requests.at_once else attempt.code
+            if not decision.again:
+                if not attempt.finished:
+                    print(f"attempt {name}: {decision.why}", flush=True)
+                return EXIT_FAILED if code is None else code
+            print(f"attempt {name}: starting again: {decision.why}", flush=True)
+            number += 1
