@@ -323,11 +323,10 @@ def save_and_tell_weights(names: list[str], directory: str) -> dict[str, Any]:
 
 
 def resume_with_another_layout(directory: str) -> dict[Any, Any]:
-    import pytest
-
     partition_everything()
     found = {}
-    for saved, resumed in (("ddp", "fsdp2"), ("fsdp2", "ddp"), ("zero1", "zero2"), ("zero2", "zero1")):
+    pairs = [("ddp", "fsdp2"), ("fsdp2", "ddp"), ("zero0", "zero3"), ("zero1", "zero2"), ("zero2", "zero0")]
+    for saved, resumed in [*pairs, ("zero3", "zero1")]:
         manager = CheckpointManager(Path(directory) / f"{saved}-{resumed}")
         engine = make_engine(EngineConfig(**ENGINES[saved]))
         run_steps(engine, 0, 2, accumulation=1)
@@ -336,12 +335,6 @@ def resume_with_another_layout(directory: str) -> dict[Any, Any]:
         again = make_engine(EngineConfig(**ENGINES[resumed]))
         manager.load(manager.path(2), again)
         found[saved, resumed] = expected, run_steps(again, 2, 4, accumulation=1)
-    source = Path(directory) / "zero1-zero2"
-    for name in ("zero0", "zero3"):
-        engine = make_engine(EngineConfig(**ENGINES[name]))
-        message = f"engine.zero_stage = 1 and cannot be continued at {name[-1]}"
-        with pytest.raises(ValueError, match=message):
-            CheckpointManager(source).load(source / "step-00000002", engine)
     return found
 
 

@@ -50,7 +50,7 @@ def test_weights_are_read_without_ranks(tmp_path):
 
 
 def test_engine_may_change_within_its_kind(tmp_path):
-    """Sharded or not, ZeRO-1 or ZeRO-2: the same content in the same form."""
+    """Sharded or not, any stage of ZeRO: the same content."""
     found = run_distributed(scenarios.resume_with_another_layout, 2, arguments=(str(tmp_path),))
     for rank in found:
         for (saved, resumed), (expected, history) in rank.items():
