@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from matmix.data.documents import ReadOptions
 
 # These say how to go about it, not what comes out.
-_WITHOUT_EFFECT_ON_CONTENTS = ("inputs", "out", "tokenizer", "processes", "max_malformed")
+_WITHOUT_EFFECT_ON_CONTENTS = ("inputs", "out", "tokenizer", "processes", "max_malformed", "part", "tokenizer_only")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +22,8 @@ class PrepareConfig:
     bundled:moby_dick.
     """
     out: str
-    """Folder for the dataset. An unfinished one of the same options is continued, any other is left alone."""
+    """Folder or URL (s3://, ...) for the dataset. An unfinished one of the same options is continued, any other is
+    left alone."""
     text_field: str = "text"
     """Field of .jsonl objects, or column of .parquet files, that holds the text."""
     text_documents: Literal["file", "paragraph", "line", "separator"] = "file"
@@ -60,6 +63,11 @@ class PrepareConfig:
 
     max_malformed: float = 0.01
     """Share of the lines (or rows) that may be malformed: not JSON, without the text field, or not text."""
+    part: str = ""
+    """Prepare only this part of the input, such as 3/64 (counted from 1), under OUT/parts. Parts may be made at the
+    same time on several machines that share a file system; `matmix prepare --merge --out OUT` then joins them."""
+    tokenizer_only: bool = False
+    """Only train the tokenizer that the parts of OUT will share. (Else the first part trains it, and others wait.)"""
     processes: int = 0
     """Tokenising processes; the result does not depend on it. 0: one for each core, as far as there is work.
     """
@@ -87,6 +95,31 @@ class PrepareConfig:
             raise ValueError(f"prepare: character_coverage must be in (0, 1], got {self.character_coverage}")
         if self.text_documents == "separator" and not self.document_separator.strip():
             raise ValueError("prepare: document_separator is blank; for blank lines use text_documents=paragraph")
+
+        if self.part and self.share is None:
+            raise ValueError(
+                f"prepare: part must be k/n with a k from 1 to n, such as 1/64 for the first of 64, got {self.part}"
+            )
+        if self.tokenizer_only and (self.part or self.tokenizer):
+            raise ValueError("prepare: tokenizer_only trains the tokenizer of all parts: leave out part and tokenizer")
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """(k, n) of part k/n; None without one."""
+        numbers = re.fullmatch(r"(\d+)/(\d+)", self.part)
+        if numbers is None:
+            return None
+        k, n = map(int, numbers.groups())
+        return (k, n) if 1 <= k <= n else None
+
+    def arguments(self) -> list[str]:
+        """The command line of this preparation (of any of its parts), without --out and --part."""
+        flags: list[str] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("inputs", "out", "part", "tokenizer_only") and value != field.default:
+                flags += [f"--{field.name.replace('_', '-')}", str(value)]
+        return [*self.inputs, *flags]
 
     def read_options(self) -> ReadOptions:
         return ReadOptions(

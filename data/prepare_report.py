@@ -64,7 +64,7 @@ def make_manifest(
     )
 
 
-def print_summary(manifest: Manifest, out: Path, when: str) -> None:
+def print_summary(manifest: Manifest, out: Path | str, when: str) -> None:
     """Say on stdout what a dataset holds and what to do with it."""
     kind = f"{manifest.format}, {manifest.compression or 'not compressed'}"
     lines = [f"prepared {out} ({kind}) {when}"]
@@ -74,7 +74,7 @@ def print_summary(manifest: Manifest, out: Path, when: str) -> None:
     tokenizer, train = manifest.tokenizer, manifest.splits["train"]
     lines.append(
         f"  tokenizer   {tokenizer.kind}, {tokenizer.vocab_size:,} ids, "
-        f"{train.bytes / train.tokens:.2f} bytes a token; "
+        f"{train.bytes / max(1, train.tokens):.2f} bytes a token; "
         f"entropy of single tokens {manifest.unigram_entropy:.3f} nats"
     )
     bad = manifest.malformed
@@ -83,5 +83,8 @@ def print_summary(manifest: Manifest, out: Path, when: str) -> None:
         lines += [f"              {e['file']}, line {e['line']}: {e['reason']}" for e in bad["examples"][:5]]
     if manifest.empty_documents:
         lines.append(f"  empty       {manifest.empty_documents:,} documents without text were left out")
-    lines.append(f"next: matmix train RECIPE.toml --data.path {out}")
+    if "part" in manifest.options:
+        lines.append(f"next, when all parts are finished: matmix prepare --merge --out {Path(out).parent.parent}")
+    else:
+        lines.append(f"next: matmix train RECIPE.toml --data.path {out}")
     print("\n".join(lines), flush=True)

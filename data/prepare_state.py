@@ -32,6 +32,8 @@ CONTENTS_VERSION = 1
 KEPT_EXAMPLES = 100
 SPLITS = ("train", "validation")
 HISTOGRAM_NAME = "token_histogram.npy"
+PARTS_NAME = "parts"
+PART_NAME = "part.json"
 
 
 @dataclass
@@ -46,6 +48,8 @@ class Progress:
     """File, line and reason of the first malformed records."""
     empty: int = 0
     documents_by_source: list[int] = field(default_factory=list)
+    spans: list[list[int]] = field(default_factory=list)
+    """What was read, a stretch of a source each: source, first offset, last offset + 1, lines, records, documents."""
 
 
 def fingerprint(config: PrepareConfig, sources: Sequence[Source], tokenizer_sha256: str) -> dict[str, Any]:
@@ -61,6 +65,21 @@ def fingerprint(config: PrepareConfig, sources: Sequence[Source], tokenizer_sha2
         "inputs": [[Path(s.path).name, s.bytes, s.digest()] for s in sources],
         "contents_version": CONTENTS_VERSION,
     }
+
+
+def compare_preparations(where: str | Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raises ValueError, with the differences, if what is at `where` is not the wanted preparation."""
+    if found == wanted:
+        return
+    differences = []
+    for name in sorted(found.keys() | wanted.keys()):
+        there, here = found.get(name), wanted.get(name)
+        if there != here:
+            short = name in ("inputs", "contents_version")
+            differences.append(f"other {name}" if short else f"{name} {there!r} there, {here!r} here")
+    raise ValueError(
+        f"{where} holds another preparation ({'; '.join(differences)}); choose another output folder or delete that one"
+    )
 
 
 class Workspace:
@@ -79,7 +98,7 @@ class Workspace:
             raise ValueError(f"{self.out} is a file; choose another output folder")
         if (self.out / MANIFEST_NAME).exists():
             manifest = Manifest.load(self.out)
-            self._compare(manifest.options)
+            compare_preparations(self.out, manifest.options, self.wanted)
             for split, info in manifest.splits.items():
                 for shard in info.shards:
                     path = self.out / split / shard.file
@@ -88,27 +107,18 @@ class Workspace:
             return "finished"
         options = self.work / "options.json"
         if options.exists():
-            self._compare(json.loads(options.read_text(encoding="utf-8")))
+            compare_preparations(self.out, json.loads(options.read_text(encoding="utf-8")), self.wanted)
             return "unfinished"
+        if (self.out / PARTS_NAME).exists():
+            raise ValueError(
+                f"{self.out} holds parts of a preparation (finish them with --part, join them with --merge); "
+                "choose another output folder or delete that one"
+            )
         if self.out.exists() and any(p.name != WORK_NAME for p in self.out.iterdir()):
             raise ValueError(
                 f"{self.out} is not empty and holds no preparation of matmix; choose another output folder"
             )
         return "new"
-
-    def _compare(self, found: dict[str, Any]) -> None:
-        if found == self.wanted:
-            return
-        differences = []
-        for name in sorted(found.keys() | self.wanted.keys()):
-            there, here = found.get(name), self.wanted.get(name)
-            if there != here:
-                short = name in ("inputs", "contents_version")
-                differences.append(f"other {name}" if short else f"{name} {there!r} there, {here!r} here")
-        raise ValueError(
-            f"{self.out} holds another preparation ({'; '.join(differences)}); "
-            "choose another output folder or delete that one"
-        )
 
     def open(self) -> None:
         """Create the folder if needed and keep other processes out of it."""
@@ -141,7 +151,8 @@ class Workspace:
         """Remove what a preparation puts into the folder, and the folder if `open` made it."""
         for name in ("tokenizer", *SPLITS, WORK_NAME):
             shutil.rmtree(self.out / name, ignore_errors=True)
-        (self.out / HISTOGRAM_NAME).unlink(missing_ok=True)
+        for name in (HISTOGRAM_NAME, PART_NAME):
+            (self.out / name).unlink(missing_ok=True)
         if self._made and not any(self.out.iterdir()):
             self.out.rmdir()
 
@@ -156,11 +167,11 @@ class Workspace:
         np.savez(buffer, **arrays)
         write_atomic(self.work / "state.npz", buffer.getvalue())
 
-    def restore(self, writers: dict[str, SplitWriter], histogram: np.ndarray) -> Progress:
-        """Bring writers and histogram (in place) to the last state, if there is one."""
+    def restore(self, writers: dict[str, SplitWriter], histogram: np.ndarray, start: Position) -> Progress:
+        """Bring writers and histogram (in place) to the last state; if there is none, work begins at `start`."""
         path = self.work / "state.npz"
         if not path.exists():
-            return Progress()
+            return Progress(position=start)
         with np.load(path, allow_pickle=False) as arrays:
             facts = json.loads(arrays["facts"].tobytes())
             histogram[:] = arrays["histogram"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import tarfile
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,11 +20,17 @@ _BLOCK = 512
 
 
 class WebDatasetFormat(ShardFormat):
-    """Members are arrays (n,) as written by numpy.save; the number is the document's in the split."""
+    """Members are arrays (n,) as written by numpy.save; the number is the document's in the split (in its part of the
+    split, after a `prefix` that names the part).
+    """
 
     name = "webdataset"
     compressed_suffix = ".zst"
     shard_overhead = 2 * _BLOCK
+
+    def __init__(self, *, dtype: str, compression: Literal["zstd"] | None, size_limit: int, prefix: str = "") -> None:
+        super().__init__(dtype=dtype, compression=compression, size_limit=size_limit)
+        self.prefix = prefix
 
     def file_name(self, shard: int) -> str:
         return f"shard-{shard:05}.tar"
@@ -41,7 +47,7 @@ class WebDatasetFormat(ShardFormat):
                 content = io.BytesIO()
                 np.save(content, tokens, allow_pickle=False)
                 # The defaults of TarInfo (time 0, no owner) make the bytes depend on the tokens only.
-                member = tarfile.TarInfo(f"{number:010}.npy")
+                member = tarfile.TarInfo(f"{self.prefix}{number:010}.npy")
                 member.size = content.tell()
                 content.seek(0)
                 tar.addfile(member, content)
