@@ -9,6 +9,7 @@ its own files, and nothing here reads, shows or stores them.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import threading
@@ -21,6 +22,7 @@ import tenacity
 
 Result = TypeVar("Result")
 
+SCRATCH_VARIABLE = "MATMIX_SCRATCH"
 RETRY_VARIABLE = "MATMIX_RETRY_SECONDS"
 _LEAST_ATTEMPTS = 4
 # One stream does not fill the network of a node, and checkpoints are many files.
@@ -43,6 +45,17 @@ class RemotePermissionError(RemoteError, PermissionError):
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path is for fsspec, and not of the local file system."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
+
+
+def scratch_folder(kind: str, url: str) -> Path:
+    """This machine's folder for what belongs to a URL: below MATMIX_SCRATCH, or in the user's cache folder.
+
+    kind: its use, the name of a folder. The result is the same in every process and need not exist.
+    """
+    base = os.environ.get(SCRATCH_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "matmix"
+    url = url.rstrip("/")
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", url.rsplit("/", 1)[-1])
+    return Path(base).expanduser() / kind / f"{stem}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
 def first_line(error: BaseException) -> str:

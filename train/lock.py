@@ -65,12 +65,12 @@ class RunLock:
             if not _is_own_past(owner) or time.monotonic() > deadline:
                 self.release()
                 raise ValueError(
-                    f"run_dir {self.path.parent} is in use by another job ({_describe(owner)}); wait for it to end or "
-                    f"cancel it, or choose another --run-dir"
+                    f"run_dir {self.path.parent} is in use by another job ({describe_owner(owner)}); wait for it to "
+                    f"end or cancel it, or choose another --run-dir"
                 )
             if not waiting:
                 waiting = True
-                tell(f"waiting for the end of this job's last attempt in {self.path.parent} ({_describe(owner)})")
+                tell(f"waiting for the end of this job's last attempt in {self.path.parent} ({describe_owner(owner)})")
             time.sleep(1.0)
         self._sign()
 
@@ -82,16 +82,20 @@ class RunLock:
             return {}
 
     def _sign(self) -> None:
-        owner = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "job": os.environ.get("SLURM_JOB_ID"),
-            "attempt": attempt_id(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
         with contextlib.suppress(OSError):  # the lock holds without it
             os.ftruncate(self.handle, 0)
-            os.pwrite(self.handle, (json.dumps(owner) + "\n").encode(), 0)
+            os.pwrite(self.handle, (json.dumps(this_process()) + "\n").encode(), 0)
+
+
+def this_process() -> dict[str, Any]:
+    """What an owner says about itself to others."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "attempt": attempt_id(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
 
 
 def _is_own_past(owner: dict[str, Any]) -> bool:
@@ -101,7 +105,8 @@ def _is_own_past(owner: dict[str, Any]) -> bool:
     return job is not None and owner.get("job") == job and owner.get("attempt") != attempt_id()
 
 
-def _describe(owner: dict[str, Any]) -> str:
+def describe_owner(owner: dict[str, Any]) -> str:
+    """The owner in a few words, from what it wrote."""
     if not owner:
         return "owner unknown"
     job = f", Slurm job {owner['job']}" if owner.get("job") else ""

@@ -146,4 +146,4 @@ def test_the_store_keeps_what_it_has_over_a_restart(store: ObjectStore):
     store.put("key", b"value")
     store.stop()
     store.start()
-    assert store.keys() == ["key"]
+    assert store.names() == ["key"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import random
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -48,11 +50,19 @@ class ObjectStore:
 
     def start(self) -> None:
         """Starts to answer, after a stop with everything that was stored before."""
-        self._server = make_server("127.0.0.1", self._port, self._answer, threaded=True)
+        self._server = self._bind()
         self._server.log_startup = lambda: None
         self._server.RequestHandlerClass.log_request = lambda *_: None
         self._port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def _bind(self) -> BaseWSGIServer:
+        # Below the ports that the system hands out, so that no connection takes ours while we are stopped.
+        ports = [self._port] if self._port else random.sample(range(20_000, 32_000), 50)
+        for port in ports:
+            with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):  # how it says "in use"
+                return make_server("127.0.0.1", port, self._answer, threaded=True)
+        raise OSError(f"no free port for the object store among {ports}")
 
     def stop(self) -> None:
         """From now on connections are refused."""
@@ -79,7 +89,7 @@ class ObjectStore:
     def make_bucket(self) -> None:
         self._client().create_bucket(Bucket=self.bucket)
 
-    def keys(self, prefix: str = "") -> list[str]:
+    def names(self, prefix: str = "") -> list[str]:
         pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
         return [entry["Key"] for page in pages for entry in page.get("Contents", [])]
 
