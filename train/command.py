@@ -13,6 +13,7 @@ from matmix.train.errors import RunFailure
 from matmix.train.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from matmix.train.outcome import Attempt
 from matmix.train.recipe import bundled_recipes, load_config
+from matmix.train.run import RunDirectory
 
 if TYPE_CHECKING:
     from matmix.train.loop import Result
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _train(config: RunConfig) -> int:
     """Trains, and leaves behind how it ended, however it ends (except by SIGKILL and the like)."""
     rank = int(os.environ.get("RANK", "0"))
-    attempt = Attempt(config.run_dir, rank)
+    attempt = Attempt(RunDirectory(config.run_dir).path, rank)
     try:
         from matmix.train.loop import train
 

@@ -62,8 +62,8 @@ class Trainer:
 
     def __init__(self, config: RunConfig, distributed: Distributed, attempt: Attempt | None = None) -> None:
         rank, world_size = distributed.rank, distributed.world_size
-        self.attempt = attempt or Attempt(config.run_dir, rank)
         self.run = RunDirectory(config.run_dir)
+        self.attempt = attempt or Attempt(self.run.path, rank)
         self.loader = make_loader(config, "train", rank, world_size, self.run.tokenizer_sha256())
         self.config = config = with_data_facts(config, self.loader)
         self.run.check(config)

@@ -7,6 +7,8 @@ between its parts (a step, a backward pass, a batch), so that they hold whatever
 from __future__ import annotations
 
 import errno
+import functools
+import importlib
 import os
 import re
 import resource
@@ -28,6 +30,30 @@ def mark(folder: str, name: str) -> None:
 def sleep_for_ever() -> None:
     while True:
         time.sleep(3600)
+
+
+def wait_for_go(markers: str) -> None:
+    while not (Path(markers) / "go").exists():
+        time.sleep(0.02)
+
+
+def pause_in(function: str, markers: str, call: int = 1) -> None:
+    """Stands still at the n-th call of a function ("module:name" or "module:class.name") until the test sets the marker
+    "go", once the marker <name> is set."""
+    module, _, path = function.partition(":")
+    *parents, name = path.split(".")
+    owner = functools.reduce(getattr, parents, importlib.import_module(module))
+    original, calls = getattr(owner, name), 0
+
+    def paused(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            mark(markers, name)
+            wait_for_go(markers)
+        return original(*arguments, **options)
+
+    setattr(owner, name, paused)
 
 
 def before_step(step: int, action: Callable[[Any], None]) -> None:
@@ -71,8 +97,9 @@ def phase_of(event: str, arguments: tuple[Any, ...]) -> tuple[str, int] | None:
     return None
 
 
-def pause_in_save(phase: str, step: int, markers: str) -> None:
-    """Stands still for ever in a phase of the first save at or after `step`, once the marker <phase> is set."""
+def pause_in_save(phase: str, step: int, markers: str, for_ever: bool = True) -> None:
+    """Stands still in a phase of the first save at or after `step`, once the marker <phase> is set: for ever, or until
+    the test sets the marker "go"."""
     if phase == "staging":
         _pause_in_staging(step, markers)
         return
@@ -87,7 +114,7 @@ def pause_in_save(phase: str, step: int, markers: str) -> None:
             return
         reached = True
         mark(markers, phase)
-        sleep_for_ever()
+        sleep_for_ever() if for_ever else wait_for_go(markers)
 
     sys.addaudithook(hook)
 
@@ -161,13 +188,24 @@ def hang(step: int, markers: str, how: str = "sleep") -> None:
     before_step(step, stand_still)
 
 
+def impatient(step: int, seconds: float) -> None:
+    """From `step` on the watchdog waits so long only. Before, a machine that is busy otherwise may take its time."""
+
+    def shorten(trainer: Any) -> None:
+        from matmix.train.callbacks.watchdog import Watchdog
+
+        watchdog = next(callback for callback in trainer.callbacks if isinstance(callback, Watchdog))
+        watchdog.limit, watchdog.poll = seconds, seconds / 20
+
+    before_step(step, shorten)
+
+
 def pause(step: int, markers: str) -> None:
     """Stands still before a step until the test sets the marker "go"."""
 
     def wait(_: Any) -> None:
         mark(markers, "pause")
-        while not (Path(markers) / "go").exists():
-            time.sleep(0.02)
+        wait_for_go(markers)
 
     before_step(step, wait)
 

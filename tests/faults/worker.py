@@ -12,8 +12,10 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
+    from matmix.train import stop
     from matmix.train.console import begin_process
 
+    stop.listen_for(arguments)
     begin_process()
     rank = int(os.environ.get("RANK", "0"))
     wanted = [fault for fault in json.loads(os.environ.get("FAULTS", "[]")) if fault.pop("rank", rank) == rank]
