@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from matmix.train.callbacks.base import Callback, StepRecord
 from matmix.train.callbacks.garbage import GarbageCollection
+from matmix.train.callbacks.launcher import LauncherGone, under_torchrun
 from matmix.train.callbacks.metrics_file import MetricsFile
 from matmix.train.callbacks.nan_guard import NanGuard
 from matmix.train.callbacks.profiler import Profiler
@@ -28,5 +29,7 @@ def make_callbacks(config: RunConfig, rank: int) -> list[Callback]:
         callbacks.append(Profiler(config.logging.profile_start, config.logging.profile_steps))
     if config.gc_every:
         callbacks.append(GarbageCollection(config.gc_every))
+    if under_torchrun():
+        callbacks.append(LauncherGone())
     callbacks.append(NanGuard(config.max_bad_steps))
     return [callback for callback in callbacks if rank == 0 or not callback.main_rank_only]
