@@ -23,13 +23,14 @@ def run_distributed(
     *,
     arguments: tuple[Any, ...] = (),
     timeout: float = 120,
+    with_children: bool = False,
 ) -> list[Any]:
     """What `function` returned on each rank, in order. Fails with the children's tracebacks, or after
     `timeout` seconds.
 
     function: a function at the top level of a module; each process imports that module anew, from its file,
     so it should import little. It runs with the process group made and torchrun's variables set. A collective
-    that waits longer than half of `timeout` raises.
+    that waits longer than half of `timeout` raises. with_children: the processes start others, such as readers.
     """
     context = multiprocessing.get_context("forkserver")
     # Processes are forked from one that has torch already: the import is most of what a process costs.
@@ -46,7 +47,7 @@ def run_distributed(
         context.Process(
             target=_run,
             args=(name, arguments, rank, world_size, backend, port, timeout / 2, results),
-            daemon=True,
+            daemon=not with_children,  # daemons end with the tests whatever happens, but may not have children
         )
         for rank in range(world_size)
     ]

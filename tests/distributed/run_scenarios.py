@@ -1,0 +1,61 @@
+"""Runs of the debug recipes through the real loop, for the processes of these tests."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import scenarios
+
+from matmix.data.batch import Batch
+from matmix.train import loop
+from matmix.train.distributed import gather_objects
+from matmix.train.recipe import load_config
+
+GlobalBatches = dict[int, list[int]]
+"""Step -> a checksum of each sequence that the step read, over all ranks, in the order of the global batch."""
+
+
+def train_all(runs: list[tuple[str, list[str]]]) -> list[GlobalBatches]:
+    """Starts each of the runs (recipe, overrides) after the other."""
+    scenarios.partition_everything()
+    return [_train(recipe, overrides) for recipe, overrides in runs]
+
+
+def _train(recipe: str, overrides: list[str]) -> GlobalBatches:
+    found: GlobalBatches = {}
+    true_step = loop.Trainer.train_step
+
+    def train_step(trainer: loop.Trainer, batches: Iterator[Batch]) -> None:
+        read: list[int] = []
+
+        def watched() -> Iterator[Batch]:
+            for batch in batches:
+                read.extend(checksums(batch))
+                yield batch
+
+        true_step(trainer, watched())
+        found[trainer.state.step] = sum(gather_objects(read), [])
+
+    loop.Trainer.train_step = train_step
+    try:
+        loop.train(load_config(recipe, overrides))
+    finally:
+        loop.Trainer.train_step = true_step
+    return found
+
+
+def checksums(batch: Batch) -> list[int]:
+    """One for each sequence, of its tokens, its labels and the borders of its documents."""
+    rows, length = batch.input_ids.shape
+    found = []
+    for row in range(rows):
+        parts: list[Any] = [batch.input_ids[row].tolist(), batch.labels[row].tolist()]
+        if batch.cu_seqlens is not None:
+            first, end = row * length, (row + 1) * length
+            parts.append([border - first for border in batch.cu_seqlens.tolist() if first <= border < end])
+        if batch.attention_mask is not None:
+            parts.append(batch.attention_mask[row].tolist())
+        found.append(zlib.crc32(repr(parts).encode()))
+    return found
