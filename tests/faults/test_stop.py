@@ -82,7 +82,7 @@ def test_in_an_evaluation_on_one_rank_of_two(make_run, two_ranks):
 
 def test_in_the_final_evaluation(make_run, one_rank):
     run = make_run()
-    run.finish("--stop-step", "29")
+    run.finish("--stop-step", "20")
     stop_at(run, {"kind": "pause_in", "function": f"{EVALUATE}:compute_loss"})
     assert not (run.path / "summary.json").exists()
     assert len(run.records("validation")) == 1
