@@ -11,6 +11,7 @@ and, where they were killed before they could, from the exit code that the launc
   checkpoint is of a later step than any before. A run of weeks may lose a node every other day; one that cannot get
   over a step, or cannot begin, ends after a few tries.
 
+Only attempts of the same job count, which its requeues share; a job that is submitted anew begins anew.
 Attempts that a launcher began and that nobody saw end (a node that failed, a launcher that was killed) are failures.
 Each decision is a line in RUN/launch/attempts.jsonl. Standard library only: this runs on the node that counts seconds.
 """
@@ -183,6 +184,18 @@ def _newest_checkpoint(run: Path) -> int | None:
     return max((int(step) for step in steps if step.isdigit()), default=None)
 
 
+def job_of(attempt: str) -> str:
+    """The job (or local launch) that an attempt belongs to: 123 of 123.0, 123_4 of 123_4.2."""
+    return attempt.rpartition(".")[0] or attempt
+
+
+def mark_cancelled(run: Path, job: str) -> None:
+    """From now on no attempt of this job is followed by another."""
+    folder = run / "launch" / "cancelled"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / job).touch()
+
+
 def begin(run: Path, name: str, nodes: str = "") -> None:
     """Notes that an attempt begins, so that it is known also if nobody sees it end."""
     _append(run, {"attempt": name, "begun": int(time.time()), "nodes": nodes})
@@ -202,7 +215,10 @@ def conclude(
     signalled: the launcher told it to stop. ending: why the launcher is not to start it again, whatever happened.
     """
     attempt = collect(run, name, code, signalled=signalled)
-    decision = decide([*(a for a in read_attempts(run) if a.attempt != name), attempt], max_requeues)
+    earlier = [a for a in read_attempts(run) if a.attempt != name and job_of(a.attempt) == job_of(name)]
+    decision = decide([*earlier, attempt], max_requeues)
+    if not ending and (run / "launch" / "cancelled" / job_of(name)).exists():
+        ending = "the job was cancelled"
     if ending and decision.again:
         decision = Decision(False, f"{attempt.reason}; {ending}")
     facts = {**dataclasses.asdict(attempt), "again": decision.again, "why": decision.why, "ended": int(time.time())}

@@ -60,20 +60,21 @@ def check_overrides(parser: argparse.ArgumentParser, overrides: Sequence[str]) -
 
 def _slurm(arguments: list[str]) -> int:
     from matmix.launch import slurm
-    from matmix.launch.profiles import load_profile
     from matmix.launch.sweep import parse_sweep
 
+    if "--prepare" in arguments:
+        return _prepare(arguments)
     parser = Parser(prog="matmix launch slurm", usage="matmix launch slurm RECIPE [options] [--key value ...]")
     slurm_options.add_arguments(parser)
     parser.add_argument("--profile", metavar="NAME", help="site profile (~/.config/matmix/clusters.toml)")
     parser.add_argument("--sweep", action="append", default=[], metavar="KEY=V,V", help="a job array over these values")
     parser.add_argument("--sweep-file", metavar="FILE", help="a job array over the [[run]] tables of a TOML file")
     parser.add_argument("--dry-run", action="store_true", help="print the script; write and submit nothing")
+    parser.add_argument(
+        "--prepare", action="store_true", help="prepare data: --parts N and `matmix prepare`'s arguments"
+    )
     recipe, given, overrides = _read(parser, arguments)
-    profile = load_profile(given.profile)
-    if address := os.environ.get("MATMIX_MASTER_ADDR"):
-        profile["master_addr"] = address
-    options: SlurmOptions = slurm_options.from_layers(profile, vars(given))
+    options = _slurm_options(given)
     points = parse_sweep(given.sweep, given.sweep_file)
     plan = slurm.plan_launch(recipe, overrides, points, options, ["launch", "slurm", *arguments])
     script = slurm.render_launch(plan)
@@ -86,6 +87,75 @@ def _slurm(arguments: list[str]) -> int:
     print(f"Submitted {what}: {plan.folder / 'job.sbatch'}")
     print(f"Follow it:  matmix launch status {plan.home}   or   tail -F {log}")
     print(f"End it:     matmix launch cancel {plan.home}   (saves first)")
+    return 0
+
+
+def _slurm_options(given: argparse.Namespace) -> SlurmOptions:
+    from matmix.launch.profiles import load_profile
+
+    profile = load_profile(given.profile)
+    if address := os.environ.get("MATMIX_MASTER_ADDR"):
+        profile["master_addr"] = address
+    return slurm_options.from_layers(profile, vars(given))
+
+
+def _prepare(arguments: list[str]) -> int:
+    from matmix.launch import slurm_prepare
+
+    usage = "matmix launch slurm --prepare --parts N INPUT ... --out DIR [options] [--key value ...]"
+    parser = Parser(prog="matmix launch slurm --prepare", usage=usage)
+    parser.add_argument("--prepare", action="store_true", help="prepare data; without it a recipe is trained")
+    parser.add_argument("--parts", type=int, required=True, metavar="N", help="tasks of the array, one part each")
+    slurm_options.add_arguments(parser)
+    parser.add_argument("--profile", metavar="NAME", help="site profile (~/.config/matmix/clusters.toml)")
+    parser.add_argument("--dry-run", action="store_true", help="print the scripts; write and submit nothing")
+    given, rest = parser.parse_known_args(arguments)
+    command = ["launch", "slurm", *arguments]
+    plan = slurm_prepare.plan_preparation(rest, given.parts, _slurm_options(given), command)
+    scripts = slurm_prepare.render_preparation(plan)
+    if given.dry_run:
+        print("\n".join(scripts.values()), end="")
+        return 0
+    parts, merge = slurm_prepare.submit_preparation(plan, scripts)
+    print(f"Submitted {given.parts} parts as job {parts.job}, and job {merge.job} that joins them")
+    logs = plan.home / "logs" / f"slurm-{parts.job}_*.out"
+    print(f"Follow it:  matmix launch status {plan.config.out}   or   tail -F {logs}")
+    print(f"Failed parts are made again by: matmix launch resubmit {plan.config.out}")
+    return 0
+
+
+def _status(arguments: list[str]) -> int:
+    from matmix.launch.records import find_home
+    from matmix.launch.status import status_lines
+
+    parser = Parser(prog="matmix launch status", description="Jobs, attempts, progress, checkpoint and logs of a run.")
+    parser.add_argument("run", metavar="RUN", help="directory of a run, a sweep or a prepared dataset")
+    print("\n".join(status_lines(find_home(parser.parse_args(arguments).run))))
+    return 0
+
+
+def _cancel(arguments: list[str]) -> int:
+    from matmix.launch.jobs import cancel
+    from matmix.launch.records import find_home
+
+    parser = Parser(prog="matmix launch cancel", description="Tell a run to save, then end its jobs.")
+    parser.add_argument("run", metavar="RUN", help="directory of a run, a sweep or a prepared dataset")
+    parser.add_argument("--grace", type=float, default=300, help="seconds that saving may take (default: 300)")
+    given = parser.parse_args(arguments)
+    return 0 if cancel(find_home(given.run), given.grace) else 1
+
+
+def _resubmit(arguments: list[str]) -> int:
+    from matmix.launch import jobs
+    from matmix.launch.records import find_home
+
+    parser = Parser(prog="matmix launch resubmit", description="Start the last launch again: same code, same config.")
+    parser.add_argument("run", metavar="RUN", help="directory of a run, a sweep or a prepared dataset")
+    home = find_home(parser.parse_args(arguments).run)
+    if jobs.last_job(home).kind == "local":
+        return jobs.resubmit_local(home)
+    job = jobs.resubmit(home)
+    print("Nothing to do: it is finished" if job is None else f"Submitted job {job.job} (launch {job.launch})")
     return 0
 
 
@@ -167,6 +237,9 @@ KINDS: dict[str, Callable[[list[str]], int]] = {
     "local": _local,
     "torchrun": _torchrun,
     "slurm": _slurm,
+    "status": _status,
+    "cancel": _cancel,
+    "resubmit": _resubmit,
 }
 
 

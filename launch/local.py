@@ -70,18 +70,35 @@ def prepare_local(
             command=list(command),
             pid=os.getpid(),
             host=socket.gethostname(),
+            nproc=nproc,
+            max_restarts=max_restarts,
         )
         add_job(home, job)
     return run
+
+
+def read_local(home: Path, job: Job) -> LocalRun:
+    """An earlier local launch."""
+    return LocalRun(home=home, launch_id=job.launch, nproc=job.nproc, max_restarts=job.max_restarts)
+
+
+def _new_name(run: LocalRun) -> str:
+    """What the attempts from now on are called: the launch's name, with -2 and so on where it is run again."""
+    used = {attempts.job_of(attempt.attempt) for attempt in attempts.read_attempts(run.home)}
+    number, name = 1, run.launch_id
+    while name in used:
+        number += 1
+        name = f"{run.launch_id}-again-{number}"
+    return name
 
 
 def run_local(run: LocalRun) -> int:
     """Attempts until the run has finished, stopped, or failed once too often; returns the exit code of the last."""
     print("torchrun " + shlex.join(run.words()), flush=True)
     with StopRequests() as requests:
-        number = 0
+        number, job = 0, _new_name(run)
         while True:
-            name = f"{run.launch_id}.{number}"
+            name = f"{job}.{number}"
             environment = environment_for(run.nproc, name)
             own_code = str(run.folder / "code")
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [own_code, os.environ.get("PYTHONPATH")]))

@@ -21,9 +21,28 @@ class Job:
     job: str = ""  # Slurm's number; "" for local runs
     cluster: str = ""  # Slurm's name of it, where it has several
     tasks: int = 0  # of a job array; 0 = none
+    after: str = ""  # the job that this one waits for: the parts of a merge
     pid: int = 0  # of the launcher of a local run
     host: str = ""  # where that is
-    after: str = ""  # the job that this one waits for, such as the parts of a merge
+    nproc: int = 0  # its processes
+    max_restarts: int = 0
+
+
+def find_home(path: str) -> Path:
+    """The folder with the launches of a run, a sweep or a preparation. Raises ValueError where there are none."""
+    home = launch_home(path)
+    for candidate in (home, preparation_home(path)):
+        if (candidate / "launch").is_dir():
+            return candidate
+    if home.is_dir():
+        raise ValueError(f"{home} was not started by `matmix launch`: it has no folder launch/")
+    raise FileNotFoundError(f"run directory not found: {home}")
+
+
+def preparation_home(out: str) -> Path:
+    """Where the launches of a preparation are kept: beside the dataset, whose folder holds nothing but data."""
+    home = launch_home(out)
+    return home.with_name(home.name + ".launch")
 
 
 def launch_home(run_dir: str) -> Path:

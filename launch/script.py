@@ -53,3 +53,10 @@ def output_pattern(path: Path, pattern: str) -> str:
     if "\\" in str(path):
         raise ValueError(f"Slurm cannot write below a folder with a backslash in its name: {path}")
     return str(path).replace("%", "%%") + "/" + pattern
+
+
+def array_option(script: Path, tasks: list[int]) -> str:
+    """--array for some of the tasks, with the limit that the script's own line has."""
+    own = next(line for line in script.read_text(encoding="utf-8").splitlines() if line.startswith("#SBATCH --array="))
+    _, percent, limit = own.partition("%")
+    return f"--array={','.join(map(str, tasks))}{percent}{limit}"

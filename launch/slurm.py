@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from matmix.launch import scheduler, snapshot
@@ -49,6 +49,8 @@ def plan_launch(
     """
     base = load_config(recipe, overrides)
     home = launch_home(base.run_dir)
+    if points and (home / "config.toml").is_file():
+        raise ValueError(f"{home} is a run; give the sweep a --run-dir of its own, which will hold its runs")
     configs = []
     for point in points or [None]:
         config = base if point is None else load_config(recipe, [*overrides, *point.overrides])
@@ -87,14 +89,17 @@ def check_run_directory(config: RunConfig) -> None:
     run.check(config)
 
 
-def directives(launch: Launch) -> list[str]:
-    """The #SBATCH lines, without #SBATCH. Raises ValueError for values that they cannot hold."""
-    options, count = launch.options, len(launch.configs)
-    pattern = "slurm-%A_%a.out" if launch.is_sweep else "slurm-%j.out"
+def directives(options: SlurmOptions, *, name: str, ranks_per_node: int, array: str, logs: Path) -> list[str]:
+    """The #SBATCH lines, without #SBATCH. Raises ValueError for values that they cannot hold.
+
+    name: the job's, where the options give none. array: as in 0-7, "" = no array.
+    """
+    if array and options.array_limit:
+        array += f"%{options.array_limit}"
     lines = {
-        "job-name": options.job_name or launch.home.name,
+        "job-name": options.job_name or name,
         "nodes": options.nodes,
-        "ntasks-per-node": options.ranks_per_node,
+        "ntasks-per-node": ranks_per_node,
         "gres": f"gpu:{options.gpus_per_node}" if options.gpus else "",
         "cpus-per-task": options.cpus_per_task or "",
         "mem": options.mem,
@@ -103,11 +108,11 @@ def directives(launch: Launch) -> list[str]:
         "qos": options.qos,
         "time": options.time,
         "dependency": options.dependency,
-        "array": f"0-{count - 1}{f'%{options.array_limit}' if options.array_limit else ''}" if launch.is_sweep else "",
+        "array": array,
         "signal": f"B:USR2@{options.save_seconds}",
         "open-mode": "append",
         "chdir": Path.cwd(),
-        "output": output_pattern(launch.home / "logs", pattern),
+        "output": output_pattern(logs, "slurm-%A_%a.out" if array else "slurm-%j.out"),
     }
     found = [f"--{key}={sbatch_value(value)}" for key, value in lines.items() if value != ""]
     return [*found, "--requeue", *map(extra_directive, options.sbatch)]
@@ -128,7 +133,13 @@ def render_launch(launch: Launch) -> str:
     options = launch.options
     values = {
         "title": "matmix " + " ".join(shlex.join(launch.command).split()),
-        "directives": directives(launch),
+        "directives": directives(
+            options,
+            name=launch.home.name,
+            ranks_per_node=options.ranks_per_node,
+            array=f"0-{len(launch.configs) - 1}" if launch.is_sweep else "",
+            logs=launch.home / "logs",
+        ),
         "launch": launch.folder,
         "run": launch.runs[0],
         "runs": launch.runs if launch.is_sweep else [],
@@ -137,7 +148,13 @@ def render_launch(launch: Launch) -> str:
         "python": options.container_python if options.container else sys.executable,
         "runtime": options.runtime,
         "container": options.container,
-        "mounts": mounts(launch),
+        "mounts": mounts(
+            [
+                launch.home,
+                *(path for config in launch.configs for path in (config.data.path, config.data.validation_path)),
+            ],
+            options,
+        ),
         "gpus": options.gpus,
         "master_addr": options.master_addr,
         "tasks_per_node": options.ranks_per_node,
@@ -146,15 +163,13 @@ def render_launch(launch: Launch) -> str:
     return render("train.sbatch", values, options.template)
 
 
-def mounts(launch: Launch) -> list[str]:
-    """What a container sees: run, data and working directory under their own names, then what the user adds."""
+def mounts(needed: Iterable[str | Path], options: SlurmOptions) -> list[str]:
+    """What a container sees: working directory and what is `needed` under their own names, then what the user adds."""
     folders: list[Path] = []
-    data = [path for config in launch.configs for path in (config.data.path, config.data.validation_path)]
-    wanted = [Path.cwd(), launch.home, *(Path.cwd() / path for path in data if path and "://" not in path)]
-    for folder in wanted:
+    for folder in (Path.cwd(), *(Path.cwd() / path for path in needed if path and "://" not in str(path))):
         if not any(folder.is_relative_to(other) for other in folders):
             folders.append(folder)
-    return [*(f"{folder}:{folder}" for folder in folders), *launch.options.container_mounts]
+    return [*(f"{folder}:{folder}" for folder in folders), *options.container_mounts]
 
 
 def write_launch(launch: Launch, script: str) -> Path:

@@ -1,0 +1,135 @@
+"""`matmix launch status RUN`: jobs, attempts, progress, checkpoint and logs of a run, as lines for a person."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import psutil
+
+from matmix.launch import scheduler
+from matmix.launch.attempts import describe, read_attempts
+from matmix.launch.records import Job, read_jobs, read_lines
+from matmix.train.checkpoint_listing import list_checkpoints
+from matmix.train.recipe import read_toml
+
+_SHOWN = 5  # attempts
+
+
+def status_lines(home: Path) -> list[str]:
+    """What is known of the launches in `home`. Raises SlurmError if Slurm does not answer."""
+    jobs = read_jobs(home)
+    lines = [f"{home}"]
+    for job in jobs[-1:]:
+        lines += [f"  {line}" for line in job_lines(job)]
+    if len(jobs) > 1:
+        lines.append(f"  {len(jobs) - 1} earlier submissions in {home / 'launch' / 'jobs.jsonl'}")
+    if jobs and jobs[-1].kind == "prepare":
+        return [*lines, f"  logs         {home / 'logs'}"]
+    runs = runs_of(home, jobs)
+    if runs == [home]:
+        return lines + [f"  {line}" for line in run_lines(home)]
+    width = max((len(run.name) for run in runs), default=0)
+    lines += [f"  {run.name:<{width}}  {progress(run)}{_last_word(run)}" for run in runs]
+    return [*lines, f"  logs         {home / 'logs'}"]
+
+
+def runs_of(home: Path, jobs: list[Job]) -> list[Path]:
+    """The run directories of the last launch: `home` itself, or those of a sweep in the order of its tasks."""
+    if not jobs or not jobs[-1].tasks:
+        return [home]
+    return task_runs(home, jobs[-1])
+
+
+def task_runs(home: Path, job: Job) -> list[Path]:
+    """The run directories of a sweep, in the order of its tasks."""
+    tasks = home / "launch" / job.launch / "tasks"
+    folders = sorted(tasks.iterdir(), key=lambda folder: int(folder.name))
+    return [home / Path(read_toml(folder / "config.toml")["run_dir"]).name for folder in folders]
+
+
+def job_lines(job: Job) -> list[str]:
+    """One line for each job, or task of an array, that Slurm or this host still knows."""
+    started = time.strftime("%F %T", time.localtime(job.time))
+    if job.kind == "local":
+        state = "running" if local_process(job) else "ended"
+        return [f"local        {state}, started {started} on {job.host}, launch {job.launch}"]
+    states = scheduler.job_states(job.job)
+    if not states:
+        return [f"job {job.job:<8} ended (Slurm no longer knows it), submitted {started}, launch {job.launch}"]
+    lines = []
+    for state in states:
+        words = [state.state]
+        if state.state == "RUNNING":
+            words.append(f"on {state.nodes} for {state.run_time} of {state.time_limit}")
+        elif state.state == "PENDING":
+            words.append(f"({state.reason}), expected start {state.start_time}")
+        elif state.reason != "None":
+            words.append(f"({state.reason})")
+        if state.restarts:
+            words.append(f"restarted {state.restarts} times")
+        lines.append(f"job {state.job:<8} {', '.join(words)}, launch {job.launch}")
+    return lines
+
+
+def local_process(job: Job) -> psutil.Process | None:
+    """The launcher of a local run, if it is alive on this host."""
+    try:
+        process = psutil.Process(job.pid)
+        # A number that has gone to another process since: the launcher existed when it wrote the line.
+        return process if process.create_time() <= job.time + 1 and process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, ValueError):
+        return None
+
+
+def run_lines(run: Path) -> list[str]:
+    """Attempts, progress, checkpoint and logs of one run."""
+    lines = []
+    attempts = read_attempts(run)
+    for attempt in attempts[-_SHOWN:]:
+        step = f", began step {attempt.step}" if attempt.step is not None else ""
+        ended = attempt.reason or describe(attempt.code)
+        lines.append(f"attempt      {attempt.attempt}: {ended}{step}")
+    lines.append(f"progress     {progress(run)}")
+    if (run / "config.toml").is_file():
+        listing = list_checkpoints(run / "checkpoints")
+        newest = listing.resumed
+        lines.append(f"checkpoint   {newest.path if newest else 'none yet'}")
+        lines += [f"             damaged: {facts.problem}" for facts in listing.damaged]
+    lines.append(f"logs         {run / 'logs'}, metrics {run / 'metrics.jsonl'}")
+    return lines
+
+
+def _last_word(run: Path) -> str:
+    attempts = read_attempts(run)
+    if not attempts or attempts[-1].finished or attempts[-1].code is None:
+        return ""
+    return f"; last attempt: {attempts[-1].reason}"
+
+
+def progress(run: Path, now: float | None = None) -> str:
+    """Step, loss, speed and estimated end from metrics.jsonl."""
+    summary = run / "summary.json"
+    records = [record for record in read_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
+    if not records:
+        return "no step reported yet"
+    last, path = records[-1], run / "metrics.jsonl"
+    total = read_toml(run / "config.toml").get("steps", 0) if (run / "config.toml").is_file() else 0
+    text = f"step {last['step']} of {total}, loss {last['loss']:.4f}"
+    if summary.is_file() and (found := json.loads(summary.read_text(encoding="utf-8")))["step"] >= total:
+        return f"{text}, finished, validation loss {found['validation']['loss']:.4f}"
+    age = (time.time() if now is None else now) - path.stat().st_mtime
+    seconds = last["seconds_per_step"]
+    left = seconds * (total - last["step"])
+    rate = f"{1 / seconds:.3g} steps/s" if seconds > 0 else "speed unknown"
+    return f"{text}, {duration(age)} ago, {rate}, {duration(left)} to go at that speed"
+
+
+def duration(seconds: float) -> str:
+    """As a person says it: 45 s, 12 min, 3.5 h, 12.1 days."""
+    seconds = max(0.0, seconds)
+    for size, unit, digits in ((86400, "days", 1), (3600, "h", 1), (60, "min", 0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{seconds:.0f} s"
