@@ -15,7 +15,7 @@ from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
 from matmix.train import rng, stop
-from matmix.train.callbacks import Callback, make_callbacks
+from matmix.train.callbacks import make_callbacks
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.config import RunConfig
 from matmix.train.distributed import Distributed, barrier, from_rank_zero, gather_objects
@@ -32,29 +32,7 @@ from matmix.train.recipe import config_to_dict
 from matmix.train.run import RunDirectory, git_revision, take_together
 from matmix.train.schedule import rate_share
 from matmix.train.speed import Speedometer
-
-
-@dataclasses.dataclass(slots=True)
-class TrainState:
-    """Where a run stands. Everything else that a checkpoint holds belongs to the engine or the loader."""
-
-    step: int = 0
-    tokens: int = 0
-    skipped: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Result:
-    """What a call of `train` did."""
-
-    step: int
-    steps_done: int  # by this call; 0 if the run had already finished
-    finished: bool
-    stopped: bool  # whether a signal to any rank asked it to end
-    signal: int  # the signal that this rank received, or 0
-    saved: bool  # whether the last step is in a checkpoint
-    metrics: dict[str, float]  # of the last evaluation
-    unigram_entropy: float  # of the training split, nats per token
+from matmix.train.state import Result, TrainState
 
 
 class Trainer:
@@ -92,7 +70,6 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
         self.unigram_entropy = unigram_entropy(self.loader.token_histogram)
         self.unsaved_step = -1  # the step whose checkpoint could not be written
-        self.complained: set[int] = set()
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -191,11 +168,7 @@ class Trainer:
             self.load(newest)
         barrier()  # no rank is still checking a directory that rank 0 begins to fill
         if self.engine.rank == 0:
-            changes = self.run.begin(self.config, self.state.step)
-            self.run.keep_tokenizer(self.loader.tokenizer)
-            if changes:
-                listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
-                self.tell(f"continuing with changes: {listed}")
+            self.run.begin(self.config, self.state.step, self.loader.tokenizer, self.tell)
 
     def load(self, newest: Path) -> None:
         """Puts everything where the checkpoint `newest` has it, except what a changed config now says."""
@@ -289,25 +262,13 @@ class Trainer:
     # -- callbacks -----------------------------------------------------------------------------------------------
 
     def call(self, event: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            try:
-                getattr(callback, event)(self, *arguments)
-            except OSError as error:
-                if not callback.records:
-                    raise
-                # A full disk must cost records, not the run.
-                if id(callback) not in self.complained:
-                    self.complained.add(id(callback))
-                    self.tell(f"warning: {type(callback).__name__} cannot write ({error}); training goes on without")
+        """Tells the callbacks of an event."""
+        self.callbacks.call(self, event, *arguments)
 
     def tell(self, text: str) -> None:
         """Shows a message once, on the main rank."""
         if self.engine.rank == 0:
-            shown = [c for c in self.callbacks if type(c).on_message is not Callback.on_message]
-            if not shown:
-                print(text, flush=True)
-            for callback in shown:
-                callback.on_message(self, text)
+            self.callbacks.show(self, text)
 
 
 def train(config: RunConfig, attempt: Attempt | None = None) -> Result:

@@ -34,8 +34,6 @@ _MAY_NOT_CHANGE = ("engine.precision",)
 # What may lie in a run directory before the run has begun.
 _BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json"})
 
-Change = tuple[str, Any, Any]  # dotted key, old value, new value
-
 
 def _is_free(key: str) -> bool:
     return key not in _MAY_NOT_CHANGE and any(
@@ -89,9 +87,12 @@ class RunDirectory:
                 f"choose another --run-dir, or start that config again to resume it"
             )
 
-    def begin(self, config: RunConfig, step: int) -> list[Change]:
-        """Makes the directory, writes the resolved config, and returns what it changes in a run begun earlier, which
-        goes into changes.jsonl with `step`, the last one done (rank 0 only)."""
+    def begin(self, config: RunConfig, step: int, tokenizer: Tokenizer, tell: Callable[[str], None]) -> None:
+        """Makes the directory and writes the resolved config and the tokenizer (rank 0 only).
+
+        In a run that was begun before, what the config changes is told and goes into changes.jsonl with `step`, the
+        last one done.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         config = dataclasses.replace(config, stop_step=0)  # where to stop belongs to one start of the run, not to it
         resumed = self.config_path.is_file()
@@ -104,14 +105,17 @@ class RunDirectory:
                     file.write(json.dumps(entry) + "\n")
         if found or not resumed:  # else a full disk shall not keep a run from going on
             write_config(config, self.config_path)
-        return changes
+        self._keep(tokenizer)
+        if changes:
+            listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
+            tell(f"continuing with changes: {listed}")
 
     def lock(self) -> RunLock:
         """Who holds it may write here."""
         return RunLock(self.path)
 
-    def keep_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Keeps a copy, whole or not at all: runs outlive the datasets they were trained on (rank 0 only)."""
+    def _keep(self, tokenizer: Tokenizer) -> None:
+        """A copy, whole or not at all: runs outlive the datasets they were trained on."""
         folder, temporary = self.path / "tokenizer", self.path / ".tokenizer.tmp"
         if not folder.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)

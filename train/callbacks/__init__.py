@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from matmix.train.callbacks.base import Callback, StepRecord
+from matmix.train.callbacks.base import Callback, Callbacks, StepRecord
 from matmix.train.callbacks.garbage import GarbageCollection
 from matmix.train.callbacks.launcher import LauncherGone, under_torchrun
 from matmix.train.callbacks.metrics_file import MetricsFile
@@ -13,10 +13,10 @@ from matmix.train.callbacks.tensorboard import TensorBoard
 from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.config import RunConfig
 
-__all__ = ["Callback", "StepRecord", "make_callbacks"]
+__all__ = ["Callback", "Callbacks", "StepRecord", "make_callbacks"]
 
 
-def make_callbacks(config: RunConfig, rank: int) -> list[Callback]:
+def make_callbacks(config: RunConfig, rank: int) -> Callbacks:
     """The callbacks a rank runs, in order: those that may end the run come last, after everything was recorded."""
     callbacks: list[Callback] = [MetricsFile()]
     if config.faults.hang_minutes:
@@ -32,4 +32,4 @@ def make_callbacks(config: RunConfig, rank: int) -> list[Callback]:
     if under_torchrun():
         callbacks.append(LauncherGone())
     callbacks.append(NanGuard(config.max_bad_steps))
-    return [callback for callback in callbacks if rank == 0 or not callback.main_rank_only]
+    return Callbacks(callback for callback in callbacks if rank == 0 or not callback.main_rank_only)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matmix.train.loop import Trainer
@@ -59,3 +60,32 @@ class Callback:
 
     def on_end(self, trainer: Trainer) -> None:
         """Always, also after an error."""
+
+
+class Callbacks(list[Callback]):
+    """The callbacks of a rank, in the order in which they are told of things."""
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        super().__init__(callbacks)
+        self._complained: set[int] = set()
+
+    def call(self, trainer: Trainer, event: str, *arguments: Any) -> None:
+        """Calls the method `event` of each. One that only writes records may fail to: a full disk must cost records,
+        not the run."""
+        for callback in self:
+            try:
+                getattr(callback, event)(trainer, *arguments)
+            except OSError as error:
+                if not callback.records:
+                    raise
+                if id(callback) not in self._complained:
+                    self._complained.add(id(callback))
+                    trainer.tell(f"warning: {type(callback).__name__} cannot write ({error}); training goes on without")
+
+    def show(self, trainer: Trainer, text: str) -> None:
+        """Shows a message by those that show messages, else on stdout."""
+        shown = [callback for callback in self if type(callback).on_message is not Callback.on_message]
+        if not shown:
+            print(text, flush=True)
+        for callback in shown:
+            callback.on_message(trainer, text)
