@@ -24,6 +24,7 @@ from matmix.train.checkpoint_files import MANIFEST, check_shapes, check_sizes, f
 from matmix.train.checkpoint_save import GENERATORS, BackgroundSave, Contents, Tell, write_checkpoint
 from matmix.train.distributed import from_rank_zero, make_side_group, rank_and_world_size
 from matmix.train.engine.base import Engine
+from matmix.train.places import Place
 
 _NAME = re.compile(r"step-(\d{8,})")
 # Directories under these names are unfinished or already given up: no reader looks at them.
@@ -123,19 +124,26 @@ class CheckpointManager:
         """Writes, then clears up; in the background, too. Whether there is a checkpoint now."""
         step, target = contents.step, self.path(contents.step)
         temporary = self.directory / f".tmp-{target.name}"
-        complaint = write_checkpoint(contents, temporary, target, group)
-        is_first = rank_and_world_size()[0] == 0
+        place = self._place()
+        complaint = write_checkpoint(contents, temporary, target, group, place) or self._publish(step, group)
         if complaint is None:
             self._damaged.discard(target)
-            if is_first:
+            if place.leads:
                 self._prune(step, tell)
             return True
-        if is_first:
+        if place.leads:
             shutil.rmtree(temporary, ignore_errors=True)
         whole = [s for s in self.steps() if self._looks_whole(s)]
         last = f"the last valid one is {self.path(whole[-1]).name}" if whole else "there is none so far"
         tell(f"warning: no checkpoint at step {step}: {complaint}; training goes on, {last}")
         return False
+
+    def _place(self) -> Place:
+        return Place.shared()
+
+    def _publish(self, step: int, group: dist.ProcessGroup | None) -> str | None:
+        """Brings a written checkpoint to where it counts; a complaint if the storage there failed."""
+        return None
 
     def _prune(self, written: int, tell: Tell) -> None:
         whole = [step for step in self.steps() if self._looks_whole(step)]

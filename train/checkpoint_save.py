@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from matmix.train import rng
 from matmix.train.checkpoint_files import describe_files, list_files, sync_directory, together, write_manifest
-from matmix.train.distributed import from_rank_zero, gather_objects, rank_and_world_size
+from matmix.train.distributed import gather_objects, rank_and_world_size
 from matmix.train.engine.base import Engine
 from matmix.train.engine.snapshot import Snapshot
+from matmix.train.places import Place
 
 GENERATORS = "generators"
 
@@ -45,19 +46,26 @@ class Contents:
 
 
 def write_checkpoint(
-    contents: Contents, temporary: Path, target: Path, group: dist.ProcessGroup | None = None
+    contents: Contents,
+    temporary: Path,
+    target: Path,
+    group: dist.ProcessGroup | None = None,
+    place: Place | None = None,
 ) -> str | None:
     """Writes into `temporary` and gives that the name `target`: until then no reader sees any of it.
 
     Each of its parts is done on all ranks before the next. None, or on every rank the complaint of the first
     one whose storage failed; then `temporary` may be left. group: as for `distributed.gather_objects`.
+    place: which ranks share these folders, by default all. Where they do not, each folder gets what its ranks write
+    and a manifest of all files.
     """
-    rank, world_size = rank_and_world_size()
+    rank, _ = rank_and_world_size()
+    place = place or Place.shared()
     names: list[str] = []
     own: dict[str, list[int]] = {}
 
     def begin() -> None:
-        if rank == 0:
+        if place.leads:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / GENERATORS).mkdir(parents=True)
 
@@ -71,21 +79,22 @@ def write_checkpoint(
         contents.snapshot.write(temporary, group)
 
     def list_all() -> None:
-        names.extend(list_files(temporary) if rank == 0 else [])
+        names.extend(list_files(temporary) if place.leads else [])
 
     for action in (begin, write_generators, write_snapshot, list_all):
         if complaint := together(action, group):
             return complaint
-    share = from_rank_zero(names, group)[rank::world_size]
+    listed = {number: found for number, found in gather_objects((place.number, names), group) if found}
+    share = listed[place.number][place.index :: place.count]
     if complaint := together(lambda: own.update(describe_files(temporary, share)), group):
         return complaint
     files = {name: entry for part in gather_objects(own, group) for name, entry in part.items()}
 
     def finish() -> None:
-        if rank == 0:
+        if place.leads:
             head = {"step": contents.step, "written": time.time()}
             write_manifest(temporary, {**head, "layout": contents.layout, "extra": contents.extra, "files": files})
-            for folder in {temporary, *(temporary / Path(name).parent for name in files)}:
+            for folder in {temporary, *(temporary / Path(name).parent for name in listed[place.number])}:
                 sync_directory(folder)
             _put_in_place(temporary, target)
 
