@@ -1,4 +1,4 @@
-"""`matmix launch slurm --prepare --parts 64 INPUT ... --out DIR`: a preparation as a job array, and a job that joins it.
+"""`matmix launch slurm --prepare --parts 64 INPUT ... --out DIR`: a preparation as a job array, and a job that joins.
 
 Each task of the array makes one part; the merge waits until all of them have succeeded. A failed part is made again
 alone by `matmix launch resubmit DIR`.
