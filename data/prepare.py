@@ -86,6 +86,11 @@ def prepare(config: PrepareConfig, *, summary: bool = True) -> Manifest:
 def prepare_tokenizer(config: PrepareConfig) -> Tokenizer:
     """Make the tokenizer that all parts of `config.out` will share, unless it is there. Raises as `prepare`."""
     sources, given, wanted = _input(config)
+    workspace = Workspace(config.out, wanted)
+    if (workspace.out / MANIFEST_NAME).exists() and workspace.check() == "finished":
+        tokenizer = _copied_tokenizer(workspace)
+        assert tokenizer is not None
+        return tokenizer
     with tempfile.TemporaryDirectory() as scratch:
         make = partial(_train, config, sources, Path(scratch))
         return Parts(config.out).begin(config, wanted, sources, lambda: given or make())

@@ -22,7 +22,7 @@ import numpy as np
 from matmix.data.manifest import MANIFEST_NAME, Manifest, ShardInfo, SplitInfo, unigram_entropy
 from matmix.data.prepare_checks import check_malformed, check_splits
 from matmix.data.prepare_merge_checks import Part, check_input, check_part, check_tiling
-from matmix.data.prepare_parts import Parts
+from matmix.data.prepare_parts import MERGING_NAME, Parts
 from matmix.data.prepare_progress import say
 from matmix.data.prepare_report import print_summary
 from matmix.data.prepare_state import HISTOGRAM_NAME, KEPT_EXAMPLES
@@ -169,13 +169,12 @@ def _join(parts: Parts, found: list[Part], plan: _Plan, facts: dict[str, Any], m
     for name in plan.splits:
         (out / name).mkdir(exist_ok=True)
         write_atomic(out / name / "lengths.npy", _lengths(found, name))
-        write_atomic(
-            out / name / "index.json", json.dumps(plan.format.index(plan.shards[name]), sort_keys=True).encode()
-        )
-        sums = {
-            key: sum(getattr(p.manifest.splits[name], key) for p in found) for key in ("documents", "tokens", "bytes")
-        }
+        index = json.dumps(plan.format.index(plan.shards[name]), sort_keys=True)
+        write_atomic(out / name / "index.json", index.encode())
+        infos = [p.manifest.splits[name] for p in found]
+        sums = {key: sum(getattr(info, key) for info in infos) for key in ("documents", "tokens", "bytes")}
         splits[name] = SplitInfo(**sums, shards=plan.infos(name))
+    write_atomic(parts.folder / MERGING_NAME, b"")
     for source, target in plan.moves:
         if source.exists():
             os.replace(source, target)
