@@ -1,7 +1,7 @@
 """The micro-batch that the loader hands to the training loop, and how it is put together from rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -33,6 +33,10 @@ class Batch:
     """int64 (n,): flattened positions whose label is not -100, ascending; None for causal models."""
     n_tokens: int
     """Real tokens, without padding."""
+    n_damaged: int = 0
+    """Rows that are padding because a shard they need cannot be used."""
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Those shards: name -> what is wrong with it, in one line."""
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}

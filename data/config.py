@@ -42,9 +42,14 @@ class DataConfig:
     """Micro-batches that each reading process prepares ahead."""
     verify: bool = True
     """Check the SHA-256 of every shard when a process first opens it."""
+    skip_damaged: bool = False
+    """Go on without missing and damaged shards: sequences that need one become padding without targets, and are
+    counted."""
     cache_dir: str = ""
     """Folder for downloaded and decompressed shards. Default: .cache inside a local dataset that can be
     written to, else matmix/data in the user's cache folder."""
+    cache_gigabytes: float = 0.0
+    """Size to keep that folder to: the least recently used shards go, except those that a process has open. 0: any."""
 
     def __post_init__(self) -> None:
         if self.path and self.mixture:
@@ -55,6 +60,8 @@ class DataConfig:
         for name in ("seqlen", "shuffle_block", "prefetch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} must be at least 1, got {getattr(self, name)}")
+        if not self.cache_gigabytes >= 0:
+            raise ValueError(f"data.cache_gigabytes must be 0 or more, got {self.cache_gigabytes}")
         if self.workers < 0:
             raise ValueError(f"data.workers must be 0 or more, got {self.workers}")
         choices = {

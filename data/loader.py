@@ -267,6 +267,8 @@ def build_loader(
             # A sequence may cross into the next block: keep two blocks open.
             keep_open=2 * config.shuffle_block + 2,
             tokenizer_sha256=tokenizer_sha256,
+            skip_damaged=config.skip_damaged,
+            cache_bytes=int(config.cache_gigabytes * 1e9),
         )
         for path in sources
     ]
@@ -282,6 +284,7 @@ def build_loader(
         masker,
         pad_id=0 if pad_id is None else pad_id,
         limit=mixture.samples_per_epoch if one_pass else None,
+        skip_damaged=config.skip_damaged,
     )
     fingerprint = {
         "data": [data_digest(s) for s in shards],

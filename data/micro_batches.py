@@ -7,13 +7,16 @@ from matmix.data.batch import Batch, causal_batch, masked_batch
 from matmix.data.masking import Masker
 from matmix.data.mixture import Mixture
 from matmix.data.packing import DocumentPacking, Packing
+from matmix.data.remote import RemoteError
+from matmix.data.streams.damage import DamagedShard
 
 
 class Failure:
     """An error of the data on its way from a worker: torch would wrap it into a page of traceback."""
 
     def __init__(self, error: Exception) -> None:
-        self.kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        kinds = (FileNotFoundError, RemoteError, ValueError)
+        self.kind = next((kind for kind in kinds if isinstance(error, kind)), OSError)
         self.message = str(error)
 
 
@@ -21,7 +24,8 @@ class MicroBatches(Dataset):
     """Map-style dataset whose item is a whole micro-batch: `__getitems__` takes the sample numbers of
     its rows.
 
-    Numbers at or above `limit` (one-pass reading) give rows of padding.
+    Numbers at or above `limit` (one-pass reading) give rows of padding; with `skip_damaged` so do those that need a
+    damaged shard.
     """
 
     def __init__(
@@ -32,17 +36,19 @@ class MicroBatches(Dataset):
         *,
         pad_id: int,
         limit: int | None,
+        skip_damaged: bool = False,
     ) -> None:
         self.packings = packings
         self.mixture = mixture
         self.masker = masker
         self.pad_id = pad_id
         self.limit = limit
+        self.skip_damaged = skip_damaged
 
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
         try:
             return self.batch(np.asarray(samples, dtype=np.int64))
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, OSError) as error:
             return Failure(error)
 
     def batch(self, samples: np.ndarray) -> Batch:
@@ -51,13 +57,24 @@ class MicroBatches(Dataset):
         tokens = np.full((len(samples), width), self.pad_id, dtype=np.int64)
         begins = np.zeros((len(samples), width), dtype=bool)
         counts = np.zeros(len(samples), dtype=np.int64)
+        n_damaged, damaged = 0, {}
         dataset, epoch, slot = (part.tolist() for part in self.mixture.locate(samples))
         for row, sample in enumerate(samples.tolist()):
             if self.limit is None or sample < self.limit:
                 packing = self.packings[dataset[row]]
-                counts[row] = packing.fill(epoch[row], slot[row], tokens[row], begins[row])
+                try:
+                    counts[row] = packing.fill(epoch[row], slot[row], tokens[row], begins[row])
+                except DamagedShard as error:
+                    if not self.skip_damaged:
+                        raise
+                    tokens[row], begins[row] = self.pad_id, False
+                    n_damaged += 1
+                    damaged.setdefault(error.where, str(error))
         padded = isinstance(self.packings[0], DocumentPacking)
         if self.masker is None:
-            return causal_batch(tokens, begins, counts, padded=padded)
-        input_ids, labels = self.masker.apply(tokens, counts, self.mixture.epoch(samples), samples)
-        return masked_batch(input_ids, labels, begins, counts, padded=padded)
+            batch = causal_batch(tokens, begins, counts, padded=padded)
+        else:
+            input_ids, labels = self.masker.apply(tokens, counts, self.mixture.epoch(samples), samples)
+            batch = masked_batch(input_ids, labels, begins, counts, padded=padded)
+        batch.n_damaged, batch.damaged = n_damaged, damaged
+        return batch

@@ -26,6 +26,7 @@ _MAY_CHANGE = (
     *("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every"),
     *("logging.", "checkpoint.", "evaluation.", "engine.", "faults."),
     *("data.workers", "data.worker_start", "data.prefetch", "data.verify", "data.cache_dir"),
+    *("data.cache_gigabytes", "data.skip_damaged"),
     # The checkpoint knows its data by their contents, wherever they lie.
     *("data.path", "data.validation_path"),
 )

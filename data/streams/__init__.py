@@ -19,13 +19,15 @@ def open_dataset(
     verify: bool = True,
     keep_open: int = 64,
     tokenizer_sha256: str | None = None,
+    skip_damaged: bool = False,
+    cache_bytes: int = 0,
 ) -> TokenShards:
     """Opens one split of a prepared dataset.
 
     path: folder or URL. cache_dir: where downloaded and decompressed shards go. verify: check SHA-256 of
     the shards. keep_open: shards held open at once. tokenizer_sha256: refuse shards made with another
-    tokenizer than this. Raises FileNotFoundError if path, split files or a shard are missing, ValueError
-    if something is damaged or does not fit.
+    tokenizer than this. skip_damaged, cache_bytes: see `TokenShards`. Raises FileNotFoundError if path,
+    split files or a shard are missing, ValueError if something is damaged or does not fit.
     """
     storage = Storage(path, cache_dir)
     manifest = storage.manifest
@@ -40,7 +42,9 @@ def open_dataset(
             f"{path} was prepared with another tokenizer (SHA-256 {manifest.tokenizer.sha256[:12]}) than "
             f"this run uses ({tokenizer_sha256[:12]}); prepare the data again with this run's tokenizer"
         )
-    return TokenShards(storage, split, verify=verify, keep_open=keep_open)
+    return TokenShards(
+        storage, split, verify=verify, keep_open=keep_open, skip_damaged=skip_damaged, cache_bytes=cache_bytes
+    )
 
 
 __all__ = ["Storage", "TokenShards", "open_dataset"]

@@ -12,16 +12,24 @@ without reading a shard.
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from matmix.data.manifest import Manifest, SplitInfo
+from matmix.data.streams.cache import Hold, hold_shard
+from matmix.data.streams.damage import DamagedShard
 from matmix.data.streams.storage import Storage
 
 
 class OpenShard(ABC):
     """One shard file, open for random access."""
+
+    hold: Hold | None = None
+    """Keeps a cached file from being removed while it is open."""
 
     @abstractmethod
     def read(self, index: int, length: int) -> np.ndarray:
@@ -32,10 +40,20 @@ class TokenShards:
     """The documents of one split of a prepared dataset.
 
     Can be pickled and forked; each process opens shards when it first needs them and keeps the last
-    `keep_open`.
+    `keep_open`. With `skip_damaged`, missing and damaged shards are no error until one is read.
+    cache_bytes: size that the folder of downloaded and decompressed shards is kept to, 0 = any.
     """
 
-    def __init__(self, storage: Storage, split: str, *, verify: bool = True, keep_open: int = 64) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        split: str,
+        *,
+        verify: bool = True,
+        keep_open: int = 64,
+        skip_damaged: bool = False,
+        cache_bytes: int = 0,
+    ) -> None:
         manifest = storage.manifest
         if split not in manifest.splits:
             known = ", ".join(manifest.splits) or "none"
@@ -45,14 +63,20 @@ class TokenShards:
         self.info: SplitInfo = manifest.splits[split]
         self.verify = verify
         self.keep_open = keep_open
+        self.skip_damaged = skip_damaged
+        self.cache_bytes = cache_bytes
         self.shard_documents = np.array([s.documents for s in self.info.shards], dtype=np.int64)
         self._starts = np.concatenate([[0], np.cumsum(self.shard_documents)])
         self._lengths_path = storage.file(f"{split}/lengths.npy") if self.info.shards else None
         self._lengths: np.ndarray | None = None
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self._verified: set[int] = set()
-        for shard in self.info.shards:
-            storage.check_shard(split, shard)
+        self._damaged: dict[int, str] = {}
+        for number, shard in enumerate(self.info.shards):
+            with self._remembering_damage(number):
+                storage.check_shard(split, shard)
+        if self.info.shards and len(self._damaged) == len(self.info.shards):
+            raise ValueError(f"no shard of {storage.path}/{split} can be used: {self._damaged[0]}")
         self._check_lengths()
 
     @property
@@ -72,13 +96,18 @@ class TokenShards:
     def read(self, shard: int, index: int) -> np.ndarray:
         """Tokens of one document, 1-D uint16 or uint32 (not to be written to).
 
-        Raises FileNotFoundError or ValueError if the shard is missing, damaged or cannot be fetched.
+        Raises FileNotFoundError or DamagedShard if the shard is missing or damaged (with `skip_damaged` always the
+        latter), other errors if it cannot be fetched.
         """
         length = int(self.lengths(shard)[index])
         if shard in self._open:
             self._open.move_to_end(shard)
         else:
-            self._open[shard] = self._open_shard(shard)
+            with self._remembering_damage(shard):
+                if shard not in self._damaged:
+                    self._open[shard] = self._open_shard(shard)
+            if shard in self._damaged:
+                raise DamagedShard(self._where(shard), self._damaged[shard].removeprefix(self._where(shard) + " "))
             if len(self._open) > self.keep_open:
                 self._open.popitem(last=False)
         return self._open[shard].read(index, length)
@@ -86,14 +115,32 @@ class TokenShards:
     def _open_shard(self, number: int) -> OpenShard:
         from matmix.data.streams import mds, webdataset
 
-        shard = self.info.shards[number]
-        path = self.storage.shard(self.split, shard, verify=self.verify and number not in self._verified)
+        shard, where = self.info.shards[number], self._where(number)
+        verify = self.verify and number not in self._verified
+        index = self.storage.file(f"{self.split}/index.json") if self.manifest.format == "mds" else None
+        fetch = partial(self.storage.shard, self.split, shard, verify=verify)
+        path, hold = hold_shard(self.storage.cache, fetch, self.cache_bytes)
         self._verified.add(number)
-        where = f"{self.storage.path}: shard {self.split}/{shard.file}"
-        if self.manifest.format == "mds":
-            index = self.storage.file(f"{self.split}/index.json")
-            return mds.open_shard(path, index, shard, dtype=self.manifest.dtype, where=where)
-        return webdataset.open_shard(path, shard, dtype=self.manifest.dtype, where=where)
+        if index is not None:
+            opened = mds.open_shard(path, index, shard, dtype=self.manifest.dtype, where=where)
+        else:
+            opened = webdataset.open_shard(path, shard, dtype=self.manifest.dtype, where=where)
+        opened.hold = hold
+        return opened
+
+    def _where(self, number: int) -> str:
+        return f"{self.storage.path}: shard {self.split}/{self.info.shards[number].file}"
+
+    @contextmanager
+    def _remembering_damage(self, number: int) -> Iterator[None]:
+        """With `skip_damaged`, a missing or damaged shard is written down and not an error yet."""
+        try:
+            yield
+        except (DamagedShard, FileNotFoundError) as error:
+            # Where the dataset as a whole has gone, as with a folder that is no longer mounted, nothing is skipped.
+            if not self.skip_damaged or not self.storage.is_there():
+                raise
+            self._damaged[number] = str(error)
 
     def _check_lengths(self) -> None:
         for number, shard in enumerate(self.info.shards):
@@ -118,8 +165,3 @@ def _load_lengths(path: Path | None, where: str) -> np.ndarray:
     if lengths.dtype != np.uint32 or lengths.ndim != 1:
         raise ValueError(f"{where}: {path.parent.name}/lengths.npy is not a list of uint32")
     return np.asarray(lengths)  # a plain view: memmap objects are slow to index
-
-
-def damaged(where: str, why: str) -> ValueError:
-    """The error for a shard whose contents are not what the index promises."""
-    return ValueError(f"{where} is damaged: {why}; fetch or prepare the data again")

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from matmix.data.manifest import ShardInfo
-from matmix.data.streams.base import OpenShard, damaged
+from matmix.data.streams.base import OpenShard
+from matmix.data.streams.damage import damaged
 
 COLUMN = "tokens"
 
@@ -28,13 +29,14 @@ def open_shard(path: Path, index: Path, shard: ShardInfo, *, dtype: str, where: 
         entry = next(e for e in entries if e["raw_data"]["basename"] == path.name)
         reader = MDSReader.from_json(str(path.parent), None, entry)
     except (ValueError, KeyError, TypeError, StopIteration) as error:
-        raise damaged(where, f"index.json does not describe it ({error!r})") from None
+        raise ValueError(str(damaged(where, f"index.json does not describe it ({error!r})"))) from None
     try:
         reader.validate(allow_unsafe_types=False)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if COLUMN not in reader.column_names or reader.samples != shard.documents:
-        raise damaged(where, f"index.json lists {reader.samples} samples of {', '.join(reader.column_names)}")
+        said = f"index.json lists {reader.samples} samples of {', '.join(reader.column_names)}"
+        raise ValueError(str(damaged(where, said)))
     size = path.stat().st_size
     if size != reader.raw_data.bytes or size < 4 * (shard.documents + 2):
         raise damaged(where, f"it has {size} bytes instead of {reader.raw_data.bytes}")
@@ -56,7 +58,10 @@ class _MdsShard(OpenShard):
 
     def read(self, index: int, length: int) -> np.ndarray:
         begin, end = self._offsets[index : index + 2].tolist()
-        tokens = self._reader.decode_sample(self._bytes[begin:end])[COLUMN]
+        try:
+            tokens = self._reader.decode_sample(self._bytes[begin:end])[COLUMN]
+        except Exception as error:  # what random bytes make of the decoder
+            raise damaged(self._where, f"document {index} does not decode ({error!r})") from None
         if tokens.dtype != self._dtype or tokens.shape != (length,):
             raise damaged(
                 self._where,

@@ -21,6 +21,7 @@ from filelock import FileLock
 
 from matmix.data.manifest import Manifest, ShardInfo
 from matmix.data.remote import RemoteError, is_url
+from matmix.data.streams.damage import DamagedShard
 from matmix.data.streams.download import download
 from matmix.data.streams.manifest import parse_manifest
 
@@ -71,6 +72,10 @@ class Storage:
                 self._publish(name, lambda part: self._download(name, part))
         return target
 
+    def is_there(self) -> bool:
+        """Whether a local dataset can be reached at all (remote ones: downloads tell)."""
+        return self.remote or (Path(self.path) / "manifest.json").is_file()
+
     def check_shard(self, split: str, shard: ShardInfo) -> None:
         """Cheap check, without reading it, that a local shard is there and whole (remote ones: when
         fetched)."""
@@ -81,15 +86,15 @@ class Storage:
             raise FileNotFoundError(f"{self.path}: shard {split}/{shard.file} is missing; prepare the data again")
         size = stored.stat().st_size
         if size != shard.bytes:
-            raise ValueError(
-                f"{self.path}: shard {split}/{shard.file} has {size} bytes instead of {shard.bytes}, "
-                "it is truncated or was changed; prepare the data again"
+            raise DamagedShard(
+                f"{self.path}: shard {split}/{shard.file}",
+                f"has {size} bytes instead of {shard.bytes}, it is truncated or was changed; prepare the data again",
             )
 
     def shard(self, split: str, shard: ShardInfo, *, verify: bool = True) -> Path:
         """Local path of the uncompressed shard, downloaded and decompressed if need be.
 
-        Raises FileNotFoundError if it is missing, ValueError if its checksum is wrong or it does not
+        Raises FileNotFoundError if it is missing, DamagedShard if its checksum is wrong or it does not
         decompress.
         """
         stored = f"{split}/{shard.file}"
@@ -143,7 +148,7 @@ class Storage:
             with source.open("rb") as compressed, target.open("wb") as raw:
                 zstandard.ZstdDecompressor().copy_stream(compressed, raw)
         except zstandard.ZstdError as error:
-            raise ValueError(f"{self.path}: shard {stored} does not decompress ({error})") from None
+            raise DamagedShard(f"{self.path}: shard {stored}", f"does not decompress ({error})") from None
 
     def _check_hash(self, path: Path, shard: ShardInfo, stored: str) -> None:
         digest = hashlib.sha256()
@@ -151,9 +156,10 @@ class Storage:
             while chunk := file.read(_HASH_CHUNK):
                 digest.update(chunk)
         if digest.hexdigest() != shard.sha256:
-            raise ValueError(
-                f"{self.path}: shard {stored} has another SHA-256 than the manifest says, it is damaged or "
-                "was changed; fetch or prepare the data again"
+            raise DamagedShard(
+                f"{self.path}: shard {stored}",
+                "has another SHA-256 than the manifest says, it is damaged or was changed; fetch or prepare the data "
+                "again",
             )
 
     @contextlib.contextmanager

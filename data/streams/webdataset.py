@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from matmix.data.manifest import ShardInfo
-from matmix.data.streams.base import OpenShard, damaged
+from matmix.data.streams.base import OpenShard
+from matmix.data.streams.damage import damaged
 
 _BLOCK = 512
 _REGULAR = (b"0", b"\0")
