@@ -44,6 +44,12 @@ def request(number: int = signal.SIGTERM) -> None:
         _received = int(number)
 
 
+def forget() -> None:
+    """Takes a request back."""
+    global _received, _interrupted_at
+    _received, _interrupted_at = 0, 0.0
+
+
 def listen() -> None:
     """Notes the signals from now to the end of the process. Called by the main thread before there are others."""
     global _listening
@@ -69,16 +75,12 @@ def during_run() -> Iterator[None]:
     """Notes the signals while the block runs and puts the old handlers back afterwards.
 
     In a process that listens already it changes nothing; neither does it outside the main thread, where Python allows
-    no handlers: such a caller stops its run by `request`.
+    no handlers: who runs `train` there stops it by `request`, and takes that back by `forget`.
     """
-    global _received, _interrupted_at
-    if _listening:
+    if _listening or threading.current_thread() is not threading.main_thread():
         yield
         return
-    _received, _interrupted_at = 0, 0.0
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    forget()
     previous = {number: signal.signal(number, _handle) for number in SIGNALS}
     try:
         yield
