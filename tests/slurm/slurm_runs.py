@@ -58,20 +58,17 @@ class SlurmRun:
 
     # -- while it runs -------------------------------------------------------------------------------------------
 
-    def wait_for_step(self, step: int, seconds: float = 240) -> None:
-        """Returns when so many steps are done; fails if the newest job ends before, or the run is past its middle."""
+    def wait_for_step(self, step: int, job: str | None = None, seconds: float = 240) -> None:
+        """Returns when so many steps are done. Fails if the job, by default the newest, has ended by then."""
+        job = job or self.job
 
         def reached() -> bool:
-            done = self.steps()
-            if not done and not self.is_alive():
-                raise AssertionError(f"job {self.job} ended before step {step}: {self.output()}")
+            ended = self.cluster.info(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+            done = self.steps()  # after the job's state: what it has done at its end is not overlooked
+            assert not ended, f"job {job} ended at step {done} before anything happened to it: {self.output(job)}"
             return done >= step
 
         wait_until(reached, f"{self.path.name} to reach step {step}", seconds, poll=0.05)
-        assert self.steps() < STEPS, "the run ended before anything could happen to it"
-
-    def is_alive(self) -> bool:
-        return self.cluster.info(self.job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
 
     # -- what it left behind -------------------------------------------------------------------------------------
 

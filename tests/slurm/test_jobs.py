@@ -1,0 +1,95 @@
+"""Several jobs on one run, one job of several runs, and the commands that look after them."""
+
+from __future__ import annotations
+
+from slurm_runs import STEPS, SlurmRun, assert_undisturbed
+from stories import tells
+
+from matmix.launch import launch
+from matmix.train.exits import EXIT_OK, EXIT_STOPPED
+
+# -- chains and cancelled jobs ---------------------------------------------------------------------------------------
+
+
+def chained(stage):
+    """Two jobs of one name, of which the first is cancelled in the middle."""
+    run = stage.run("chained").submit(stage.dataset, "--dependency", "singleton")
+    run.submit(stage.dataset, "--dependency", "singleton")
+    seen = {}
+    yield run, seen
+    first, second = run.jobs
+    run.wait_for_step(60, job=first)
+    seen["second meanwhile"] = stage.cluster.info(second)
+    stage.cluster.run("scancel", first)
+    stage.cluster.wait_for(first, "CANCELLED")
+    seen["saved"] = run.newest_valid_step()
+    stage.cluster.wait_for_end(second)
+
+
+@tells(chained)
+def test_scancel_leaves_a_valid_checkpoint_and_the_next_job_of_the_chain_goes_on_from_it(told, alone):
+    run, seen = told
+    first, second = run.jobs
+    waiting = seen["second meanwhile"]
+    assert (waiting["JobState"], waiting["Reason"]) == ("PENDING", "Dependency")
+    assert 50 <= seen["saved"] < STEPS
+    assert run.cluster.info(first)["Restarts"] == "0"  # cancelled is cancelled
+    info = run.cluster.info(second)
+    assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "0"), run.output(second)
+    assert f"resumed from step-{seen['saved']:08d}" in run.output(second)
+    assert_undisturbed(run, alone(1))
+
+
+# -- arrays ----------------------------------------------------------------------------------------------------------
+
+
+def swept(stage):
+    """An array of three runs; one of its tasks is told to save and stop."""
+    sweep = stage.run("swept").submit(stage.dataset, "--sweep", "optimizer.lr=1e-2,2e-2,3e-2")
+    tasks = [f"{sweep.job}_{number}" for number in range(3)]
+    points = [SlurmRun(stage.cluster, sweep.path / f"lr={lr}") for lr in ("1e-2", "2e-2", "3e-2")]
+    yield sweep, points, tasks
+    points[1].wait_for_step(5, job=tasks[1])
+    stage.cluster.run("scancel", "--batch", "--signal=USR2", tasks[1])
+    for task in tasks:
+        stage.cluster.wait_for_end(task)
+
+
+@tells(swept)
+def test_an_array_of_runs_of_which_one_is_interrupted(told, alone):
+    sweep, points, tasks = told
+    infos = [sweep.cluster.info(task) for task in tasks]
+    assert [info["JobState"] for info in infos] == ["COMPLETED"] * 3
+    assert [info["Restarts"] for info in infos] == ["0", "1", "0"]  # the others were left alone
+    assert [attempt.code for attempt in points[1].attempts()] == [EXIT_STOPPED, EXIT_OK]
+    assert_undisturbed(points[0], alone(1))
+    curves = [point.curve() for point in points]
+    assert all([step for step, *_ in curve] == list(range(1, STEPS + 1)) for curve in curves)
+    assert len({curve[-1] for curve in curves}) == 3  # each task has trained with its own value
+
+
+# -- status, cancel, resubmit ----------------------------------------------------------------------------------------
+
+
+def looked_after(stage):
+    run = stage.run("looked-after").submit(stage.dataset)
+    yield run
+    run.wait_for_step(5)
+    assert launch.main(["cancel", str(run.path)]) == 0
+    stage.cluster.wait_for_end(run.job)
+    assert launch.main(["resubmit", str(run.path)]) == 0
+    stage.cluster.wait_for_end(run.job)
+
+
+@tells(looked_after)
+def test_cancel_saves_and_resubmit_goes_on(told, alone, capsys):
+    first, second = told.jobs
+    assert told.cluster.info(first)["Restarts"] == "0"
+    assert told.attempts()[0].code == EXIT_STOPPED
+    assert told.cluster.info(second)["JobState"] == "COMPLETED", told.output()
+    assert f"resumed from step-{told.attempts()[0].step:08d}" in told.output(second)
+    assert_undisturbed(told, alone(1))
+    assert launch.main(["status", str(told.path)]) == 0
+    shown = capsys.readouterr().out
+    assert second in shown
+    assert f"{STEPS}" in shown
