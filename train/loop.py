@@ -18,6 +18,7 @@ from matmix.train import rng, stop
 from matmix.train.callbacks import make_callbacks
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.config import RunConfig
+from matmix.train.damage import DamageReport
 from matmix.train.distributed import Distributed, barrier, from_rank_zero, gather_objects
 from matmix.train.engine import Engine, build_engine
 from matmix.train.evaluate import evaluate
@@ -64,6 +65,7 @@ class Trainer:
         flops = flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share)
         self.speed = Speedometer(flops, distributed.device, world_size)
         self.monitor = Monitor(self.engine)
+        self.damage = DamageReport()
         self.monitored: dict[str, float] = {}  # of the last step if it was not finite, the same on all ranks
         self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
         self.stop_agreed = False
@@ -81,8 +83,11 @@ class Trainer:
             micro_batches = [next(batches) for _ in range(self.accumulation)]
         targets, tokens = sum(map(count_targets, micro_batches)), sum(batch.n_tokens for batch in micro_batches)
         # One reduction carries what all ranks must agree on before the step: the divisor, and whether to stop after it.
-        counts = torch.tensor([targets, tokens, bool(stop.received())], dtype=torch.float64)
-        targets, tokens, signals = engine.all_reduce_sum(counts.to(engine.device)).tolist()
+        agreed = [targets, tokens, bool(stop.received()), *self.damage.count(micro_batches)]
+        counts = torch.tensor(agreed, dtype=torch.float64)
+        targets, tokens, signals, damaged, news = engine.all_reduce_sum(counts.to(engine.device)).tolist()
+        if news:
+            self.damage.share(self.tell)
 
         lr = config.optimizer.lr * rate_share(state.step + 1, config.steps, config.schedule)
         for group in engine.optimizer.param_groups:
@@ -99,6 +104,7 @@ class Trainer:
         loss_sum, correct = engine.all_reduce_sum(sums).tolist()
         state.step += 1
         state.tokens += int(tokens)
+        state.damaged += int(damaged)
         self.last_loss, self.last_norm = loss_sum / max(targets, 1), float(norm)
         self.step_was_finite = math.isfinite(self.last_norm) and math.isfinite(self.last_loss)
         state.skipped += not self.step_was_finite

@@ -70,7 +70,15 @@ class Speedometer:
         self.steps += 1
 
     def record(
-        self, *, step: int, tokens: int, skipped: int, grad_norm: float, lr: float, monitored: dict[str, float]
+        self,
+        *,
+        step: int,
+        tokens: int,
+        skipped: int,
+        damaged: int,
+        grad_norm: float,
+        lr: float,
+        monitored: dict[str, float],
     ) -> StepRecord:
         """The interval's record; a new interval begins."""
         seconds = max(time.perf_counter() - self.began, 1e-9)
@@ -89,6 +97,7 @@ class Speedometer:
             memory=self._memory(),
             mfu=None if self.peak is None else speed * self.flops_per_token / self.peak,
             skipped=skipped,
+            damaged=damaged,
             monitored=monitored,
         )
         self.start()

@@ -12,6 +12,7 @@ class TrainState:
     step: int = 0
     tokens: int = 0
     skipped: int = 0
+    damaged: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from matmix.train.callbacks.base import Callback, Callbacks, StepRecord
+from matmix.train.callbacks.data_wait import DataWait
 from matmix.train.callbacks.garbage import GarbageCollection
 from matmix.train.callbacks.launcher import LauncherGone, under_torchrun
 from matmix.train.callbacks.metrics_file import MetricsFile
@@ -18,7 +19,7 @@ __all__ = ["Callback", "Callbacks", "StepRecord", "make_callbacks"]
 
 def make_callbacks(config: RunConfig, rank: int) -> Callbacks:
     """The callbacks a rank runs, in order: those that may end the run come last, after everything was recorded."""
-    callbacks: list[Callback] = [MetricsFile()]
+    callbacks: list[Callback] = [MetricsFile(), DataWait()]
     if config.faults.hang_minutes:
         callbacks.append(Watchdog(config.faults.hang_minutes))
     if config.logging.progress:

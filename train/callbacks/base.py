@@ -27,6 +27,7 @@ class StepRecord:
     memory: float  # peak GiB of this rank: device memory on CUDA, resident memory on CPU
     mfu: float | None  # share of the device's peak FLOP/s, where that is known
     skipped: int  # steps skipped since the start for a NaN or infinite gradient
+    damaged: int  # sequences left out since the start for a damaged shard (data.skip_damaged)
     monitored: dict[str, float]  # what the mixers say of the interval's forward passes, such as state norms by layer
 
     def numbers(self) -> dict[str, float]:

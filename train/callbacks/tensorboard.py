@@ -12,6 +12,7 @@ _NAMES = {
     "grad_norm": "train/grad_norm",
     "tokens": "train/tokens",
     "skipped": "train/skipped_steps",
+    "damaged": "train/damaged_sequences",
     "tokens_per_second": "speed/tokens_per_second",
     "seconds_per_step": "speed/seconds_per_step",
     "mfu": "speed/model_flops_utilisation",
