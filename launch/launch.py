@@ -13,8 +13,6 @@ from typing import NoReturn
 
 from matmix.launch import slurm_options
 from matmix.launch.slurm_options import SlurmOptions
-from matmix.train.arguments import field_names
-from matmix.train.config import RunConfig
 
 _USAGE = """\
 usage: matmix launch KIND ...   (matmix launch KIND --help explains each)
@@ -49,6 +47,9 @@ def split_recipe(arguments: Sequence[str], prog: str) -> tuple[str, list[str]]:
 
 def check_overrides(parser: argparse.ArgumentParser, overrides: Sequence[str]) -> None:
     """Raises ValueError for a key that neither the launcher nor a recipe has, naming the nearest of both."""
+    from matmix.train.arguments import field_names
+    from matmix.train.config import RunConfig
+
     fields = {name.replace("_", "-") for name in field_names(RunConfig)}
     flags = {flag.lstrip("-") for flag in parser._option_string_actions}
     for word in overrides:
@@ -82,11 +83,12 @@ def _slurm(arguments: list[str]) -> int:
         print(script, end="")
         return 0
     job = slurm.submit_launch(plan, script)
-    log = plan.home / "logs" / (f"slurm-{job.job}_*.out" if job.tasks else f"slurm-{job.job}.out")
+    log = shlex.quote(str(plan.home / "logs" / f"slurm-{job.job}")) + ("_*.out" if job.tasks else ".out")
     what = f"job {job.job}" + (f" ({job.tasks} tasks)" if job.tasks else "")
     print(f"Submitted {what}: {plan.folder / 'job.sbatch'}")
-    print(f"Follow it:  matmix launch status {plan.home}   or   tail -F {log}")
-    print(f"End it:     matmix launch cancel {plan.home}   (saves first)")
+    home = shlex.quote(str(plan.home))
+    print(f"Follow it:  matmix launch status {home}   or   tail -F {log}")
+    print(f"End it:     matmix launch cancel {home}   (saves first)")
     return 0
 
 
@@ -118,9 +120,9 @@ def _prepare(arguments: list[str]) -> int:
         return 0
     parts, merge = slurm_prepare.submit_preparation(plan, scripts)
     print(f"Submitted {given.parts} parts as job {parts.job}, and job {merge.job} that joins them")
-    logs = plan.home / "logs" / f"slurm-{parts.job}_*.out"
-    print(f"Follow it:  matmix launch status {plan.config.out}   or   tail -F {logs}")
-    print(f"Failed parts are made again by: matmix launch resubmit {plan.config.out}")
+    out, logs = shlex.quote(plan.config.out), shlex.quote(str(plan.home / "logs" / f"slurm-{parts.job}"))
+    print(f"Follow it:  matmix launch status {out}   or   tail -F {logs}_*.out")
+    print(f"Failed parts are made again by: matmix launch resubmit {out}")
     return 0
 
 

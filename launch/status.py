@@ -20,16 +20,16 @@ _SHOWN = 5  # attempts
 def status_lines(home: Path) -> list[str]:
     """What is known of the launches in `home`. Raises SlurmError if Slurm does not answer."""
     jobs = read_jobs(home)
-    lines = [f"{home}"]
-    for job in jobs[-1:]:
-        lines += [f"  {line}" for line in job_lines(job)]
-    if len(jobs) > 1:
-        lines.append(f"  {len(jobs) - 1} earlier submissions in {home / 'launch' / 'jobs.jsonl'}")
+    # A preparation's last job waits for its parts, which are shown with it.
+    shown = [job for job in jobs[-2:] if jobs and job.job in (jobs[-1].job, jobs[-1].after)]
+    lines = [str(home), *(f"  {line}" for job in shown for line in job_lines(job))]
+    if earlier := len(jobs) - len(shown):
+        lines.append(f"  {'earlier':<12} {earlier} submissions in {home / 'launch' / 'jobs.jsonl'}")
     if jobs and jobs[-1].kind == "prepare":
         return [*lines, f"  logs         {home / 'logs'}"]
     runs = runs_of(home, jobs)
     if runs == [home]:
-        return lines + [f"  {line}" for line in run_lines(home)]
+        return lines + [f"  {line}" for line in run_lines(home, active=bool(jobs) and is_active(jobs[-1]))]
     width = max((len(run.name) for run in runs), default=0)
     lines += [f"  {run.name:<{width}}  {progress(run)}{_last_word(run)}" for run in runs]
     return [*lines, f"  logs         {home / 'logs'}"]
@@ -47,6 +47,13 @@ def task_runs(home: Path, job: Job) -> list[Path]:
     tasks = home / "launch" / job.launch / "tasks"
     folders = sorted(tasks.iterdir(), key=lambda folder: int(folder.name))
     return [home / Path(read_toml(folder / "config.toml")["run_dir"]).name for folder in folders]
+
+
+def is_active(job: Job) -> bool:
+    """Whether it is queued or running."""
+    if job.kind == "local":
+        return local_process(job) is not None
+    return any(not state.is_over for state in scheduler.job_states(job.job))
 
 
 def job_lines(job: Job) -> list[str]:
@@ -83,15 +90,16 @@ def local_process(job: Job) -> psutil.Process | None:
         return None
 
 
-def run_lines(run: Path) -> list[str]:
-    """Attempts, progress, checkpoint and logs of one run."""
+def run_lines(run: Path, *, active: bool) -> list[str]:
+    """Attempts, progress, checkpoint and logs of one run. active: its job is queued or running."""
     lines = []
     attempts = read_attempts(run)
     for attempt in attempts[-_SHOWN:]:
         step = f", began step {attempt.step}" if attempt.step is not None else ""
-        ended = attempt.reason or describe(attempt.code)
+        running = active and attempt is attempts[-1] and attempt.code is None
+        ended = "running" if running else attempt.reason or describe(attempt.code)
         lines.append(f"attempt      {attempt.attempt}: {ended}{step}")
-    lines.append(f"progress     {progress(run)}")
+    lines.append(f"progress     {progress(run, active=active)}")
     if (run / "config.toml").is_file():
         listing = list_checkpoints(run / "checkpoints")
         newest = listing.resumed
@@ -108,8 +116,8 @@ def _last_word(run: Path) -> str:
     return f"; last attempt: {attempts[-1].reason}"
 
 
-def progress(run: Path, now: float | None = None) -> str:
-    """Step, loss, speed and estimated end from metrics.jsonl."""
+def progress(run: Path, *, active: bool = True) -> str:
+    """Step, loss and, of a run that is going on, speed and estimated end, from metrics.jsonl."""
     summary = run / "summary.json"
     records = [record for record in read_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
     if not records:
@@ -119,11 +127,13 @@ def progress(run: Path, now: float | None = None) -> str:
     text = f"step {last['step']} of {total}, loss {last['loss']:.4f}"
     if summary.is_file() and (found := json.loads(summary.read_text(encoding="utf-8")))["step"] >= total:
         return f"{text}, finished, validation loss {found['validation']['loss']:.4f}"
-    age = (time.time() if now is None else now) - path.stat().st_mtime
+    text += f", {duration(time.time() - path.stat().st_mtime)} ago"
+    if not active:
+        return text
     seconds = last["seconds_per_step"]
     left = seconds * (total - last["step"])
     rate = f"{1 / seconds:.3g} steps/s" if seconds > 0 else "speed unknown"
-    return f"{text}, {duration(age)} ago, {rate}, {duration(left)} to go at that speed"
+    return f"{text}, {rate}, {duration(left)} to go at that speed"
 
 
 def duration(seconds: float) -> str:
