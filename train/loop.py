@@ -33,6 +33,7 @@ from matmix.train.recipe import config_to_dict
 from matmix.train.run import RunDirectory, git_revision, take_together
 from matmix.train.schedule import rate_share
 from matmix.train.speed import Speedometer
+from matmix.train.spikes import SpikeGuard
 from matmix.train.state import Result, TrainState
 
 
@@ -67,6 +68,7 @@ class Trainer:
         self.monitor = Monitor(self.engine)
         self.damage = DamageReport()
         self.monitored: dict[str, float] = {}  # of the last step if it was not finite, the same on all ranks
+        self.spikes = SpikeGuard(config.faults)
         self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
         self.stop_agreed = False
         self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
@@ -137,6 +139,9 @@ class Trainer:
             while self.state.step < config.last_step and not self.stop_agreed:
                 self.train_step(batches)
                 self.checkpoints.report(self.tell)
+                if self.spikes.sees_spike(self):
+                    batches = self.spikes.go_back(self, batches)
+                    continue
                 if self.is_time(config.evaluation.every):
                     self.evaluate()
                 if self.is_time(config.checkpoint.every):
@@ -172,6 +177,8 @@ class Trainer:
         newest = self.checkpoints.latest_valid(self.tell)
         if newest is not None:
             self.load(newest)
+            if (left := self.config.last_step - self.state.step) > 0:
+                self.tell(f"resumed from {newest.name}: {left} steps to go")
         barrier()  # no rank is still checking a directory that rank 0 begins to fill
         if self.engine.rank == 0:
             self.run.begin(self.config, self.state.step, self.loader.tokenizer, self.tell)
@@ -188,11 +195,10 @@ class Trainer:
         self.loader.load_state_dict(extra["data"])
         for group, weight_decay in zip(self.engine.optimizer.param_groups, self.weight_decays, strict=True):
             group["weight_decay"] = weight_decay
+        self.spikes.load_state_dict(extra.get("spikes"))
         self.attempt.step = self.state.step
         self.metrics = extra.get("evaluation") or {}
         self.is_summarised()
-        if self.state.step < self.config.last_step:
-            self.tell(f"resumed from {newest.name}: {self.config.last_step - self.state.step} steps to go")
 
     def save(self, *, wait: bool = False) -> bool:
         """Saves the current step unless that is done, or a try has just failed; True if it is saved or, without `wait`,
@@ -210,6 +216,7 @@ class Trainer:
                 "data": self.loader.state_dict(),
                 "config": config_to_dict(self.config),
                 "git_revision": git_revision(),
+                "spikes": self.spikes.state_dict(),
                 "evaluation": self.metrics if self.metrics.get("step") == self.state.step else None,
             }
             if not wait:

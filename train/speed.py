@@ -76,6 +76,7 @@ class Speedometer:
         tokens: int,
         skipped: int,
         damaged: int,
+        rewinds: int,
         grad_norm: float,
         lr: float,
         monitored: dict[str, float],
@@ -98,6 +99,7 @@ class Speedometer:
             mfu=None if self.peak is None else speed * self.flops_per_token / self.peak,
             skipped=skipped,
             damaged=damaged,
+            rewinds=rewinds,
             monitored=monitored,
         )
         self.start()

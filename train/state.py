@@ -13,6 +13,7 @@ class TrainState:
     tokens: int = 0
     skipped: int = 0
     damaged: int = 0
+    rewinds: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class StepRecord:
     mfu: float | None  # share of the device's peak FLOP/s, where that is known
     skipped: int  # steps skipped since the start for a NaN or infinite gradient
     damaged: int  # sequences left out since the start for a damaged shard (data.skip_damaged)
+    rewinds: int  # times that the run went back over a loss spike since the start
     monitored: dict[str, float]  # what the mixers say of the interval's forward passes, such as state norms by layer
 
     def numbers(self) -> dict[str, float]:
@@ -55,6 +56,9 @@ class Callback:
 
     def on_evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """After an evaluation."""
+
+    def on_rewind(self, trainer: Trainer, spike: int) -> None:
+        """After the run went back from a loss spike at step `spike`; the state is that of the checkpoint."""
 
     def on_message(self, trainer: Trainer, text: str) -> None:
         """Something a person should read."""

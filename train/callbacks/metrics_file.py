@@ -16,14 +16,22 @@ class MetricsFile(Callback):
 
     def on_start(self, trainer) -> None:
         self.path = trainer.run.path / "metrics.jsonl"
-        if not self.path.exists():
-            return
+        if self.path.exists():
+            self._drop_what_comes_again(trainer)
+
+    def on_rewind(self, trainer, spike: int) -> None:
+        self._drop_what_comes_again(trainer)
+        self._append({"kind": "rewind", "step": trainer.state.step, "spike": spike, "rewinds": trainer.state.rewinds})
+
+    def _drop_what_comes_again(self, trainer) -> None:
         kept = []
         step, evaluated = trainer.state.step, trainer.metrics.get("step") == trainer.state.step
+        rewinds = trainer.state.rewinds
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
                 record = json.loads(line)
-                if record["step"] < step or (record["step"] == step and (evaluated or record["kind"] == "train")):
+                happened = {"train": True, "validation": evaluated, "rewind": record.get("rewinds", 0) <= rewinds}
+                if record["step"] < step or (record["step"] == step and happened[record["kind"]]):
                     kept.append(line)
             except (ValueError, KeyError):
                 continue  # the last line of a process that was killed while writing it

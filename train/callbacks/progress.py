@@ -71,6 +71,10 @@ class Progress(Callback):
             parts.append(f"{metrics['bits_per_byte']:.3f} bits per byte")
         self._write(f"step {trainer.state.step}: {', '.join(parts)}")
 
+    def on_rewind(self, trainer, spike: int) -> None:
+        if self.bar is not None:
+            self.bar.update(trainer.state.step - self.bar.n)
+
     def on_message(self, trainer, text: str) -> None:
         self._write(text)
 

@@ -13,6 +13,7 @@ _NAMES = {
     "tokens": "train/tokens",
     "skipped": "train/skipped_steps",
     "damaged": "train/damaged_sequences",
+    "rewinds": "train/rewinds",
     "tokens_per_second": "speed/tokens_per_second",
     "seconds_per_step": "speed/seconds_per_step",
     "mfu": "speed/model_flops_utilisation",
@@ -40,6 +41,10 @@ class TensorBoard(Callback):
         for key, value in metrics.items():
             self.writer.add_scalar(f"validation/{key}", value, trainer.state.step)
         self.writer.flush()
+
+    def on_rewind(self, trainer, spike: int) -> None:
+        self.writer.close()
+        self.on_start(trainer)
 
     def on_end(self, trainer) -> None:
         if hasattr(self, "writer"):

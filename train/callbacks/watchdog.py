@@ -73,13 +73,16 @@ class Watchdog(Callback):
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
+    def arm(self) -> None:
+        """Sets a timer outside the interpreter, which dumps and ends the process (with code 1, the only one it knows)
+        where the thread below cannot run: the main thread hangs in C and keeps the interpreter's lock."""
+        quiet = time.monotonic() - last_beat().seconds
+        seconds = max(self.limit - quiet, 0) + 3 * self.poll
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self.file or sys.__stderr__)
+
     def _watch(self) -> None:
         while True:
-            # Where the main thread hangs in C and keeps the interpreter's lock, this thread cannot run; then a timer
-            # outside the interpreter dumps and ends the process (with code 1, the only one it knows).
-            quiet = time.monotonic() - last_beat().seconds
-            backstop = max(self.limit - quiet, 0) + 3 * self.poll
-            faulthandler.dump_traceback_later(backstop, exit=True, file=self.file or sys.__stderr__)
+            self.arm()
             if self.stopped.wait(self.poll):
                 return
             quiet = time.monotonic() - last_beat().seconds

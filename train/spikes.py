@@ -1,0 +1,79 @@
+"""The loss-spike guard: a loss far above its recent median sends the run back to its newest checkpoint, and on with
+other data than those it has read since.
+
+Such spikes come from a few bad batches meeting the weights of the moment; PaLM (arXiv 2204.02311, section 5.1) found
+that the same weights with other batches, and the same batches with other weights, pass. Off unless
+`faults.spike_factor` is set.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from matmix.train.config import FaultsConfig
+from matmix.train.errors import LossSpikeError
+
+if TYPE_CHECKING:
+    from matmix.train.loop import Trainer
+
+
+class SpikeGuard:
+    """Remembers the losses of the last steps, the same on all ranks. What it remembers is part of the checkpoints, so
+    that a run that was started again finds the same spikes as one that went on."""
+
+    def __init__(self, config: FaultsConfig) -> None:
+        self.config = config
+        self.losses: deque[float] = deque(maxlen=config.spike_window)
+
+    def state_dict(self) -> list[float] | None:
+        """Its losses, JSON-serialisable; None where it is off."""
+        return list(self.losses) if self.config.spike_factor else None
+
+    def load_state_dict(self, state: list[float] | None) -> None:
+        self.losses = deque(state or (), maxlen=self.config.spike_window)
+
+    def sees_spike(self, trainer: Trainer) -> bool:
+        """Whether the step just done is a spike; else its loss is remembered. Steps that were not finite have been
+        skipped and are none."""
+        config, loss = self.config, trainer.last_loss
+        if not config.spike_factor or not trainer.step_was_finite:
+            return False
+        full = len(self.losses) == config.spike_window
+        if full and loss > config.spike_factor * statistics.median(self.losses):
+            return True
+        self.losses.append(loss)
+        return False
+
+    def go_back(self, trainer: Trainer, batches: Iterator[Any]) -> Iterator[Any]:
+        """Puts the run back to its newest checkpoint and the data after what was read: the batches from there.
+
+        Without a checkpoint the run goes on as it is. Raises LossSpikeError after `faults.max_rewinds` times.
+        """
+        step, read, rewinds = trainer.state.step, trainer.loader.samples, trainer.state.rewinds
+        factor = trainer.last_loss / statistics.median(self.losses)
+        seen = f"step {step}: loss {trainer.last_loss:.4g} is {factor:.3g} times the median of {len(self.losses)} steps"
+        newest = trainer.checkpoints.latest_valid(trainer.tell)
+        if newest is None:
+            self.losses.append(trainer.last_loss)
+            trainer.tell(f"{seen}; there is no checkpoint to go back to, training goes on")
+            return batches
+        if rewinds >= self.config.max_rewinds:
+            raise LossSpikeError(
+                f"{seen}, and the run has gone back {rewinds} times already (faults.max_rewinds): "
+                "try a lower optimizer.lr or a smaller optimizer.max_grad_norm, or look at the data; "
+                f"the newest checkpoint, {newest.name}, is from before the spike"
+            )
+        batches.close()
+        trainer.load(newest)
+        first, trainer.loader.samples = trainer.loader.samples, read
+        trainer.state.rewinds = rewinds + 1
+        trainer.tell(
+            f"{seen}: back to {newest.name}, leaving out the samples {first} to {read - 1} "
+            f"(rewind {trainer.state.rewinds} of {self.config.max_rewinds})"
+        )
+        trainer.call("on_rewind", step)
+        trainer.speed.start()
+        return iter(trainer.loader)
