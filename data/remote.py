@@ -31,6 +31,7 @@ _CONCURRENT = 8
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _FINAL_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "DefaultCredentialsError"}
 _LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_WRITING = ("cannot write", "cannot upload")
 _CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "oci": "ocifs"}
 
 
@@ -82,7 +83,8 @@ def persist(action: Callable[[], Result], what: str) -> Result:
     try:
         return attempts(action)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{what}: it does not exist") from error
+        missing = "there is no such bucket or folder" if what.startswith(_WRITING) else "it does not exist"
+        raise FileNotFoundError(f"{what}: {missing}") from error
     except PermissionError as error:
         raise RemotePermissionError(f"{what}: {first_line(error)}") from error
     except Exception as error:  # each client raises its own kinds
@@ -217,22 +219,30 @@ class RemoteFolder:
 
     # -- many files --------------------------------------------------------------------------------------
 
-    def download_all(self, names: Iterable[str], target: Path) -> None:
-        """Fetches files into a folder, several at a time. Raises as `download`, for the first that fails."""
-        _each(names, lambda name: self.download(name, target / name))
+    def download_all(self, names: Iterable[str], target: Path, done: Callable[[str], None] | None = None) -> None:
+        """Fetches files into a folder, several at a time. Raises as `download`, for the first that fails.
 
-    def upload_all(self, source: Path, names: Iterable[str]) -> None:
-        """Sends files of a folder, several at a time. Raises as `upload`, for the first that fails."""
-        _each(names, lambda name: self.upload(source / name, name))
+        done: called after each file, in any thread.
+        """
+        _each(names, lambda name: self.download(name, target / name), done)
+
+    def upload_all(self, source: Path, names: Iterable[str], done: Callable[[str], None] | None = None) -> None:
+        """Sends files of a folder, several at a time. Raises as `upload`, for the first that fails; done: as above."""
+        _each(names, lambda name: self.upload(source / name, name), done)
 
 
 def _is_local(client: Any) -> bool:
     return "file" in ((client.protocol,) if isinstance(client.protocol, str) else client.protocol)
 
 
-def _each(names: Iterable[str], action: Callable[[str], None]) -> None:
+def _each(names: Iterable[str], action: Callable[[str], None], done: Callable[[str], None] | None) -> None:
+    def one(name: str) -> None:
+        action(name)
+        if done is not None:
+            done(name)
+
     with ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="matmix-remote") as pool:
-        futures = [pool.submit(action, name) for name in names]
+        futures = [pool.submit(one, name) for name in names]
         try:
             for future in futures:
                 future.result()

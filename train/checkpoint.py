@@ -31,7 +31,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 LEFTOVERS = (".tmp-", ".old-", ".universal-")
 
 
-def _tell_on_rank_zero(text: str) -> None:
+def tell_on_rank_zero(text: str) -> None:
     if rank_and_world_size()[0] == 0:
         print(text, flush=True)
 
@@ -70,7 +70,7 @@ class CheckpointManager:
 
     # -- saving ------------------------------------------------------------------------------------------
 
-    def save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = _tell_on_rank_zero) -> Path | None:
+    def save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> Path | None:
         """Writes a checkpoint and removes those that need not be kept.
 
         extra: JSON values that `load` gives back. Returns the path, or None when the storage failed: then
@@ -81,7 +81,7 @@ class CheckpointManager:
         contents = Contents.collect(step, engine, extra, copy=False)
         return self.path(step) if self._complete(contents, None, tell) else None
 
-    def begin_save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = _tell_on_rank_zero) -> None:
+    def begin_save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> None:
         """Copies to host memory what `save` would write, and leaves the rest to a thread: `wait` says how it went.
 
         There is never more than one: waits first for a save that is running.
@@ -99,12 +99,12 @@ class CheckpointManager:
         work = functools.partial(self._complete, contents, self._group)
         self._running = BackgroundSave(step, work, engine.device)
 
-    def report(self, tell: Tell = _tell_on_rank_zero) -> None:
+    def report(self, tell: Tell = tell_on_rank_zero) -> None:
         """Passes on what a save in the background has to say so far; costs nothing. Needs no other rank."""
         if self._running is not None:
             self._running.report(tell)
 
-    def wait(self, tell: Tell = _tell_on_rank_zero) -> int | None:
+    def wait(self, tell: Tell = tell_on_rank_zero) -> int | None:
         """Waits for a save in the background; its step if it failed, None if it did not or there was none.
 
         Raises what is no failure of the storage, but a mistake of ours or the end of another rank.
@@ -112,7 +112,7 @@ class CheckpointManager:
         running, self._running = self._running, None
         return None if running is None or running.join(tell) else running.step
 
-    def close(self, tell: Tell = _tell_on_rank_zero) -> None:
+    def close(self, tell: Tell = tell_on_rank_zero) -> None:
         """Waits for a save in the background and raises nothing: for the end of a run, also after an error."""
         step = None if self._running is None else self._running.step
         try:
@@ -168,7 +168,7 @@ class CheckpointManager:
 
     # -- loading -----------------------------------------------------------------------------------------
 
-    def latest_valid(self, tell: Tell = _tell_on_rank_zero) -> Path | None:
+    def latest_valid(self, tell: Tell = tell_on_rank_zero) -> Path | None:
         """The newest whole checkpoint, or None if there is none at all; damaged ones are named and skipped.
 
         Raises ValueError if there are checkpoints but none is whole: starting from scratch would bury them.

@@ -16,7 +16,6 @@ from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
 from matmix.train import rng, stop
 from matmix.train.callbacks import make_callbacks
-from matmix.train.checkpoint import CheckpointManager
 from matmix.train.config import RunConfig
 from matmix.train.damage import DamageReport
 from matmix.train.distributed import Distributed, barrier, from_rank_zero, gather_objects
@@ -30,6 +29,7 @@ from matmix.train.objectives import compute_loss, count_targets
 from matmix.train.optimizer import make_optimizer
 from matmix.train.outcome import Attempt, adopt_attempt, attempt_id
 from matmix.train.recipe import config_to_dict
+from matmix.train.remote import opened
 from matmix.train.run import RunDirectory, git_revision, take_together
 from matmix.train.schedule import rate_share
 from matmix.train.speed import Speedometer
@@ -40,9 +40,15 @@ from matmix.train.state import Result, TrainState
 class Trainer:
     """Holds the parts of a run together; callbacks see it. Use `train` unless you need the parts."""
 
-    def __init__(self, config: RunConfig, distributed: Distributed, attempt: Attempt | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        distributed: Distributed,
+        attempt: Attempt | None = None,
+        run: RunDirectory | None = None,
+    ) -> None:
         rank, world_size = distributed.rank, distributed.world_size
-        self.run = RunDirectory(config.run_dir)
+        self.run = run or RunDirectory(config.run_dir)
         self.attempt = attempt or Attempt(self.run.path, rank)
         self.loader = make_loader(config, "train", rank, world_size, self.run.tokenizer_sha256())
         self.config = config = with_data_facts(config, self.loader)
@@ -60,9 +66,7 @@ class Trainer:
         )
         self.weight_decays = [group["weight_decay"] for group in self.engine.optimizer.param_groups]
         self.lock = self.run.lock()
-        self.checkpoints = CheckpointManager(
-            self.run.checkpoints, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
-        )
+        self.checkpoints = self.run.checkpoint_manager(config.checkpoint)
         flops = flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share)
         self.speed = Speedometer(flops, distributed.device, world_size)
         self.monitor = Monitor(self.engine)
@@ -298,4 +302,5 @@ def train(config: RunConfig, attempt: Attempt | None = None) -> Result:
     ):
         adopt_attempt(from_rank_zero(attempt_id()))
         tell_health(distributed, config.run_dir)
-        return Trainer(config, distributed, attempt).fit()
+        with opened(config.run_dir) as run:
+            return Trainer(config, distributed, attempt, run).fit()

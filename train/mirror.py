@@ -14,15 +14,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from matmix.data.remote import RemoteError, RemoteFolder, scratch_folder
+from matmix.data.remote import RemoteError, RemoteFolder
+from matmix.train import lease
 from matmix.train.checkpoint_files import MANIFEST, checksum, list_files, read_manifest
+from matmix.train.heartbeat import beat
 
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(rf"{CHECKPOINTS}/step-(\d{{8,}})/(.+)")
-# Which start of the run this folder took part in last. (Says nothing about the run, and stays here.)
-_STAMP = ".mirror.json"
-# Belongs to this node: locks, and files that are being written.
-_OWN = re.compile(r"(.*/)?(\.[^/]*|lock\.json|[^/]*\.(tmp|part))")
+# Belongs to this node or to the store: locks, and files that are being written.
+_OWN = re.compile(rf"(.*/)?(\.[^/]*|lock\.json|{re.escape(lease.NAME)}|[^/]*\.(tmp|part))")
+# What launchers and ranks may leave before a run has begun.
+_BEFORE_THE_RUN = re.compile(r"(logs|launch)/.*")
 # What ranks on other nodes than the first write under names of their own.
 _OF_RANKS = re.compile(r"logs/.*|launch/outcomes/[^/]*\.rank-\d+\.json")
 # What every node needs of a run that it continues; the other records are for the first rank only.
@@ -33,54 +35,57 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def mirror_folder(url: str, node: int = 0) -> Path:
-    """This node's folder for a run. The number keeps apart nodes whose cache folder is one and the same."""
-    return scratch_folder("runs", url) / f"node-{node}"
-
-
 class Mirror:
     """Moves files between a run's URL and this node's folder. Nothing here is collective.
 
     Methods that move files raise RemoteError (an OSError, one line) where the store fails.
     """
 
-    def __init__(self, url: str, node: int = 0) -> None:
-        """node: number of this node among those of the run."""
+    def __init__(self, url: str, folder: Path, *, first: bool = True) -> None:
+        """folder: this node's, see `places.mirror_folder`; first: whether rank 0 is on this node."""
         self.remote = RemoteFolder(url)
-        self.url, self.node = self.remote.url, node
-        self.folder = mirror_folder(self.url, node)
+        self.url, self.folder, self.first = self.remote.url, folder, first
+        self._stamp = folder.with_name(f"{folder.name}.json")
         self._sent: dict[str, tuple[int, int]] = {}
 
     # -- records: everything but the checkpoints ---------------------------------------------------------
 
-    def begin(self, last: int, current: int) -> bool:
-        """Brings the folder to where the run stands; `last` and `current` number the starts of the run.
+    def check(self) -> None:
+        """Raises ValueError if there is something at the URL, but no run."""
+        names = [n for n in self.remote.sizes() if not _OWN.fullmatch(n) and not _BEFORE_THE_RUN.fullmatch(n)]
+        if names and "config.toml" not in names:
+            raise ValueError(f"run_dir {self.url} is not empty and not a run; choose another run_dir")
 
-        A folder that did not take part in the last start is of the past: its records are replaced by those of the URL.
+    def begin(self, starts: int) -> bool:
+        """Brings the folder to where the run stands. starts: how often the run was started, this time included.
+
+        A folder that did not take part in the last start is of the past: its records give way to those at the URL.
         One that did holds them as new as they are. Returns which of the two it was: whether its files are up to date.
         """
-        stamp = self.folder / _STAMP
         try:
-            known = json.loads(stamp.read_text(encoding="utf-8"))["start"]
+            took_part = json.loads(self._stamp.read_text(encoding="utf-8"))["starts"] == starts - 1
         except (OSError, ValueError, KeyError, TypeError):
-            known = None
-        took_part = known is not None and known == last
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stamp.unlink(missing_ok=True)
+            took_part = False
+        self._stamp.unlink(missing_ok=True)
         if not took_part:
-            for path in self.folder.iterdir():
-                if path.is_dir() and path.name not in (CHECKPOINTS, "logs"):
-                    shutil.rmtree(path)
-                elif path.is_file() and not _OWN.fullmatch(path.name):
-                    path.unlink()
-        self.pull_records(self.node == 0)
-        stamp.write_text(json.dumps({"url": self.url, "start": current}), encoding="utf-8")
+            self.forget_records()
+        self.pull_records()
+        self._stamp.write_text(json.dumps({"url": self.url, "starts": starts}), encoding="utf-8")
         return took_part
 
-    def pull_records(self, every: bool = True) -> None:
-        """Fetches records that are not here. every: also those that only the first rank needs."""
+    def forget_records(self) -> None:
+        """Removes the records here, but for the logs that ranks may be writing."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.iterdir():
+            if path.is_dir() and path.name not in (CHECKPOINTS, "logs"):
+                shutil.rmtree(path)
+            elif path.is_file() and not _OWN.fullmatch(path.name):
+                path.unlink()
+
+    def pull_records(self) -> None:
+        """Fetches the records that are not here; on other nodes than the first, those that all ranks need."""
         names = [name for name in self.remote.sizes() if not name.startswith((f"{CHECKPOINTS}/", "logs/"))]
-        wanted = [name for name in names if not _OWN.fullmatch(name) and (every or _FOR_ALL.fullmatch(name))]
+        wanted = [name for name in names if not _OWN.fullmatch(name) and (self.first or _FOR_ALL.fullmatch(name))]
         self.remote.download_all([name for name in wanted if not (self.folder / name).exists()], self.folder)
 
     def push_records(self) -> None:
@@ -90,7 +95,7 @@ class Mirror:
             name = path.relative_to(self.folder).as_posix()
             if name.startswith(f"{CHECKPOINTS}/") or _OWN.fullmatch(name) or not path.is_file():
                 continue
-            if self.node == 0 or _OF_RANKS.fullmatch(name):
+            if self.first or _OF_RANKS.fullmatch(name):
                 state = path.stat()
                 found[name] = (state.st_size, state.st_mtime_ns)
         changed = [name for name, state in found.items() if self._sent.get(name) != state]
@@ -98,6 +103,17 @@ class Mirror:
         self._sent.update((name, found[name]) for name in changed)
 
     # -- checkpoints -------------------------------------------------------------------------------------
+
+    def local_steps(self) -> list[int]:
+        """Steps of which this node has its part, written to the end, in order."""
+        manifests = (self.folder / CHECKPOINTS).glob(f"step-*/{MANIFEST}")
+        names = (path.parent.name.removeprefix("step-") for path in manifests)
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def whole_files(self, step: int) -> set[str]:
+        """The files of a checkpoint that lie here with the right checksum."""
+        files = read_manifest(self.path(step))["files"]
+        return {name for name, entry in files.items() if _matches(self.path(step) / name, entry)}
 
     def path(self, step: int) -> Path:
         return self.folder / CHECKPOINTS / step_name(step)
@@ -122,7 +138,7 @@ class Mirror:
         """Uploads what this node has of a checkpoint, without the manifest."""
         files = read_manifest(self.path(step))["files"]
         own = [self._at(step, name) for name in files if (self.path(step) / name).is_file()]
-        self.remote.upload_all(self.folder, own)
+        self.remote.upload_all(self.folder, own, lambda name: beat("an upload"))
 
     def publish(self, step: int) -> None:
         """Makes an uploaded checkpoint valid. Raises RemoteError if a file of it is not at the URL, or not whole."""
@@ -134,10 +150,11 @@ class Mirror:
         self.remote.remove(self._at(step, name) for name in sorted(there.keys() - files.keys() - {MANIFEST}))
         self.remote.upload(self.path(step) / MANIFEST, self._at(step, MANIFEST))
 
-    def remove(self, step: int) -> None:
-        """Removes a checkpoint from the URL. Its manifest goes first: what is half removed is not valid."""
-        names = sorted(self._remote_files(step).keys() - {MANIFEST})
-        self.remote.remove([self._at(step, MANIFEST), *(self._at(step, name) for name in names)])
+    def remove_all_but(self, steps: set[int]) -> None:
+        """Removes the other checkpoints from the URL. Manifests go first: what is half removed is not valid."""
+        found = [match for match in map(_STEP.fullmatch, self.remote.sizes(CHECKPOINTS)) if match]
+        gone = [match[0] for match in found if int(match[1]) not in steps]
+        self.remote.remove(sorted(gone, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)))
 
     def pull(self, step: int, tell: Callable[[str], None] = lambda text: None) -> str | None:
         """Fetches a checkpoint into this node's folder, but for files that are here already with the right checksum.
@@ -169,12 +186,27 @@ class Mirror:
         missing = [name for name, entry in files.items() if not _matches(target / name, entry)]
         if missing:
             tell(f"fetching {sum(files[n][0] for n in missing) / 1e6:,.1f} MB in {len(missing)} files of {where}")
-        self.remote.download_all((self._at(step, name) for name in missing), self.folder)
+        self.remote.download_all(
+            [self._at(step, name) for name in missing], self.folder, lambda name: beat("a download")
+        )
         for name in missing:
             if not _matches(target / name, files[name]):
                 return f"{where} is damaged: {name} does not match its checksum"
         os.replace(incoming / MANIFEST, target / MANIFEST)
         return None
+
+    def outline(self, whole: bool) -> None:
+        """Puts all checkpoints of the URL here: manifests, and the other files with no content but the right size.
+
+        whole: with their content.
+        """
+        sizes = self.remote.sizes(CHECKPOINTS)
+        self.remote.download_all([n for n in sizes if whole or n.endswith(f"/{MANIFEST}")], self.folder)
+        for name, size in sizes.items():
+            if not (path := self.folder / name).exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    file.truncate(size)
 
 
 def _matches(path: Path, entry: list[int]) -> bool:

@@ -13,10 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from matmix.data.remote import is_url
 from matmix.data.tokenizer import Tokenizer
-from matmix.train.config import RunConfig
+from matmix.train.checkpoint import CheckpointManager
+from matmix.train.config import CheckpointConfig, RunConfig
 from matmix.train.distributed import from_rank_zero, rank_and_world_size
 from matmix.train.lock import RunLock
+from matmix.train.places import mirror_folder
 from matmix.train.recipe import config_from_dict, differences, read_toml, write_config
 
 # What may change when a run is started again: how it is watched, spread and kept, and how the steps to come are made;
@@ -46,7 +49,14 @@ class RunDirectory:
     """One run on disk."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        """path: a folder, or a URL, for which this node's folder stands (`matmix.train.remote` fills it)."""
+        self.url = str(path) if is_url(path) else None
+        self.path = Path(path) if self.url is None else mirror_folder(self.url)
+
+    @property
+    def where(self) -> str:
+        """What the user calls it."""
+        return self.url or str(self.path)
 
     @property
     def config_path(self) -> Path:
@@ -78,13 +88,13 @@ class RunDirectory:
         if not self.config_path.is_file():
             # What launchers and ranks leave there before a run has begun does not make it somebody else's.
             if any(entry.name not in ("launch", "logs") for entry in self.path.iterdir()):
-                raise ValueError(f"run_dir {self.path} is not empty and not a run; choose another run_dir")
+                raise ValueError(f"run_dir {self.where} is not empty and not a run; choose another run_dir")
             return
         refused = [d for d in differences(self.read_config(), config) if not _is_free(d[0])]
         if refused:
             text = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in refused)
             raise ValueError(
-                f"run_dir {self.path} belongs to a run with another config ({text}); "
+                f"run_dir {self.where} belongs to a run with another config ({text}); "
                 f"choose another --run-dir, or start that config again to resume it"
             )
 
@@ -110,6 +120,10 @@ class RunDirectory:
         if changes:
             listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
             tell(f"continuing with changes: {listed}")
+
+    def checkpoint_manager(self, config: CheckpointConfig) -> CheckpointManager:
+        """The run's checkpoints."""
+        return CheckpointManager(self.checkpoints, keep_last=config.keep_last, keep_every=config.keep_every)
 
     def lock(self) -> RunLock:
         """Who holds it may write here."""

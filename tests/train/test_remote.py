@@ -1,0 +1,245 @@
+"""Runs at URLs, against a real S3-compatible server: what is uploaded when, and going on from it elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+
+import pytest
+from object_store import running_store
+from runs import losses, run_recipe
+
+from matmix.train import lease, mirrored
+from matmix.train.checkpoint import CheckpointManager, read_portable
+from matmix.train.mirror import Mirror
+from matmix.train.places import mirror_folder
+from matmix.train.remote import local_run
+
+STEPS = ("--steps", "12", "--checkpoint.every", "4", "--logging.every", "1", "--evaluation.every", "0")
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path):
+    monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+    with running_store(monkeypatch) as running:
+        yield running
+
+
+@pytest.fixture
+def url(store) -> str:
+    return f"{store.url}/runs/a"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, dataset):
+    """The run as it is in a folder, uninterrupted."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    run_recipe("debug_mru", dataset, folder, *STEPS)
+    return folder
+
+
+def elsewhere(tmp_path) -> None:
+    """As if the next start were on another machine."""
+    shutil.rmtree(tmp_path / "scratch")
+
+
+def steps_at(store) -> list[str]:
+    return sorted(name.split("/")[3] for name in store.names("runs/a/checkpoints/") if name.endswith("checkpoint.json"))
+
+
+def weights_at(url: str, step: int) -> dict:
+    return dict(read_portable(CheckpointManager(local_run(url) / "checkpoints").path(step)))
+
+
+def test_a_run_goes_on_elsewhere_as_if_nothing_had_happened(store, url, dataset, tmp_path, straight, capsys):
+    run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "8")
+    assert steps_at(store) == ["step-00000004", "step-00000008"]
+    elsewhere(tmp_path)
+    capsys.readouterr()
+    assert run_recipe("debug_mru", dataset, url, *STEPS).finished
+    assert "resumed from step-00000008" in capsys.readouterr().out
+    assert losses(mirror_folder(url)) == losses(straight)
+    expected = dict(read_portable(straight / "checkpoints" / "step-00000012"))
+    found = weights_at(url, 12)
+    assert all((found[name] == value).all() for name, value in expected.items())
+    # Old ones are gone from the store, and everything else of the run is there.
+    assert steps_at(store) == ["step-00000008", "step-00000012"]
+    names = {name.removeprefix("runs/a/") for name in store.names("runs/a/")}
+    assert {"config.toml", "metrics.jsonl", "summary.json", "lease.json"} <= names
+    assert any(name.startswith("tokenizer/") for name in names)
+    assert any(name.startswith("tensorboard/") for name in names)
+    assert not [name for name in names if "lock" in name or "/." in name or name.startswith(".")]
+    assert store.get("runs/a/metrics.jsonl") == (mirror_folder(url) / "metrics.jsonl").read_bytes()
+    # Started once more, it finds nothing to do, also on a machine that has seen nothing.
+    elsewhere(tmp_path)
+    assert run_recipe("debug_mru", dataset, url, *STEPS).steps_done == 0
+
+
+def test_credentials_are_nowhere_in_a_run(store, url, dataset, tmp_path):
+    run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "4")
+    local = [path.read_bytes() for path in (tmp_path / "scratch").rglob("*") if path.is_file()]
+    for content in [*local, *(store.get(name) for name in store.names())]:
+        assert b"a-secret-access-key" not in content
+        assert b"an-access-key-id" not in content
+
+
+def test_the_manifest_is_uploaded_last(store, url, dataset):
+    run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "4")
+    writes = [path.split("/runs/a/")[1] for method, path in store.requests if method == "PUT" and "/runs/a/" in path]
+    files = [name for name in writes if name.startswith("checkpoints/")]
+    assert len(files) > 2
+    assert files.index("checkpoints/step-00000004/checkpoint.json") == len(files) - 1
+    # What a reader needs besides is there before a checkpoint counts.
+    assert {"config.toml", "metrics.jsonl"} < set(writes[: writes.index(files[-1])])
+
+
+def test_a_failed_upload_costs_one_line_and_no_checkpoint(store, url, dataset, tmp_path, straight, capsys):
+    store.refuse = lambda method, path: method == "PUT" and "step-00000008" in path
+    assert run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "10").saved
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert len(warnings) == 1
+    assert f"no checkpoint at step 8: cannot upload {url}/checkpoints/step-00000008/" in warnings[0]
+    assert "training goes on, the last valid one is step-00000004" in warnings[0]
+    assert steps_at(store) == ["step-00000004", "step-00000010"]
+    store.refuse = lambda method, path: False
+    elsewhere(tmp_path)
+    assert run_recipe("debug_mru", dataset, url, *STEPS).finished
+    assert losses(mirror_folder(url)) == losses(straight)
+
+
+def test_uploads_that_fail_until_the_end_leave_the_last_one_valid(store, url, dataset, tmp_path, straight, capsys):
+    store.refuse = lambda method, path: method == "PUT" and "checkpoints/step" in path and "step-00000004" not in path
+    assert not run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "10").saved
+    assert steps_at(store) == ["step-00000004"]
+    store.refuse = lambda method, path: False
+    # On the same machine the step that it holds is uploaded now, and the run goes on from there.
+    keep = tmp_path / "keep"
+    shutil.copytree(tmp_path / "scratch", keep)
+    capsys.readouterr()
+    run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "11")
+    output = capsys.readouterr()
+    assert "uploaded the checkpoint of step 10, which the last start of this run could not" in output.out + output.err
+    assert "resumed from step-00000010" in output.out
+    # A machine that held a step, but was not there the last time, does not bring it back.
+    elsewhere(tmp_path)
+    shutil.copytree(keep, tmp_path / "scratch")
+    run_recipe("debug_mru", dataset, url, *STEPS)
+    assert "resumed from step-00000011" in capsys.readouterr().out
+    assert losses(mirror_folder(url)) == losses(straight)
+
+
+def test_a_store_that_is_away_for_a_moment_is_not_noticed(store, url, dataset, monkeypatch, straight, capsys):
+    monkeypatch.setenv("MATMIX_RETRY_SECONDS", "120")
+    real, started = Mirror.push_files, threading.Event()
+
+    def push_files(self, step):
+        if step == 4 and not started.is_set():
+            started.set()
+            store.stop()
+            threading.Timer(1.5, store.start).start()
+        real(self, step)
+
+    monkeypatch.setattr(Mirror, "push_files", push_files)
+    assert run_recipe("debug_mru", dataset, url, *STEPS).finished
+    assert started.is_set()
+    assert "warning" not in capsys.readouterr().out
+    assert steps_at(store) == ["step-00000008", "step-00000012"]
+    assert losses(mirror_folder(url)) == losses(straight)
+
+
+@pytest.mark.parametrize("harm", ["flipped", "truncated", "missing", "manifest"])
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
+    harm, store, url, dataset, tmp_path, straight, capsys
+):
+    run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "8")
+    elsewhere(tmp_path)
+    files = json.loads(store.get("runs/a/checkpoints/step-00000008/checkpoint.json"))["files"]
+    victim = f"runs/a/checkpoints/step-00000008/{max(files, key=lambda name: files[name][0])}"
+    if harm == "manifest":
+        store.put("runs/a/checkpoints/step-00000008/checkpoint.json", b'{"version": 1, "fi')
+    elif harm == "missing":
+        store.delete(victim)
+    else:
+        content = bytearray(store.get(victim))
+        content[len(content) // 2] ^= 1
+        store.put(victim, bytes(content if harm == "flipped" else content[:-10]))
+    capsys.readouterr()
+    assert run_recipe("debug_mru", dataset, url, *STEPS).finished
+    output = capsys.readouterr().out
+    warnings = [line for line in output.splitlines() if "warning" in line]
+    assert len(warnings) == 1
+    assert f"skipping a checkpoint: checkpoint {url}/checkpoints/step-00000008 is damaged: " in warnings[0]
+    assert "resumed from step-00000004" in output
+    assert losses(mirror_folder(url)) == losses(straight)
+    assert steps_at(store) == ["step-00000008", "step-00000012"]
+
+
+def test_it_does_not_start_from_scratch_where_no_checkpoint_is_valid(store, url, dataset, tmp_path):
+    run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "4")
+    elsewhere(tmp_path)
+    victim = next(name for name in store.names("runs/a/checkpoints/") if not name.endswith("checkpoint.json"))
+    store.delete(victim)
+    with pytest.raises(ValueError, match=rf"is missing; no checkpoint of {url} is valid: restore one, or use another"):
+        run_recipe("debug_mru", dataset, url, *STEPS)
+    store.stop()
+    with pytest.raises(OSError, match=rf"^cannot \w+ {url}.*: \w+: "):
+        run_recipe("debug_mru", dataset, url, *STEPS)
+    assert not [path for path in mirror_folder(url).rglob("checkpoint.json")]
+
+
+def test_what_is_no_run_is_left_alone(store, url, dataset):
+    store.put("runs/a/photos/one.jpg", b"...")
+    with pytest.raises(ValueError, match=rf"^run_dir {url} is not empty and not a run; choose another run_dir$"):
+        run_recipe("debug_mru", dataset, url, *STEPS)
+    assert store.names() == ["runs/a/photos/one.jpg"]
+    with pytest.raises(ValueError, match=r"^run_dir s3://\S+ belongs to a run with another config \(seed: 0 there"):
+        for seed in ("0", "1"):
+            run_recipe("debug_mru", dataset, f"{store.url}/b", *STEPS, "--stop-step", "1", "--seed", seed)
+
+
+def test_a_second_job_is_refused_and_harms_nothing(store, url, dataset, monkeypatch, straight):
+    from matmix.train import loop
+
+    monkeypatch.setattr(lease, "RENEWAL_SECONDS", 0.1)
+    real, complaints = loop.Trainer.train_step, []
+
+    def start_again() -> None:
+        monkeypatch.setenv("GROUP_RANK", "7")  # another machine: another folder
+        try:
+            run_recipe("debug_mru", dataset, url, *STEPS)
+        except ValueError as error:
+            complaints.append(str(error))
+        finally:
+            monkeypatch.delenv("GROUP_RANK")
+
+    def step(trainer, batches):
+        if trainer.state.step == 3 and not complaints:
+            second = threading.Thread(target=start_again)
+            second.start()
+            second.join()
+        real(trainer, batches)
+
+    monkeypatch.setattr(loop.Trainer, "train_step", step)
+    assert run_recipe("debug_mru", dataset, url, *STEPS).finished
+    assert len(complaints) == 1
+    assert f"run_dir {url} is in use by another job (host " in complaints[0]
+    assert losses(mirror_folder(url)) == losses(straight)
+
+
+def test_who_lost_the_run_to_another_job_does_not_touch_it(store, url, dataset, monkeypatch):
+    monkeypatch.setattr(lease, "RENEWAL_SECONDS", 600.0)
+    real = mirrored.MirroredCheckpoints._publish
+
+    def publish(self, step, group):
+        if step == 8:
+            other = json.loads(store.get("runs/a/lease.json"))
+            store.put("runs/a/lease.json", json.dumps({**other, "token": "x", "owner": {"host": "node-9"}}).encode())
+        return real(self, step, group)
+
+    monkeypatch.setattr(mirrored.MirroredCheckpoints, "_publish", publish)
+    with pytest.raises(lease.LeaseLostError, match="taken over by another job .host node-9"):
+        run_recipe("debug_mru", dataset, url, *STEPS)
+    assert steps_at(store) == ["step-00000004"]
+    assert json.loads(store.get("runs/a/lease.json"))["token"] == "x"
