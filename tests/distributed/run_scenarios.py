@@ -36,7 +36,7 @@ def _train(recipe: str, overrides: list[str]) -> GlobalBatches:
                 yield batch
 
         true_step(trainer, watched())
-        found[trainer.state.step] = sum(gather_objects(read), [])
+        found[trainer.state.step] = [row for rows in gather_objects(read) for row in rows]
 
     loop.Trainer.train_step = train_step
     try:
