@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
-from scenarios import ENGINES, make_engine, no_space_at_sync, partition_everything, run_steps, train_step, weights
+from scenarios import (
+    ENGINES,
+    make_engine,
+    no_space_at_sync,
+    partition_everything,
+    place,
+    run_steps,
+    train_step,
+    weights,
+)
 from torch.distributed.tensor import DTensor
 
 from matmix.train.checkpoint import CheckpointManager
+from matmix.train.distributed import gather_objects
 from matmix.train.engine import Engine, EngineConfig
 
 HSDP = {"hsdp": {"name": "fsdp2", "replicate": 2}}
@@ -99,7 +110,14 @@ def save_while_training(name: str, directory: str) -> dict[str, Any]:
         same.append(state_of(again) == state)
         same.append(run_steps(again, step, 6, accumulation=1) == history[step - 2 :])
     files = [path.name for path in (manager.path(2) / "sharded").glob("*.distcp")] if "zero" not in name else []
-    return {"same": same, "told": told, "at_once": gate.at_once, "alive": alive, "files": sorted(files)}
+    return {
+        "same": same,
+        "told": told,
+        "at_once": gate.at_once,
+        "alive": alive,
+        "files": sorted(files),
+        "held": engine.host.size,
+    }
 
 
 def fail_in_background(name: str, directory: str) -> dict[str, Any]:
@@ -123,9 +141,40 @@ def fail_in_background(name: str, directory: str) -> dict[str, Any]:
     return {"failed": failed, "complaints": told, "left": sorted(path.name for path in manager.directory.iterdir())}
 
 
+def damage_one_by_one(name: str, directory: str) -> list[str]:
+    """Damages the checkpoints of `save_while_training` on the disk, newest first: what is told, and then used."""
+    folder = Path(directory) / name
+    told: list[str] = []
+    for step, damage in ((6, truncate), (4, Path.unlink), (2, flip_a_bit)):
+        gather_objects(None)  # no rank is still reading
+        if place().rank == 0:
+            checkpoint = folder / f"step-{step:08d}"
+            damage(
+                max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+            )
+        gather_objects(None)
+        try:
+            told.append(f"used: {CheckpointManager(folder).latest_valid(told.append).name}")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def in_background_all(names: list[str], directory: str) -> dict[str, Any]:
     partition_everything()
     return {
-        name: save_while_training(name, directory) | (fail_in_background(name, directory) if name in ENGINES else {})
+        name: save_while_training(name, directory)
+        | {"damaged": damage_one_by_one(name, directory)}
+        | (fail_in_background(name, directory) if name in ENGINES else {})
         for name in names
     }

@@ -177,6 +177,16 @@ def test_what_is_kept(tmp_path):
     assert kept[7] == [4, 6, 7]
 
 
+def test_what_was_just_written_is_kept(directory):
+    """The newest looks whole and is not: what is written at an earlier step stays, else nothing valid would."""
+    (directory / "step-00000002").rename(directory / "step-00000009")
+    flip_a_bit(directory / "step-00000009")
+    manager = CheckpointManager(directory, keep_last=1)
+    manager.save(3, scenarios.make_engine(EngineConfig()), {})
+    assert manager.steps() == [3, 9]
+    assert manager.latest_valid() == directory / "step-00000003"
+
+
 def test_portable_weights(directory):
     engine = scenarios.make_engine(EngineConfig())
     CheckpointManager(directory).load(directory / "step-00000002", engine)

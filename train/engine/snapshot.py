@@ -39,6 +39,11 @@ class HostMemory:
     def __init__(self) -> None:
         self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
 
+    @property
+    def size(self) -> int:
+        """Bytes that are kept."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     @torch.no_grad()
     def copy(self, state: State, name: str = "") -> State:
         """A copy of `state` that nothing changes until the next one of this `name`.
