@@ -44,6 +44,9 @@ _WORDS = {
     EXIT_INTERRUPTED: "interrupted without saving",
 }
 
+_DEADLY = (signal.SIGHUP, signal.SIGQUIT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL)
+_DEADLY += (signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
@@ -83,7 +86,8 @@ def describe(code: int | None) -> str:
     if code is None:
         return "nobody saw it end (a node that failed, or a launcher that was killed)"
     number = -code if code < 0 else code - 128
-    if code not in _WORDS and number in set(signal.Signals):
+    # srun's own errors have large codes, too: 140 is a node that did not answer rather than SIGUSR2.
+    if code not in _WORDS and number in _DEADLY:
         return f"killed by {signal.Signals(number).name}"
     return _WORDS.get(code, f"exit code {code}")
 

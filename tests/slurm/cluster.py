@@ -153,7 +153,11 @@ class Cluster:
         for line in lines:
             info = dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", line))
             if "ArrayJobId" in info:
-                told[f"{info['ArrayJobId']}_{info['ArrayTaskId']}"] = info
+                # Tasks that wait share a line: ArrayTaskId=1-3 or 0,2-3%1.
+                for group in info["ArrayTaskId"].split("%")[0].split(","):
+                    first, _, last = group.partition("-")
+                    for task in range(int(first), int(last or first) + 1):
+                        told[f"{info['ArrayJobId']}_{task}"] = info
             elif "JobId" in info:
                 told[info["JobId"]] = info
         return told
@@ -218,6 +222,17 @@ class Cluster:
         self._daemons[node].kill()
         self._daemons[node].wait()
         _kill(self.processes(node))
+
+    def find_processes(self, job: str, text: str) -> list[psutil.Process]:
+        """The processes of a job's tasks whose command line holds `text`; not the srun that starts them."""
+        found = []
+        for process in self.processes():
+            try:
+                of_job = process.environ().get("SLURM_JOB_ID") == job and process.name() != "srun"
+                found += [process] if of_job and text in " ".join(process.cmdline()) else []
+            except psutil.Error:
+                continue  # gone in the meantime
+        return found
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
         """The steps (slurmstepd) and tasks on one node or on all; without the daemons."""

@@ -119,7 +119,11 @@ def run_without_slurm(path: Path, dataset: str, ranks: int, *overrides: str) -> 
     """The same run by processes that know nothing of Slurm; returns when they have ended well."""
     arguments = ["debug_mru", "--run-dir", str(path), "--data.path", dataset, *SETTINGS, *overrides]
     started = start_ranks(arguments, ranks)
-    outputs = [process.communicate(timeout=300)[0] for process in started]
+    try:
+        outputs = [process.communicate(timeout=500)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     assert [process.returncode for process in started] == [0] * ranks, "\n".join(outputs)
 
 

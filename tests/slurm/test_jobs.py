@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
 from slurm_runs import STEPS, SlurmRun, assert_undisturbed
 from stories import tells
 
 from matmix.launch import launch
+from matmix.launch.records import preparation_home, read_jobs
 from matmix.train.exits import EXIT_OK, EXIT_STOPPED
 
 # -- chains and cancelled jobs ---------------------------------------------------------------------------------------
@@ -66,6 +71,40 @@ def test_an_array_of_runs_of_which_one_is_interrupted(told, alone):
     curves = [point.curve() for point in points]
     assert all([step for step, *_ in curve] == list(range(1, STEPS + 1)) for curve in curves)
     assert len({curve[-1] for curve in curves}) == 3  # each task has trained with its own value
+
+
+def prepared(stage):
+    """Three parts of a preparation, of which the second fails, and is made again alone."""
+    healed, out = stage.folder / "healed", stage.folder / "joined"
+    breaks = f'[ "${{SLURM_ARRAY_TASK_ID:-}}" != 2 ] || [ -e {healed} ] || exit 3'
+    words = ["slurm", "--prepare", "--parts", "3", str(Path(stage.dataset).parent / "verses.jsonl"), "--out", str(out)]
+    words += ["--vocab-size", "320", "--validation-fraction", "0.1", "--processes", "1", "--setup", breaks]
+    assert launch.main(words) == 0
+    home = preparation_home(str(out))
+    yield stage, out, home
+    parts, merge = [job.job for job in read_jobs(home)]
+    for number in (1, 2, 3):
+        stage.cluster.wait_for_end(f"{parts}_{number}")
+    stage.cluster.wait_for(merge, "CANCELLED")
+    assert not (out / "manifest.json").exists()
+    healed.touch()
+    assert launch.main(["resubmit", str(out)]) == 0
+    stage.cluster.wait_for(read_jobs(home)[-1].job, "COMPLETED")
+
+
+@tells(prepared)
+def test_an_array_of_parts_is_joined_once_a_failed_part_was_made_again(told):
+    stage, out, home = told
+    first, _, second, _ = [job.job for job in read_jobs(home)]
+    states = {name: stage.cluster.info(f"{first}_{name}")["JobState"] for name in (1, 2, 3)}
+    assert states == {1: "COMPLETED", 2: "FAILED", 3: "COMPLETED"}
+    assert stage.cluster.info(f"{second}_2")["JobState"] == "COMPLETED"
+    with pytest.raises(KeyError):
+        stage.cluster.info(f"{second}_1")
+    joined, whole = (json.loads((Path(path) / "manifest.json").read_text()) for path in (out, stage.dataset))
+    for split in ("train", "validation"):
+        for count in ("documents", "tokens"):
+            assert joined["splits"][split][count] == whole["splits"][split][count]
 
 
 # -- status, cancel, resubmit ----------------------------------------------------------------------------------------

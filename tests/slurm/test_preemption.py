@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+from cluster import wait_until
 from slurm_runs import STEPS, assert_undisturbed
 from stories import tells
 
@@ -49,17 +51,23 @@ def test_usr2_saves_requeues_and_resumes(told, alone):
 
 
 def signalled_early(stage):
+    """Once before the batch script has started any rank, and once while the rank imports its libraries."""
+    cluster = stage.cluster
     run = stage.run("signalled-early").submit(stage.dataset)
     yield run
-    stage.cluster.wait_for(run.job, "RUNNING")
-    stage.cluster.run("scancel", "--batch", "--signal=USR2", run.job)
-    stage.cluster.wait_for_end(run.job)
+    cluster.wait_for(run.job, "RUNNING")
+    cluster.run("scancel", "--batch", "--signal=USR2", run.job)
+    cluster.wait_for(run.job, "RUNNING", restarts=1)
+    wait_until(lambda: cluster.find_processes(run.job, "matmix.launch.rank"), "the rank's process", poll=0.5)
+    cluster.run("scancel", "--batch", "--signal=USR2", run.job)
+    cluster.wait_for_end(run.job)
 
 
 @tells(signalled_early)
 def test_usr2_before_the_first_step_requeues_as_well(told, alone):
     info = told.cluster.info(told.job)
-    assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), told.output()
+    assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "2"), told.output()
+    assert all(attempt.signalled for attempt in told.attempts()[:2])
     assert_undisturbed(told, alone(1))
 
 
@@ -102,4 +110,77 @@ def test_a_node_that_is_set_down_moves_the_job_to_others(told, alone):
     assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), told.output()
     assert told.cluster.hostnames(info["NodeList"]) == [first, third]
     assert "resumed from step-" in told.output()
+    assert_undisturbed(told, alone(2))
+
+
+# -- what takes minutes ----------------------------------------------------------------------------------------------
+
+
+def crashed(stage):
+    cluster = stage.cluster
+    run = stage.run("crashed").submit(stage.dataset, "--partition", "mortal", nodes=2)
+    yield run
+    run.wait_for_step(60)
+    dead = cluster.nodes["mortal"][1]
+    cluster.kill_node(dead)
+    try:
+        cluster.wait_for_end(run.job)
+    finally:
+        cluster.resume(dead)
+
+
+@pytest.mark.slow
+@tells(crashed)
+def test_a_node_that_dies_is_replaced(told, alone):
+    info = told.cluster.info(told.job)
+    assert info["JobState"] == "COMPLETED", told.output()
+    assert int(info["Restarts"]) >= 1
+    assert "resumed from step-" in told.output()
+    assert_undisturbed(told, alone(2))
+
+
+def out_of_time(stage):
+    """Limits come in minutes, signals up to a minute early: a step takes as long as it takes for one to come."""
+    cluster = stage.cluster
+    run = stage.run("out-of-time").submit(stage.dataset, "--time", "2", "--save-seconds", "60")
+    yield run
+    run.wait_for_step(60)
+    ranks = cluster.find_processes(run.job, "matmix.launch.rank")
+    for rank in ranks:
+        rank.suspend()
+    wait_until(lambda: "USR2: telling the ranks" in run.output(), "Slurm's signal before the time limit", seconds=200)
+    for rank in ranks:
+        rank.resume()
+    cluster.wait_for_end(run.job, seconds=500)
+
+
+@pytest.mark.slow
+@tells(out_of_time)
+def test_a_job_goes_on_after_its_time_limit(told, alone):
+    info = told.cluster.info(told.job)
+    assert info["JobState"] == "COMPLETED", told.output()
+    assert int(info["Restarts"]) >= 1
+    assert told.attempts()[0].signalled
+    assert told.attempts()[0].code == EXIT_STOPPED
+    assert_undisturbed(told, alone(1))
+
+
+def displaced(stage):
+    """By a job that Slurm prefers: all ranks hear SIGTERM, and the nodes are taken away after the grace time."""
+    run = stage.run("displaced").submit(stage.dataset, "--partition", "lent", nodes=2)
+    yield run
+    run.wait_for_step(60)
+    nodes = ",".join(stage.cluster.nodes["lent"])
+    urgent = stage.cluster.submit("#!/bin/sh\nsrun sleep 5\n", "-p", "urgent", "-N2", "--exclusive", "-w", nodes)
+    stage.cluster.wait_for(urgent, "COMPLETED")
+    stage.cluster.wait_for_end(run.job)
+
+
+@pytest.mark.slow
+@tells(displaced)
+def test_a_job_that_is_displaced_by_a_more_urgent_one_comes_back(told, alone):
+    info = told.cluster.info(told.job)
+    assert info["JobState"] == "COMPLETED", told.output()
+    assert int(info["Restarts"]) >= 1
+    assert told.attempts()[0].code == EXIT_STOPPED
     assert_undisturbed(told, alone(2))
