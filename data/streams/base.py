@@ -103,13 +103,14 @@ class TokenShards:
         if shard in self._open:
             self._open.move_to_end(shard)
         else:
+            # Before the next is fetched: what is closed may make room for it in the cache.
+            if len(self._open) >= self.keep_open:
+                self._open.popitem(last=False)
             with self._remembering_damage(shard):
                 if shard not in self._damaged:
                     self._open[shard] = self._open_shard(shard)
             if shard in self._damaged:
                 raise DamagedShard(self._where(shard), self._damaged[shard].removeprefix(self._where(shard) + " "))
-            if len(self._open) > self.keep_open:
-                self._open.popitem(last=False)
         return self._open[shard].read(index, length)
 
     def _open_shard(self, number: int) -> OpenShard:
