@@ -65,15 +65,16 @@ def first_line(error: BaseException) -> str:
     return text if isinstance(error, RemoteError) else f"{type(error).__name__}: {text}"
 
 
-def persist(action: Callable[[], Result], what: str) -> Result:
+def persist(action: Callable[[], Result], what: str, *, patient: bool = True) -> Result:
     """Does `action`, again and again while it fails for a reason that may pass.
 
-    what: the beginning of the message, as in "cannot download s3://bucket/file". Raises FileNotFoundError,
-    RemotePermissionError and the OSError of a full disk at once, and RemoteError (one line) after the last attempt.
+    what: the beginning of the message, as in "cannot download s3://bucket/file"; patient: False = only one attempt.
+    Raises FileNotFoundError, RemotePermissionError and the OSError of a full disk at once, and RemoteError (one line)
+    after the last attempt.
     """
     seconds = float(os.environ.get(RETRY_VARIABLE) or 60)
     attempts = tenacity.Retrying(
-        retry=tenacity.retry_if_exception(_may_pass),
+        retry=tenacity.retry_if_exception(lambda error: patient and _may_pass(error)),
         wait=tenacity.wait_exponential_jitter(initial=0.2, max=15, jitter=0.2),
         stop=tenacity.stop_all(
             tenacity.stop_after_attempt(_LEAST_ATTEMPTS), tenacity.stop_after_delay(max(seconds, 0.001))
@@ -111,14 +112,15 @@ class RemoteFolder:
     Raises ValueError where the URL's client is not installed, or where the URL has a password in it.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, patient: bool = True) -> None:
+        """patient: False = operations that fail are not tried again."""
         if re.match(r"[^/]*://[^/@]*:[^/@]*@", url):
             raise ValueError("a URL may not hold a password, as URLs are written into runs: give it by the environment")
-        self.url = url.rstrip("/")
+        self.url, self.patient = url.rstrip("/"), patient
         self._connect()
 
     def __truediv__(self, name: str) -> RemoteFolder:
-        return RemoteFolder(f"{self.url}/{name}")
+        return RemoteFolder(f"{self.url}/{name}", patient=self.patient)
 
     def _connect(self) -> tuple[Any, str]:
         """The client and the folder's path in its words. Cheap: fsspec keeps the clients of a process."""
@@ -142,7 +144,7 @@ class RemoteFolder:
             client, path = self._connect()
             return action(client, f"{path}/{name}" if name else path)
 
-        return persist(once, f"cannot {what} {self.url}/{name}".rstrip("/"))
+        return persist(once, f"cannot {what} {self.url}/{name}".rstrip("/"), patient=self.patient)
 
     # -- reading -----------------------------------------------------------------------------------------
 

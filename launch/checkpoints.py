@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from matmix.train.checkpoint_listing import CheckpointFacts, Listing, list_checkpoints
+from matmix.train.remote import local_outline
 from matmix.train.run import RunDirectory
 
 _DESCRIPTION = """\
@@ -34,15 +35,15 @@ def main(arguments: list[str]) -> int:
 
 def _list(arguments: list[str]) -> int:
     parser = _Parser(prog="matmix checkpoints", description=_DESCRIPTION)
-    parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument("run", metavar="RUN", help="run directory, or its URL")
     parser.add_argument(
         "--verify", action="store_true", help="read every file and compare checksums (default: presence and sizes)"
     )
     options = parser.parse_args(arguments)
-    run = RunDirectory(options.run)
+    run = RunDirectory(local_outline(options.run, whole=options.verify))
     run.read_config()  # says if this is no run
     listing = list_checkpoints(run.checkpoints, verify=options.verify)
-    print(render(listing, verified=options.verify), end="")
+    print(render(listing, verified=options.verify).replace(str(run.path), options.run.rstrip("/")), end="")
     return 1 if listing.damaged else 0
 
 

@@ -13,6 +13,7 @@ from matmix.train.errors import RunFailure
 from matmix.train.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from matmix.train.outcome import Attempt
 from matmix.train.recipe import bundled_recipes, load_config
+from matmix.train.remote import push_outcome
 from matmix.train.run import RunDirectory
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def _train(config: RunConfig) -> int:
     except BaseException as error:
         text = one_line(error)
         attempt.end(exit_code(error), text if is_expected(error) else f"{type(error).__name__}: {text}")
+        push_outcome(config.run_dir, rank)
         if isinstance(error, BrokenPipeError):
             raise RunFailure(f"nobody reads this process's output any more ({text})") from error
         raise
@@ -72,6 +74,7 @@ def _train(config: RunConfig) -> int:
         code = EXIT_STOPPED
     attempt.step = result.step
     attempt.end(code, words.splitlines()[0])
+    push_outcome(config.run_dir, rank)
     if rank == 0:
         print(words)
     return code

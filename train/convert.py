@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from matmix.data.remote import is_url
 from matmix.train.checkpoint import GENERATORS
 from matmix.train.checkpoint_files import (
     describe_files,
@@ -20,6 +21,7 @@ from matmix.train.checkpoint_files import (
 from matmix.train.export import find_checkpoint
 from matmix.train.portable import KIND, SUBDIRECTORY, open_full, write_portable
 from matmix.train.recipe import write_config
+from matmix.train.remote import local_run
 from matmix.train.run import RunDirectory
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -39,13 +41,15 @@ def convert_run(
     Needs no ranks and holds one tensor in memory.
 
     Args:
-        run_dir: the run; its newest valid checkpoint is taken, or that of `step`.
+        run_dir: the run, a folder or a URL; its newest valid checkpoint is taken, or that of `step`.
         out_dir: must not exist, or be empty; appears whole or not at all.
         max_file_bytes: size at which another file is begun; a larger tensor has a file of its own.
         tell: called with lines for the user.
     Returns: the new checkpoint. Raises FileNotFoundError or ValueError (one line).
     """
-    run, out = RunDirectory(run_dir), Path(out_dir)
+    if is_url(str(out_dir)):
+        raise ValueError(f"converted runs are made in a folder, not at a URL such as {out_dir}")
+    run, out = RunDirectory(local_run(run_dir, step=step)), Path(out_dir)
     config = run.read_config()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty directory; choose another one, or remove it")
@@ -69,7 +73,7 @@ def convert_run(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    tell(f"Converted {source.name} of {run.path} to {out}; `matmix train {out}` goes on from there.")
+    tell(f"Converted {source.name} of {run_dir} to {out}; `matmix train {out}` goes on from there.")
     return RunDirectory(out).checkpoints / source.name
 
 

@@ -12,6 +12,7 @@ from matmix.model.interop import read_checkpoint
 from matmix.model.interop.huggingface import check_target, export_model
 from matmix.train.checkpoint import CheckpointManager, read_portable
 from matmix.train.config import RunConfig
+from matmix.train.remote import local_run
 from matmix.train.run import RunDirectory
 
 
@@ -27,7 +28,7 @@ def export_run(
     """Write the weights of a run as a directory that transformers loads without matmix.
 
     Args:
-        run_dir: the run; its newest valid checkpoint is taken, or that of `step`.
+        run_dir: the run, a folder or a URL; its newest valid checkpoint is taken, or that of `step`.
         out_dir: must not exist, or be empty; appears whole or not at all.
         dtype: "float32", "bfloat16" or "float16".
         max_shard_bytes: largest size of a file of weights, and what bounds the memory this needs.
@@ -35,7 +36,7 @@ def export_run(
     Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
     """
     check_target(Path(out_dir))
-    run = RunDirectory(run_dir)
+    run = RunDirectory(local_run(run_dir, step=step))
     config = run.read_config()
     checkpoint = find_checkpoint(run, step)
     tokenizer = run_tokenizer(run, config)
@@ -51,7 +52,7 @@ def export_run(
         max_shard_bytes=max_shard_bytes,
         notes=f"Trained for {int(checkpoint.name.rpartition('-')[2]):,} steps with matmix.",
     )
-    tell(f"Exported {checkpoint.name} of {run.path} to {out} ({_size(out)}).")
+    tell(f"Exported {checkpoint.name} of {run_dir} to {out} ({_size(out)}).")
     return out
 
 

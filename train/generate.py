@@ -19,6 +19,7 @@ from matmix.model.interop.huggingface_tokenizer import load_fast_tokenizer, spec
 from matmix.model.interop.plain_config import model_config_from_dict
 from matmix.train.checkpoint import read_portable
 from matmix.train.export import find_checkpoint, run_tokenizer
+from matmix.train.remote import local_run
 from matmix.train.run import RunDirectory
 from matmix.train.sampling import Sampling, text_pieces
 
@@ -84,7 +85,7 @@ def _write_now(text: str) -> None:
 
 def load_source(source: str | Path, *, step: int | None = None, device: str | None = None) -> Source:
     """Read a run (its newest checkpoint, or that of `step`) or an export."""
-    path = Path(source)
+    path = local_run(source, step=step)
     if not path.is_dir():
         raise FileNotFoundError(f"no run or export at {path}")
     if (path / "config.toml").is_file():

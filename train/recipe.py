@@ -14,6 +14,7 @@ from typing import Any
 import dacite
 import tomli_w
 
+from matmix.data.remote import RemoteFolder, is_url
 from matmix.train.arguments import parse_arguments, unknown_key
 from matmix.train.config import RunConfig
 
@@ -83,14 +84,22 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
 
 
+def _read_remote(url: str) -> dict[str, Any]:
+    raw = RemoteFolder(url).read("config.toml")
+    if raw is None:
+        raise FileNotFoundError(f"there is no run at {url}")
+    return tomllib.loads(raw.decode("utf-8"))
+
+
 def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """The run's config from a recipe (path or bundled name) and command-line overrides such as ``--optimizer.lr 3e-4``.
+    """The run's config from a recipe (path or bundled name) or a run (folder or URL), and command-line overrides
+    such as ``--optimizer.lr 3e-4``.
 
     Raises FileNotFoundError for a missing recipe and ValueError (one line) for a bad key, type or value.
     """
-    path = find_recipe(recipe)
-    config = config_from_dict(read_toml(path), str(path))
-    if Path(recipe).is_dir():
+    path = Path(recipe) if is_url(recipe) else find_recipe(recipe)
+    config = config_from_dict(_read_remote(recipe) if is_url(recipe) else read_toml(path), str(path))
+    if is_url(recipe) or Path(recipe).is_dir():
         config = dataclasses.replace(config, run_dir=recipe)  # a run goes on where it lies, wherever it began
     config = parse_arguments(RunConfig, list(overrides), default=config, prog="matmix train RECIPE")
     if not config.run_dir:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from matmix.data.remote import is_url
+from matmix.data.remote import RemoteFolder, is_url
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.checkpoint_files import MANIFEST
 from matmix.train.config import CheckpointConfig
@@ -18,6 +18,7 @@ from matmix.train.distributed import from_rank_zero, gather_objects, rank_and_wo
 from matmix.train.lease import Lease
 from matmix.train.mirror import Mirror
 from matmix.train.mirrored import MirroredCheckpoints
+from matmix.train.outcome import attempt_id, outcome_path
 from matmix.train.places import Place, mirror_folder
 from matmix.train.run import RunDirectory, take_together
 
@@ -91,13 +92,15 @@ def _push_records(mirror: Mirror) -> None:
         print(f"warning: records of the run are not up to date at {mirror.url} ({error})", file=sys.stderr, flush=True)
 
 
-def push_outcome(run_dir: str) -> None:
-    """Uploads what this process wrote after `opened` had ended, such as how it ended; failing is no matter."""
-    place = Place.of_node()
-    if is_url(run_dir) and place.leads:
-        mirror = Mirror(run_dir, mirror_folder(run_dir), first=place.number == 0)
-        if mirror.folder.is_dir():
-            _push_records(mirror)
+def push_outcome(run_dir: str, rank: int) -> None:
+    """Uploads what this process wrote last, after `opened` had ended: how it ended. One try; failing is no matter."""
+    if not is_url(run_dir):
+        return
+    path = outcome_path(mirror_folder(run_dir), attempt_id(), rank)
+    if path.is_file():
+        with contextlib.suppress(OSError):
+            name = path.relative_to(mirror_folder(run_dir)).as_posix()
+            RemoteFolder(run_dir, patient=False).upload(path, name)
 
 
 def _tell_on_stderr(text: str) -> None:
