@@ -120,11 +120,8 @@ class Trainer:
         self.stop_agreed = bool(signals)
         self.call("on_step")
         if state.step % config.logging.every == 0 or state.step == config.last_step:
-            counters = dataclasses.asdict(state)
-            record = self.speed.record(
-                **counters, grad_norm=self.last_norm, lr=lr, monitored=self.monitor.of_interval()
-            )
-            self.call("on_record", record)
+            counters = {**dataclasses.asdict(state), "grad_norm": self.last_norm, "lr": lr}
+            self.call("on_record", self.speed.record(**counters, monitored=self.monitor.of_interval()))
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -246,8 +243,7 @@ class Trainer:
             return False
         with self.speed.paused():
             if self.validation is None:
-                ranks = self.engine.rank, self.engine.world_size
-                sha256 = self.loader.tokenizer.sha256
+                ranks, sha256 = (self.engine.rank, self.engine.world_size), self.loader.tokenizer.sha256
                 self.validation = make_loader(self.config, "validation", *ranks, sha256)
             metrics = evaluate(self.engine, self.validation, self.config, interrupted=lambda: bool(stop.received()))
             if metrics is None:
@@ -270,10 +266,7 @@ class Trainer:
             return False
         if self.engine.rank == 0:
             summary = {"step": self.state.step, "tokens": self.state.tokens, "validation": self.metrics}
-            try:
-                self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy})
-            except OSError as error:
-                self.tell(f"warning: no summary written ({error}); the same command tries again")
+            self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy}, self.tell)
         return True
 
     # -- callbacks -----------------------------------------------------------------------------------------------

@@ -141,10 +141,14 @@ class RunDirectory:
         path = self.path / "summary.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
+    def write_summary(self, summary: dict[str, Any], tell: Callable[[str], None]) -> None:
+        """Writes what says that the run is finished; storage that fails costs a warning."""
         temporary = self.path / ".summary.json.tmp"
-        temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, self.path / "summary.json")
+        try:
+            temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, self.path / "summary.json")
+        except OSError as error:
+            tell(f"warning: no summary written ({error}); the same command tries again")
 
 
 def take_together(lock: RunLock, tell: Callable[[str], None]) -> None:

@@ -122,4 +122,6 @@ def _open_in_child() -> None:
     # Our thread is not in the child: a blocked signal would wait there for ever.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    # Whoever blocks more than we do while it starts a process (as for those that read data) opens them itself.
+    if signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(SIGNALS):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
