@@ -311,17 +311,6 @@ def small_file_limit() -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def save_and_tell_weights(names: list[str], directory: str) -> dict[str, Any]:
-    partition_everything()
-    found = {}
-    for name in names:
-        engine = make_engine(EngineConfig(**ENGINES[name]))
-        train_step(engine, 0, accumulation=1)
-        CheckpointManager(Path(directory) / name).save(1, engine, {})
-        found[name] = weights(engine)
-    return found
-
-
 def resume_with_another_layout(directory: str) -> dict[Any, Any]:
     partition_everything()
     found = {}

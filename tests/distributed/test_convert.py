@@ -1,5 +1,6 @@
 """Checkpoints in the portable form: what they hold, who reads them, and runs that change their engine by them."""
 
+import re
 import shutil
 
 import convert_scenarios
@@ -28,7 +29,7 @@ NAMES = list(scenarios.ENGINES)
 def saved(tmp_path_factory):
     """A checkpoint after three steps on two ranks by every engine: directory, and the curve from there."""
     directory = tmp_path_factory.mktemp("saved")
-    found = run_distributed(convert_scenarios.save_all, 2, arguments=(NAMES, str(directory)))
+    found = run_distributed(convert_scenarios.save_all, 2, arguments=(NAMES, str(directory)), timeout=300)
     for name in NAMES:
         convert_checkpoint(directory / name / "step-00000003", directory / f"{name}-portable" / "step-00000003")
     return directory, found[0]
@@ -79,7 +80,8 @@ def test_every_engine_takes_it_up_exactly(ranks, saved, tmp_path):
     """Loaded and saved again by another engine, at another number of ranks, it is the same; and it goes on."""
     pairs = [("fsdp2", "zero2"), ("fsdp2", "zero3"), ("zero3", "fsdp2"), ("zero1", "ddp"), ("ddp", "zero1")]
     pairs += [("zero2", "zero0"), ("zero0", "fsdp2")]
-    found = run_distributed(convert_scenarios.take_up_all, ranks, arguments=(pairs, str(saved[0]), str(tmp_path)))
+    arguments = (pairs, str(saved[0]), str(tmp_path))
+    found = run_distributed(convert_scenarios.take_up_all, ranks, arguments=arguments, timeout=300)
     for source, engine in pairs:
         again = contents(tmp_path / f"{source}-{engine}" / "step-00000003")
         assert_equal(again, contents(saved[0] / source / "step-00000003"))
@@ -142,14 +144,25 @@ def test_one_step_count_for_each_parameter(saved):
 def test_a_run_changes_its_engine_again_and_again(dataset, tmp_path):
     """FSDP2 -> ZeRO-2 -> ZeRO-3 -> FSDP2, two steps each: the curve is that of FSDP2 alone."""
     options = ["--data.path", dataset, "--device", "cpu", "--model.dropout", "0", "--data.workers", "0"]
-    options += ["--steps", "8", "--checkpoint.every", "0", "--evaluation.every", "0", "--logging.progress", "False"]
+    options += [
+        "--steps",
+        "8",
+        "--checkpoint.every",
+        "0",
+        "--evaluation.every",
+        "0",
+        "--logging.progress",
+        "False",
+        "--gc-every",
+        "0",
+    ]
     engines = {"a": ("fsdp2", "2"), "b": ("deepspeed", "2"), "c": ("deepspeed", "3"), "d": ("fsdp2", "2")}
     runs = [("debug_mru", [*options, "--run-dir", str(tmp_path / "whole")])]
     expected, found, recipe = {}, {}, "debug_mru"
     for number, (name, (engine, stage)) in enumerate(engines.items(), start=1):
         leg = ["--engine.name", engine, "--engine.zero-stage", stage, "--stop-step", str(2 * number)]
         runs.append((recipe, [*options, *leg, "--run-dir", str(tmp_path / name)]))
-        *whole, read = run_distributed(run_scenarios.train_all, 2, arguments=(runs,))[0]
+        *whole, read = run_distributed(run_scenarios.train_all, 2, arguments=(runs,), timeout=300)[0]
         assert list(read) == [2 * number - 1, 2 * number]
         expected, found, runs = whole[0] if whole else expected, found | read, []
         recipe = str(tmp_path / chr(ord(name) + 1))
@@ -185,6 +198,17 @@ def test_the_verb(run, tmp_path, capsys):
     assert RunDirectory(out).read_config().run_dir == str(out)
     [facts] = list_checkpoints(RunDirectory(out).checkpoints, verify=True).checkpoints
     assert (facts.step, facts.problem, facts.engine, facts.ranks) == (1, None, "portable", 1)
+
+
+def test_another_kind_of_engine_says_what_to_type(run, tmp_path):
+    engine = scenarios.make_engine(EngineConfig())
+    engine.kind = "deepspeed"
+    copy = shutil.copytree(run, tmp_path / "run")
+    with pytest.raises(ValueError, match='cannot be continued with "deepspeed" as it is') as error:
+        CheckpointManager(copy / "checkpoints").load(copy / "checkpoints" / "step-00000002", engine)
+    command = re.search("`matmix checkpoints (.*)`", str(error.value))[1]
+    assert verb.main(command.split()) == 0
+    assert list_checkpoints(tmp_path / "run-converted" / "checkpoints").resumed.engine == "portable"
 
 
 def test_one_process_goes_on_bit_for_bit(run, tmp_path):
