@@ -151,7 +151,8 @@ class FaultsConfig:
 
     hang_minutes: float = 30.0
     """A rank without a step, an evaluation batch or a save for so long is taken to hang: all ranks write the stacks of
-    their threads to RUN/logs/ and end with exit code 76; 0 = wait for ever. The first step compiles: leave it time."""
+    their threads to RUN/logs/ and end with exit code 76; 0 = no watch, only the time limits of the
+    collectives. The first step compiles: leave it time."""
     spike_factor: float = 0.0
     """A loss above this many times the median of the last steps is a spike: the run goes back to the checkpoint before
     it and leaves out the data that it has read since; 0 = off, 3 is cautious."""

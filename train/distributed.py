@@ -79,6 +79,13 @@ def _make_group(backend: str, timeout: datetime.timedelta) -> None:
     _set_pg_timeout(timeout, dist.group.WORLD)
 
 
+def wait_for_ranks(minutes: float) -> None:
+    """How long collectives of the groups made so far wait for a rank (those of NCCL give up after 10 minutes)."""
+    if is_distributed():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            _set_pg_timeout(datetime.timedelta(minutes=minutes), group)
+
+
 def choose_device(device: str, local_rank: int) -> torch.device:
     """The device of the process with this rank on its machine. Raises ValueError where it does not exist."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):

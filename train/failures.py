@@ -16,7 +16,7 @@ from matmix.train.errors import OutOfMemoryError, PeerError, RunFailure
 _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|Cannot allocate memory|out of memory|STATUS_ALLOC_FAILED|std::bad_alloc"
 )
-_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
+_TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(\w+)")
 # gloo, NCCL and the store, when a process on the other side is gone or does not answer.
 _PEER_GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|Socket closed"
@@ -63,13 +63,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_advice(text: str, config: RunConfig, world_size: int) -> str:
     """What ran out at which sizes, and what to set, the settings that change no numbers first."""
     micro, seqlen = config.micro_batch(world_size), config.data.seqlen
+    where = "on the GPU" if re.search("CUDA|HIP|cuda|hip", text) else "on the CPU"
     tried = _TRIED.search(text)
-    happened = f"out of memory{f' (tried to allocate {tried[1]})' if tried else ''}"
+    happened = f"out of memory {where}{f' (tried to allocate {_size(tried)})' if tried else ''}"
     happened += f" at micro_batch_size {micro} and data.seqlen {seqlen}"
     first = []
     if micro > 1:
         half = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
-        first.append(f"set --micro-batch-size {half} (the same batches and losses in more passes)")
+        first.append(f"set --micro-batch-size {half} (the same batches in more passes)")
     if config.engine.activation_checkpointing != "full":
         first.append("set --engine.activation-checkpointing full (slower, the same losses)")
     if config.engine.name == "ddp" or (config.engine.name == "deepspeed" and config.engine.zero_stage < 3):
@@ -78,3 +79,9 @@ def memory_advice(text: str, config: RunConfig, world_size: int) -> str:
         first.append("use more ranks, which share weights, gradients and moments")
     first.append(f"set a data.seqlen below {seqlen}, or a smaller model, in a new run")
     return f"{happened}; in this order: {', '.join(first)}"
+
+
+def _size(tried: re.Match[str]) -> str:
+    """torch says "2.00 GiB" of a GPU and "10485760 bytes" of the CPU."""
+    number, unit = tried.groups()
+    return f"{int(number) / 2**20:.1f} MiB" if unit == "bytes" else f"{number} {unit}"

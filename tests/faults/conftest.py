@@ -58,3 +58,12 @@ def one_rank(zygote, dataset, tmp_path_factory) -> Run:
 def two_ranks(zygote, dataset, tmp_path_factory) -> Run:
     """A run of two ranks that nothing happened to."""
     return _reference(zygote, dataset, tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="session")
+def half_done(zygote, dataset, tmp_path_factory) -> Run:
+    """A run of one rank that stopped in the middle, with two checkpoints."""
+    run = Run(zygote, tmp_path_factory.mktemp("half"), dataset, *SETTINGS)
+    run.finish("--stop-step", "15")
+    assert run.checkpoints() == ["step-00000010", "step-00000015"]
+    return run

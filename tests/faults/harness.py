@@ -6,6 +6,7 @@ their imports, or started by torchrun) with the faults of `injections.py` in som
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -131,7 +132,8 @@ class Attempt:
                     os.kill(self.pids[rank], number)
             return
         for process in self.processes():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         if self.launcher is not None:
             self.launcher.wait()
         wait_until(lambda: not self.processes(), "the killed processes to be gone")
@@ -149,7 +151,8 @@ class Attempt:
         # A forked process shows the environment of its zygote until it starts another program.
         for pid in self.pids:
             if pid not in known and pid not in self.zygote.codes:
-                found.append(psutil.Process(pid))
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found.append(psutil.Process(pid))
         return found
 
     def marked(self, name: str, rank: int) -> bool:

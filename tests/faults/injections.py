@@ -12,7 +12,6 @@ import importlib
 import os
 import re
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -196,23 +195,22 @@ def impatient(step: int, seconds: float) -> None:
 
         watchdog = next(callback for callback in trainer.callbacks if isinstance(callback, Watchdog))
         watchdog.limit, watchdog.poll = seconds, seconds / 20
+        watchdog.arm()
 
     before_step(step, shorten)
 
 
-def pause(step: int, markers: str) -> None:
-    """Stands still before a step until the test sets the marker "go"."""
+def pause(step: int, markers: str, rewinds: int = 0) -> None:
+    """Stands still before a step, of a run that went back over so many spikes, until the test sets the marker "go"."""
 
-    def wait(_: Any) -> None:
+    def wait(trainer: Any) -> None:
+        if trainer.state.rewinds < rewinds:
+            return
         mark(markers, "pause")
-        wait_for_go(markers)
+        while not (Path(markers) / "go").exists():
+            time.sleep(0.02)
 
     before_step(step, wait)
-
-
-def kill_at_step(step: int) -> None:
-    """SIGKILL, at a step: what a machine that loses power looks like to the others."""
-    before_step(step, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def high_loss(first: int, last: int, factor: float) -> None:

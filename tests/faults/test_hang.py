@@ -2,10 +2,17 @@
 
 from harness import assert_same
 
+from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.exits import EXIT_HUNG
 from matmix.train.outcome import read_outcomes
 
-_LIMIT = ("--faults.hang-minutes", "0.06")
+
+def _hang_before(step: int, how: str) -> list[dict]:
+    """The faults of a run whose rank 1 stands still before `step` (what is armed last acts first)."""
+    return [
+        {"kind": "hang", "step": step, "rank": 1, "how": how, "markers": True},
+        {"kind": "impatient", "step": step, "seconds": 3.0},
+    ]
 
 
 def _stacks(run) -> list[str]:
@@ -13,26 +20,26 @@ def _stacks(run) -> list[str]:
 
 
 def test_one_rank_stands_still(make_run, two_ranks):
-    run = make_run(*_LIMIT, ranks=2)
-    attempt = run.start(faults=[{"kind": "hang", "step": 13, "rank": 1, "markers": True}])
+    run = make_run("--faults.hang-minutes", "10", ranks=2)
+    attempt = run.start(faults=_hang_before(13, "sleep"))
     assert attempt.wait() == [EXIT_HUNG, EXIT_HUNG]
     waiting, hung = _stacks(run)
     assert "in all_reduce_sum" in waiting
     assert "in sleep_for_ever" in hung
-    for rank, outcome in read_outcomes(run.path, "attempt-0").items():
+    outcomes = read_outcomes(run.path, "attempt-0")
+    assert list(outcomes) == [0, 1]
+    for rank, outcome in outcomes.items():
         assert (outcome.code, outcome.step, outcome.saved_step) == (EXIT_HUNG, 12, 10)
-        assert outcome.reason.startswith(f"rank {rank} made no progress for 4 s")
-        assert "the last sign of life was" in outcome.reason
+        assert outcome.reason.startswith(f"rank {rank} made no progress for ")
         assert f"matmix: error: {outcome.reason}\n" in attempt.text(rank)
-    assert len(read_outcomes(run.path, "attempt-0")) == 2
     run.finish()
     assert_same(run, two_ranks)
     assert not list((run.path / "logs" / "attempt-1").glob("*.stacks.txt"))
 
 
 def test_one_rank_hangs_in_c_and_keeps_the_interpreter_to_itself(make_run):
-    run = make_run(*_LIMIT, ranks=2)
-    attempt = run.start(faults=[{"kind": "hang", "step": 3, "rank": 1, "how": "c", "markers": True}])
+    run = make_run("--faults.hang-minutes", "10", ranks=2)
+    attempt = run.start(faults=_hang_before(3, "c"))
     # No Python of rank 1 can run: a timer outside the interpreter ends it, with the only code that it knows.
     assert attempt.wait() == [EXIT_HUNG, 1]
     waiting, hung = _stacks(run)
@@ -40,9 +47,5 @@ def test_one_rank_hangs_in_c_and_keeps_the_interpreter_to_itself(make_run):
     assert "in stand_still" in hung
 
 
-def test_a_run_that_goes_on_leaves_no_stacks(make_run, one_rank):
-    """Evaluations and saves are signs of life, too: together they take longer here than a rank may be silent."""
-    run = make_run("--faults.hang-minutes", "0.02", ranks=1)
-    run.finish(faults=[{"kind": "slow_reader", "seconds": 0.05}])
-    assert_same(run, one_rank)
-    assert not list((run.path / "logs").rglob("*.stacks.txt"))
+def test_minutes_are_minutes():
+    assert Watchdog(30).limit == 1800

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 from harness import assert_same, python_path, wait_until
 
@@ -41,7 +42,7 @@ def test_between_steps_on_one_rank_of_two(make_run, two_ranks):
     stop_at(run, {"kind": "pause", "step": 7})
     outcome = outcome_of(run, 0)
     assert (outcome.code, outcome.saved_step) == (EXIT_STOPPED, outcome.step)
-    assert outcome.step in (7, 8)  # one more where the signal comes after the counts of step 7 are on their way
+    assert outcome.step in (7, 8)  # one more where rank 1 notes the signal only after it has sent the counts of step 7
     assert read_last_step(run.path, "attempt-0") == outcome.step
     run.finish()
     assert_same(run, two_ranks)
@@ -98,6 +99,26 @@ def test_in_a_save(phase, make_run, two_ranks):
     assert outcome_of(run, 0).saved_step == outcome_of(run, 0).step >= 10
     run.finish()
     assert_same(run, two_ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_to_every_process_of_the_run(number, make_run, one_rank):
+    """As from a terminal or a scheduler, which do not spare the process that reads the data."""
+    run = make_run("--data.workers", "1")
+    attempt = run.start(faults=[{"kind": "pause", "step": 7, "markers": True}])
+    attempt.wait_for_mark("pause")
+    processes = psutil.Process(attempt.pids[0]).children(recursive=True)
+    assert processes
+    for process in [*processes, psutil.Process(attempt.pids[0])]:
+        process.send_signal(number)
+    wait_until(lambda: "the run will save and stop" in attempt.text(), "the signal to be noted")
+    attempt.set_mark("go")
+    assert attempt.wait() == [EXIT_STOPPED], attempt.text()
+    assert "Traceback" not in attempt.text()
+    assert outcome_of(run, 0).saved_step == 7
+    assert not psutil.wait_procs(processes, timeout=60)[1]
+    run.finish()
+    assert_same(run, one_rank)
 
 
 def test_a_second_interrupt_leaves_at_once(make_run, one_rank):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from matmix.train.callbacks.base import Callback
+from matmix.train.distributed import wait_for_ranks
 from matmix.train.exits import EXIT_HUNG
 from matmix.train.heartbeat import beat, last_beat
 from matmix.train.outcome import attempt_id, write_outcome
@@ -52,6 +53,8 @@ class Watchdog(Callback):
             self.file = self.path.open("w", encoding="utf-8")
         except OSError as error:
             trainer.tell(f"warning: if this run hangs, its stacks go to stderr alone ({error})")
+        # The ranks that wait for a hung one are to leave their stacks before a collective gives up and ends them.
+        wait_for_ranks(max(30, 2 * self.limit / 60))
         beat("the start of the loop")
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()

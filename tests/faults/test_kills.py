@@ -1,0 +1,111 @@
+"""SIGKILL of one rank, of all, of the launcher, at any time: the curve that follows is the one that would have been."""
+
+import random
+import time
+
+import pytest
+from harness import Run, assert_same, wait_until
+
+from matmix.train.exits import EXIT_STOPPED
+from matmix.train.outcome import read_last_step, read_outcomes
+
+PHASES = ("staging", "writing", "checksums", "manifest", "rename", "prune")
+
+
+def _pause(phase: str, step: int, rank: int = 0) -> list[dict]:
+    return [{"kind": "pause_in_save", "phase": phase, "step": step, "rank": rank, "markers": True}]
+
+
+def _assert_survivor_ended_well(attempt, rank: int) -> None:
+    """The rank that was left ended by itself, and said why in a line."""
+    codes = attempt.wait()
+    assert codes[rank] == 1, attempt.text(rank)
+    assert "another rank is gone or does not answer" in attempt.text(rank)
+    assert "Traceback" not in attempt.text(rank)
+
+
+def test_kills_in_each_phase_of_a_save(make_run, two_ranks):
+    run = make_run(ranks=2)
+    # The one that is killed alone stands in the phase; only rank 0 writes the manifest, renames and prunes.
+    for phase, step, rank, alone in (
+        ("staging", 5, 1, False),
+        ("writing", 5, 1, True),
+        ("checksums", 10, 1, False),
+        ("manifest", 10, 0, True),
+        ("rename", 15, 0, False),
+        ("prune", 15, 0, False),
+    ):
+        attempt = run.start(faults=_pause(phase, step, rank))
+        attempt.wait_for_mark(phase, rank)
+        if alone:
+            attempt.kill(rank)
+            _assert_survivor_ended_well(attempt, 1 - rank)
+        attempt.kill()
+    run.finish()
+    assert_same(run, two_ranks)
+
+
+def test_the_launcher_is_killed(make_run, two_ranks):
+    """The ranks see that they are alone, save and stop; the next start goes on from there."""
+    run = make_run(ranks=2)
+    attempt = run.start(torchrun=True, faults=[{"kind": "pause", "step": 8, "markers": True}])
+    attempt.wait_for_mark("pause", 0)
+    attempt.wait_for_mark("pause", 1)
+    attempt.launcher.kill()
+    attempt.launcher.wait()
+    attempt.set_mark("go")
+    wait_until(lambda: not attempt.processes(), "the ranks to end")
+    assert "the launcher of this run is gone" in attempt.text()
+    assert read_outcomes(run.path, "attempt-0")[0].code == EXIT_STOPPED
+    assert run.newest().name == "step-00000009"  # the ranks agree on the step after the one that saw it
+    run.finish()
+    assert_same(run, two_ranks)
+
+
+def _kill_somewhere(run: Run, draw: random.Random) -> bool:
+    """Starts the run and sends SIGKILL to a part of it or all of it, a few steps on. False if it ended before."""
+    how = draw.choice(["one", "all", "launcher"] if draw.random() < 0.2 else ["one", "all"])
+    attempt = run.start(torchrun=how == "launcher")
+    name = f"attempt-{len(run.attempts) - 1}"
+    first = wait_until(lambda: read_last_step(run.path, name) or None not in attempt.poll(), "the first step")
+    goal = first + draw.randint(0, 6)
+    wait_until(
+        lambda: (read_last_step(run.path, name) or 0) >= goal or None not in attempt.poll(), f"step {goal} to begin"
+    )
+    time.sleep(draw.random() * 0.1)
+    if None not in attempt.poll():
+        attempt.wait()
+        return False
+    if how == "launcher":
+        attempt.launcher.kill()
+        attempt.launcher.wait()
+        wait_until(lambda: not attempt.processes(), "the ranks to end")
+    elif how == "one":
+        attempt.kill(draw.randrange(run.ranks))
+        attempt.wait()
+    attempt.kill()
+    return True
+
+
+def _kill_until_finished(make_run, reference: Run, seed: int, kills: int) -> None:
+    """Harms runs until `kills` have been counted; each of them ends as the reference did."""
+    print(f"seed of the kills: {seed}")
+    draw = random.Random(seed)
+    while kills > 0:
+        run = make_run(ranks=2)
+        for _ in range(min(kills, 7)):
+            if not _kill_somewhere(run, draw):
+                break
+            kills -= 1
+        run.finish()
+        assert_same(run, reference)
+
+
+def test_kills_at_random_times(make_run, two_ranks):
+    _kill_until_finished(make_run, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_kills_at_random_times(make_run, two_ranks):
+    _kill_until_finished(make_run, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=50)
