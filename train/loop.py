@@ -108,7 +108,7 @@ class Trainer:
         norm = engine.step(config.optimizer.max_grad_norm)
 
         loss_sum, correct = engine.all_reduce_sum(sums).tolist()
-        state.step += 1
+        self.attempt.step = state.step = state.step + 1
         state.tokens += int(tokens)
         state.damaged += int(damaged)
         self.last_loss, self.last_norm = loss_sum / max(targets, 1), float(norm)
@@ -148,9 +148,7 @@ class Trainer:
                 if self.is_time(config.checkpoint.every):
                     self.save()
             saved = self.state.step == 0 or self.save(wait=True)
-            finished = self.state.step == config.steps
-            if finished and saved and not self.is_summarised():
-                finished = self.finish()
+            finished = self.state.step == config.steps and (not saved or self.is_summarised() or self.finish())
         finally:
             try:
                 self.checkpoints.close(self.tell)

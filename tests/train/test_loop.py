@@ -3,20 +3,17 @@
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from runs import losses, records, run_recipe, weights
 
-from matmix.train import loop
+from matmix.train import checkpoint_save, loop
 from matmix.train.callbacks.metrics_file import MetricsFile
 from matmix.train.errors import NonFiniteError
-from matmix.train.exits import EXIT_OK, EXIT_STOPPED
 from matmix.train.loop import train
 from matmix.train.objectives import Loss
 from matmix.train.recipe import load_config
@@ -127,11 +124,11 @@ def test_a_disk_that_fills_up_costs_records_and_checkpoints_but_not_the_run(monk
     def step(trainer, batches):
         if trainer.state.step == 4:  # the checkpoint of step 4 stands
             monkeypatch.setattr(MetricsFile, "_append", _full_disk)
-            monkeypatch.setattr(type(trainer.engine), "save", _full_disk)
+            monkeypatch.setattr(checkpoint_save, "write_manifest", _full_disk)
         true_step(trainer, batches)
 
     monkeypatch.setattr(loop.Trainer, "train_step", step)
-    result = run_recipe("debug_mru", dataset, tmp_path / "run")
+    result = run_recipe("debug_mru", dataset, tmp_path / "run", "--checkpoint.asynchronous", "False")
     assert (result.step, result.saved) == (8, False)
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(warnings) == 2
@@ -194,40 +191,6 @@ def test_bad_input_is_one_error_and_leaves_no_run(overrides, words, dataset, tmp
         run_recipe("debug_mru", dataset, tmp_path / "run", *overrides)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_killed_run_goes_on_where_it_was(number, dataset, tmp_path):
-    """SIGTERM and Ctrl-C save first; SIGKILL goes back to the last checkpoint. The curve is the uninterrupted one.
-
-    The signal goes to the whole process group, reading process included, as from a terminal or a scheduler.
-    """
-    options = ["--data.path", dataset, "--steps", "60", "--checkpoint.every", "5", "--evaluation.every", "0"]
-    options += ["--data.workers", "1"]
-    command = [sys.executable, "-P", "-m", "matmix.train", "debug_mru", *options]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([*command, "--run-dir", "whole"], cwd=tmp_path, env=environment, check=True, capture_output=True)
-    process = subprocess.Popen(
-        [*command, "--run-dir", "killed"],
-        cwd=tmp_path,
-        env=environment,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "killed").glob("checkpoints/step-*")):
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.stderr.read().decode()
-        time.sleep(0.01)
-    os.killpg(process.pid, number)
-    errors = process.communicate(timeout=60)[1].decode()
-    if number != signal.SIGKILL:
-        assert "Traceback" not in errors
-        assert process.returncode in (EXIT_OK, EXIT_STOPPED)  # OK where the last step was done before the signal came
-    second = subprocess.run([*command, "--run-dir", "killed"], cwd=tmp_path, env=environment, capture_output=True)
-    assert second.returncode == 0, second.stderr.decode()
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    assert len(losses(tmp_path / "killed")) == 60
 
 
 def test_a_command_line_mistake_is_one_line_and_exit_code_2(tmp_path):
