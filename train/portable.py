@@ -109,5 +109,5 @@ def _write_file(path: Path, entries: Mapping[str, Entry], state: FullState) -> N
 
 
 def _bytes(flat: torch.Tensor, entry: Entry) -> memoryview:
-    assert flat.dtype == entry.dtype and flat.numel() == entry.numel, "a state reads what it says"
+    assert (flat.dtype, flat.numel()) == (entry.dtype, entry.numel), "a state reads what it says"
     return memoryview(flat.contiguous().view(torch.uint8).numpy())
