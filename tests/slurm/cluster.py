@@ -10,11 +10,8 @@ It needs neither root nor munge nor systemd, takes free ports, and so runs besid
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import re
-import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -23,58 +20,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from slurm_setup import find_program, slurm_conf, why_unavailable
 
-_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
-# cred_expire bounds how soon a job starts again after a requeue (121 s by default; 5 is the least that Slurm accepts).
-# ReturnToService = 1: a node that was set down stays down until it is resumed.
-_CONFIG = """
-ClusterName=matmix
-SlurmctldHost=localhost
-SlurmctldPort={port}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/none
-CredType=cred/none
-AuthInfo=cred_expire=5
-StateSaveLocation={folder}/state
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmctldLogFile={folder}/log/slurmctld.log
-SlurmdSpoolDir={folder}/spool/%n
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmdLogFile={folder}/log/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-MailProg=/bin/true
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
-SlurmdParameters=config_overrides
-ReturnToService=1
-JobRequeue=1
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-MinJobAge=7200
-SlurmdTimeout=10
-KillWait=5
-"""
-
 T = TypeVar("T")
-
-
-def why_unavailable() -> str | None:
-    """Why no cluster can be started here and what to install, or None if one can."""
-    missing = [name for name in _PROGRAMS if find_program(name) is None]
-    if not missing:
-        return None
-    return f"Slurm is not installed ({', '.join(missing)} not found): apt-get install slurmctld slurmd slurm-client"
-
-
-def find_program(name: str) -> str | None:
-    """Path of a Slurm program; Debian puts the daemons where only root's PATH looks."""
-    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/sbin")
 
 
 def wait_until(check: Callable[[], T], what: str, seconds: float = 120, poll: float = 0.1) -> T:
@@ -101,7 +51,7 @@ class Cluster:
         self.nodes = {partition: [next(names) for _ in range(count)] for partition, count in partitions.items()}
         for name in ("state", "log", *(f"spool/{node}" for nodes in self.nodes.values() for node in nodes)):
             (folder / name).mkdir(parents=True)
-        self._write_config(cpus)
+        self.config.write_text(slurm_conf(folder, self.nodes, cpus), encoding="utf-8")
 
     @classmethod
     @contextlib.contextmanager
@@ -257,20 +207,6 @@ class Cluster:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _write_config(self, cpus: int) -> None:
-        ports = _free_ports(1 + len(self.all_nodes))
-        lines = [_CONFIG.format(port=ports.pop(), user=getpass.getuser(), folder=self.folder)]
-        for node in self.all_nodes:
-            lines.append(
-                f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports.pop()} "
-                f"CPUs={cpus} RealMemory=2000\n"
-            )
-        for index, (partition, nodes) in enumerate(self.nodes.items()):
-            default = "YES" if index == 0 else "NO"
-            lines.append(f"PartitionName={partition} Nodes={','.join(nodes)} Default={default} GraceTime=20\n")
-        lines.append("PartitionName=urgent Nodes=ALL PriorityTier=10\n")
-        self.config.write_text("".join(lines), encoding="utf-8")
-
     def _start(self, name: str, program: str, *arguments: str) -> None:
         path = find_program(program)
         assert path is not None, why_unavailable()
@@ -300,15 +236,3 @@ def _kill(processes: list[psutil.Process]) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(processes, timeout=10)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on. They lie below those that the system gives to outgoing connections."""
-    ports: list[int] = []
-    candidate = 10000 + os.getpid() * 37 % 15000
-    while len(ports) < count:
-        candidate = candidate + 1 if candidate < 30000 else 10000
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", candidate))
-            ports.append(candidate)
-    return ports
