@@ -37,6 +37,12 @@ def _launch(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def _plan(arguments: list[str]) -> int:
+    from matmix.launch.plan import main
+
+    return main(arguments)
+
+
 def _generate(arguments: list[str]) -> int:
     from matmix.train.generate import generate
 
@@ -98,6 +104,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "prepare": (_prepare, "tokenise text into shards"),
     "train": (_train, "train a recipe, or resume it (--dry-run: show its size and cost)"),
     "launch": (_launch, "start runs on many processes: local, torchrun, Slurm; status, cancel, resubmit"),
+    "plan": (_plan, "memory, traffic, time and risk of a run on a cluster"),
     "generate": (_generate, "sample from a run or an export"),
     "export": (_export, "write a run as a directory that transformers loads"),
     "checkpoints": (_checkpoints, "list and verify the checkpoints of a run"),

@@ -13,13 +13,20 @@ def flops_per_token(config: ModelConfig, seqlen: int, *, head_share: float = 1.0
     A training step costs about three times as much. Embedding look-ups, norms and activations are left out.
     head_share: share of the tokens that reach the output (masked LM: the masking probability).
     """
-    total = 0.0
+    return sum(flops_by_part(config, seqlen, head_share=head_share).values())
+
+
+def flops_by_part(config: ModelConfig, seqlen: int, *, head_share: float = 1.0) -> dict[str, float]:
+    """`flops_per_token` by what does the work: each kind of mixer over all its layers, "mlp" and "readout"."""
+    parts: dict[str, float] = {}
     for mixer, has_mlp in config.layer_kinds():
         if mixer is not None:
-            total += MIXERS[mixer].flops_per_token(config.d_model, config.mixer_config(mixer), seqlen, config.causal)
+            cost = MIXERS[mixer].flops_per_token(config.d_model, config.mixer_config(mixer), seqlen, config.causal)
+            parts[mixer] = parts.get(mixer, 0.0) + cost
         if has_mlp:
-            total += 2.0 * 2 * config.d_model * round(config.d_model * config.mlp_ratio)
+            parts["mlp"] = parts.get("mlp", 0.0) + 2.0 * 2 * config.d_model * round(config.d_model * config.mlp_ratio)
     head = config.vocab_size * config.d_model
     if config.architecture == "encoder":
         head += config.d_model**2
-    return total + 2.0 * head * head_share
+    parts["readout"] = 2.0 * head * head_share
+    return parts

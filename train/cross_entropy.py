@@ -86,6 +86,13 @@ def linear_cross_entropy(
         return CrossEntropy(zero, zero.detach(), zero.detach())
     if features.is_cuda:
         return _fused(features, weight, bias, targets, z_loss)
+    return chunked_linear_cross_entropy(features, weight, bias, targets, z_loss=z_loss)
+
+
+def chunked_linear_cross_entropy(
+    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, z_loss: float = 0.0
+) -> CrossEntropy:
+    """`linear_cross_entropy` in PyTorch alone, on any device; n > 0."""
     return CrossEntropy(*_ChunkedLinearCrossEntropy.apply(features, weight, bias, targets, z_loss))
 
 

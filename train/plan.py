@@ -1,110 +1,146 @@
-"""`matmix train RECIPE --dry-run`: what a run would be, found on the meta device without data or memory."""
+"""What a run would be, found without data and without memory: `matmix train RECIPE --dry-run`, and `matmix plan`."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from matmix.model import build_model
-from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
 from matmix.train.callbacks.progress import short_number
 from matmix.train.config import RunConfig
-from matmix.train.engine.config import EngineConfig
-from matmix.train.storages import Storages
+from matmix.train.memory import FLOAT, Mode, step_memory
 
-_ASSUMED_VOCABULARY = 32768
+ASSUMED_VOCABULARY = 32768
+ZERO_BUCKET = 500_000_000  # elements of the buffer in which ZeRO 1 and 2 gather gradients, DeepSpeed's default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Sizes and costs of a run; bytes are per rank."""
+    """Sizes and costs of a run. Bytes are per rank, at the moment of a step when most are in use."""
 
     parameters: int
+    block_parameters: int  # of one block, on average
     flops_per_token: float  # forward
     tokens_per_step: int
     steps: int
     ranks: int
     micro_batch_size: int
     accumulation: int
-    state_bytes: float  # weights, gradients and moments
-    gathered_bytes: float  # weights that are whole at one time
-    activation_bytes: float
+    weight_bytes: float
+    gathered_bytes: float  # weights that are whole beside this rank's shards of them
+    moment_bytes: float
+    gradient_bytes: float
+    activation_bytes: float  # and temporaries
+    buffer_bytes: float  # that the engine keeps for itself
 
     @property
     def total_bytes(self) -> float:
-        return self.state_bytes + self.gathered_bytes + self.activation_bytes
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Bytes by what they hold."""
+        return {
+            "weights": self.weight_bytes,
+            "gathered weights": self.gathered_bytes,
+            "moments": self.moment_bytes,
+            "gradients": self.gradient_bytes,
+            "activations": self.activation_bytes,
+            "buffers": self.buffer_bytes,
+        }
 
 
-def saved_bytes(config: ModelConfig, batch: int, seqlen: int, low_precision: bool) -> tuple[float, float]:
-    """Bytes that a forward pass over (batch, seqlen) tokens keeps for the backward pass, found without memory.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sharding:
+    """What an engine holds on a rank, in bytes."""
 
-    Returns: what the tokens cost, in proportion to their number; and what any number of them costs, such as
-    copies of the weights in bf16.
+    weights: float
+    moments: float
+    gathered: float = 0.0
+    buffers: float = 0.0
+    standing: float = 0.0  # gradients that stay between micro-batches
+    share: float = 1.0  # of a complete gradient
+    whole: float = 0.0  # gradients that are whole for a while before ranks sum them
+
+
+def _sharding(config: RunConfig, ranks: int, parameters: int, block: float, accumulation: int) -> _Sharding:
+    """parameters: of the model; block: of the largest block."""
+    engine, all_bytes, block_bytes = config.engine, FLOAT * parameters, FLOAT * block
+    outside = all_bytes - block_bytes * config.model.n_layers
+    again = accumulation > 1
+    if engine.name == "deepspeed" and engine.zero_stage > 0:
+        return _zero(engine.zero_stage, ranks, all_bytes, outside + 2 * block_bytes)
+    copies = ranks if engine.name in ("ddp", "deepspeed") else engine.replicate
+    shard = ranks // copies
+    if ranks == 1 or engine.name == "deepspeed":
+        return _Sharding(all_bytes, 2 * all_bytes, standing=all_bytes * again, share=float(not again))
+    gathered = all_bytes if engine.name == "ddp" or not engine.reshard_after_forward else outside + 2 * block_bytes
+    return _Sharding(
+        all_bytes / shard,
+        2 * all_bytes / shard,
+        gathered=gathered,
+        # Before the last micro-batch of a step gradients stay whole; in the last one they are summed block by block.
+        standing=all_bytes * again,
+        share=1 / shard,
+        whole=0.0 if again else outside + block_bytes,
+    )
+
+
+def _zero(stage: int, ranks: int, all_bytes: float, gathered: float) -> _Sharding:
+    """DeepSpeed's stages: the optimizer works on a float32 copy of this rank's part of the weights."""
+    part = all_bytes / ranks
+    if stage == 3:
+        return _Sharding(2 * part, 2 * part, gathered=gathered, standing=part, share=0.0, whole=gathered)
+    bucket = float(FLOAT * ZERO_BUCKET)
+    gradients = all_bytes if stage == 1 else part
+    return _Sharding(all_bytes + part, 2 * part, buffers=bucket, standing=gradients, share=0.0, whole=part)
+
+
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """`config` with a vocabulary size: where it is left to the data, a usual one."""
+    if config.model.vocab_size:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=ASSUMED_VOCABULARY))
+
+
+def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Plan:
+    """The plan of `config` on `ranks` processes; mode: checkpointing of activations, None = as the config says.
+
+    Raises ValueError where the batch does not divide.
     """
-    with FakeTensorMode():
-        model = build_model(config, device="cpu")
-
-        def live_bytes(sequences: int) -> int:
-            with Storages() as storages, torch.autocast("cpu", dtype=torch.bfloat16, enabled=low_precision):
-                tokens = torch.zeros(sequences, seqlen, dtype=torch.long)
-                # The readout is left out: the loss never holds the logits of a whole micro-batch.
-                loss = model(tokens, readout=lambda features, weight, bias: features.sum())
-                held = storages.live_bytes()
-            del loss  # which held all that is counted
-            return held
-
-        one, two = live_bytes(1), live_bytes(2)
-    return float(batch * (two - one)), float(2 * one - two)
-
-
-def _state_bytes(parameters: int, engine: EngineConfig, ranks: int) -> tuple[float, float]:
-    """(bytes of weights, gradients and two moments per rank, all float32; share of the weights that is gathered)."""
-    shard = ranks // engine.replicate
-    if engine.name == "fsdp2":
-        return 16 * parameters / shard, 1.0 if shard > 1 else 0.0
-    if engine.name == "ddp":
-        return 16.0 * parameters, 0.0
-    weights = 4 / (ranks if engine.zero_stage >= 3 else 1)
-    gradients = 4 / (ranks if engine.zero_stage >= 2 else 1)
-    moments = 8 / (ranks if engine.zero_stage >= 1 else 1)
-    return (weights + gradients + moments) * parameters, 1.0 if engine.zero_stage >= 3 and ranks > 1 else 0.0
-
-
-def make_plan(config: RunConfig, ranks: int) -> Plan:
-    """The plan of `config` on `ranks` processes. Raises ValueError where the batch does not divide."""
-    model_config = config.model
-    if model_config.vocab_size == 0:
-        model_config = dataclasses.replace(model_config, vocab_size=_ASSUMED_VOCABULARY)
-    model = build_model(model_config, device="meta")
+    config = with_vocabulary(config)
+    model = build_model(config.model, device="meta")
     micro = config.micro_batch(ranks)
+    accumulation = config.global_batch_size // (micro * ranks)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    states, gathers = _state_bytes(parameters, config.engine, ranks)
-    blocks = len(model.blocks)
-    block_bytes = 4 * sum(parameter.numel() for parameter in model.blocks.parameters()) / blocks
-    outside = 4 * parameters - block_bytes * blocks
-    activations, copies = saved_bytes(model_config, micro, config.data.seqlen, config.engine.precision == "bf16")
-    inputs = blocks * micro * config.data.seqlen * model_config.d_model * 4
-    recomputed = {"none": 0.0, "full": 1.0, "selective": 1 / config.engine.selective_every}
-    share = recomputed[config.engine.activation_checkpointing]
-    if config.engine.activation_checkpointing == "selective" and config.engine.selective_by == "op":
-        share = 0.0  # what the ops keep is not known here: the figure without checkpointing is a bound
-    kept = activations * (1 - share) + (share > 0) * (inputs * share + activations / blocks)
+    block = sum(parameter.numel() for parameter in model.blocks.parameters()) // len(model.blocks)
+    sharding = _sharding(config, ranks, parameters, block, accumulation)
+    memory = step_memory(config, micro, mode=mode)
+    gradients, activations = memory.peak(standing=sharding.standing, share=sharding.share)
     return Plan(
         parameters=parameters,
-        flops_per_token=flops_per_token(model_config, config.data.seqlen, head_share=config.objective.target_share),
+        block_parameters=block,
+        flops_per_token=flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share),
         tokens_per_step=config.global_batch_size * config.data.seqlen,
         steps=config.steps,
         ranks=ranks,
         micro_batch_size=micro,
-        accumulation=config.global_batch_size // (micro * ranks),
-        state_bytes=states,
-        gathered_bytes=gathers * (outside + 2 * block_bytes),
-        activation_bytes=kept + copies,
+        accumulation=accumulation,
+        weight_bytes=sharding.weights,
+        gathered_bytes=sharding.gathered,
+        moment_bytes=sharding.moments,
+        gradient_bytes=gradients + sharding.whole,
+        activation_bytes=activations,
+        buffer_bytes=sharding.buffers,
     )
+
+
+def engine_words(config: RunConfig) -> str:
+    """The engine and its settings in a few words."""
+    engine = config.engine
+    name = f"{engine.name} stage {engine.zero_stage}" if engine.name == "deepspeed" else engine.name
+    by = f" by {engine.selective_by}" if engine.activation_checkpointing == "selective" else ""
+    return f"{name}, {engine.precision}, activation checkpointing {engine.activation_checkpointing}{by}"
 
 
 def print_plan(config: RunConfig) -> int:
@@ -116,30 +152,18 @@ def print_plan(config: RunConfig) -> int:
     tokens = plan.tokens_per_step * plan.steps
     flops = 3 * plan.flops_per_token
     gib = 2**30
-    engine = config.engine.name
-    if engine == "deepspeed":
-        engine += f" stage {config.engine.zero_stage}"
     vocabulary = f"vocabulary {config.model.vocab_size}"
     if config.model.vocab_size == 0:
-        vocabulary = f"vocabulary {_ASSUMED_VOCABULARY} assumed, training takes the data's"
-    memory = {
-        "weights, gradients and moments": plan.state_bytes,
-        "gathered weights": plan.gathered_bytes,
-        "activations": plan.activation_bytes,
-    }
-    parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in memory.items())
+        vocabulary = f"vocabulary {ASSUMED_VOCABULARY} assumed, training takes the data's"
+    parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
     sequences = f"{config.global_batch_size} sequences of {config.data.seqlen}"
     pieces = f"{ranks} rank(s) x {plan.accumulation} micro-batch(es) of {plan.micro_batch_size}"
-    by_op = ""
-    if config.engine.activation_checkpointing == "selective" and config.engine.selective_by == "op":
-        by_op = " by op (the activations above are without it)"
     rows = {
         "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary})",
         "FLOPs per token": f"{short_number(plan.flops_per_token)} forward, {short_number(flops)} with backward",
         "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
         "batch": f"{sequences} = {short_number(plan.tokens_per_step)} tokens; {pieces}",
-        "engine": f"{engine}, {config.engine.precision}, activation checkpointing "
-        f"{config.engine.activation_checkpointing}{by_op}",
+        "engine": engine_words(config),
         "steps": f"{plan.steps:,}",
         "tokens": f"{short_number(tokens)} ({tokens:,})",
         "compute": f"{flops * tokens:.3g} FLOPs in all",

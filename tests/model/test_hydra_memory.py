@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from matmix.model import build_model
 from matmix.model.interop.bundle import bundle
 from matmix.model.mixers.hydra import Hydra, HydraConfig
 from matmix.model.mixers.hydra_functions import StepSizes, ValuesAndVectors
 from matmix.train.activation import checkpoint_activations
-from matmix.train.plan import saved_bytes
 from matmix.train.storages import Storages
 
 PACKED = torch.tensor([0, 5, 6, 40], dtype=torch.int32)
@@ -95,34 +93,6 @@ def test_bytes_kept_per_token(low_precision):
     assert recomputed == always
     assert sum(recomputed.values()) == (11360 if low_precision else 22720)
     assert copies == (2 * 768 * 3376 if low_precision else 0)
-
-
-def test_the_plan_counts_what_recomputing_saves(small_config):
-    for options, low_precision in [({}, False), ({"mlp_ratio": 0.0}, True)]:
-        plain, again = (
-            small_config("encoder", ("hydra",), hydra=HydraConfig(headdim=8, d_state=4, recompute=on), **options)
-            for on in (False, True)
-        )
-        size = 2 if low_precision else 4
-        saved = (64 + 4 * 4) * size + 64 * size + 5 * 8 * 4
-        (first, copies), (second, fewer) = (saved_bytes(c, 5, 16, low_precision) for c in (plain, again))
-        assert first - second == plain.n_layers * 5 * 16 * saved
-        assert copies >= fewer >= 0
-
-
-def test_the_plan_counts_without_memory_what_is_kept_in_truth(small_config, randomize):
-    config = small_config("encoder", ("hydra", "attention"), hydra=HydraConfig(headdim=8, d_state=4, recompute=True))
-    model = randomize(build_model(config))
-    held = []
-    for batch in (2, 3):
-        with Storages() as storages:
-            loss = model(torch.zeros(batch, 16, dtype=torch.long), readout=lambda features, *_: features.sum())
-        held.append(storages.live_bytes())
-        del loss
-    per_batch, constant = saved_bytes(config, 3, 16, False)
-    # The ids themselves are made outside of what is counted above.
-    assert held[1] - held[0] == pytest.approx(per_batch / 3, abs=16 * 8)
-    assert held[1] == pytest.approx(per_batch + constant, abs=3 * 16 * 8)
 
 
 # ---- what is allocated

@@ -1,0 +1,1 @@
+"""`matmix plan`: memory, traffic, time and risk of a run on a cluster, before it is submitted."""

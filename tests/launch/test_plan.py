@@ -1,0 +1,190 @@
+"""`matmix plan`: the figures follow from the recipe and the hardware, the warnings from the figures."""
+
+import dataclasses
+import json
+
+import pytest
+
+from matmix.launch.plan import main
+from matmix.launch.planning.estimate import candidates, estimate, measured_efficiency, options_of, suggest
+from matmix.launch.planning.hardware import GPUS, find_gpu, read_cluster
+from matmix.launch.planning.risk import assess
+from matmix.launch.planning.traffic import collectives
+from matmix.launch.planning.warnings import find_warnings, short_duration
+from matmix.model.flops import flops_by_part, flops_per_token
+from matmix.train.plan import make_plan
+from matmix.train.recipe import load_config
+
+H100 = GPUS["h100"]
+
+
+def config(*overrides: str, batch: int = 64):
+    return load_config("debug_hydra", ["--model.vocab-size", "320", "--global-batch-size", str(batch), *overrides])
+
+
+def sent(ranks: int, *overrides: str, micro: int = 0) -> dict[str, float]:
+    """Bytes by collective, in units of the bytes of all weights."""
+    one = config(*overrides, "--micro-batch-size", str(micro))
+    plan = make_plan(one, ranks)
+    return {part.what: part.bytes / (4 * plan.parameters) for part in collectives(one, plan, 8)}
+
+
+def test_a_single_gpu_sends_nothing():
+    assert sent(1) == {}
+
+
+def test_what_each_engine_sends():
+    assert sent(4, "--engine.name", "ddp") == {"all-reduce of gradients": pytest.approx(2 * 3 / 4)}
+    assert sent(4, "--engine.name", "deepspeed", "--engine.zero-stage", "1") == {
+        "reduction of gradients": pytest.approx(3 / 4),
+        "all-gather of weights": pytest.approx(3 / 4),
+    }
+    accumulated = sent(4, "--engine.name", "deepspeed", "--engine.zero-stage", "3", micro=8)
+    assert accumulated == {
+        "reduction of gradients": pytest.approx(2 * 3 / 4),
+        "all-gather of weights": pytest.approx(2 * 2 * 3 / 4),
+    }
+    fsdp = sent(4)
+    assert fsdp["reduce-scatter of gradients"] == pytest.approx(3 / 4)
+    # Blocks are gathered for both passes, what is outside of them once.
+    assert 3 / 4 < fsdp["all-gather of weights"] < 2 * 3 / 4
+    assert sent(4, "--engine.reshard-after-forward", "False")["all-gather of weights"] == pytest.approx(3 / 4)
+    hybrid = sent(4, "--engine.replicate", "2")
+    assert hybrid["all-reduce of gradients"] == pytest.approx(2 * 1 / 2 / 2)
+    assert hybrid["reduce-scatter of gradients"] == pytest.approx(1 / 2)
+
+
+def test_links_within_and_between_nodes():
+    plan = make_plan(one := config("--engine.replicate", "2"), 16)
+    found = {part.what: part.within_node for part in collectives(one, plan, 8)}
+    assert found == {
+        "all-gather of weights": True,
+        "reduce-scatter of gradients": True,
+        "all-reduce of gradients": False,
+    }
+
+
+def test_flops_by_mixer_add_up():
+    model = load_config("hydra_base_c4").model
+    parts = flops_by_part(model, 128, head_share=0.3)
+    assert set(parts) == {"hydra", "readout"}
+    assert sum(parts.values()) == flops_per_token(model, 128, head_share=0.3)
+    both = load_config("debug_hydra", ["--model.layers", "hydra", "attention"]).model
+    assert {"hydra", "attention"} < set(flops_by_part(both, 64))
+
+
+def test_time_follows_from_the_hardware():
+    one, twice = (estimate(config(), ranks, H100, 0.4) for ranks in (1, 2))
+    flops = 3 * one.plan.flops_per_token * one.plan.tokens_per_step
+    assert one.compute_seconds == pytest.approx(flops / (0.4 * 989e12))
+    assert one.compute_seconds == pytest.approx(2 * twice.compute_seconds)
+    assert estimate(config(), 1, H100, 0.2).compute_seconds == pytest.approx(2 * one.compute_seconds)
+    full = estimate(config(), 1, H100, 0.4, mode="full")
+    assert full.compute_seconds == pytest.approx(4 / 3 * one.compute_seconds)
+    assert one.days == pytest.approx(one.step_seconds * one.plan.steps / 86400)
+
+
+def test_suggestions_fit_and_keep_the_batch():
+    one = config()
+    found = suggest(one, 4, H100, 0.4)
+    assert found
+    seconds = [round(s.step_seconds, 6) for s in found]
+    assert seconds == sorted(seconds)
+    for candidate in candidates(one, 4, H100):
+        assert candidate.global_batch_size == one.global_batch_size
+    tiny = dataclasses.replace(H100, memory_gb=found[0].plan.total_bytes / 1e9 * 1.02)
+    for suggestion in suggest(one, 4, tiny, 0.4):
+        assert suggestion.plan.total_bytes <= tiny.memory_gb * 1e9
+    assert suggest(one, 4, dataclasses.replace(H100, memory_gb=1e-6), 0.4) == []
+
+
+def test_options_lead_to_the_suggestion():
+    one = config()
+    best = suggest(one, 4, H100, 0.4)[-1]
+    again = config(*options_of(best, one).split())
+    assert again.engine.name == best.config.engine.name
+    assert again.micro_batch_size == best.plan.micro_batch_size
+    assert estimate(again, 4, H100, 0.4).plan == best.plan
+
+
+def test_young_and_daly():
+    one = estimate(config("--checkpoint.every", "10"), 8, H100, 0.4)
+    risk = assess(one.config, one.plan, H100, step_seconds=2.0, stall=3.0)
+    assert risk.mtbf == pytest.approx(50_700 * 3600 / 8)
+    assert risk.best_interval == pytest.approx((2 * 3.0 * risk.mtbf) ** 0.5)
+    assert risk.interval == 20.0
+    for other in (0.5, 0.9, 1.1, 2.0):
+        assert risk.lost(risk.best_interval) < risk.lost(other * risk.best_interval)
+
+
+def warnings(ranks: int = 8, cluster=H100, stall: float | None = None, **changes):
+    flags = [f"--{key.replace('__', '.').replace('_', '-')}={value}" for key, value in changes.items()]
+    one = estimate(config(*flags), ranks, cluster, 0.4)
+    return find_warnings(one, cluster, assess(one.config, one.plan, cluster, one.step_seconds, stall))
+
+
+def test_warnings(dataset):
+    assert any(text.startswith("global batch too small for the mesh: a rank sees") for text in warnings())
+    small = dataclasses.replace(H100, memory_gb=0.001)
+    assert any(text.startswith("a rank needs 0 GB of the 0 GB") for text in warnings(cluster=small))
+    slow = dataclasses.replace(H100, node_gb_per_s=0.001)
+    assert any(text.startswith("exchanges between GPUs (") for text in warnings(cluster=slow))
+    assert any(text.startswith("data repeats: the run reads ") for text in warnings(data__path=dataset, steps=10_000))
+    assert not any(text.startswith("data repeats") for text in warnings(data__path=dataset, steps=1))
+    frail = dataclasses.replace(H100, mtbf_gpu_hours=0.01)
+    (text,) = [t for t in warnings(cluster=frail, stall=1.0, checkpoint__every=1) if "--checkpoint.every" in t]
+    assert text.startswith("a checkpoint every 1 steps (")
+
+
+def test_a_cluster_of_ones_own(tmp_path):
+    file = tmp_path / "ours.toml"
+    file.write_text('gpu = "H100"\nnetwork_gb_per_s = 12\ngpus_per_node = 4\n')
+    found = read_cluster(file)
+    assert (found.network_gb_per_s, found.gpus_per_node, found.memory_gb) == (12.0, 4, 80)
+    file.write_text('gpu = "own"\npeak_tflops = 100\nmemory_gb = 24\nnode_gb_per_s = 30\n')
+    assert read_cluster(file).peak_tflops == 100
+    file.write_text("network_gbps = 12\n")
+    with pytest.raises(ValueError, match='unknown key "network_gbps"; the nearest known key is "network_gb_per_s"'):
+        read_cluster(file, "h100")
+    file.write_text('gpu = "own"\npeak_tflops = 100\n')
+    with pytest.raises(ValueError, match="memory_gb"):
+        read_cluster(file)
+    file.write_text("gpus_per_node = 0\n")
+    with pytest.raises(ValueError, match="gpus_per_node must be positive, got 0"):
+        read_cluster(file, "h100")
+    with pytest.raises(ValueError, match="--gpu v100 is not known: use one of a100, h100, h200, b200, mi300x"):
+        find_gpu("v100")
+
+
+def test_utilisation_from_a_run(tmp_path):
+    records = [{"kind": "train", "mfu": share} for share in (0.01, 0.2, 0.4, 0.42)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert measured_efficiency(tmp_path) == pytest.approx(0.41)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "loss": 3.0}\n')
+    with pytest.raises(ValueError, match="recorded no utilisation"):
+        measured_efficiency(tmp_path)
+
+
+def test_durations():
+    assert [short_duration(s) for s in (0.0123, 1.5, 90, 7000, 200_000)] == [
+        *("12 ms", "1.5 s", "1.5 min", "1.9 h", "2.3 days")
+    ]
+
+
+def test_the_command(capsys):
+    words = ["debug_hydra", "--gpus", "4", "--gpu", "mi300x", "--mfu", "0.3", "--global-batch-size", "64"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "4 x MI300X on 1 node" in shown
+    assert "30% of 1307 TFLOP/s (as given)" in shown
+    assert "fastest that fit:" in shown
+    assert main([*words[:3], "--global-batch-size", "64", "--micro-batch-size", "12"]) == 0
+    shown = capsys.readouterr().out
+    assert "micro_batch_size 12 does not divide here: planned with 8" in shown
+    assert "assumed, not measured on H100s" in shown
+    with pytest.raises(ValueError, match="--gpus must be >= 1, got 0"):
+        main(["debug_hydra", "--gpus", "0"])
+    with pytest.raises(ValueError, match="does not divide over 3 ranks"):
+        main(["debug_hydra", "--gpus", "3", "--global-batch-size", "64"])
+    with pytest.raises(ValueError, match="--mfu is a share between 0 and 1, got 40"):
+        main(["debug_hydra", "--gpus", "4", "--mfu", "40"])
