@@ -82,7 +82,7 @@ def _efficiency(mfu: float | None, run: str | None, cluster: Cluster) -> tuple[f
         return measured_efficiency(Path(run)), f"measured by {run}"
     return (
         ASSUMED_EFFICIENCY,
-        f"assumed, not measured on a {cluster.gpu}: give --mfu, or --measured RUN after a short run",
+        f"assumed, not measured on {cluster.gpu}s: give --mfu, or --measured RUN of a short run",
     )
 
 
