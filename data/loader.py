@@ -17,9 +17,7 @@ once, in order: its last global batch is filled with rows of padding without lab
 has the same number of micro-batches and every token counts once.
 """
 
-import gc
 import math
-import os
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
@@ -42,6 +40,7 @@ from matmix.data.config import DataConfig
 from matmix.data.masking import MaskingConfig
 from matmix.data.micro_batches import Failure, MicroBatches
 from matmix.data.mixture import Mixture
+from matmix.data.reading_processes import reading_context, worker_beginning
 from matmix.data.streams import TokenShards, open_dataset
 
 if TYPE_CHECKING:
@@ -172,8 +171,8 @@ class Loader:
         options = {}
         if workers:
             options = {
-                "multiprocessing_context": self.config.worker_start,
-                "worker_init_fn": _begin_worker,
+                "multiprocessing_context": reading_context(self.config.worker_start),
+                "worker_init_fn": worker_beginning(self.config.worker_start),
                 "persistent_workers": True,
                 "prefetch_factor": self.config.prefetch,
             }
@@ -190,8 +189,7 @@ class Loader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data, JSON-serialisable: {"samples": number of the next sample, "fingerprint":
-        {...}}."""
+        """Position in the data, JSON-serialisable: {"samples": number of the next sample, "fingerprint": {...}}."""
         return {"samples": self.samples, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -214,15 +212,6 @@ class Loader:
     def close(self) -> None:
         """Ends the reading processes; a later iteration starts new ones."""
         self._readers.clear()
-
-
-def _begin_worker(worker: int) -> None:
-    # A forked process inherits the parent's garbage; collecting it there would run finalisers (those of other
-    # loaders end their workers) that only the parent may run.
-    gc.freeze()
-    # Ctrl-C reaches the whole process group. What to do then is the parent's to decide: it may want to finish its step
-    # and save. (Ignoring the signals here would not do: the parent ends workers by SIGTERM.)
-    os.setpgrp()
 
 
 def _as_is(batch: Batch | Failure) -> Batch | Failure:

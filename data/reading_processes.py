@@ -1,0 +1,120 @@
+"""The processes that read data: deaf to the signals of terminals and schedulers, and never left behind.
+
+Ctrl-C reaches a whole terminal, and schedulers send SIGTERM, SIGUSR1 or SIGUSR2 to every process of a job. What to do
+then is the training process's to decide: it may want to finish its step and save, for which it needs its data. So its
+reading processes ignore these signals, from their first instruction on (they are blocked while a process is started,
+which the child inherits). torch and multiprocessing end them by SIGTERM; here that becomes a signal that nobody sends.
+They end when their parent is gone, however it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import multiprocessing
+import multiprocessing.context as contexts
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_IGNORED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
+_END = signal.SIGURG
+_PR_SET_PDEATHSIG = 1
+
+
+def reading_context(start: str) -> contexts.BaseContext:
+    """The context for a DataLoader. start: fork, spawn or forkserver."""
+    if start != "fork":
+        with _signals_blocked():  # the helper of these contexts, which queues would start, must outlive them as well
+            resource_tracker.ensure_running()
+    return {"fork": _ForkContext, "spawn": _SpawnContext, "forkserver": _ForkServerContext}[start]()
+
+
+def worker_beginning(start: str) -> Callable[[int], None]:
+    """The `worker_init_fn` of a DataLoader whose workers are started now, by this thread."""
+    # The kernel watches the thread that starts a process, not its process, so it is asked where that thread stays.
+    # A fork server is no parent to follow: it lives for as long as the processes that it started.
+    lasting = start != "forkserver" and threading.current_thread() is threading.main_thread()
+    return functools.partial(_begin, lasting=lasting)
+
+
+def _begin(_worker: int, lasting: bool) -> None:
+    # A forked process inherits the parent's garbage; collecting it there would run finalisers (those of other
+    # loaders end their workers) that only the parent may run.
+    gc.freeze()
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(_END, lambda *_: os._exit(0))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_IGNORED, _END})
+    if lasting and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    """Ends this process with its parent, and where that ended before the kernel was asked to do so. (The kernel is the
+    surer: of forked siblings each keeps the pipe open by which the ones before it would notice.)"""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _start(popen: Callable[[BaseProcess], Any], process: BaseProcess) -> Any:
+    """Starts a process as `popen` does, with the signals blocked in it until it knows what to do with them."""
+    with _signals_blocked():
+        started = popen(process)
+    started.terminate = functools.partial(_end, weakref.ref(started))
+    return started
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_IGNORED, _END})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end(started: weakref.ref[Any]) -> None:
+    if (process := started()) is not None:
+        process._send_signal(_END)
+
+
+class _ForkProcess(contexts.ForkProcess):
+    @staticmethod
+    def _Popen(process: BaseProcess) -> Any:
+        return _start(contexts.ForkProcess._Popen, process)
+
+
+class _SpawnProcess(contexts.SpawnProcess):
+    @staticmethod
+    def _Popen(process: BaseProcess) -> Any:
+        return _start(contexts.SpawnProcess._Popen, process)
+
+
+class _ForkServerProcess(contexts.ForkServerProcess):
+    @staticmethod
+    def _Popen(process: BaseProcess) -> Any:
+        return _start(contexts.ForkServerProcess._Popen, process)
+
+
+class _ForkContext(contexts.ForkContext):
+    Process = _ForkProcess
+
+
+class _SpawnContext(contexts.SpawnContext):
+    Process = _SpawnProcess
+
+
+class _ForkServerContext(contexts.ForkServerContext):
+    Process = _ForkServerProcess
