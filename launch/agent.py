@@ -5,6 +5,7 @@ The arguments are torchrun's own. The exit code is that of the rank that failed 
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -17,14 +18,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     begin_process()
     # Its records repeat, with stacks, what is said below and what the ranks themselves have said.
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.disable(logging.ERROR)
+    # The same holds for what the C++ side prints; it reads its level once, and the ranks are to have their own.
+    before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = before or "FATAL"
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
     from torch.distributed.run import parse_args, run
 
+    if before is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
     options = parse_args(sys.argv[1:] if arguments is None else arguments)
     try:
         run(options)
@@ -32,16 +37,22 @@ def main(arguments: list[str] | None = None) -> int:
         return _first_failure(error)
     except SignalException as error:
         return 128 + int(error.sigval)
+    except RendezvousTimeoutError:
+        return _say_missing(options, "not all came in time")
     except (RendezvousError, DistError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        print(
-            f"matmix: error: the {options.nnodes} nodes did not meet at {options.rdzv_endpoint}: {reason}; is the same "
-            f"command running on every node, and can each reach that address?",
-            file=sys.stderr,
-            flush=True,
-        )
-        return EXIT_FAILED
+        return _say_missing(options, str(error))
     return 0
+
+
+def _say_missing(options: argparse.Namespace, reason: str) -> int:
+    where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+    print(
+        f"matmix: error: the {options.nnodes} nodes did not meet at {where}: {' '.join(reason.split())}; is the same "
+        f"command running on every node, and can each reach that address?",
+        file=sys.stderr,
+        flush=True,
+    )
+    return EXIT_FAILED
 
 
 def _first_failure(error) -> int:

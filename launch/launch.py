@@ -220,18 +220,21 @@ def _torchrun(arguments: list[str]) -> int:
     if given.node_rank is not None and not 0 <= given.node_rank < given.nnodes:
         raise ValueError(f"--node-rank must lie between 0 and {given.nnodes - 1}, got {given.node_rank}")
     run_id = re.sub(r"[^A-Za-z0-9._-]+", "-", given.rdzv_id or Path(config.run_dir).name).strip(".-") or "run"
+    local_addr = given.local_addr or torchrun.address_here(endpoint[0])
     words = torchrun.torchrun_words(
         [recipe, *overrides],
         nnodes=given.nnodes,
         nproc=given.nproc,
         endpoint=endpoint,
         run_id=run_id,
-        local_addr=given.local_addr or torchrun.address_here(endpoint[0]),
+        local_addr=local_addr,
         node_rank=given.node_rank,
     )
     if given.dry_run:
         print("torchrun " + shlex.join(words))
         return 0
+    if local_addr != endpoint[0] if given.node_rank is None else given.node_rank:
+        torchrun.wait_for_host(endpoint)
     return torchrun.run_node(words, torchrun.environment_for(given.nproc, run_id))
 
 

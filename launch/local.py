@@ -110,11 +110,11 @@ def run_local(run: LocalRun) -> int:
                 ended,
                 max_requeues=run.max_restarts,
                 signalled=requests.asked,
-                ending="the same command goes on" if requests.asked else "",
+                ending="it was told to stop" if requests.asked else "",
             )
             code = EXIT_INTERRUPTED if requests.at_once else attempt.code
             if not decision.again:
-                if not attempt.finished:
+                if attempt.failed:
                     print(f"attempt {name}: {decision.why}", flush=True)
                 return EXIT_FAILED if code is None else code
             print(f"attempt {name}: starting again: {decision.why}", flush=True)

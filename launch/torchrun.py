@@ -7,13 +7,16 @@ import os
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Sequence
 
 from matmix.launch.supervise import StopRequests, run_agent
+from matmix.train.errors import RendezvousError
 
 DEFAULT_PORT = 29400
-# Nodes of one start wait this long for each other; torchrun's own 600 s is a long time for a mistyped address.
-_JOIN_SECONDS = 45
+# Nodes of one start wait this long for each other, so that with all imports a missing one costs less than a minute;
+# torchrun's own 600 s is a long time for a mistyped address.
+_JOIN_SECONDS = 35
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -50,6 +53,27 @@ def address_here(host: str) -> str:
     except OSError as error:
         raise ValueError(f"--rdzv: there is no way from here to {host} ({error.strerror})") from None
     return host if ipaddress.ip_address(own) == ipaddress.ip_address(target[0]) else own
+
+
+def wait_for_host(endpoint: tuple[str, int], seconds: float = _JOIN_SECONDS) -> None:
+    """Returns when the node where the others meet answers. Raises RendezvousError (one line) if it does not.
+
+    torchrun would find that out itself, with pages of C++ frames.
+    """
+    host, port = endpoint
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=2).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"{host} port {port} did not answer within {seconds:.0f} s ({reason}): is the same command running on "
+                f"{host}, and does no firewall close the port?"
+            )
+        time.sleep(0.5)
 
 
 def torchrun_words(
