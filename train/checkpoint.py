@@ -22,8 +22,9 @@ import torch.distributed as dist
 from matmix.train import portable, rng
 from matmix.train.checkpoint_files import MANIFEST, check_shapes, check_sizes, find_problem, read_manifest
 from matmix.train.checkpoint_save import GENERATORS, BackgroundSave, Contents, Tell, write_checkpoint
-from matmix.train.distributed import from_rank_zero, make_side_group, rank_and_world_size
+from matmix.train.distributed import from_rank_zero, gather_objects, make_side_group, rank_and_world_size
 from matmix.train.engine.base import Engine
+from matmix.train.failures import is_out_of_memory
 from matmix.train.places import Place
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -84,7 +85,8 @@ class CheckpointManager:
     def begin_save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> None:
         """Copies to host memory what `save` would write, and leaves the rest to a thread: `wait` says how it went.
 
-        There is never more than one: waits first for a save that is running.
+        There is never more than one: waits first for a save that is running. Where a rank has no memory for its copy,
+        saves as `save` does.
         """
         if self._running is not None and self._running.is_running() and not self._said_slow:
             self._said_slow = True
@@ -93,11 +95,32 @@ class CheckpointManager:
                 f"training waits for it: raise checkpoint.every, or use faster storage (said once)"
             )
         self.wait(tell)
-        contents = Contents.collect(step, engine, extra, copy=True)
+        contents = self._copied(step, engine, extra)
+        if contents is None:
+            tell(
+                f"warning: there is no host memory for a copy of the state: training waits while step {step} is saved; "
+                f"checkpoint.asynchronous = false spares the try"
+            )
+            self.save(step, engine, extra, tell)
+            return
         if self._group is None:
             self._group = make_side_group()
         work = functools.partial(self._complete, contents, self._group)
         self._running = BackgroundSave(step, work, engine.device)
+
+    @staticmethod
+    def _copied(step: int, engine: Engine, extra: dict[str, Any]) -> Contents | None:
+        """What there is to save, in host memory; None on every rank where that does not suffice on one."""
+        contents = None
+        try:
+            contents = Contents.collect(step, engine, extra, copy=True)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        if all(gather_objects(contents is not None)):
+            return contents
+        engine.host.clear()
+        return None
 
     def report(self, tell: Tell = tell_on_rank_zero) -> None:
         """Passes on what a save in the background has to say so far; costs nothing. Needs no other rank."""

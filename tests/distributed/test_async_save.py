@@ -10,6 +10,7 @@ import sys
 import pytest
 import saving_scenarios
 import scenarios
+import torch
 from harness import run_distributed
 
 from matmix.train.checkpoint import CheckpointManager, read_portable
@@ -78,6 +79,30 @@ def test_one_process(tmp_path):
     found = saving_scenarios.in_background_all(["fsdp2"], str(tmp_path))["fsdp2"]
     check(found)
     assert found["failed"] == [None, 2, None]
+
+
+def test_no_memory_for_a_copy(tmp_path, monkeypatch):
+    """Saved all the same, while training waits; the next one tries again."""
+    engine = scenarios.make_engine(EngineConfig())
+    manager, told = CheckpointManager(tmp_path), []
+    scenarios.train_step(engine, 1, accumulation=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", out_of_memory)
+        manager.begin_save(1, engine, {}, told.append)
+    assert manager.has(1)
+    assert manager.wait(told.append) is None
+    assert len(told) == 1
+    assert told[0].startswith("warning: there is no host memory for a copy of the state")
+    assert engine.host.size == 0
+    manager.begin_save(2, engine, {}, told.append)
+    assert manager.wait(told.append) is None
+    assert engine.host.size > 0
+    assert manager.latest_valid() == tmp_path / "step-00000002"
+    assert len(told) == 1
+
+
+def out_of_memory(*_args, **_kwargs):
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
 
 
 class Killed:

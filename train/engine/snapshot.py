@@ -44,6 +44,10 @@ class HostMemory:
         """Bytes that are kept."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
+    def clear(self) -> None:
+        """Gives the memory back."""
+        self._buffers.clear()
+
     @torch.no_grad()
     def copy(self, state: State, name: str = "") -> State:
         """A copy of `state` that nothing changes until the next one of this `name`.
