@@ -176,20 +176,30 @@ def test_during_imports(make_run, one_rank, tmp_path):
 
 
 @pytest.mark.slow
-def test_during_compilation_to_every_process_of_the_run(make_run, tmp_path, monkeypatch):
+def test_during_compilation_to_every_process_of_the_run(make_run, tmp_path):
     """A scheduler's signal reaches the compilers, too."""
     settings = ("--engine.compile", "True", "--steps", "2", "--checkpoint.every", "0", "--evaluation.every", "0")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     run, reference = make_run(*settings), make_run(*settings)
-    attempt = run.start()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "matmix.train", run.recipe, *run.overrides],
+        env={
+            **{**os.environ, "MATMIX_ATTEMPT": "first", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),  # empty: everything is compiled
+        },
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    whole = psutil.Process(process.pid)
 
-    def compilers() -> list:
-        return [process for process in attempt.processes() if process.pid not in attempt.pids]
+    def compilers() -> list[psutil.Process]:
+        assert process.poll() is None, process.stderr.read()
+        return [child for child in whole.children(recursive=True) if child.name() in ("g++", "cc1plus", "c++")]
 
-    wait_until(lambda: any("g++" in " ".join(process.cmdline()) for process in compilers()), "a compiler to run")
-    for process in [*compilers(), *attempt.processes()]:
-        process.send_signal(signal.SIGTERM)
-    assert attempt.wait(600) == [EXIT_STOPPED], attempt.text()
+    for child in [*wait_until(compilers, "a compiler to run"), *whole.children(recursive=True), whole]:
+        child.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=600)[1]
+    assert process.returncode == EXIT_STOPPED, errors
+    assert read_last_step(run.path, "first") == 1
     run.finish()
     reference.finish()
     assert_same(run, reference)
