@@ -194,7 +194,7 @@ def impatient(step: int, seconds: float) -> None:
         from matmix.train.callbacks.watchdog import Watchdog
 
         watchdog = next(callback for callback in trainer.callbacks if isinstance(callback, Watchdog))
-        watchdog.limit, watchdog.poll = seconds, seconds / 20
+        watchdog.limit, watchdog.poll, watchdog.grace = seconds, seconds / 20, 24.0
         watchdog.arm()
 
     before_step(step, shorten)

@@ -80,7 +80,8 @@ class Watchdog(Callback):
         """Sets a timer outside the interpreter, which dumps and ends the process (with code 1, the only one it knows)
         where the thread below cannot run: the main thread hangs in C and keeps the interpreter's lock."""
         quiet = time.monotonic() - last_beat().seconds
-        seconds = max(self.limit - quiet, 0) + 3 * self.poll
+        # Later than the thread would act, sooner than the other ranks cease to wait for this one's stacks.
+        seconds = max(self.limit - quiet, 0) + self.grace / 2
         faulthandler.dump_traceback_later(seconds, exit=True, file=self.file or sys.__stderr__)
 
     def _watch(self) -> None:
