@@ -1,0 +1,112 @@
+"""`matmix launch local` end to end: a real torchrun, real ranks, and what they leave."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from matmix.launch.attempts import read_attempts
+from matmix.launch.cli import main
+from matmix.train.exits import EXIT_STOPPED
+
+
+class Local:
+    """A running `matmix launch local debug_mru --nproc 2`, its output in a file."""
+
+    def __init__(self, dataset: str, folder: Path, *overrides: str) -> None:
+        self.run, self.output = folder / "run", folder / "output.txt"
+        words = ["-m", "matmix.launch.cli", "launch", "local", "debug_mru", "--nproc", "2", "--device", "cpu"]
+        words += ["--data.path", dataset, "--run-dir", str(self.run), "--logging.every", "1", *overrides]
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", *words], stdout=output, stderr=output, start_new_session=True
+            )
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for_step(self, step: int, seconds: float = 200) -> None:
+        deadline = time.monotonic() + seconds
+        while self.step() < step:
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.1)
+
+    def step(self) -> int:
+        path = self.run / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+    def ranks(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if "matmix.launch.rank" in words and any(str(self.run) in word for word in words):
+                    found.append(process)
+        return [process for process in found if "matmix.launch.agent" not in process.cmdline()]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for process in self.ranks():
+            process.kill()
+
+
+LONG = ("--steps", "100000", "--evaluation.every", "0", "--checkpoint.every", "10")
+
+
+@pytest.fixture
+def local(dataset, tmp_path):
+    run = Local(dataset, tmp_path, *LONG)
+    yield run
+    run.end()
+
+
+def test_sigterm_saves_and_leaves_nothing_running(local, capsys):
+    local.wait_for_step(3)
+    local.process.send_signal(signal.SIGTERM)
+    assert local.process.wait(timeout=120) == EXIT_STOPPED, local.text()
+    (attempt,) = read_attempts(local.run)
+    assert attempt.stopped
+    assert attempt.saved_step is not None
+    assert attempt.saved_step >= 3
+    assert (local.run / "checkpoints" / f"step-{attempt.saved_step:08d}" / "checkpoint.json").is_file()
+    assert not local.ranks()
+    assert "Traceback" not in local.text()
+
+    assert main(["launch", "status", str(local.run)]) == 0
+    shown = capsys.readouterr().out
+    assert "ended" in shown
+    assert "Stopped by" in shown
+    assert f"step {attempt.saved_step} of 100000" in shown
+    assert f"step-{attempt.saved_step:08d}" in shown
+    assert main(["launch", "cancel", str(local.run)]) == 0
+    assert "not running" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(local, capsys):
+    local.wait_for_step(13)
+    psutil.Process(local.ranks()[-1].pid).kill()
+    local.wait_for_step(40)
+    assert main(["launch", "status", str(local.run)]) == 0
+    assert "running" in capsys.readouterr().out
+    assert main(["launch", "resubmit", str(local.run)]) == 2
+    assert "still running" in capsys.readouterr().err
+    assert main(["launch", "cancel", str(local.run), "--grace", "120"]) == 0
+    assert local.process.wait(timeout=60) == EXIT_STOPPED, local.text()
+    first, second = read_attempts(local.run)
+    assert first.failed
+    assert second.stopped
+    assert "starting again" in local.text()
+    assert "resumed from step-" in local.text()
+    steps = [json.loads(line)["step"] for line in (local.run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, second.saved_step + 1))
+    assert not local.ranks()

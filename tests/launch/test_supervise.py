@@ -1,0 +1,175 @@
+"""Signals between launcher, agent and ranks, with real processes. The agent and the ranks are small stand-ins."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from matmix.launch.cli import main
+from matmix.launch.torchrun import address_here, parse_endpoint, torchrun_words, wait_for_host
+from matmix.train.errors import RendezvousError
+
+# A rank that takes a second to save, as if it were torch's worker: named in its command line.
+RANK = """
+import pathlib, signal, sys, time
+folder, number = pathlib.Path(sys.argv[2]), sys.argv[3]
+told = []
+signal.signal(signal.SIGUSR2, lambda *_: told.append(1))
+(folder / f"started-{number}").touch()
+while not told:
+    time.sleep(0.02)
+time.sleep(1)
+(folder / f"saved-{number}").write_text(str(len(told)))
+sys.exit(75)
+"""
+
+# Starts two ranks, each in a session of its own as torch does, and ends with the worst of their codes.
+AGENT = f"""
+import pathlib, signal, subprocess, sys
+folder = pathlib.Path(sys.argv[1])
+def end(*_):
+    (folder / "agent-told").touch()
+    for rank in ranks:
+        rank.kill()
+signal.signal(signal.SIGTERM, end)
+words = [sys.executable, "-S", "-c", {RANK!r}, "matmix.launch.rank", str(folder)]
+ranks = [subprocess.Popen([*words, str(number)], start_new_session=True) for number in range(2)]
+codes = [rank.wait() for rank in ranks]
+sys.exit(max(map(abs, codes)))
+"""
+
+LAUNCHER = f"""
+import os, sys
+from matmix.launch.supervise import StopRequests, run_agent
+with StopRequests() as requests:
+    sys.exit(run_agent([sys.executable, "-S", "-c", {AGENT!r}, sys.argv[1]], os.environ, requests))
+"""
+
+
+def wait_until(check, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """A launcher whose agent and two ranks are running; all are gone after the test."""
+    process = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)], start_new_session=True)
+    try:
+        wait_until(lambda: (tmp_path / "started-0").exists() and (tmp_path / "started-1").exists())
+        yield process
+    finally:
+        for left in [process, *own_processes(tmp_path)]:
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                left.kill()
+        process.wait()
+
+
+def own_processes(folder: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(folder) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_ranks_are_told_once_and_have_time_to_save(number, launcher, tmp_path):
+    launcher.send_signal(number)
+    time.sleep(0.5)
+    launcher.send_signal(number if number != signal.SIGINT else signal.SIGTERM)
+    assert launcher.wait(timeout=60) == 75
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(2)] == ["1", "1"]
+    assert not (tmp_path / "agent-told").exists()
+    assert not own_processes(tmp_path)
+
+
+def test_a_second_ctrl_c_waits_for_nobody(launcher, tmp_path):
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=60) == signal.SIGKILL
+    assert not (tmp_path / "saved-0").exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a child that its parent has died")
+def test_the_agent_ends_with_a_launcher_that_is_killed(launcher, tmp_path):
+    launcher.kill()
+    wait_until(lambda: (tmp_path / "agent-told").exists())
+    wait_until(lambda: not own_processes(tmp_path))
+
+
+def test_ranks_do_not_outlive_an_agent_that_is_killed(launcher, tmp_path):
+    (agent,) = [process for process in psutil.Process(launcher.pid).children() if str(tmp_path) in process.cmdline()]
+    agent.kill()
+    assert launcher.wait(timeout=60) == 128 + signal.SIGKILL
+    wait_until(lambda: not own_processes(tmp_path))
+    assert not (tmp_path / "saved-0").exists()
+
+
+# -- torchrun's arguments ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint"),
+    [
+        ("node1:1234", ("node1", 1234)),
+        ("node1", ("node1", 29400)),
+        ("10.0.0.1:80", ("10.0.0.1", 80)),
+        ("[::1]:29401", ("::1", 29401)),
+        ("[fe80::1]", ("fe80::1", 29400)),
+    ],
+)
+def test_endpoints(text, endpoint):
+    assert parse_endpoint(text) == endpoint
+
+
+@pytest.mark.parametrize("text", ["", ":1", "node1:", "node1:port", "node1:70000", "::1", "[::1", "[::1]29400"])
+def test_endpoints_that_are_none(text):
+    with pytest.raises(ValueError, match="--rdzv"):
+        parse_endpoint(text)
+
+
+def test_the_node_that_is_named_uses_the_name_it_is_known_by():
+    assert address_here("127.0.0.1") == "127.0.0.1"
+    assert address_here("localhost") == "localhost"
+    with pytest.raises(ValueError, match="does not resolve"):
+        address_here("no-such-node.invalid")
+
+
+def test_ipv6_and_fixed_ranks():
+    words = torchrun_words(["r"], nnodes=2, nproc=4, endpoint=("::1", 29401), run_id="a", local_addr="::1")
+    assert "--rdzv-endpoint=[::1]:29401" in words
+    assert words[-3:] == ["-m", "matmix.launch.rank", "r"]
+    fixed = torchrun_words(["r"], nnodes=2, nproc=4, endpoint=("n", 1), run_id="a", local_addr="n", node_rank=1)
+    assert {"--node-rank=1", "--master-addr=n", "--master-port=1", "--rdzv-backend=static"} <= set(fixed)
+
+
+def test_a_host_that_does_not_answer_is_named():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"127.0.0.1 port {port} did not answer .*refused"):
+            wait_for_host(("127.0.0.1", port), seconds=0.5)
+        unused.listen()
+        wait_for_host(("127.0.0.1", port), seconds=5)
+
+
+def test_the_command_of_a_node_is_printed(capsys):
+    words = ["--nnodes", "2", "--nproc", "2", "--rdzv", "[::1]:29401", "--dry-run", "--run-dir", "runs/a b"]
+    assert main(["launch", "torchrun", "debug_mru", *words]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("torchrun --nnodes=2 --nproc-per-node=2 ")
+    assert "--rdzv-id=a-b" in printed
+    assert printed.endswith("-m matmix.launch.rank debug_mru --run-dir 'runs/a b'\n")
+    assert main(["launch", "torchrun", "debug_mru", "--nnodes", "3", *words[2:]]) == 2
+    assert "does not divide" in capsys.readouterr().err

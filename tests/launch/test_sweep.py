@@ -1,0 +1,88 @@
+"""Sweeps: which runs, and under which names."""
+
+import pytest
+
+from matmix.launch.records import launch_home
+from matmix.launch.slurm import plan_launch, render_launch, write_launch
+from matmix.launch.slurm_options import SlurmOptions
+from matmix.launch.sweep import parse_sweep
+from matmix.train.recipe import load_config
+
+
+def test_the_product_in_order():
+    points = parse_sweep(["optimizer.lr=1e-3,3e-4", "model.layers=mru,attention"])
+    assert [point.name for point in points] == [
+        "lr=1e-3,layers=mru",
+        "lr=1e-3,layers=attention",
+        "lr=3e-4,layers=mru",
+        "lr=3e-4,layers=attention",
+    ]
+    assert points[1].overrides == ("--optimizer.lr", "1e-3", "--model.layers", "attention")
+    assert parse_sweep([]) == []
+
+
+def test_names_tell_keys_with_the_same_last_word_apart():
+    (point,) = parse_sweep(["evaluation.every=10", "checkpoint.every=20"])
+    assert point.name == "evaluation.every=10,checkpoint.every=20"
+
+
+def test_runs_from_a_file(tmp_path):
+    file = tmp_path / "runs.toml"
+    file.write_text(
+        '[[run]]\nname = "wide"\nmodel.d_model = 64\nmodel.layers = ["mru", "attention"]\n'
+        '[[run]]\nmodel = { d_model = 32 }\n"optimizer.lr" = 1e-3\n'
+    )
+    named, unnamed = parse_sweep([], str(file))
+    assert named.name == "wide"
+    assert named.overrides == ("--model.d_model", "64", "--model.layers", "mru", "attention")
+    assert unnamed.name == "d_model=32,lr=0.001"
+    names = [point.name for point in parse_sweep(["seed=0,1"], str(file))]
+    assert names == ["wide,seed=0", "wide,seed=1", "d_model=32,lr=0.001,seed=0", "d_model=32,lr=0.001,seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        (["optimizer.lr"], "KEY=VALUE"),
+        (["optimizer.lr="], "KEY=VALUE"),
+        (["seed=1", "seed=2"], "given twice"),
+        (["seed=1,1"], "names a value twice"),
+        (["data.path=a/b,a-b"], "share the directory"),
+    ],
+)
+def test_mistakes(axes, words):
+    with pytest.raises(ValueError, match=words):
+        parse_sweep(axes)
+
+
+def test_each_task_has_a_config_and_a_directory_of_its_own(tmp_path):
+    home = tmp_path / "sweep"
+    points = parse_sweep(["optimizer.lr=1e-2,1e-3", "seed=5"])
+    options = SlurmOptions(tasks_per_node=2, array_limit=1)
+    launch = plan_launch("debug_mru", ["--run-dir", str(home)], points, options, ["launch", "slurm"])
+    script = render_launch(launch)
+    assert "#SBATCH --array=0-1%1\n" in script
+    assert f"#SBATCH --output={home}/logs/slurm-%A_%a.out\n" in script
+    write_launch(launch, script)
+    for number, rate in enumerate(("1e-2", "1e-3")):
+        config = load_config(str(launch.folder / "tasks" / str(number) / "config.toml"))
+        assert (config.optimizer.lr, config.seed) == (float(rate), 5)
+        assert config.run_dir == str(home / f"lr={rate},seed=5")
+        assert config.run_dir in script
+    assert (home / "logs").is_dir()
+
+
+def test_a_run_is_no_place_for_a_sweep(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ValueError, match="is a run"):
+        plan_launch(
+            "debug_mru", ["--run-dir", str(tmp_path)], parse_sweep(["seed=1,2"]), SlurmOptions(tasks_per_node=1), []
+        )
+
+
+def test_run_directories_are_absolute_and_keep_links(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path)
+    assert launch_home("link/run") == tmp_path / "link" / "run"
+    assert launch_home("s3://bucket/runs/a b") == tmp_path / "runs" / "bucket-runs-a-b"
