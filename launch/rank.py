@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matmix.launch.environment import apply_defaults, node_folder
+from matmix.launch.environment import apply_defaults
 from matmix.train import console, stop
 from matmix.train.console import begin_process, guarded
 from matmix.train.ranks import tasks_per_node
@@ -68,8 +67,13 @@ def find_run_dir(arguments: Sequence[str]) -> str:
 
 
 def log_path(run_dir: str, environment: Mapping[str, str]) -> Path:
-    """RUN/logs/<attempt>/rank-00003.log; for a run in an object store, in this node's folder."""
-    home = node_folder(environment) / re.sub(r"\W+", "-", run_dir) if "://" in run_dir else Path(run_dir)
+    """RUN/logs/<attempt>/rank-00003.log; for a run in an object store, in the folder that this node has for it."""
+    home = Path(run_dir)
+    if "://" in run_dir:
+        # Needs torch, which shall not be imported before this process's environment stands.
+        from matmix.train.places import mirror_folder
+
+        home = mirror_folder(run_dir, environment.get("GROUP_RANK") or 0)
     attempt = environment.get("MATMIX_ATTEMPT", "attempt")
     return home / "logs" / attempt / f"rank-{int(environment.get('RANK', '0')):05d}.log"
 

@@ -9,6 +9,7 @@ import pytest
 
 from matmix.launch.environment import apply_defaults, defaults, interface_towards
 from matmix.launch.rank import find_run_dir, log_path, rank_variables
+from matmix.train.places import mirror_folder
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -84,7 +85,8 @@ def test_the_run_directory_is_found_as_training_finds_it(tmp_path):
 def test_logs():
     environment = {"RANK": "3", "MATMIX_ATTEMPT": "17.1", "SLURM_TMPDIR": "/local"}
     assert log_path("runs/a", environment) == Path("runs/a/logs/17.1/rank-00003.log")
-    assert str(log_path("s3://bucket/runs/a", environment)).startswith("/local/matmix-")
+    node = mirror_folder("s3://bucket/runs/a", 1)
+    assert log_path("s3://bucket/runs/a", {**environment, "GROUP_RANK": "1"}) == node / "logs/17.1/rank-00003.log"
 
 
 def test_errors_of_other_ranks_reach_their_log_and_the_job(tmp_path):
