@@ -558,4 +558,4 @@ def test_benchmark(small, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["benchmark", str(small), "--seconds", "0.2", "--data.seqlen", "24", "--masked"])
     benchmark.main()
     rate = float(capsys.readouterr().out.split(" tokens/s with 1 worker(s)")[0].replace(",", ""))
-    assert rate > 10_000
+    assert rate > 100
