@@ -13,7 +13,8 @@ and, where they were killed before they could, from the exit code that the launc
 
 Only attempts of the same job count, which its requeues share; a job that is submitted anew begins anew.
 Attempts that a launcher began and that nobody saw end (a node that failed, a launcher that was killed) are failures.
-Each decision is a line in RUN/launch/attempts.jsonl. Standard library only: this runs on the node that counts seconds.
+Each decision is a line in RUN/launch/attempts.jsonl. Standard library only, but for runs at URLs: this runs between two
+attempts, on nodes that are paid for.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matmix.launch.records import read_lines
+from matmix.launch.records import read_lines, read_url
 from matmix.train.exits import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
 from matmix.train.outcome import Outcome, read_last_step, read_outcomes
 
@@ -154,8 +155,19 @@ def read_attempts(run: Path) -> list[Attempt]:
     return found
 
 
+def _ranks_folder(run: Path) -> Path:
+    """Where rank 0 writes: the run directory; for a run at a URL, the folder that the first node has for it."""
+    url = read_url(run)
+    if url is None:
+        return run
+    from matmix.train.places import mirror_folder
+
+    return mirror_folder(url, 0)
+
+
 def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> Attempt:
     """What the ranks of an attempt wrote about its end, or `code` where they wrote nothing."""
+    run = _ranks_folder(run)
     outcomes = read_outcomes(run, name)
     chosen = _telling(outcomes)
     saved = [outcome.saved_step for outcome in outcomes.values() if outcome.saved_step is not None]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.launch import attempts, snapshot
-from matmix.launch.records import Job, add_job, launch_home
+from matmix.launch.records import Job, add_job, launch_home, note_url
 from matmix.launch.supervise import StopRequests, run_agent
 from matmix.launch.torchrun import agent_command, environment_for, torchrun_words
 from matmix.train.exits import EXIT_FAILED, EXIT_INTERRUPTED
@@ -63,6 +63,7 @@ def prepare_local(
     if not dry_run:
         snapshot.take_snapshot(run.folder)
         write_config(config, run.folder / "config.toml")
+        note_url(home, config.run_dir)
         job = Job(
             kind="local",
             launch=run.launch_id,

@@ -56,6 +56,19 @@ def launch_home(run_dir: str) -> Path:
     return Path(os.path.abspath(run_dir))
 
 
+def note_url(home: Path, run_dir: str) -> None:
+    """Notes in the launches' folder of a run at a URL where the run itself is."""
+    if "://" in run_dir:
+        (home / "launch").mkdir(parents=True, exist_ok=True)
+        (home / "launch" / "url.txt").write_text(run_dir, encoding="utf-8")
+
+
+def read_url(home: Path) -> str | None:
+    """The URL of a run in an object store, None for any other."""
+    path = home / "launch" / "url.txt"
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
 def _plain(url: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", url.partition("://")[2]).strip("-")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from matmix.launch import scheduler, snapshot
-from matmix.launch.records import Job, add_job, launch_home
+from matmix.launch.records import Job, add_job, launch_home, note_url
 from matmix.launch.script import output_pattern, render, sbatch_value
 from matmix.launch.slurm_options import SlurmOptions
 from matmix.launch.sweep import Point
@@ -36,7 +36,9 @@ class Launch:
 
     @property
     def runs(self) -> list[Path]:
-        return [launch_home(config.run_dir) for config in self.configs]
+        if not self.is_sweep:
+            return [self.home]
+        return [self.home / config.run_dir.rsplit("/", 1)[-1] for config in self.configs]
 
 
 def plan_launch(
@@ -181,6 +183,8 @@ def write_launch(launch: Launch, script: str) -> Path:
             task = launch.folder / "tasks" / str(number)
             task.mkdir(parents=True)
             write_config(config, task / "config.toml")
+    for run, config in zip(launch.runs, launch.configs, strict=True):
+        note_url(run, config.run_dir)
     (launch.home / "logs").mkdir(exist_ok=True)
     path = launch.folder / "job.sbatch"
     path.write_text(script, encoding="utf-8")

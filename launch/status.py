@@ -10,7 +10,7 @@ import psutil
 
 from matmix.launch import scheduler
 from matmix.launch.attempts import describe, read_attempts
-from matmix.launch.records import Job, read_jobs, read_lines
+from matmix.launch.records import Job, read_jobs, read_lines, read_url
 from matmix.train.checkpoint_listing import list_checkpoints
 from matmix.train.recipe import read_toml
 
@@ -31,7 +31,7 @@ def status_lines(home: Path) -> list[str]:
     if runs == [home]:
         return lines + [f"  {line}" for line in run_lines(home, active=bool(jobs) and is_active(jobs[-1]))]
     width = max((len(run.name) for run in runs), default=0)
-    lines += [f"  {run.name:<{width}}  {progress(run)}{_last_word(run)}" for run in runs]
+    lines += [f"  {run.name:<{width}}  {progress(records_folder(run))}{_last_word(run)}" for run in runs]
     return [*lines, f"  logs         {home / 'logs'}"]
 
 
@@ -94,19 +94,33 @@ def run_lines(run: Path, *, active: bool) -> list[str]:
     """Attempts, progress, checkpoint and logs of one run. active: its job is queued or running."""
     lines = []
     attempts = read_attempts(run)
+    at = records_folder(run)
     for attempt in attempts[-_SHOWN:]:
         step = f", began step {attempt.step}" if attempt.step is not None else ""
         running = active and attempt is attempts[-1] and attempt.code is None
         ended = "running" if running else attempt.reason or describe(attempt.code)
         lines.append(f"attempt      {attempt.attempt}: {ended}{step}")
-    lines.append(f"progress     {progress(run, active=active)}")
-    if (run / "config.toml").is_file():
-        listing = list_checkpoints(run / "checkpoints")
-        newest = listing.resumed
-        lines.append(f"checkpoint   {newest.path if newest else 'none yet'}")
+    lines.append(f"progress     {progress(at, active=active)}")
+    if (at / "config.toml").is_file():
+        listing = list_checkpoints(at / "checkpoints")
+        newest, place = listing.resumed, read_url(run) or str(run)
+        lines.append(f"checkpoint   {f'{place}/checkpoints/{newest.path.name}' if newest else 'none yet'}")
         lines += [f"             damaged: {facts.problem}" for facts in listing.damaged]
-    lines.append(f"logs         {run / 'logs'}, metrics {run / 'metrics.jsonl'}")
+    lines.append(f"logs         {run / 'logs'}, metrics {at / 'metrics.jsonl'}")
     return lines
+
+
+def records_folder(run: Path) -> Path:
+    """Where metrics and checkpoints can be read: the run directory, or what a run at a URL has there, fetched.
+
+    Raises FileNotFoundError or RemoteError where the URL cannot be read.
+    """
+    url = read_url(run)
+    if url is None:
+        return run
+    from matmix.train.remote import local_outline
+
+    return local_outline(url)
 
 
 def _last_word(run: Path) -> str:

@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from matmix.launch.attempts import AGAIN, ENOUGH, FINISHED, Attempt, begin, decide, main, mark_cancelled, read_attempts
+from matmix.launch.records import note_url
 from matmix.train.outcome import outcome_path, step_path
+from matmix.train.places import mirror_folder
 
 
 def attempts(*ends: tuple) -> list[Attempt]:
@@ -124,3 +126,12 @@ def test_it_needs_no_torch(tmp_path):
     code = "import sys, matmix.launch.attempts; print('torch' in sys.modules, 'numpy' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert run.stdout.split() == ["False", "False"]
+
+
+def test_ranks_of_a_run_in_an_object_store_write_to_their_node(tmp_path, monkeypatch):
+    monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))
+    note_url(tmp_path / "run", "s3://bucket/run")
+    write_outcome(mirror_folder("s3://bucket/run", 0), "7.0", code=75, reason="stopped")
+    assert main([str(tmp_path / "run"), "--attempt", "7.0", "--code", "137"]) == AGAIN
+    (attempt,) = read_attempts(tmp_path / "run")
+    assert attempt.stopped
