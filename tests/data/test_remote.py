@@ -101,7 +101,9 @@ def test_a_store_that_is_away_for_good(store):
 
 def test_missing_credentials_and_buckets_are_not_tried_again(store, monkeypatch):
     requests = len(store.requests)
-    with pytest.raises(FileNotFoundError, match=r"^cannot write s3://no-such-bucket/x/a: there is no such bucket or folder$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^cannot write s3://no-such-bucket/x/a: there is no such bucket or folder$"
+    ):
         RemoteFolder("s3://no-such-bucket/x").write("a", b"")
     assert len(store.requests) == requests + 1
     import s3fs
