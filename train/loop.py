@@ -88,26 +88,26 @@ class Trainer:
         with self.speed.waiting_for_data():
             micro_batches = [next(batches) for _ in range(self.accumulation)]
         targets, tokens = sum(map(count_targets, micro_batches)), sum(batch.n_tokens for batch in micro_batches)
-        # One reduction carries what all ranks must agree on before the step: the divisor, and whether to stop after it.
-        agreed = [targets, tokens, bool(stop.received()), *self.damage.count(micro_batches)]
-        counts = torch.tensor(agreed, dtype=torch.float64)
-        targets, tokens, signals, damaged, news = engine.all_reduce_sum(counts.to(engine.device)).tolist()
+        # One reduction carries what all ranks must agree on before the step, such as the divisor.
+        counts = torch.tensor([targets, tokens, *self.damage.count(micro_batches)], dtype=torch.float64)
+        targets, tokens, damaged, news = engine.all_reduce_sum(counts.to(engine.device)).tolist()
         if news:
             self.damage.share(self.tell)
 
         lr = config.optimizer.lr * rate_share(state.step + 1, config.steps, config.schedule)
         for group in engine.optimizer.param_groups:
             group["lr"] = lr
-        sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
         self.monitor.start_step()
         for index, batch in enumerate(micro_batches):
             loss = compute_loss(engine.model, batch.to(engine.device, non_blocking=True), config.objective)
             self.monitor.collect()
             engine.backward(loss.total / max(targets, 1), last=index == self.accumulation - 1)
-            sums += torch.stack([loss.loss.detach(), loss.correct]).double()
+            sums[:2] += torch.stack([loss.loss.detach(), loss.correct]).double()
         norm = engine.step(config.optimizer.max_grad_norm)
 
-        loss_sum, correct = engine.all_reduce_sum(sums).tolist()
+        sums[2] = bool(stop.received())  # as late as can be, so that no further step is begun after a signal
+        loss_sum, correct, signals = engine.all_reduce_sum(sums).tolist()
         self.attempt.step = state.step = state.step + 1
         state.tokens += int(tokens)
         state.damaged += int(damaged)
@@ -153,6 +153,8 @@ class Trainer:
             try:
                 self.checkpoints.close(self.tell)
             finally:
+                for loader in filter(None, (self.loader, self.validation)):
+                    loader.close()
                 self.call("on_end")
                 self.lock.release()
         return Result(
