@@ -27,11 +27,12 @@ def status_lines(home: Path) -> list[str]:
         lines.append(f"  {'earlier':<12} {earlier} submissions in {home / 'launch' / 'jobs.jsonl'}")
     if jobs and jobs[-1].kind == "prepare":
         return [*lines, f"  logs         {home / 'logs'}"]
+    active = bool(jobs) and is_active(jobs[-1])
     runs = runs_of(home, jobs)
     if runs == [home]:
-        return lines + [f"  {line}" for line in run_lines(home, active=bool(jobs) and is_active(jobs[-1]))]
+        return lines + [f"  {line}" for line in run_lines(home, active=active)]
     width = max((len(run.name) for run in runs), default=0)
-    lines += [f"  {run.name:<{width}}  {progress(records_folder(run))}{_last_word(run)}" for run in runs]
+    lines += [f"  {run.name:<{width}}  {progress(records_folder(run), active=active)}{_last_word(run)}" for run in runs]
     return [*lines, f"  logs         {home / 'logs'}"]
 
 
@@ -94,7 +95,7 @@ def run_lines(run: Path, *, active: bool) -> list[str]:
     """Attempts, progress, checkpoint and logs of one run. active: its job is queued or running."""
     lines = []
     attempts = read_attempts(run)
-    at = records_folder(run)
+    at, place = records_folder(run), read_url(run) or run
     for attempt in attempts[-_SHOWN:]:
         step = f", began step {attempt.step}" if attempt.step is not None else ""
         running = active and attempt is attempts[-1] and attempt.code is None
@@ -103,10 +104,10 @@ def run_lines(run: Path, *, active: bool) -> list[str]:
     lines.append(f"progress     {progress(at, active=active)}")
     if (at / "config.toml").is_file():
         listing = list_checkpoints(at / "checkpoints")
-        newest, place = listing.resumed, read_url(run) or str(run)
+        newest = listing.resumed
         lines.append(f"checkpoint   {f'{place}/checkpoints/{newest.path.name}' if newest else 'none yet'}")
         lines += [f"             damaged: {facts.problem}" for facts in listing.damaged]
-    lines.append(f"logs         {run / 'logs'}, metrics {at / 'metrics.jsonl'}")
+    lines.append(f"logs         {run / 'logs'}, metrics {place}/metrics.jsonl")
     return lines
 
 
@@ -130,7 +131,7 @@ def _last_word(run: Path) -> str:
     return f"; last attempt: {attempts[-1].reason}"
 
 
-def progress(run: Path, *, active: bool = True) -> str:
+def progress(run: Path, *, active: bool) -> str:
     """Step, loss and, of a run that is going on, speed and estimated end, from metrics.jsonl."""
     summary = run / "summary.json"
     records = [record for record in read_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
