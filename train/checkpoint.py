@@ -29,7 +29,7 @@ from matmix.train.places import Place
 
 _NAME = re.compile(r"step-(\d{8,})")
 # Directories under these names are unfinished or already given up: no reader looks at them.
-LEFTOVERS = (".tmp-", ".old-", ".universal-")
+LEFTOVERS = (".tmp-", ".old-")
 
 
 def tell_on_rank_zero(text: str) -> None:
