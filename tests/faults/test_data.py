@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from harness import assert_same
 from runs import losses, records, run_recipe
@@ -81,6 +82,7 @@ def test_slow_storage_is_waited_for_and_said_once(dataset, tmp_path, monkeypatch
 
 def test_a_reader_that_blocks_for_seconds_costs_seconds(dataset, tmp_path, monkeypatch):
     """Longer than the intervals at which torch looks after its workers."""
+    children = psutil.Process().children()
     options = ("--steps", "4", "--evaluation.every", "0", "--logging.every", "1", "--data.workers", "1")
     run_recipe("debug_mru", dataset, tmp_path / "fast", *options)
     read, blocked = TokenShards.read, tmp_path / "blocked"
@@ -96,3 +98,4 @@ def test_a_reader_that_blocks_for_seconds_costs_seconds(dataset, tmp_path, monke
     assert losses(tmp_path / "slow") == losses(tmp_path / "fast")
     assert json.loads((tmp_path / "slow" / "summary.json").read_text())["step"] == 4
     assert blocked.exists()
+    assert psutil.Process().children() == children  # a run that has ended leaves no readers
