@@ -249,6 +249,7 @@ class Run:
         return [record for record in records if record["kind"] == kind]
 
     def steps(self) -> int:
+        """The last step that was recorded."""
         records = self.records()
         return records[-1]["step"] if records else 0
 

@@ -93,21 +93,6 @@ def harmed_data(dataset, tmp_path) -> tuple[Path, Path]:
     return folder, next(path for path in sorted((folder / "train").iterdir()) if "shard" in path.name)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_damaged_data(make_run, harmed_data, workers):
-    folder, shard = harmed_data
-    whole = shard.read_bytes()
-    # Of the same size, so that nobody sees it before the shard is read.
-    shard.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
-    run = make_run("--data.path", str(folder), "--data.workers", str(workers))
-    attempt = run.start()
-    assert attempt.wait() == [EXIT_USER]
-    error = attempt.text().strip().splitlines()[-1]
-    assert error.startswith("matmix: error: ")
-    assert f"shard train/{shard.name}" in error
-    assert "Traceback" not in attempt.text()
-
-
 def test_missing_and_truncated_data(make_run, harmed_data):
     folder, shard = harmed_data
     run = make_run("--data.path", str(folder))
