@@ -1,6 +1,8 @@
 """What a run records: TensorBoard scalars, metrics.jsonl after a crash, a profiler trace, the closing words."""
 
 import json
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,19 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(dataset, tmp_path):
     assert speed <= tags
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses(tmp_path / "run"))
     assert [event.step for event in events.Scalars("validation/loss")] == [4, 8]
+
+
+def test_tensorboard_shows_each_step_once_though_a_resumed_run_s_clock_is_behind(dataset, tmp_path, monkeypatch):
+    for stop_step in ("4", "6"):
+        run_recipe("debug_mru", dataset, tmp_path / "run", "--logging.tensorboard", "True", "--stop-step", stop_step)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")  # as if it had been killed at step 6
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    run_recipe("debug_mru", dataset, tmp_path / "run", "--logging.tensorboard", "True")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 9))
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses(tmp_path / "run"))
 
 
 def test_records_have_the_numbers_people_ask_for(dataset, tmp_path):

@@ -3,6 +3,9 @@ validation."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 from matmix.train.callbacks.base import Callback, StepRecord
 
 _NAMES = {
@@ -22,6 +25,20 @@ _NAMES = {
 }
 
 
+def _put_into_the_past(folder: Path) -> None:
+    """Renames event files whose name is later than now.
+
+    TensorBoard reads files in the order of the times in their names. A run that was resumed on a node whose clock is
+    behind would be read before what it resumed, and would hide none of the steps that it does again.
+    """
+    now = int(time.time())
+    found = [(int(path.name.split(".")[3]), path) for path in folder.glob("events.out.tfevents.*")]
+    later = sorted(entry for entry in found if entry[0] >= now)
+    for place, (_, path) in enumerate(later):
+        *front, _, rest = path.name.split(".", 4)
+        path.rename(path.with_name(".".join([*front, f"{now - len(later) + place:010d}", rest])))
+
+
 class TensorBoard(Callback):
     """Writes to RUN/tensorboard; a resumed run hides the events of the steps that it does again."""
 
@@ -30,7 +47,9 @@ class TensorBoard(Callback):
     def on_start(self, trainer) -> None:
         from torch.utils.tensorboard import SummaryWriter  # two seconds of import that only this callback needs
 
-        self.writer = SummaryWriter(str(trainer.run.path / "tensorboard"), purge_step=trainer.state.step + 1)
+        folder = trainer.run.path / "tensorboard"
+        _put_into_the_past(folder)
+        self.writer = SummaryWriter(str(folder), purge_step=trainer.state.step + 1)
 
     def on_record(self, trainer, record: StepRecord) -> None:
         for key, value in record.numbers().items():
