@@ -37,10 +37,10 @@ pretrain: .venv/installed
 	@echo "  the attention baseline:  $(BIN)/matmix train mru_shakespeare --model.layers attention --run-dir runs/gpt"
 
 test: .venv/installed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow" tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" tests
 
 test-all: .venv/installed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests
 
 lint: .venv/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports

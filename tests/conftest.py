@@ -18,6 +18,20 @@ if not torch.cuda.is_available():
     triton_on_cpu.import_kernels()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With -n: the tests on a Slurm cluster go to one worker, which starts with them; the others one by one."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "slurm" if "/slurm/" in nodeid else nodeid
+
+    return Scheduling(config, log)
+
+
 @pytest.fixture
 def interpreter(monkeypatch) -> str:
     """Triton kernels run: on the GPU if there is one, else interpreted on the CPU. Returns the device to use."""

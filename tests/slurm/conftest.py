@@ -1,4 +1,7 @@
-"""One cluster for all tests of a process; where Slurm is not installed they are skipped, saying what to install."""
+"""One cluster for all tests of a process; where Slurm is not installed they are skipped, saying what to install.
+
+With `pytest -n auto`, tests/conftest.py gives all of them to one worker: they share jobs that take long.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,8 @@ from cluster import Cluster, why_unavailable
 from slurm_runs import SlurmRun
 from stories import Stage, Stories
 
-_HERE = Path(__file__).resolve().parent
 # Nodes that some test harms are nobody else's.
 PARTITIONS = {"main": 4, "shaky": 3, "mortal": 3, "mute": 2, "lent": 2}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts these tests on one worker (`--dist loadgroup`): they share jobs that take long."""
-    for item in items:
-        if _HERE in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("slurm"))
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +43,8 @@ def stories(
     """All stories of the selected tests, begun together: some work while others wait."""
     stories_of_tests = (getattr(getattr(test, "function", None), "story", None) for test in request.session.items)
     wanted = [story for story in stories_of_tests if story is not None]
-    begun = Stories(Stage(cluster, dataset, tmp_path_factory.mktemp("runs")), wanted)
+    compared = any("alone" in getattr(test, "fixturenames", ()) for test in request.session.items)
+    begun = Stories(Stage(cluster, dataset, tmp_path_factory.mktemp("runs")), wanted, (1, 2) if compared else ())
     yield begun
     begun.close()
 

@@ -51,15 +51,15 @@ def tells(told: Story) -> Callable[[Callable], Callable]:
 
 
 class Stories:
-    """Tells stories and keeps their ends."""
+    """Tells stories and keeps their ends. references: numbers of ranks of runs that nothing happens to."""
 
-    def __init__(self, stage: Stage, stories: list[Story]) -> None:
+    def __init__(self, stage: Stage, stories: list[Story], references: tuple[int, ...]) -> None:
         self.stage = stage
         self.pool = ThreadPoolExecutor(max_workers=len(stories) + 2)
         self.ends: dict[Story, Future] = {}
         for each in dict.fromkeys(stories):
             self.ends[each] = self._begin(each)
-        self.references = {ranks: self.pool.submit(self._run_alone, ranks) for ranks in (1, 2)}
+        self.references = {ranks: self.pool.submit(self._run_alone, ranks) for ranks in references}
 
     def _begin(self, each: Story) -> Future:
         try:
