@@ -12,7 +12,7 @@ from matmix.train.errors import NonFiniteError, OutOfMemoryError, PeerError
 from matmix.train.failures import explained, explaining
 
 _GPU = (
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.1 GiB is free."
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB."
 )
 _CPU = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
