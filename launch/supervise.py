@@ -11,12 +11,14 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import psutil
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _RANK = "matmix.launch.rank"
+_MARK = "MATMIX_AGENT"  # in the environment of an agent and all that it starts
 
 
 class StopRequests:
@@ -52,29 +54,33 @@ def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: 
     While it runs, every rank is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a second Ctrl-C.
     """
     # In a session of its own, so that Ctrl-C at a terminal reaches this process alone.
+    mark = f"{os.getpid()}-{time.time_ns()}"
     agent = subprocess.Popen(
-        command, env=dict(environment), start_new_session=True, preexec_fn=_end_with_parent(os.getpid())
+        command,
+        env={**environment, _MARK: mark},
+        start_new_session=True,
+        preexec_fn=_end_with_parent(os.getpid()),
     )
     told: set[int] = set()
-    seen: dict[int, psutil.Process] = {}
+    started = False
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = agent.wait(timeout=0.2)
             break
-        for process in _ranks(agent.pid):
-            seen[process.pid] = process
         if not requests.asked:
             continue
-        if not seen:
-            agent.terminate()  # before it has started any
-        for process in _ranks(agent.pid):
+        ranks = list(_ranks(agent.pid))
+        started = started or bool(ranks)
+        if not started:
+            agent.terminate()
+        for process in ranks:
             with contextlib.suppress(psutil.Error):
                 if requests.at_once:
                     process.kill()
                 elif process.pid not in told:
                     told.add(process.pid)
                     process.send_signal(signal.SIGUSR2)
-    left = [process for process in seen.values() if process.is_running()]
+    left = list(_marked(mark))
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -88,6 +94,14 @@ def _ranks(agent: int) -> Iterator[psutil.Process]:
             with contextlib.suppress(psutil.Error):
                 if _RANK in process.cmdline():
                     yield process
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    """What the agent and its ranks have started and is still there: an agent that was killed leaves its ranks."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(_MARK) == mark:
+                yield process
 
 
 def _end_with_parent(parent: int):
