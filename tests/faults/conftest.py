@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-# For `import harness`, as in the processes that it starts.
+# For `import fault_harness`, as in the processes that it starts.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from harness import Run, Zygote
+from fault_harness import Run, Zygote
 
 # Every step recorded, every fifth saved, evaluated twice; the small model makes a step of a few milliseconds.
 SETTINGS = (

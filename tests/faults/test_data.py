@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import assert_same
+from fault_harness import assert_same
 from runs import losses, records, run_recipe
 
 from matmix.data.prepare import prepare

@@ -1,6 +1,6 @@
 """A rank that stands still: every rank leaves its stacks and ends, and the next start goes on."""
 
-from harness import assert_same
+from fault_harness import assert_same
 
 from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.exits import EXIT_HUNG

@@ -4,7 +4,7 @@ import random
 import time
 
 import pytest
-from harness import Run, assert_same, wait_until
+from fault_harness import Run, assert_same, wait_until
 
 from matmix.train.exits import EXIT_STOPPED
 from matmix.train.outcome import read_last_step, read_outcomes

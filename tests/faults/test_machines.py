@@ -1,7 +1,7 @@
 """Machines that misbehave without breaking: wrong clock, slow reader, little memory, second job, NaN on one rank."""
 
 import pytest
-from harness import assert_same
+from fault_harness import assert_same
 
 from matmix.train.exits import EXIT_FAILED, EXIT_OK, EXIT_USER
 

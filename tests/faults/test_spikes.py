@@ -2,7 +2,7 @@
 
 import json
 
-from harness import assert_same
+from fault_harness import assert_same
 
 # Step 18 of a run that nothing happened to reads the samples 68 to 71.
 _SPIKE = {"kind": "high_loss", "first": 68, "last": 71, "factor": 10.0}

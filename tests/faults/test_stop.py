@@ -8,7 +8,7 @@ import sys
 
 import psutil
 import pytest
-from harness import assert_same, python_path, wait_until
+from fault_harness import assert_same, python_path, wait_until
 
 from matmix.train.exits import EXIT_INTERRUPTED, EXIT_STOPPED
 from matmix.train.outcome import read_last_step, read_outcomes
@@ -74,7 +74,7 @@ def test_in_an_evaluation_on_one_rank_of_two(make_run, two_ranks):
     """It is given up without a record, and the next start begins with it; interrupted again, the one after that."""
     run = make_run(ranks=2)
     for _ in range(2):
-        stop_at(run, {"kind": "pause_in", "function": f"{EVALUATE}:compute_loss"})
+        stop_at(run, {"kind": "pause_in", "function": f"{EVALUATE}:compute_loss"}, rank=0)
         assert run.records("validation") == []
         assert run.steps() == 15
     run.finish()
@@ -92,7 +92,7 @@ def test_in_the_final_evaluation(make_run, one_rank):
     assert_same(run, one_rank)
 
 
-@pytest.mark.parametrize("phase", ["writing", "rename"])
+@pytest.mark.parametrize("phase", ["writing", pytest.param("rename", marks=pytest.mark.slow)])
 def test_in_a_save(phase, make_run, two_ranks):
     run = make_run(ranks=2)
     stop_at(run, {"kind": "pause_in_save", "phase": phase, "step": 10, "for_ever": False}, rank=0)
@@ -101,7 +101,7 @@ def test_in_a_save(phase, make_run, two_ranks):
     assert_same(run, two_ranks)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_to_every_process_of_the_run(number, make_run, one_rank):
     """As from a terminal or a scheduler, which do not spare the process that reads the data."""
     run = make_run("--data.workers", "1")

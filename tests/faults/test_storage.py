@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harness import assert_same
+from fault_harness import assert_same
 
 from matmix.train.exits import EXIT_FAILED, EXIT_USER
 
