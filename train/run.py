@@ -36,7 +36,7 @@ _MAY_CHANGE = (
 _STEERING = ("steps", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm")
 _MAY_NOT_CHANGE = ("engine.precision",)
 # What may lie in a run directory before the run has begun.
-_BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json"})
+_BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json", ".config.toml.tmp"})
 
 
 def _is_free(key: str) -> bool:
@@ -86,8 +86,8 @@ class RunDirectory:
         if not self.path.is_dir():
             raise ValueError(f"run_dir {self.path} is a file; choose another run_dir")
         if not self.config_path.is_file():
-            # What launchers and ranks leave there before a run has begun does not make it somebody else's.
-            if any(entry.name not in ("launch", "logs") for entry in self.path.iterdir()):
+            # Launchers and ranks, and a start that was killed at once, do not make it somebody else's.
+            if any(entry.name not in _BEFORE_THE_RUN for entry in self.path.iterdir()):
                 raise ValueError(f"run_dir {self.where} is not empty and not a run; choose another run_dir")
             return
         refused = [d for d in differences(self.read_config(), config) if not _is_free(d[0])]

@@ -118,3 +118,11 @@ def test_a_second_run_in_the_same_place_refuses_and_harms_nothing(dataset, tmp_p
     assert f"process {os.getpid()}" in complaints[0]
     assert losses(tmp_path / "run") == losses(tmp_path / "alone")
     assert json.loads((tmp_path / "run" / "lock.json").read_text())["host"] == os.uname().nodename
+
+
+def test_a_start_that_was_killed_before_the_run_began_is_not_in_the_way(dataset, tmp_path):
+    lock = RunLock(tmp_path / "run")
+    lock.acquire(print)
+    lock.release()
+    (tmp_path / "run" / ".config.toml.tmp").write_text("run_d")
+    assert run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "1").step == 1
