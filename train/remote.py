@@ -15,7 +15,7 @@ from matmix.train.checkpoint import CheckpointManager
 from matmix.train.checkpoint_files import MANIFEST
 from matmix.train.config import CheckpointConfig
 from matmix.train.distributed import from_rank_zero, gather_objects, rank_and_world_size
-from matmix.train.lease import Lease
+from matmix.train.lease import Lease, LeaseLostError
 from matmix.train.mirror import Mirror
 from matmix.train.mirrored import MirroredCheckpoints
 from matmix.train.outcome import attempt_id, outcome_path
@@ -67,7 +67,7 @@ def opened(run_dir: str, tell: Tell | None = None) -> Iterator[RunDirectory]:
         up_to_date = [part for part in gather_objects((place.number, took_part)) if part[0] == place.number and part[1]]
         yield RemoteRun(run_dir, mirror, lease, up_to_date[0][1][0])
     finally:
-        if place.leads:
+        if place.leads and not _is_lost(lease):
             _push_records(mirror)
         lease.release()
 
@@ -83,6 +83,17 @@ def _on_ranks(action: Callable[[], object], acting: bool) -> None:
     for error in gather_objects(failure):
         if error is not None:
             raise error
+
+
+def _is_lost(lease: Lease) -> bool:
+    """Whether another job has taken over, whose records those of this one must not replace."""
+    try:
+        lease.check()
+    except LeaseLostError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _push_records(mirror: Mirror) -> None:

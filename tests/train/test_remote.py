@@ -248,6 +248,7 @@ def test_who_lost_the_run_to_another_job_does_not_touch_it(store, url, dataset, 
 
     def publish(self, step, group):
         if step == 8:
+            store.put("runs/a/metrics.jsonl", b"of the other job")
             other = json.loads(store.get("runs/a/lease.json"))
             store.put("runs/a/lease.json", json.dumps({**other, "token": "x", "owner": {"host": "node-9"}}).encode())
         return real(self, step, group)
@@ -257,6 +258,7 @@ def test_who_lost_the_run_to_another_job_does_not_touch_it(store, url, dataset, 
         run_recipe("debug_mru", dataset, url, *STEPS)
     assert steps_at(store) == ["step-00000004"]
     assert json.loads(store.get("runs/a/lease.json"))["token"] == "x"
+    assert store.get("runs/a/metrics.jsonl") == b"of the other job"
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])
