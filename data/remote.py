@@ -149,12 +149,16 @@ class RemoteFolder:
     # -- reading -----------------------------------------------------------------------------------------
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Name -> bytes of every file, or of those below the folder `prefix`; empty where there is nothing."""
+        """Name -> bytes of every file, or of those below the folder `prefix`; empty where there is nothing.
+
+        Names that climb, as keys of a store may ("../.bashrc"), are left out: names become paths of this machine.
+        """
 
         def look(client: Any, path: str) -> dict[str, int]:
             start = len(path) - len(prefix) if prefix else len(path) + 1
             found = client.find(path, detail=True)
-            return {name[start:]: int(info["size"] or 0) for name, info in found.items() if info["type"] == "file"}
+            files = {name[start:]: info for name, info in found.items() if info["type"] == "file"}
+            return {name: int(info["size"] or 0) for name, info in files.items() if _stays_below(name)}
 
         try:
             return self._do("list", prefix, look)
@@ -231,6 +235,10 @@ class RemoteFolder:
     def upload_all(self, source: Path, names: Iterable[str], done: Callable[[str], None] | None = None) -> None:
         """Sends files of a folder, several at a time. Raises as `upload`, for the first that fails; done: as above."""
         _each(names, lambda name: self.upload(source / name, name), done)
+
+
+def _stays_below(name: str) -> bool:
+    return not name.startswith("/") and ".." not in name.split("/")
 
 
 def _is_local(client: Any) -> bool:

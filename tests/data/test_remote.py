@@ -149,3 +149,10 @@ def test_the_store_keeps_what_it_has_over_a_restart(store: ObjectStore):
     store.stop()
     store.start()
     assert store.names() == ["key"]
+
+
+def test_keys_that_climb_are_not_listed(store):
+    for name in ("../../escaped", "fine..", "a/../../../b"):
+        store.put(f"some/where/{name}", b"1")
+    assert store.names("some/where/") == ["some/where/../../escaped", "some/where/a/../../../b", "some/where/fine.."]
+    assert RemoteFolder(f"{store.url}/some/where").sizes() == {"fine..": 1}
