@@ -77,6 +77,12 @@ class SlurmOptions:
             not self.time or _TIME.fullmatch(self.time) is not None,
             f"time should be like 24:00:00, 2-12:00 or minutes, got {self.time!r}",
         )
+        limit = _seconds(self.time)
+        _require(
+            limit is None or limit > self.save_seconds,
+            f"time {self.time} must be longer than save_seconds = {self.save_seconds}: the run would be told to save "
+            f"as soon as it begins, again and again",
+        )
         _require(
             self.container_runtime in ("", "pyxis", "apptainer"),
             f"container_runtime should be pyxis or apptainer, got {self.container_runtime!r}",
@@ -107,6 +113,19 @@ class SlurmOptions:
         if not self.container:
             return ""
         return self.container_runtime or ("apptainer" if self.container.endswith(".sif") else "pyxis")
+
+
+def _seconds(limit: str) -> int | None:
+    """A time limit as Slurm reads it ("5" and "5:00" are minutes, "1-2" a day and two hours, "0" is no limit); None =
+    there is none."""
+    if not limit or not limit[0].isdigit():
+        return None
+    days, dash, clock = limit.rpartition("-")
+    fields = [int(field) for field in clock.split(":")]
+    if not dash and len(fields) < 3:
+        fields = [0, *fields]
+    hours, minutes, seconds = [*fields, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
 def _require(condition: bool, message: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from matmix.launch.profiles import load_profile, profiles_path
-from matmix.launch.slurm_options import from_layers
+from matmix.launch.slurm_options import SlurmOptions, from_layers
 
 FILE = """
 default = "small"
@@ -50,6 +50,20 @@ def test_the_command_line_beats_the_profile_and_adds_to_its_lists(clusters):
 
 def test_a_value_may_hold_an_equals_sign(clusters):
     assert from_layers({}, {"env": ["FLAGS=--a=b", "EMPTY="]}).env == {"FLAGS": "--a=b", "EMPTY": ""}
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("5", 300), ("5:30", 330), ("1:00:05", 3605), ("1-2", 93600), ("1-2:30", 95400), ("2-00:00:01", 172801)],
+)
+def test_a_limit_must_leave_time_before_saving(limit, seconds):
+    assert SlurmOptions(time=limit, save_seconds=seconds - 1).time == limit
+    with pytest.raises(ValueError, match=f"time {limit} must be longer than save_seconds = {seconds}"):
+        SlurmOptions(time=limit, save_seconds=seconds)
+
+
+def test_no_limit_is_long_enough():
+    assert [SlurmOptions(time=limit).time for limit in ("", "0", "UNLIMITED")] == ["", "0", "UNLIMITED"]
 
 
 WRONG = {

@@ -108,6 +108,25 @@ def test_a_port_in_use_is_passed_over(dry_run):
     assert all(20000 <= port < 32000 for port in ports)
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "ending", "ends"),
+    [
+        (0, 1, "", None),
+        (10, 0, "", 0),
+        (11, 75, "", 75),
+        (11, 0, "", 1),
+        (1, 1, "", 1),
+        (1, 75, "", None),
+        (1, 75, "--ending", 75),
+    ],
+)
+def test_a_saved_run_goes_on_though_nothing_could_decide(dry_run, status, code, ending, ends):
+    script = dry_run("--tasks-per-node", "1")
+    decision = script[script.index("case $? in") : script.index("# Slurm ends this script")]
+    shown = f"code={code} ending={ending}\n(exit {status})\n{decision}\nexit 42"
+    assert subprocess.run(["bash", "-c", shown]).returncode == (42 if ends is None else ends)
+
+
 def test_a_template_of_the_users(dry_run, tmp_path, capsys):
     own = tmp_path / "own.sbatch"
     own.write_text("#!/bin/bash\n# {{ tasks_per_node }} ranks\ncd {{ run | sh }}\n")
@@ -155,6 +174,7 @@ def test_the_bundled_templates_name_nothing_unknown():
 MISTAKES = {
     "no ranks": ([], ["--gpus-per-node", "--tasks-per-node"]),
     "time": (["--tasks-per-node", "1", "--time", "soon"], ["soon", "24:00:00"]),
+    "time to save": (["--tasks-per-node", "1", "--time", "3"], ["time 3", "save_seconds = 180"]),
     "batch": (["--nodes", "3", "--tasks-per-node", "1"], ["global_batch_size = 8", "3 ranks"]),
     "option": (["--tasks-per-node", "1", "--partitoin", "gpu"], ["--partitoin", "--partition"]),
     "recipe key": (["--tasks-per-node", "1", "--optimizer.lrr", "1"], ["optimizer.lrr", "optimizer.lr"]),
