@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.data.prepare_config import PrepareConfig
-from matmix.data.prepare_parts import Parts
+from matmix.data.prepare_parts import missing_parts
 from matmix.launch import scheduler, snapshot
 from matmix.launch.records import Job, add_job, preparation_home
 from matmix.launch.script import array_option, render
@@ -135,12 +135,6 @@ def _submit(home: Path, job: Job, options: list[str], *, merge_only: bool = Fals
     merge = dataclasses.replace(parts, job=number, cluster=cluster, after=parts.job, time=time.time())
     add_job(home, merge)
     return parts, merge
-
-
-def missing_parts(out: Path, parts: int) -> list[int]:
-    """Parts that are not finished, counted from 1."""
-    finished = Parts(str(out))
-    return [number for number in range(1, parts + 1) if not (finished.part(number, parts) / "part.json").is_file()]
 
 
 def resubmit_preparation(home: Path, job: Job) -> Job | None:
