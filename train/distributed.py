@@ -18,6 +18,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from matmix.train.errors import RendezvousError
 from matmix.train.rendezvous import Meeting, meet, patience
 
+_waiting: datetime.timedelta | None = None  # what `wait_for_ranks` has set; None = torch's default
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Distributed:
@@ -80,10 +82,12 @@ def _make_group(backend: str, timeout: datetime.timedelta) -> None:
 
 
 def wait_for_ranks(minutes: float) -> None:
-    """How long collectives of the groups made so far wait for a rank (those of NCCL give up after 10 minutes)."""
+    """How long collectives wait for a rank (those of NCCL give up after 10 minutes)."""
+    global _waiting
+    _waiting = datetime.timedelta(minutes=minutes)
     if is_distributed():
         for group in list(dist.distributed_c10d._world.pg_map):
-            _set_pg_timeout(datetime.timedelta(minutes=minutes), group)
+            _set_pg_timeout(_waiting, group)
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:
@@ -121,7 +125,7 @@ def is_distributed() -> bool:
 
 def make_side_group() -> dist.ProcessGroup | None:
     """A group of all ranks for what a second thread agrees on; None in a single process. Called on all ranks."""
-    return dist.new_group(backend="gloo") if is_distributed() else None
+    return dist.new_group(backend="gloo", timeout=_waiting) if is_distributed() else None
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
