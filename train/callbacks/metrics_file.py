@@ -16,14 +16,15 @@ class MetricsFile(Callback):
 
     def on_start(self, trainer) -> None:
         self.path = trainer.run.path / "metrics.jsonl"
-        if self.path.exists():
-            self._drop_what_comes_again(trainer)
+        self._drop_what_comes_again(trainer)
 
     def on_rewind(self, trainer, spike: int) -> None:
         self._drop_what_comes_again(trainer)
         self._append({"kind": "rewind", "step": trainer.state.step, "spike": spike, "rewinds": trainer.state.rewinds})
 
     def _drop_what_comes_again(self, trainer) -> None:
+        if not self.path.exists():
+            return
         kept = []
         step, evaluated = trainer.state.step, trainer.metrics.get("step") == trainer.state.step
         rewinds = trainer.state.rewinds
