@@ -22,6 +22,8 @@ import torch
 from matmix.data.batch import Batch
 from matmix.train.config import RunConfig
 from matmix.train.console import begin_process, guarded
+from matmix.train.memory import FLOAT
+from matmix.train.plan import make_plan
 from matmix.train.recipe import load_config
 
 MODES: dict[str, tuple[str, ...]] = {
@@ -149,10 +151,12 @@ def measure(arguments: list[str], ranks: int = 1) -> int:
 
 def compare(title: str, arguments: list[str], ranks: int = 1) -> Comparison:
     """What is planned for a recipe with overrides, and what its largest rank takes."""
-    from matmix.train.plan import make_plan
-
-    planned = make_plan(load_config(arguments[0], arguments[1:]), ranks).total_bytes
-    return Comparison(title, planned, measure(arguments, ranks))
+    config = load_config(arguments[0], arguments[1:])
+    plan = make_plan(config, ranks)
+    # On a CPU memory that is reserved and never written takes nothing; ZeRO 3 writes its gradients into the buffer.
+    written = FLOAT * plan.parameters if config.engine.zero_stage == 3 else 0
+    unwritten = max(0.0, plan.buffer_bytes - written)
+    return Comparison(title, plan.total_bytes - unwritten, measure(arguments, ranks))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,7 +12,8 @@ from matmix.train.config import RunConfig
 from matmix.train.memory import FLOAT, Mode, step_memory
 
 ASSUMED_VOCABULARY = 32768
-ZERO_BUCKET = 500_000_000  # elements of the buffer in which ZeRO 1 and 2 gather gradients, DeepSpeed's default
+# DeepSpeed's defaults, in elements: the buffer in which gradients are summed, and weights that ZeRO 3 leaves gathered.
+ZERO_BUCKET, ZERO_LIVE = 500_000_000, 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +70,7 @@ def _sharding(config: RunConfig, ranks: int, parameters: int, block: float, accu
     outside = all_bytes - block_bytes * config.model.n_layers
     again = accumulation > 1
     if engine.name == "deepspeed" and engine.zero_stage > 0:
-        return _zero(engine.zero_stage, ranks, all_bytes, outside + 2 * block_bytes)
+        return _zero(engine.zero_stage, ranks, all_bytes, 2 * block_bytes)
     copies = ranks if engine.name in ("ddp", "deepspeed") else engine.replicate
     shard = ranks // copies
     if ranks == 1 or engine.name == "deepspeed":
@@ -86,12 +87,15 @@ def _sharding(config: RunConfig, ranks: int, parameters: int, block: float, accu
     )
 
 
-def _zero(stage: int, ranks: int, all_bytes: float, gathered: float) -> _Sharding:
-    """DeepSpeed's stages: the optimizer works on a float32 copy of this rank's part of the weights."""
-    part = all_bytes / ranks
+def _zero(stage: int, ranks: int, all_bytes: float, two_blocks: float) -> _Sharding:
+    """DeepSpeed's stages: the optimizer works on a float32 copy of this rank's part of the weights, and gradients meet
+    in a buffer of fixed size. Stage 3 keeps gathered weights until there are ZERO_LIVE of them."""
+    part, bucket = all_bytes / ranks, float(FLOAT * ZERO_BUCKET)
     if stage == 3:
-        return _Sharding(2 * part, 2 * part, gathered=gathered, standing=part, share=0.0, whole=gathered)
-    bucket = float(FLOAT * ZERO_BUCKET)
+        gathered = min(all_bytes, float(FLOAT * ZERO_LIVE))
+        return _Sharding(
+            2 * part, 2 * part, gathered=gathered, buffers=bucket, standing=part, share=0.0, whole=two_blocks
+        )
     gradients = all_bytes if stage == 1 else part
     return _Sharding(all_bytes + part, 2 * part, buffers=bucket, standing=gradients, share=0.0, whole=part)
 
