@@ -9,6 +9,7 @@ to it later.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import zlib
@@ -24,6 +25,8 @@ from matmix.train.heartbeat import beat
 MANIFEST = "checkpoint.json"
 VERSION = 1
 _CHUNK = 1 << 22
+# What reading says where the medium or the file system has lost the file's content.
+_OF_DAMAGE = (errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO))
 
 
 def together(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> str | None:
@@ -105,10 +108,14 @@ def check_sizes(directory: Path) -> None:
 
 
 def find_problem(directory: Path) -> str | None:
-    """What is wrong with a checkpoint, sizes and checksums, on every rank; the ranks share the reading."""
+    """What is wrong with a checkpoint, sizes and checksums, on every rank; the ranks share the reading.
+
+    Raises OSError on every rank where one could not look (a file system that is away, too many open files): who took
+    such a checkpoint for damaged would go back behind it and remove it.
+    """
     rank, world_size = rank_and_world_size()
 
-    def look() -> str | None:
+    def look() -> str | OSError | None:
         try:
             check_sizes(directory)
             files = read_manifest(directory)["files"]
@@ -118,10 +125,16 @@ def find_problem(directory: Path) -> str | None:
         except (ValueError, FileNotFoundError) as error:
             return str(error)
         except OSError as error:
-            return f"checkpoint {directory} cannot be read: {error}"
+            if error.errno not in _OF_DAMAGE:
+                return OSError(f"checkpoint {directory} cannot be read: {error}")
+            return f"checkpoint {directory} is damaged: {error}"
         return None
 
-    return next((problem for problem in gather_objects(look()) if problem), None)
+    found = gather_objects(look())
+    for problem in found:
+        if isinstance(problem, OSError):
+            raise problem
+    return next((problem for problem in found if problem), None)
 
 
 def check_shapes(directory: Path, saved: dict[str, list[int]], model: dict[str, list[int]]) -> None:

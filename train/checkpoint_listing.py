@@ -75,9 +75,9 @@ def _describe(path: Path, step: int, verify: bool) -> CheckpointFacts:
 
 
 def _problem(path: Path, verify: bool) -> str | None:
-    if verify:
-        return find_problem(path)
     try:
+        if verify:
+            return find_problem(path)
         check_sizes(path)
     except (ValueError, OSError) as error:
         return str(error)

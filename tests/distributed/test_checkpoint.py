@@ -1,6 +1,8 @@
 """Checkpoints in one process: what is kept, what is refused, and that refusing changes nothing."""
 
+import errno
 import json
+import os
 import pickle
 import shutil
 
@@ -9,8 +11,10 @@ import scenarios
 import torch
 
 from matmix.train import checkpoint as checkpoints
+from matmix.train import checkpoint_files
 from matmix.train.checkpoint import CheckpointManager, read_portable
 from matmix.train.checkpoint_files import MANIFEST
+from matmix.train.checkpoint_listing import list_checkpoints
 from matmix.train.engine import EngineConfig
 
 
@@ -121,6 +125,22 @@ def test_only_damaged_ones_are_an_error(directory):
     with pytest.raises(ValueError, match=r"step-00000002 is damaged: .* no checkpoint in .* is valid: restore one"):
         CheckpointManager(directory).latest_valid(told.append)
     assert len(told) == 2
+
+
+def test_one_that_cannot_be_read_for_now_is_not_taken_for_damaged(directory, monkeypatch):
+    number = errno.ESTALE
+
+    def fail(path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(checkpoint_files, "checksum", fail)
+    with pytest.raises(OSError, match=r"step-00000002 cannot be read: .*Stale"):
+        CheckpointManager(directory).latest_valid(print)
+    facts = list_checkpoints(directory, verify=True).checkpoints
+    assert ["Stale" in found.problem for found in facts] == [True, True]
+    number = errno.EIO
+    with pytest.raises(ValueError, match=r"step-00000002 is damaged: .*Input/output error"):
+        CheckpointManager(directory).latest_valid(lambda text: None)
 
 
 def test_no_checkpoint(tmp_path):
