@@ -5,7 +5,7 @@ and, where they were killed before they could, from the exit code that the launc
 
 - finished: no;
 - stopped by a signal and saved (75), or told to stop and ended before it could save: yes, always;
-- the user's mistake (2) or a second Ctrl-C (130): no;
+- the user's mistake (2) before a step was begun, or a second Ctrl-C (130): no;
 - any other failure: not if the step at which it failed is the one at which the run failed the last time; else as long
   as no more than `max_requeues` attempts in a row have failed since one that got further, that is, whose newest
   checkpoint is of a later step than any before. A run of weeks may lose a node every other day; one that cannot get
@@ -102,7 +102,9 @@ def decide(attempts: Sequence[Attempt], max_requeues: int = DEFAULT_MAX_REQUEUES
         saved = "stopped and saved" if last.code == EXIT_STOPPED else f"told to stop, {describe(last.code)}"
         return Decision(True, f"{saved}: goes on from its newest checkpoint")
     why = last.reason or describe(last.code)
-    if last.code in (EXIT_USER, EXIT_INTERRUPTED):
+    # Mistakes are found before the first step. What was there and is gone later, such as data on a node that lost a
+    # file system, is a failure like others.
+    if last.code == EXIT_INTERRUPTED or (last.code == EXIT_USER and last.step is None):
         return Decision(False, f"{why}: starting again would not help")
     before = _failure_before(attempts)
     if last.step is not None and before is not None and before.step == last.step:

@@ -33,6 +33,8 @@ TABLE = {
     "told, but killed while saving": ([("told", 5, 4)], True, "SIGKILL"),
     "preempted often": ([(75, 5, 5)] * 9, True, "newest checkpoint"),
     "the user's mistake": ([(2, None, None)], False, "a mistake"),
+    "data that is gone in the middle": ([(2, 5, 4)], True, "restart 1 of at most 2"),
+    "data that stays away": ([(2, 5, 4), (2, 5, 4)], False, "step 5 failed twice"),
     "two Ctrl-C": ([(130, 5, 4)], False, "interrupted"),
     "failed once": ([(1, 5, 4)], True, "restart 1 of at most 2"),
     "hung": ([(76, 5, 4)], True, "hung"),
