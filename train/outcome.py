@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from matmix.train.exits import EXIT_OK, EXIT_STOPPED
+from matmix.train.files import write_whole
 
 ATTEMPT_VARIABLE = "MATMIX_ATTEMPT"
 _ALLOWED = re.compile(r"[A-Za-z0-9._-]+")
@@ -98,14 +99,9 @@ def write_outcome(
         host=socket.gethostname(),
     )
     path = outcome_path(run_dir, attempt or attempt_id(), rank)
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(dataclasses.asdict(outcome)) + "\n")
     except OSError as error:
         print(f"warning: how this attempt ended could not be written to {path} ({error})", file=sys.stderr, flush=True)
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import tomllib
 import typing
 from importlib import resources
@@ -17,6 +16,7 @@ import tomli_w
 from matmix.data.remote import RemoteFolder, is_url
 from matmix.train.arguments import parse_arguments, unknown_key
 from matmix.train.config import RunConfig
+from matmix.train.files import write_whole
 
 # A TOML integer is a fine value for a float field; a TOML array is a tuple.
 _DACITE = dacite.Config(
@@ -122,9 +122,7 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 def write_config(config: RunConfig, path: Path) -> None:
     """Writes the resolved config; the file is itself a recipe."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(tomli_w.dumps(config_to_dict(config)), encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, tomli_w.dumps(config_to_dict(config)))
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, Any, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -18,6 +17,7 @@ from matmix.data.tokenizer import Tokenizer
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.config import CheckpointConfig, RunConfig
 from matmix.train.distributed import from_rank_zero, rank_and_world_size
+from matmix.train.files import write_whole
 from matmix.train.lock import RunLock
 from matmix.train.places import mirror_folder
 from matmix.train.recipe import config_from_dict, differences, read_toml, write_config
@@ -138,15 +138,16 @@ class RunDirectory:
             temporary.rename(folder)
 
     def read_summary(self) -> dict[str, Any] | None:
-        path = self.path / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        """What `write_summary` wrote; None where it did not, or where that is damaged: then the run ends once more."""
+        try:
+            return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
 
     def write_summary(self, summary: dict[str, Any], tell: Callable[[str], None]) -> None:
         """Writes what says that the run is finished; storage that fails costs a warning."""
-        temporary = self.path / ".summary.json.tmp"
         try:
-            temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, self.path / "summary.json")
+            write_whole(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             tell(f"warning: no summary written ({error}); the same command tries again")
 

@@ -214,3 +214,12 @@ def test_a_dry_run_prints_the_plan_without_data(recipe, tmp_path):
         assert "112M" in run.stdout
         assert "70,000" in run.stdout
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_a_summary_that_a_power_cut_left_empty_is_written_again(dataset, tmp_path):
+    run_recipe("debug_mru", dataset, tmp_path / "run", "--steps", "2")
+    summary = tmp_path / "run" / "summary.json"
+    before = summary.read_bytes()
+    summary.write_bytes(b"")
+    assert run_recipe("debug_mru", dataset, tmp_path / "run", "--steps", "2").finished
+    assert summary.read_bytes() == before

@@ -1,0 +1,16 @@
+"""Small files that are there whole or not at all, also after a power cut. (Standard library only, for launchers.)"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes under a temporary name beside `path`, brings it to the disk, and renames."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
