@@ -4,7 +4,8 @@ An attempt is one start of the run's processes. How it ended is read from what i
 and, where they were killed before they could, from the exit code that the launcher saw. Then:
 
 - finished: no;
-- stopped by a signal and saved (75), or told to stop and ended before it could save: yes, always;
+- stopped by a signal and saved (75): yes, always; told to stop and ended before it could save: yes, up to MAX_UNSAVED
+  times in a row without a newer checkpoint;
 - the user's mistake (2) before a step was begun, or a second Ctrl-C (130): no;
 - any other failure: not if the step at which it failed is the one at which the run failed the last time; else as long
   as no more than `max_requeues` attempts in a row have failed since one that got further, that is, whose newest
@@ -25,7 +26,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from matmix.train.outcome import Outcome, read_last_step, read_outcomes
 # Exit codes of this command; anything else means that it failed itself.
 AGAIN, FINISHED, ENOUGH = 0, 10, 11
 DEFAULT_MAX_REQUEUES = 3
+# Stops without a save, as where nobody had begun yet. A run that hangs until each time limit looks the same.
+MAX_UNSAVED = 10
 
 _WORDS = {
     EXIT_FAILED: "failed",
@@ -100,6 +103,10 @@ def decide(attempts: Sequence[Attempt], max_requeues: int = DEFAULT_MAX_REQUEUES
         return Decision(False, "finished")
     if last.stopped:
         saved = "stopped and saved" if last.code == EXIT_STOPPED else f"told to stop, {describe(last.code)}"
+        if (
+            times := in_a_row(attempts, lambda attempt: attempt.stopped and attempt.code != EXIT_STOPPED)
+        ) > MAX_UNSAVED:
+            return Decision(False, f"{saved}; {times} times in a row it was told to stop and had saved nothing new")
         return Decision(True, f"{saved}: goes on from its newest checkpoint")
     why = last.reason or describe(last.code)
     # Mistakes are found before the first step. What was there and is gone later, such as data on a node that lost a
@@ -109,7 +116,7 @@ def decide(attempts: Sequence[Attempt], max_requeues: int = DEFAULT_MAX_REQUEUES
     before = _failure_before(attempts)
     if last.step is not None and before is not None and before.step == last.step:
         return Decision(False, f"step {last.step} failed twice in a row ({why}): starting again would not help")
-    failures = failures_in_a_row(attempts)
+    failures = in_a_row(attempts, lambda attempt: attempt.failed)
     if failures > max_requeues:
         times = f"{failures} times in a row" if failures > 1 else "once"
         return Decision(False, f"failed {times} without getting further, {max_requeues} restarts allowed ({why})")
@@ -126,14 +133,14 @@ def _failure_before(attempts: Sequence[Attempt]) -> Attempt | None:
     return None
 
 
-def failures_in_a_row(attempts: Sequence[Attempt]) -> int:
-    """Failed attempts since (and with) the last one that saved a later step than any attempt before it."""
-    furthest, failures = -1, 0
+def in_a_row(attempts: Sequence[Attempt], counts: Callable[[Attempt], bool]) -> int:
+    """Attempts that count since (and with) the last one that saved a later step than any attempt before it."""
+    furthest, found = -1, 0
     for attempt in attempts:
         if attempt.saved_step is not None and attempt.saved_step > furthest:
-            furthest, failures = attempt.saved_step, 0
-        failures += attempt.failed
-    return failures
+            furthest, found = attempt.saved_step, 0
+        found += counts(attempt)
+    return found
 
 
 # -- what is known of an attempt -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from matmix.train.distributed import gather_objects, rank_and_world_size
-from matmix.train.heartbeat import beat
+from matmix.train.heartbeat import beat, others_at_work
 
 MANIFEST = "checkpoint.json"
 VERSION = 1
@@ -44,7 +44,8 @@ def together(action: Callable[[], Any], group: dist.ProcessGroup | None = None) 
         complaint = error.strerror or str(error)
     except Exception as error:
         mistake = error
-    outcomes = gather_objects((complaint, None if mistake is None else repr(mistake)), group)
+    with others_at_work("a part of a save that is done here"):
+        outcomes = gather_objects((complaint, None if mistake is None else repr(mistake)), group)
     if mistake is not None:
         raise mistake
     for rank, (text, other) in enumerate(outcomes):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -12,6 +14,7 @@ class Beat:
 
     seconds: float  # of the monotonic clock
     what: str  # as in "the last sign of life was ..."
+    waiting: bool = False  # for the work of another rank, which has a watchdog of its own
 
 
 _last = Beat(time.monotonic(), "its start")
@@ -21,6 +24,18 @@ def beat(what: str) -> None:
     """Says that something was done. Cheap enough for every batch and every file; from any thread."""
     global _last
     _last = Beat(time.monotonic(), what)
+
+
+@contextlib.contextmanager
+def others_at_work(what: str) -> Iterator[None]:
+    """For a wait that lasts as long as another rank's work, such as an upload of hours: that rank beats, this one
+    cannot, and must not be taken to hang."""
+    global _last
+    _last = Beat(time.monotonic(), what, waiting=True)
+    try:
+        yield
+    finally:
+        beat(what)
 
 
 def last_beat() -> Beat:

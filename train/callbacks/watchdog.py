@@ -79,7 +79,8 @@ class Watchdog(Callback):
     def arm(self) -> None:
         """Sets a timer outside the interpreter, which dumps and ends the process (with code 1, the only one it knows)
         where the thread below cannot run: the main thread hangs in C and keeps the interpreter's lock."""
-        quiet = time.monotonic() - last_beat().seconds
+        last = last_beat()
+        quiet = 0.0 if last.waiting else time.monotonic() - last.seconds
         # Later than the thread would act, sooner than the other ranks cease to wait for this one's stacks.
         seconds = max(self.limit - quiet, 0) + self.grace / 2
         faulthandler.dump_traceback_later(seconds, exit=True, file=self.file or sys.__stderr__)
@@ -89,8 +90,9 @@ class Watchdog(Callback):
             self.arm()
             if self.stopped.wait(self.poll):
                 return
-            quiet = time.monotonic() - last_beat().seconds
-            if quiet >= self.limit or (quiet >= self.limit / 2 and self._dumped()):
+            last = last_beat()
+            quiet = time.monotonic() - last.seconds
+            if (quiet >= self.limit and not last.waiting) or (quiet >= self.limit / 2 and self._dumped()):
                 break
         faulthandler.cancel_dump_traceback_later()
         self._end(quiet)
