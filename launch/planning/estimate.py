@@ -16,7 +16,7 @@ from matmix.train.plan import Plan, make_plan
 # Assumed where nobody has measured: what well-tuned attention models reach in bf16 on such GPUs.
 ASSUMED_EFFICIENCY = 0.35
 USABLE = 0.92  # share of a GPU's memory that a plan may fill: the CUDA context and fragments take the rest
-MODES: tuple[Mode, ...] = ("none", "selective by op", "selective", "full")
+MODES: tuple[Mode, ...] = ("none", "selective by op", "selective", "full")  # by what they recompute
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ def suggest(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) 
         key=lambda one: (
             round(one.step_seconds, 6),
             one.compute_seconds,
+            MODES.index(one.mode),
             -one.plan.micro_batch_size,
             one.plan.total_bytes,
         ),
