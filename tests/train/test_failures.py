@@ -11,9 +11,7 @@ from matmix.train.engine.config import EngineConfig
 from matmix.train.errors import NonFiniteError, OutOfMemoryError, PeerError
 from matmix.train.failures import explained, explaining
 
-_GPU = (
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB."
-)
+_GPU = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB."
 _CPU = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "10485760 bytes. Error code 12 (Cannot allocate memory)"
