@@ -77,7 +77,7 @@ class Lease:
         """Raises LeaseLostError if another job holds the lease, asking the store."""
         if self._taken_by is None and self._content:
             found = self._read()
-            if found.get("token") != self._content["token"]:
+            if self._is_anothers(found):
                 self._taken_by = found
         if self._taken_by is not None:
             owner = describe_owner(self._taken_by.get("owner", {}))
@@ -121,13 +121,18 @@ class Lease:
         while not self._ended.wait(RENEWAL_SECONDS):
             try:
                 found = self._read()
-                if found.get("token") != self._content["token"]:
+                if self._is_anothers(found):
                     self._taken_by = found
                     return
                 self._content["renewals"] += 1
                 self._write()
             except OSError:
                 continue  # a store that is away is asked again; meanwhile others may take the run
+
+    def _is_anothers(self, found: dict[str, Any]) -> bool:
+        """A lease that is missing or cannot be read belongs to nobody: a store that has just come back may not show it
+        yet, and it is written again."""
+        return found.get("token", self._content["token"]) != self._content["token"]
 
     def _read(self) -> dict[str, Any]:
         raw = self.remote.read(NAME)

@@ -107,8 +107,9 @@ def test_a_reader_that_hangs_does_not_hold_up_the_end(data, tmp_path):
     loader = build_loader(config, global_batch_size=4, micro_batch_size=4)
     loader.dataset.packings[0].shards.read = lambda *_: time.sleep(3600)
     readers = loader._readers["torch"] = loader._make_loader()
+    before = set(psutil.Process().children())  # what other tests in this process have started
     iter(readers)  # as `iter(loader)`, without waiting for a batch that never comes
-    (worker,) = psutil.Process().children()
+    (worker,) = set(psutil.Process().children()) - before
     for number in SIGNALS:
         worker.send_signal(number)
     assert worker.is_running()

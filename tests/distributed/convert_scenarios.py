@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import scenarios
+import torch
 from scenarios import ENGINES, make_engine, run_steps, weights
 
 from matmix.train.checkpoint import CheckpointManager
+from matmix.train.checkpoint_files import read_manifest
 from matmix.train.engine import EngineConfig
-from matmix.train.engine.full_state import FullState
+from matmix.train.engine.full_state import Entry, FullState
+from matmix.train.portable import open_full
 
 STOP, STEPS = 3, 6
 
@@ -45,8 +48,27 @@ def take_up_all(pairs: list[tuple[str, str]], directory: str, out: str) -> dict[
     return found
 
 
-def refuse(state: FullState) -> str:
+def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    state = open_full(checkpoint, read_manifest(checkpoint)["layout"])
+    return {key: state.read_whole(key) for key in state.entries}
+
+
+class Unequal(FullState):
+    """A state in which one tensor was updated more often than the others."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.held = contents(checkpoint)
+        self.held["optimizer.norm.bias.step"] += 1
+        self.entries = {key: Entry(tuple(tensor.shape)) for key, tensor in self.held.items()}
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return self.held[key].flatten()[start:stop].clone()
+
+
+def refuse(checkpoint: str) -> str:
     """What ZeRO-2 says of a state that it has no room for, leaving everything as it was; stage 0 takes it."""
+    state = Unequal(Path(checkpoint))
     make_engine(EngineConfig(**ENGINES["zero0"])).load_full(state)
     engine = make_engine(EngineConfig(**ENGINES["zero2"]))
     before = weights(engine)

@@ -8,6 +8,7 @@ import pytest
 import run_scenarios
 import scenarios
 import torch
+from convert_scenarios import contents
 from harness import run_distributed
 from runs import records
 from safetensors.torch import load_file
@@ -18,8 +19,6 @@ from matmix.train.checkpoint_files import find_problem, read_manifest
 from matmix.train.checkpoint_listing import list_checkpoints
 from matmix.train.convert import convert_checkpoint, convert_run
 from matmix.train.engine import EngineConfig
-from matmix.train.engine.full_state import Entry, FullState
-from matmix.train.portable import open_full
 from matmix.train.run import RunDirectory
 
 NAMES = list(scenarios.ENGINES)
@@ -33,11 +32,6 @@ def saved(tmp_path_factory):
     for name in NAMES:
         convert_checkpoint(directory / name / "step-00000003", directory / f"{name}-portable" / "step-00000003")
     return directory, found[0]
-
-
-def contents(checkpoint):
-    state = open_full(checkpoint, read_manifest(checkpoint)["layout"])
-    return {key: state.read_whole(key) for key in state.entries}
 
 
 def assert_equal(found, expected):
@@ -117,27 +111,16 @@ def test_damage_is_found(saved, tmp_path):
         CheckpointManager(tmp_path / "checkpoints").load(checkpoint, scenarios.make_engine(EngineConfig()))
 
 
-class Unequal(FullState):
-    """A state in which one tensor was updated more often than the others."""
-
-    def __init__(self, checkpoint):
-        self.held = contents(checkpoint)
-        self.held["optimizer.norm.bias.step"] += 1
-        self.entries = {key: Entry(tuple(tensor.shape)) for key, tensor in self.held.items()}
-
-    def read(self, key, start=0, stop=None):
-        return self.held[key].flatten()[start:stop].clone()
-
-
 def test_one_step_count_for_each_parameter(saved):
     """Engines that keep one of a group say so instead of taking any."""
-    state = Unequal(saved[0] / "fsdp2" / "step-00000003")
+    checkpoint = saved[0] / "fsdp2" / "step-00000003"
+    state = convert_scenarios.Unequal(checkpoint)
     engine = scenarios.make_engine(EngineConfig())
     engine.load_full(state)
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     steps = {names[parameter]: float(kept["step"]) for parameter, kept in engine.optimizer.state.items()}
     assert steps == {name: 4.0 if name == "norm.bias" else 3.0 for name in names.values()}
-    [problem] = run_distributed(convert_scenarios.refuse, 1, arguments=(state,))
+    [problem] = run_distributed(convert_scenarios.refuse, 1, arguments=(str(checkpoint),))
     assert "updated unequally often (3 to 4 times)" in problem
 
 

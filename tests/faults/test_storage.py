@@ -76,7 +76,7 @@ def test_disk_full_for_a_while(make_run, two_ranks):
 
 def test_disk_full_to_the_end(make_run, one_rank):
     """The run ends with code 1 because its last step is not saved; with room again it goes on from what was."""
-    run = make_run()
+    run = make_run("--checkpoint.asynchronous", "False")  # so that step 10 is saved when the disk fills up at step 12
     attempt = run.start(faults=[{"kind": "small_files", "step": 12, "limit": 3000}])
     assert attempt.wait() == [EXIT_FAILED]
     assert "Step 30 of 30 is not saved" in attempt.text()

@@ -1,4 +1,4 @@
-"""A real Slurm cluster on this host: one slurmctld, a slurmd for every node, nothing outside one folder.
+"""A real Slurm cluster on this host: one slurmctld, a slurmd for every node, nothing outside one folder but sockets.
 
 with Cluster.started(folder, {"main": 4}) as cluster:
     job = cluster.submit("#!/bin/sh\\nhostname\\n")
@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,9 +51,11 @@ class Cluster:
         self._daemons: dict[str, subprocess.Popen] = {}
         names = (f"node{number}" for number in range(1, 1 + sum(partitions.values())))
         self.nodes = {partition: [next(names) for _ in range(count)] for partition, count in partitions.items()}
-        for name in ("state", "log", *(f"spool/{node}" for nodes in self.nodes.values() for node in nodes)):
-            (folder / name).mkdir(parents=True)
-        self.config.write_text(slurm_conf(folder, self.nodes, cpus), encoding="utf-8")
+        # Sockets lie in the spool folders, and a socket's path has 108 bytes at most.
+        self.spool = Path(tempfile.mkdtemp(prefix="slurm-"))
+        for name in (folder / "state", folder / "log", *(self.spool / node for node in self.all_nodes)):
+            name.mkdir(parents=True)
+        self.config.write_text(slurm_conf(folder, self.spool, self.nodes, cpus), encoding="utf-8")
 
     @classmethod
     @contextlib.contextmanager
@@ -229,6 +233,7 @@ class Cluster:
             daemon.wait()
         while processes := self.processes():
             _kill(processes)
+        shutil.rmtree(self.spool, ignore_errors=True)
 
 
 def _kill(processes: list[psutil.Process]) -> None:

@@ -26,7 +26,7 @@ AuthInfo=cred_expire=5
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmctldLogFile={folder}/log/slurmctld.log
-SlurmdSpoolDir={folder}/spool/%n
+SlurmdSpoolDir={spool}/%n
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdLogFile={folder}/log/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
@@ -60,11 +60,11 @@ def find_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/sbin")
 
 
-def slurm_conf(folder: Path, partitions: Mapping[str, Sequence[str]], cpus: int) -> str:
+def slurm_conf(folder: Path, spool: Path, partitions: Mapping[str, Sequence[str]], cpus: int) -> str:
     """Text of a slurm.conf for partitions of named nodes, all on this host, and the partition "urgent" of them all."""
     nodes = [node for names in partitions.values() for node in names]
     ports = _free_ports(1 + len(nodes))
-    lines = [_CONFIG.format(port=ports.pop(), user=getpass.getuser(), folder=folder)]
+    lines = [_CONFIG.format(port=ports.pop(), user=getpass.getuser(), folder=folder, spool=spool)]
     for node in nodes:
         place = f"NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports.pop()}"
         lines.append(f"NodeName={node} {place} CPUs={cpus} RealMemory=2000\n")
