@@ -174,10 +174,11 @@ def main(arguments: list[str] | None = None) -> int:
     cases = {f"1 rank, checkpointing {name}": ([*overrides, *flags], 1) for name, flags in MODES.items()}
     for name, flags in ENGINES.items():
         cases[f"{options.ranks} ranks, {name}"] = [*overrides, *flags], options.ranks
-    print(f"{'case':<36}{'planned':>10}{'measured':>10}  MiB a rank")
+    print(f"{'case':<36}{'planned':>10}{'measured':>10}  MiB a rank", flush=True)
     for title, (flags, ranks) in cases.items():
         found = compare(title, [options.recipe, *flags], ranks)
-        print(f"{title:<36}{found.planned / 2**20:>10.0f}{found.measured / 2**20:>10.0f}  ratio {found.ratio:.2f}")
+        mebibytes = f"{found.planned / 2**20:>10.0f}{found.measured / 2**20:>10.0f}"
+        print(f"{title:<36}{mebibytes}  ratio {found.ratio:.2f}", flush=True)
     return 0
 
 
