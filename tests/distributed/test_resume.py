@@ -19,6 +19,7 @@ def test_same_ranks_bit_for_bit(tmp_path):
             assert len(resumed) == STEPS - STOP
 
 
+@pytest.mark.slow
 def test_other_number_of_ranks(tmp_path):
     options = {"dropout": 0.0, "stop": STOP, "steps": STEPS, "accumulation": 2}
     resumed_on = {1: ["fsdp2", "zero0", "zero2", "zero3"], 4: ["fsdp2", "zero1", "zero3"]}

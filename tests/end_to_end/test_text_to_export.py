@@ -21,8 +21,15 @@ def _run(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProces
     return run
 
 
-@pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])
-@pytest.mark.parametrize("shards", ["mds", "webdataset"])
+@pytest.mark.parametrize(
+    ("recipe", "shards"),
+    [
+        ("debug_mru", "mds"),
+        ("debug_hydra", "webdataset"),
+        pytest.param("debug_mru", "webdataset", marks=pytest.mark.slow),
+        pytest.param("debug_hydra", "mds", marks=pytest.mark.slow),
+    ],
+)
 def test_prepare_train_resume_generate_export(recipe, shards, tmp_path):
     text = [{"text": f"Act {n}.\nThe king of line {n} speaks, and {n * 7919} voices answer him."} for n in range(400)]
     (tmp_path / "play.jsonl").write_text("\n".join(map(json.dumps, text)))

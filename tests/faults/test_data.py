@@ -80,6 +80,7 @@ def test_slow_storage_is_waited_for_and_said_once(dataset, tmp_path, monkeypatch
     assert records(tmp_path / "slow")[-1]["data_wait"] > 0.5
 
 
+@pytest.mark.slow
 def test_a_reader_that_blocks_for_seconds_costs_seconds(dataset, tmp_path, monkeypatch):
     """Longer than the intervals at which torch looks after its workers."""
     children = psutil.Process().children()

@@ -1,5 +1,6 @@
 """A rank that stands still: every rank leaves its stacks and ends, and the next start goes on."""
 
+import pytest
 from fault_harness import assert_same
 
 from matmix.train.callbacks.watchdog import Watchdog
@@ -37,6 +38,7 @@ def test_one_rank_stands_still(make_run, two_ranks):
     assert not list((run.path / "logs" / "attempt-1").glob("*.stacks.txt"))
 
 
+@pytest.mark.slow
 def test_one_rank_hangs_in_c_and_keeps_the_interpreter_to_itself(make_run):
     run = make_run("--faults.hang-minutes", "10", ranks=2)
     attempt = run.start(faults=_hang_before(3, "c"))

@@ -15,6 +15,7 @@ def test_a_clock_is_an_hour_off(make_run, two_ranks):
     assert_same(run, two_ranks)
 
 
+@pytest.mark.slow
 def test_a_slow_reader(make_run, one_rank):
     """Reading takes longer than the watchdog waits, but no batch does: an alarm would be false."""
     run = make_run("--faults.hang-minutes", "0.2")

@@ -67,6 +67,7 @@ def test_every_configuration_fits_sm_90(tmp_path, op):
     assert {line["dtype"] for line in found} == set(DTYPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", _TRITON_FORMS)
 def test_a_sample_fits_the_other_gpus(tmp_path, op):
     targets = [word for target in OTHERS for word in ("--target", target)]
