@@ -22,6 +22,7 @@ import torch
 from matmix.data.batch import Batch
 from matmix.train.config import RunConfig
 from matmix.train.console import begin_process, guarded
+from matmix.train.distributed import Distributed
 from matmix.train.memory import FLOAT
 from matmix.train.plan import make_plan
 from matmix.train.recipe import load_config
@@ -59,34 +60,37 @@ def peak_of(config: RunConfig) -> int:
 
     Runs in a process of its own, on Linux, with model.vocab_size set.
     """
+    with Distributed.from_environment("cpu") as distributed:
+        return _peak_of_steps(config, distributed)
+
+
+def _peak_of_steps(config: RunConfig, distributed: Distributed) -> int:
     from matmix.model import build_model, initialize
-    from matmix.train.distributed import Distributed
     from matmix.train.engine import build_engine
     from matmix.train.objectives import compute_loss, count_targets
     from matmix.train.optimizer import make_optimizer
 
-    with Distributed.from_environment("cpu") as distributed:
-        engine = build_engine(config.engine, distributed)
-        warm = torch.randn(64, 64, requires_grad=True)
-        (warm @ warm).sum().backward()  # the threads and tables of the libraries are not the model's
-        batch = random_batch(config, config.micro_batch(distributed.world_size))
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = _status("VmRSS")
-        engine.prepare(
-            build_model(config.model, device="meta"),
-            initialize=functools.partial(initialize, seed=0),
-            make_optimizer=functools.partial(make_optimizer, config=config.optimizer),
-        )
-        accumulation = config.global_batch_size // (len(batch.input_ids) * distributed.world_size)
-        for step in range(2):
-            if step == 1:
-                Path("/proc/self/clear_refs").write_text("5")  # the making of the model is not a step
-            for number in range(accumulation):
-                loss = compute_loss(engine.model, batch, config.objective)
-                engine.backward(loss.total / count_targets(batch), last=number == accumulation - 1)
-                del loss
-            engine.step(1.0)
-        return _status("VmHWM") - before
+    engine = build_engine(config.engine, distributed)
+    warm = torch.randn(64, 64, requires_grad=True)
+    (warm @ warm).sum().backward()  # the threads and tables of the libraries are not the model's
+    batch = random_batch(config, config.micro_batch(distributed.world_size))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status("VmRSS")
+    engine.prepare(
+        build_model(config.model, device="meta"),
+        initialize=functools.partial(initialize, seed=0),
+        make_optimizer=functools.partial(make_optimizer, config=config.optimizer),
+    )
+    accumulation = config.global_batch_size // (len(batch.input_ids) * distributed.world_size)
+    for step in range(2):
+        if step == 1:
+            Path("/proc/self/clear_refs").write_text("5")  # the making of the model is not a step
+        for number in range(accumulation):
+            loss = compute_loss(engine.model, batch, config.objective)
+            engine.backward(loss.total / count_targets(batch), last=number == accumulation - 1)
+            del loss
+        engine.step(1.0)
+    return _status("VmHWM") - before
 
 
 def _status(name: str) -> int:

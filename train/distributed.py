@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import gc
 import os
 from typing import Any, Literal
 
@@ -57,6 +58,8 @@ class Distributed:
 
     def __exit__(self, *_: object) -> None:
         if self.owns_group and dist.is_initialized():
+            # An engine that outlives the group it uses, in a cycle of references, can abort the process at its exit.
+            gc.collect()
             dist.destroy_process_group()
 
 
