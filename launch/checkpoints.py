@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
+from matmix.launch.parser import Parser
 from matmix.train.checkpoint_listing import CheckpointFacts, Listing, list_checkpoints
 from matmix.train.remote import local_outline
 from matmix.train.run import RunDirectory
@@ -20,11 +19,6 @@ Make a run that begins with a checkpoint of another one, in a form that every en
 weights, optimizer moments, step counts, position in the data. `matmix train OTHER_RUN --engine.name ...` goes on."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} ({self.prog} --help explains)")
-
-
 def main(arguments: list[str]) -> int:
     """The verb `checkpoints`; returns the exit code. Raises ValueError or FileNotFoundError for a mistake of
     the user's."""
@@ -34,7 +28,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _list(arguments: list[str]) -> int:
-    parser = _Parser(prog="matmix checkpoints", description=_DESCRIPTION)
+    parser = Parser(prog="matmix checkpoints", description=_DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="run directory, or its URL")
     parser.add_argument(
         "--verify", action="store_true", help="read every file and compare checksums (default: presence and sizes)"
@@ -50,7 +44,7 @@ def _list(arguments: list[str]) -> int:
 def _convert(arguments: list[str]) -> int:
     from matmix.train.convert import MAX_FILE_BYTES, convert_run
 
-    parser = _Parser(prog="matmix checkpoints convert", description=_CONVERT_DESCRIPTION)
+    parser = Parser(prog="matmix checkpoints convert", description=_CONVERT_DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="run directory")
     parser.add_argument("--out", required=True, metavar="OTHER_RUN", help="run to make (must not hold anything else)")
     parser.add_argument("--step", type=int, default=None, help="checkpoint to convert (default: the newest)")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
-from typing import NoReturn
 
+from matmix.launch.parser import Parser
 from matmix.train import stop
 from matmix.train.console import begin_process, guarded
 
@@ -46,7 +45,7 @@ def _plan(arguments: list[str]) -> int:
 def _generate(arguments: list[str]) -> int:
     from matmix.train.generate import generate
 
-    parser = _Parser(prog="matmix generate", description="Sample text from a run or an export.")
+    parser = Parser(prog="matmix generate", description="Sample text from a run or an export.")
     parser.add_argument("source", metavar="RUN", help="run directory or export directory")
     parser.add_argument("--prompt", default="", help="text to continue; for an encoder, text with <mask> in it")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to add (default: 128)")
@@ -68,7 +67,7 @@ def _checkpoints(arguments: list[str]) -> int:
 def _export(arguments: list[str]) -> int:
     from matmix.train.export import export_run
 
-    parser = _Parser(
+    parser = Parser(
         prog="matmix export", description="Write a run's weights as a directory that transformers loads by itself."
     )
     parser.add_argument("run", metavar="RUN", help="run directory")
@@ -84,20 +83,13 @@ def _export(arguments: list[str]) -> int:
 def _import(arguments: list[str]) -> int:
     from matmix.train.export import import_reference
 
-    parser = _Parser(prog="matmix import", description="Turn a checkpoint of another project into an export directory.")
+    parser = Parser(prog="matmix import", description="Turn a checkpoint of another project into an export directory.")
     parser.add_argument("--from", dest="kind", required=True, choices=["hydra", "mru-lm"], help="whose it is")
     parser.add_argument("file", metavar="FILE", help=".safetensors, .pt, .bin or a directory in transformers' layout")
     parser.add_argument("out", metavar="OUT", help="directory to write")
     options = parser.parse_args(arguments)
     import_reference(options.kind, options.file, options.out)
     return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    """Its errors are ours: one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} ({self.prog} --help explains)")
 
 
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {

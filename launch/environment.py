@@ -87,15 +87,21 @@ def apply_defaults(environment: MutableMapping[str, str] = os.environ) -> list[D
     return added
 
 
+def own_address(family: int, target: tuple) -> str:
+    """The address of this node from which its way to `target` (a pair or more of getaddrinfo's) begins. Raises OSError
+    where there is no way."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # chooses the way and sends nothing
+        return probe.getsockname()[0]
+
+
 def interface_towards(host: str) -> str | None:
     """Name of the network interface whose address this node would use to reach `host`; None if there is no way."""
     import psutil
 
     try:
         family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # chooses the route and sends nothing
-            own = probe.getsockname()[0]
+        own = own_address(family, target)
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():

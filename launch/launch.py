@@ -9,9 +9,9 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from matmix.launch import slurm_options
+from matmix.launch.parser import Parser as AnyParser
 from matmix.launch.slurm_options import SlurmOptions
 
 _USAGE = """\
@@ -28,14 +28,11 @@ RECIPE and --key value are those of `matmix train`.
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """Its errors are ours: one line."""
+class Parser(AnyParser):
+    """Takes no abbreviations: what it does not know goes on to the recipe."""
 
     def __init__(self, *words: str, **options: object) -> None:
         super().__init__(*words, allow_abbrev=False, **options)  # type: ignore[arg-type]
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} ({self.prog} --help explains)")
 
 
 def split_recipe(arguments: Sequence[str], prog: str) -> tuple[str, list[str]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import NoReturn
 
+from matmix.launch.parser import Parser
 from matmix.launch.planning.estimate import (
     ASSUMED_EFFICIENCY,
     Estimate,
@@ -27,13 +26,8 @@ from matmix.train.recipe import load_config
 SUGGESTIONS = 3
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (matmix plan --help explains)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="matmix plan",
         description="Memory, traffic, time and risk of a run on a cluster, found without data or GPUs.",
         allow_abbrev=False,
@@ -117,7 +111,7 @@ def _describe(
         "step": f"{short_duration(one.step_seconds)} (arithmetic {short_duration(one.compute_seconds)}, "
         f"exchanges {short_duration(one.traffic_seconds)} beside it)",
         "speed": f"{short_number(one.tokens_per_second)} tokens/s",
-        "time": f"{short_duration(one.step_seconds * plan.steps)} for {plan.steps:,} steps, "
+        "time": f"{short_duration(one.days * 86400)} for {plan.steps:,} steps, "
         f"{short_number(tokens)} tokens, {3 * plan.flops_per_token * tokens:.3g} FLOPs",
         "failures": f"one every {short_duration(risk.mtbf)} expected; a checkpoint every "
         f"{short_duration(risk.best_interval)} is best (Young-Daly) and costs {risk.lost(risk.best_interval):.2%} of "

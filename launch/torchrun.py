@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from matmix.launch.environment import own_address
 from matmix.launch.supervise import StopRequests, run_agent
 from matmix.train.errors import RendezvousError
 
@@ -47,9 +48,7 @@ def address_here(host: str) -> str:
     except socket.gaierror as error:
         raise ValueError(f"--rdzv: {host} does not resolve here ({error.strerror}); give an address") from None
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # chooses the way and sends nothing
-            own = probe.getsockname()[0]
+        own = own_address(family, target)
     except OSError as error:
         raise ValueError(f"--rdzv: there is no way from here to {host} ({error.strerror})") from None
     return host if ipaddress.ip_address(own) == ipaddress.ip_address(target[0]) else own

@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from storages import Storages
 from torch.utils.checkpoint import checkpoint
 
 from matmix.model.interop.bundle import bundle
 from matmix.model.mixers.hydra import Hydra, HydraConfig
 from matmix.model.mixers.hydra_functions import StepSizes, ValuesAndVectors
 from matmix.train.activation import checkpoint_activations
-from matmix.train.storages import Storages
 
 PACKED = torch.tensor([0, 5, 6, 40], dtype=torch.int32)
 

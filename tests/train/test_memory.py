@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from storages import Storages
 
 from matmix.model import build_model
 from matmix.model.mixers.hydra import HydraConfig
@@ -14,7 +15,6 @@ from matmix.train.config import RunConfig
 from matmix.train.memory import simulate_step, step_memory
 from matmix.train.plan import make_plan
 from matmix.train.recipe import load_config
-from matmix.train.storages import Storages
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peaks are read from Linux's /proc")
 
