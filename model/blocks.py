@@ -60,7 +60,7 @@ class Block(nn.Module):
             self.mixer = MIXERS[mixer](
                 config.d_model,
                 config.mixer_config(mixer),
-                causal=config.causal,
+                causal=config.mixer_is_causal(mixer),
                 max_seqlen=config.max_seqlen,
                 output_std=residual_std(config),
             )

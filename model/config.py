@@ -46,6 +46,8 @@ class ModelConfig:
     """Pattern of mixers, repeated over the depth: ("hydra", "hydra", "attention") has attention in every
     third layer. With "mlp" in the pattern the MLPs stand exactly there, as layers of their own; otherwise one
     follows each mixer."""
+    causal_mixers: bool = False
+    """encoder: allow mixers that see earlier tokens only, as controls in comparisons."""
     mlp_ratio: float = 4.0
     """Hidden width of the MLPs over d_model; 0 = no MLPs."""
     mlp_bias: bool = False
@@ -114,10 +116,10 @@ class ModelConfig:
                 f"model.layers: {name!r} sees tokens to come, so a language_model cannot use it; "
                 'use a causal mixer or architecture = "encoder"'
             )
-        if not causal and not mixer.bidirectional_form:
+        if not causal and not mixer.bidirectional_form and not self.causal_mixers:
             raise ValueError(
-                f"model.layers: {name!r} sees only earlier tokens, so an encoder cannot use it; "
-                'use a bidirectional mixer or architecture = "language_model"'
+                f"model.layers: {name!r} sees only earlier tokens, so an encoder cannot use it; use a bidirectional mixer "
+                'or architecture = "language_model", or say model.causal_mixers = true if you mean it'
             )
         mixer.check(self.d_model, self.mixer_config(name))
 
@@ -126,9 +128,17 @@ class ModelConfig:
         """Whether no output may depend on later tokens."""
         return self.architecture == "language_model"
 
+    def mixer_is_causal(self, name: str) -> bool:
+        """Whether a mixer is built in its causal form."""
+        return self.causal or not MIXERS[name].bidirectional_form
+
     def mixer_config(self, name: str) -> Any:
         """The options of one kind of mixer."""
         return getattr(self.mixers, name)
+
+    def mixer_names(self) -> list[str]:
+        """The kinds of mixers that the layers hold, sorted."""
+        return sorted({name for name, _ in self.layer_kinds() if name is not None})
 
     def layer_kinds(self) -> list[tuple[str | None, bool]]:
         """For each layer: its mixer (None for an "mlp" layer) and whether it has an MLP."""
@@ -144,5 +154,5 @@ class ModelConfig:
             raise ValueError(
                 f"sequence length {seqlen} exceeds the {self.max_seqlen} position embeddings; raise model.max_seqlen"
             )
-        for name in sorted({name for name, _ in self.layer_kinds() if name is not None}):
+        for name in self.mixer_names():
             MIXERS[name].check_seqlen(self.mixer_config(name), seqlen, self.max_seqlen)

@@ -21,7 +21,8 @@ def flops_by_part(config: ModelConfig, seqlen: int, *, head_share: float = 1.0) 
     parts: dict[str, float] = {}
     for mixer, has_mlp in config.layer_kinds():
         if mixer is not None:
-            cost = MIXERS[mixer].flops_per_token(config.d_model, config.mixer_config(mixer), seqlen, config.causal)
+            options, causal = config.mixer_config(mixer), config.mixer_is_causal(mixer)
+            cost = MIXERS[mixer].flops_per_token(config.d_model, options, seqlen, causal)
             parts[mixer] = parts.get(mixer, 0.0) + cost
         if has_mlp:
             parts["mlp"] = parts.get("mlp", 0.0) + 2.0 * 2 * config.d_model * round(config.d_model * config.mlp_ratio)

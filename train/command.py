@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
 
     code = guarded(read)
-    if code:
+    if code or not loaded:  # --help loads nothing
         return code
     if dry_run:
         from matmix.train.plan import print_plan

@@ -11,3 +11,6 @@ MIXERS: dict[str, type[Mixer]] = {
     "mru": MRU,
 }
 """Name in a configuration -> mixer class."""
+
+for _name, _mixer in MIXERS.items():
+    _mixer.name = _name

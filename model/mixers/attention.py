@@ -44,6 +44,7 @@ class Attention(Mixer):
     bidirectional_form = True
     sequence_aligned = True
     complexity = "O(L^2)"
+    row_normalized = True
 
     def __init__(self, d_model: int, config: AttentionConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)

@@ -18,6 +18,8 @@ class Mixer(nn.Module):
     `mixers/__init__.py`.
     """
 
+    name: ClassVar[str] = ""
+    """Its name in configurations; set by the registry."""
     Config: ClassVar[type]
     """Its frozen options dataclass."""
     causal_form: ClassVar[bool]
@@ -25,9 +27,16 @@ class Mixer(nn.Module):
     bidirectional_form: ClassVar[bool]
     """Can be built with causal=False: outputs see the whole document."""
     sequence_aligned: ClassVar[bool]
-    """M[:i+1, :i+1] comes from tokens up to i only (two-sided forms: per direction), so any length works."""
+    """M[:i+1, :i+1] comes from tokens up to i only (plus `halo`, and but for the sum that `row_normalized` ones
+    divide by), so any length works."""
     complexity: ClassVar[str]
-    """Cost in the sequence length L."""
+    """Cost in the sequence length L: "O(L)", "O(L log L)", "O(L^1.5)" or "O(L^2)"."""
+    data_dependent: ClassVar[bool] = True
+    """M is made from x. False: M is the same for every x."""
+    fixed_length: ClassVar[bool] = False
+    """Has parameters for every position: takes sequences of exactly max_seqlen tokens, and no packed documents."""
+    row_normalized: ClassVar[bool] = False
+    """Each row of M is divided by a sum over that row."""
     monitor_limits: ClassVar[dict[str, float]] = {}
     """Values of `monitor` from which on what follows this mixer is no longer finite, where they are known."""
 
@@ -53,6 +62,32 @@ class Mixer(nn.Module):
     @classmethod
     def check_seqlen(cls, config: Any, seqlen: int, max_seqlen: int) -> None:
         """Raise a one-line ValueError when the mixer cannot take documents of `seqlen` tokens."""
+        if cls.fixed_length and seqlen != max_seqlen:
+            raise ValueError(
+                f"{cls.name} has parameters for sequences of exactly model.max_seqlen = {max_seqlen} tokens, got {seqlen}; "
+                "make the two equal, or choose a mixer that takes any length"
+            )
+
+    def check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
+        """What a mixer of a fixed length calls first in `forward`: ValueError for another length or for packed
+        documents."""
+        if cu_seqlens is not None:
+            raise ValueError(
+                f"{self.name} has parameters for sequences of exactly {self.max_seqlen} tokens and takes no packed or "
+                'padded documents; train it with data.packing = "rows", or choose a mixer that takes any length'
+            )
+        self.check_seqlen(self.config, x.shape[1], self.max_seqlen)
+
+    @classmethod
+    def block_rank(cls, config: Any) -> int | None:
+        """The largest rank that blocks of M strictly below or above the diagonal can have; None = no bound."""
+        return None
+
+    @classmethod
+    def halo(cls, config: Any) -> int:
+        """How many later tokens the entries of M may depend on besides what `sequence_aligned` says: half the width of
+        a centred convolution in front of them."""
+        return 0
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
@@ -66,8 +101,26 @@ class Mixer(nn.Module):
         other."""
         raise NotImplementedError
 
+    def forward_by_document(self, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """`forward` of each packed document by itself, those of one length together: x (1, L, d_model) -> same shape.
+
+        For mixers whose algorithm knows no boundaries. Reads cu_seqlens on the host.
+        """
+        places: dict[int, list[int]] = {}
+        for start, length in zip(cu_seqlens[:-1].tolist(), cu_seqlens.diff().tolist(), strict=True):
+            if length:
+                places.setdefault(length, []).append(start)
+        outputs, indices = [x.new_empty(0, self.d_model)], [cu_seqlens.new_empty(0, dtype=torch.int64)]
+        for length, starts in places.items():
+            index = torch.tensor(starts, device=x.device).unsqueeze(1) + torch.arange(length, device=x.device)
+            outputs.append(self.forward(x[0, index]).flatten(0, 1))
+            indices.append(index.flatten())
+        y, index = torch.cat(outputs), torch.cat(indices)
+        return y[index.argsort()].unsqueeze(0)
+
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
-        """M (B, H, L, L) for x (B, L, d_model); row t holds the weights of output t."""
+        """M (B, H, L, L) for x (B, L, d_model); row t holds the weights of output t. Data-independent
+        mixers may return (1, H, L, L)."""
         raise NotImplementedError
 
     def values(self, x: torch.Tensor) -> torch.Tensor:

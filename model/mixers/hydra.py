@@ -127,6 +127,14 @@ class Hydra(Mixer):
         scan = 2 * 3 * d_inner * config.d_state
         return 2.0 * (projections + conv_dim * config.d_conv + scan)
 
+    @classmethod
+    def block_rank(cls, config: HydraConfig) -> int:
+        return config.d_state
+
+    @classmethod
+    def halo(cls, config: HydraConfig) -> int:
+        return config.d_conv // 2
+
     def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The gate z (B, L, d_inner) and all arguments of the scan."""
         return self.scan_arguments(self.in_proj(x), cu_seqlens)
