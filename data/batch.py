@@ -14,7 +14,7 @@ class Batch:
     """A micro-batch of B sequences of L tokens.
 
     Concatenated documents come with `cu_seqlens`, one document a row with `attention_mask`; the other is
-    None.
+    None, and both are where whole rows count as documents.
     """
 
     input_ids: torch.Tensor
@@ -49,25 +49,25 @@ class Batch:
         return self._map(lambda tensor: tensor.pin_memory())
 
 
-def causal_batch(tokens: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, padded: bool) -> Batch:
+def causal_batch(tokens: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, packing: str) -> Batch:
     """Batch for next-token prediction.
 
     tokens int64 (B, L + 1) with the last column only a target, begins bool (B, L + 1) True where a
-    document begins, counts int64 (B,) = real tokens of each row out of L + 1. Nothing predicts the first
-    token of a document.
+    document begins, counts int64 (B,) = real tokens of each row out of L + 1, packing that of `DataConfig`. Nothing
+    predicts the first token of a document.
     """
     seqlen = tokens.shape[1] - 1
     input_ids = np.ascontiguousarray(tokens[:, :-1])
     known = np.arange(1, seqlen + 1) < counts[:, None]
     labels = np.where(known & ~begins[:, 1:], tokens[:, 1:], IGNORED)
-    return _batch(input_ids, labels, begins[:, :-1], np.minimum(counts, seqlen), padded, None)
+    return _batch(input_ids, labels, begins[:, :-1], np.minimum(counts, seqlen), packing, None)
 
 
 def masked_batch(
-    input_ids: np.ndarray, labels: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, padded: bool
+    input_ids: np.ndarray, labels: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, packing: str
 ) -> Batch:
     """Batch for masked-token prediction; all (B, L), counts (B,) = real tokens of each row."""
-    return _batch(input_ids, labels, begins, counts, padded, np.flatnonzero(labels != IGNORED))
+    return _batch(input_ids, labels, begins, counts, packing, np.flatnonzero(labels != IGNORED))
 
 
 def _batch(
@@ -75,16 +75,17 @@ def _batch(
     labels: np.ndarray,
     begins: np.ndarray,
     counts: np.ndarray,
-    padded: bool,
+    packing: str,
     select: np.ndarray | None,
 ) -> Batch:
     seqlen = input_ids.shape[1]
     cu_seqlens = attention_mask = None
-    if padded:
+    max_seqlen = seqlen
+    if packing == "document":
         # A row without a token (it fills up the last batch) keeps one: no model meets an empty document.
         attention_mask = np.arange(seqlen) < np.maximum(counts, 1)[:, None]
         max_seqlen = max(int(counts.max()), 1)
-    else:
+    elif packing == "concat":
         borders = begins.copy()
         borders[:, 0] = True
         short = np.flatnonzero(counts < seqlen)

@@ -22,9 +22,10 @@ class DataConfig:
     """Prepared dataset whose validation split is used instead of that of `path` or `mixture`."""
     seqlen: int = 1024
     """Tokens in a sequence."""
-    packing: Literal["concat", "document"] = "concat"
+    packing: Literal["concat", "document", "rows"] = "concat"
     """concat: documents one after another, cut every `seqlen` tokens, boundaries kept; document: one
-    document a sequence, truncated or padded."""
+    document a sequence, truncated or padded; rows: as concat, but each sequence counts as one document, for
+    mixers of a fixed length."""
     prefix: Literal["none", "bos", "cls"] = "none"
     """Special token put before every document."""
     suffix: Literal["none", "eos", "sep"] = "eos"
@@ -65,7 +66,7 @@ class DataConfig:
         if self.workers < 0:
             raise ValueError(f"data.workers must be 0 or more, got {self.workers}")
         choices = {
-            "packing": ("concat", "document"),
+            "packing": ("concat", "document", "rows"),
             "prefix": ("none", "bos", "cls"),
             "suffix": ("none", "eos", "sep"),
             "worker_start": ("fork", "spawn", "forkserver"),

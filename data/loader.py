@@ -271,6 +271,7 @@ def build_loader(
         packings,
         mixture,
         masker,
+        packing=config.packing,
         pad_id=0 if pad_id is None else pad_id,
         limit=mixture.samples_per_epoch if one_pass else None,
         skip_damaged=config.skip_damaged,

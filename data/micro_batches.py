@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 from matmix.data.batch import Batch, causal_batch, masked_batch
 from matmix.data.masking import Masker
 from matmix.data.mixture import Mixture
-from matmix.data.packing import DocumentPacking, Packing
+from matmix.data.packing import Packing
 from matmix.data.remote import RemoteError
 from matmix.data.streams.damage import DamagedShard
 
@@ -34,6 +34,7 @@ class MicroBatches(Dataset):
         mixture: Mixture,
         masker: Masker | None,
         *,
+        packing: str,
         pad_id: int,
         limit: int | None,
         skip_damaged: bool = False,
@@ -41,6 +42,7 @@ class MicroBatches(Dataset):
         self.packings = packings
         self.mixture = mixture
         self.masker = masker
+        self.packing = packing
         self.pad_id = pad_id
         self.limit = limit
         self.skip_damaged = skip_damaged
@@ -70,11 +72,10 @@ class MicroBatches(Dataset):
                     tokens[row], begins[row] = self.pad_id, False
                     n_damaged += 1
                     damaged.setdefault(error.where, str(error))
-        padded = isinstance(self.packings[0], DocumentPacking)
         if self.masker is None:
-            batch = causal_batch(tokens, begins, counts, padded=padded)
+            batch = causal_batch(tokens, begins, counts, packing=self.packing)
         else:
             input_ids, labels = self.masker.apply(tokens, counts, self.mixture.epoch(samples), samples)
-            batch = masked_batch(input_ids, labels, begins, counts, padded=padded)
+            batch = masked_batch(input_ids, labels, begins, counts, packing=self.packing)
         batch.n_damaged, batch.damaged = n_damaged, damaged
         return batch

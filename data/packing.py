@@ -13,6 +13,8 @@ unused.
 causal models get the first S (and the one after as last target), masked ones keep the suffix token at
 the end, as BERT does, and lose text instead. N is the number of documents that are not empty.
 
+**rows** is concat whose rows are handed on without the borders of their documents.
+
 In a one-pass reading (evaluation) the last window of concat may be shorter than S: nothing is left out.
 
 A row comes as tokens, marks of the positions where a document begins (a window may begin in the middle

@@ -140,6 +140,10 @@ class ModelConfig:
         """The kinds of mixers that the layers hold, sorted."""
         return sorted({name for name, _ in self.layer_kinds() if name is not None})
 
+    def fixed_length_mixers(self) -> list[str]:
+        """Those of them that take sequences of exactly `max_seqlen` tokens."""
+        return [name for name in self.mixer_names() if MIXERS[name].fixed_length]
+
     def layer_kinds(self) -> list[tuple[str | None, bool]]:
         """For each layer: its mixer (None for an "mlp" layer) and whether it has an MLP."""
         names = [self.layers[index % len(self.layers)] for index in range(self.n_layers)]

@@ -232,6 +232,12 @@ class RunConfig:
             f'but the model is "{self.model.architecture}"; change one of the two',
         )
         self.model.check_seqlen(self.data.seqlen)
+        if fixed := self.model.fixed_length_mixers():
+            _require(
+                self.data.packing == "rows",
+                f"{fixed[0]} takes sequences of exactly model.max_seqlen tokens and no shorter documents, which "
+                f'data.packing = "{self.data.packing}" makes; set data.packing = "rows"',
+            )
 
     @property
     def last_step(self) -> int:

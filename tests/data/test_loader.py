@@ -215,6 +215,18 @@ def test_masked_batches(small, data, packing):
         assert torch.equal(batch.input_ids[~chosen], original.input_ids[~chosen])
 
 
+@pytest.mark.parametrize("masking", [None, MaskingConfig()])
+def test_rows_are_those_of_concat_without_borders(small, masking):
+    one, other = (take(loader_of(small, masking=masking, packing=packing), 5) for packing in ("rows", "concat"))
+    for rows, concat in zip(one, other, strict=True):
+        assert rows.cu_seqlens is None
+        assert rows.attention_mask is None
+        assert rows.max_seqlen == rows.input_ids.shape[1]
+        assert rows.n_tokens == concat.n_tokens
+        assert torch.equal(rows.input_ids, concat.input_ids)
+        assert torch.equal(rows.labels, concat.labels)
+
+
 def test_document_batches(small, data):
     cls, sep, pad = (data.special(n) for n in ("cls", "sep", "pad"))
     loader = loader_of(
@@ -445,7 +457,7 @@ def test_refused(small, options, message):
         ({"mixture": {"a": 1.0, "b": -2}}, "weight of b must be a positive number, got -2"),
         ({"mixture": {"a": float("nan")}}, "weight of a must be a positive number, got nan"),
         ({"mixture": {"a": 1.0}, "path": "b"}, "both given"),
-        ({"packing": "best-fit"}, "must be one of concat, document, got 'best-fit'"),
+        ({"packing": "best-fit"}, "must be one of concat, document, rows, got 'best-fit'"),
         ({"suffix": "bos"}, "must be one of none, eos, sep, got 'bos'"),
     ],
 )
