@@ -8,10 +8,11 @@ import difflib
 import io
 import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 Config = TypeVar("Config")
 _STYLE = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
@@ -59,15 +60,42 @@ def _message(box: str) -> str:
     return texts[1] if len(texts) > 1 else "arguments not understood"
 
 
+def _only(table: type, names: Collection[str]) -> ConstructorRegistry:
+    """Lets tyro see only these fields of `table`; the others keep their values."""
+    registry = ConstructorRegistry()
+
+    @registry.struct_rule
+    def rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+        if info.type is not table:
+            return None
+        hints = typing.get_type_hints(table)
+        fields = tuple(
+            StructFieldSpec(name=field.name, type=hints[field.name], default=getattr(info.default, field.name))
+            for field in dataclasses.fields(table)
+            if field.name in names
+        )
+        return StructConstructorSpec(lambda **values: dataclasses.replace(info.default, **values), fields)
+
+    return registry
+
+
 def parse_arguments(
-    cls: type[Config], arguments: list[str], *, prog: str, default: Any = tyro.MISSING_NONPROP
+    cls: type[Config],
+    arguments: list[str],
+    *,
+    prog: str,
+    default: Any = tyro.MISSING_NONPROP,
+    only: tuple[type, Collection[str]] | None = None,
 ) -> Config:
     """`arguments` (``--key value``, tables with dots) as a `cls`, what they leave out taken from `default`.
 
+    only: a table and those of its fields that may be given and are shown by ``--help``; needs a `default`.
+
     Raises ValueError (one line); ``--help`` prints all fields with their docstrings and exits.
     """
+    options = {"default": default, "config": _STYLE, "registry": None if only is None else _only(*only)}
     if "--help" in arguments or "-h" in arguments:
-        return tyro.cli(cls, default=default, args=["--help"], config=_STYLE, prog=prog)
+        return tyro.cli(cls, args=["--help"], prog=prog, **options)
     known = {name.replace("_", "-") for name in field_names(cls)}
     for argument in arguments:
         if argument.startswith("--"):
@@ -77,7 +105,7 @@ def parse_arguments(
     message = io.StringIO()
     try:
         with _wide_terminal(), contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
-            return tyro.cli(cls, default=default, args=arguments, config=_STYLE)
+            return tyro.cli(cls, args=arguments, **options)
     except SystemExit:
         raise ValueError(f"command line: {_message(message.getvalue())} ({prog} --help lists all)") from None
     except ValueError as error:

@@ -23,7 +23,8 @@ USAGE = """usage: matmix train RECIPE [--dry-run] [--key value ...]
 
 RECIPE is a path to a TOML file, a run directory, or the name of a bundled recipe: {recipes}.
 Any field of the recipe can be given on the command line, as in --optimizer.lr 3e-4; `matmix train RECIPE --help`
-lists them all. --dry-run prints parameters, FLOPs, memory, steps and tokens and trains nothing.
+lists them, with the options of the mixers that it uses (of others: --model.layers NAME --help).
+--dry-run prints parameters, FLOPs, memory, steps and tokens and trains nothing.
 The same command again resumes the run from its newest checkpoint."""
 
 

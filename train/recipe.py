@@ -14,6 +14,8 @@ import dacite
 import tomli_w
 
 from matmix.data.remote import RemoteFolder, is_url
+from matmix.model.config import MixerOptions
+from matmix.model.mixers import MIXERS
 from matmix.train.arguments import parse_arguments, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.files import write_whole
@@ -101,14 +103,18 @@ def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Run
     config = config_from_dict(_read_remote(recipe) if is_url(recipe) else read_toml(path), str(path))
     if is_url(recipe) or Path(recipe).is_dir():
         config = dataclasses.replace(config, run_dir=recipe)  # a run goes on where it lies, wherever it began
-    config = parse_arguments(RunConfig, list(overrides), default=config, prog="matmix train RECIPE")
+    # Of all mixers, `--help` shows those that the layers hold; to look at fewer fields is also several times faster.
+    words = [word.replace("-", "_") for word in overrides]
+    mixers = {name for name in MIXERS if name in config.model.layers or any(name in word for word in words)}
+    only = (MixerOptions, mixers)
+    config = parse_arguments(RunConfig, list(overrides), default=config, prog="matmix train RECIPE", only=only)
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=f"runs/{path.stem}")
     return config
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Nested plain dicts, ready for TOML and JSON."""
+    """Nested plain dicts, ready for TOML and JSON; without the options of mixers that no layer is and nobody set."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -117,7 +123,12 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
             return [plain(item) for item in value]
         return value
 
-    return plain(dataclasses.asdict(config))
+    values = plain(dataclasses.asdict(config))
+    unset, tables = MixerOptions(), values["model"]["mixers"]
+    for name in MIXERS:
+        if name not in config.model.layers and getattr(config.model.mixers, name) == getattr(unset, name):
+            del tables[name]
+    return values
 
 
 def write_config(config: RunConfig, path: Path) -> None:

@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 
-from matmix.train.recipe import bundled_recipes, differences, find_recipe, load_config, write_config
+from matmix.train.command import main
+from matmix.train.recipe import (
+    bundled_recipes,
+    config_to_dict,
+    differences,
+    find_recipe,
+    load_config,
+    write_config,
+)
 
 
 @pytest.fixture
@@ -108,3 +116,19 @@ def test_a_batch_that_does_not_divide_names_sizes_that_do(recipe, global_batch, 
         config.micro_batch(ranks)
     for word in words:
         assert word in str(error.value)
+
+
+def test_help_shows_the_options_of_the_mixers_in_use(capsys):
+    assert main(["debug_mru", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--model.mixers.mru.order" in shown
+    assert "--model.mixers.hydra" not in shown
+    assert main(["debug_mru", "--model.layers", "hydra", "--help"]) == 0
+    assert "--model.mixers.hydra.d-state" in capsys.readouterr().out
+
+
+def test_options_of_mixers_that_no_layer_is_are_kept_only_where_they_were_set(recipe, tmp_path):
+    config = load_config(recipe("[model.mixers.attention]\nheaddim = 16"), ["--model.mixers.mru.order", "4"])
+    assert set(config_to_dict(config)["model"]["mixers"]) == {"attention", "mru"}
+    write_config(config, tmp_path / "config.toml")
+    assert load_config(str(tmp_path / "config.toml")) == dataclasses.replace(config, run_dir="runs/mine")
