@@ -118,8 +118,8 @@ class ModelConfig:
             )
         if not causal and not mixer.bidirectional_form and not self.causal_mixers:
             raise ValueError(
-                f"model.layers: {name!r} sees only earlier tokens, so an encoder cannot use it; use a bidirectional mixer "
-                'or architecture = "language_model", or say model.causal_mixers = true if you mean it'
+                f"model.layers: {name!r} sees only earlier tokens, so an encoder cannot use it; use a bidirectional "
+                'mixer or architecture = "language_model", or say model.causal_mixers = true if you mean it'
             )
         mixer.check(self.d_model, self.mixer_config(name))
 

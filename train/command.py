@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
 
     code = guarded(read)
-    if code or not loaded:  # --help loads nothing
+    if code or not loaded:  # the reader of a long --help has left
         return code
     if dry_run:
         from matmix.train.plan import print_plan
