@@ -1,154 +1,300 @@
+"""Proofs that every registered mixer has to pass, in every form (tests/support/mixer_cases.py)."""
+
+import dataclasses
+
 import pytest
 import torch
+from flop_count import FlopCount, cost_class
+from mixer_cases import CASES, D_MODEL
 
+from matmix.model import MixerOptions, ModelConfig, build_model
 from matmix.model.mixers import MIXERS
-from matmix.model.mixers.attention import AttentionConfig
-from matmix.model.mixers.hydra import HydraConfig
-from matmix.model.mixers.mru import MRUConfig
 
-D_MODEL = 32
-CASES = {
-    "hydra": ("hydra", HydraConfig(headdim=8, d_state=4), False),
-    "hydra-groups": (
-        "hydra",
-        HydraConfig(headdim=4, d_state=3, ngroups=4, expand=1, d_conv=3, bias=True),
-        False,
-    ),
-    "hydra-limited-steps": (
-        "hydra",
-        HydraConfig(headdim=8, d_state=4, conv_bias=False, dt_limit_low=0.6, dt_limit_high=0.8),
-        False,
-    ),
-    "mru-ldu": ("mru", MRUConfig(order=4, construction="ldu"), True),
-    "mru-cayley": ("mru", MRUConfig(order=4, construction="cayley", bias=True), True),
-    "mru-identity-wide": ("mru", MRUConfig(order=4, nheads=4, construction="identity_plus"), True),
-    "mru-narrow": ("mru", MRUConfig(order=4, nheads=1, construction="ldu"), True),
-    "mru-householder": ("mru", MRUConfig(order=4, construction="householder"), True),
-    "mru-newton-schulz": ("mru", MRUConfig(order=4, construction="ldu_newton_schulz"), True),
-    "mru-padded": ("mru", MRUConfig(order=2, nheads=8, construction="qr", decay=True), True),
-    "attention-causal": ("attention", AttentionConfig(headdim=8), True),
-    "attention": ("attention", AttentionConfig(headdim=8, value_headdim=4, nheads=3, bias=True), False),
-    "attention-xpos": ("attention", AttentionConfig(headdim=8, position="xpos"), True),
-    "attention-without-positions": ("attention", AttentionConfig(headdim=8, position="none"), False),
-}
-CAUSAL = [name for name, case in CASES.items() if case[2]]
+COMPLEXITIES = ("O(L)", "O(L log L)", "O(L^1.5)", "O(L^2)")
+
+
+def _select(condition):
+    return [name for name, case in CASES.items() if condition(case)]
+
+
+ALIGNED = _select(lambda case: case.kind.sequence_aligned)
+CAUSAL = _select(lambda case: case.causal)
+FIXED = _select(lambda case: case.kind.fixed_length)
+ANY_LENGTH = _select(lambda case: not case.kind.fixed_length)
+OF_LOW_RANK = _select(lambda case: case.kind.block_rank(case.config) is not None)
 
 
 @pytest.fixture
 def make(randomize):
-    def build(case, dtype=torch.float32):
-        name, config, causal = CASES[case]
-        MIXERS[name].check(D_MODEL, config)
-        mixer = MIXERS[name](D_MODEL, config, causal=causal, max_seqlen=64, output_std=0.02)
-        return randomize(mixer, dtype=dtype).eval()
+    """Builds a case with random weights, away from the initial ones, where zeros would hide errors."""
+
+    def build(name, dtype=torch.float32, max_seqlen=8):
+        return randomize(CASES[name].build(max_seqlen=max_seqlen), dtype=dtype).eval()
 
     return build
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("length", [1, 2, 13])
-def test_forward_is_matrix_times_values(make, case, length):
-    mixer = make(case, torch.float64)
-    x = torch.randn(2, length, D_MODEL, dtype=torch.float64)
-    expected = mixer.combine(mixer.mix(mixer.matrix(x), mixer.values(x)), x)
-    torch.testing.assert_close(mixer(x), expected, rtol=1e-6, atol=1e-7)
+def _draw(*shape, dtype=torch.float64):
+    return torch.randn(*shape, D_MODEL, dtype=dtype)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_causality_is_as_stated(make, case):
-    mixer = make(case)
-    assert mixer.causal_form if mixer.causal else mixer.bidirectional_form
-    x = torch.randn(1, 9, D_MODEL)
-    changed = x.clone()
-    changed[:, 6:] += 1
-    early, late = (mixer(changed) - mixer(x)).abs().amax(-1)[0].split([6, 3])
-    assert late.min() > 1e-5
-    if mixer.causal:
-        assert early.max() < 1e-6
-    else:
-        assert early.min() > 1e-6
+def _assert_close(y, expected, tolerance=1e-5):
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("case", CAUSAL)
-def test_the_matrix_is_aligned_with_the_sequence(make, case):
-    mixer = make(case)
-    assert mixer.sequence_aligned
-    x = torch.randn(1, 9, D_MODEL)
-    prefix = mixer.matrix(x[:, :5])
-    torch.testing.assert_close(mixer.matrix(x)[:, :, :5, :5], prefix, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("name", CASES)
+def test_facts_are_stated(name):
+    kind = CASES[name].kind
+    assert kind.name == CASES[name].mixer
+    assert kind.causal_form or kind.bidirectional_form
+    assert kind.complexity in COMPLEXITIES
+    # What grows with the data alone knows no length of its own, and the other way round.
+    assert not (kind.sequence_aligned and kind.fixed_length)
+    assert kind.data_dependent or not kind.sequence_aligned
+    assert all(field.default is not dataclasses.MISSING for field in dataclasses.fields(kind.Config))
 
 
-def test_off_diagonal_blocks_of_hydra_have_rank_d_state(make):
-    mixer = make("hydra", torch.float64)
-    m = mixer.matrix(torch.randn(1, 20, D_MODEL, dtype=torch.float64))
-    for block in (m[..., 10:, :10], m[..., :10, 10:]):
-        singular = torch.linalg.svdvals(block)
-        assert (singular[..., 4:].amax(-1) < 1e-12 * singular[..., 0]).all()
-        assert (singular[..., 3] > 1e-12 * singular[..., 0]).all()
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_forward_is_matrix_times_values(make, name, dtype):
+    """At every length that a mixer takes, which may be longer than the one it was made for."""
+    for length in (1, 2, 13):
+        mixer = make(name, dtype, max_seqlen=length if CASES[name].kind.fixed_length else 8)
+        x = _draw(2, length, dtype=dtype)
+        expected = mixer.combine(mixer.mix(mixer.matrix(x), mixer.values(x)), x)
+        _assert_close(mixer(x), expected, 1e-8 if dtype == torch.float64 else 1e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_parameter_and_the_input_get_a_gradient(make, case):
-    mixer = make(case)
-    x = torch.randn(2, 11, D_MODEL, requires_grad=True)
-    mixer(x).square().sum().backward()
-    for name, parameter in [*mixer.named_parameters(), ("input", x)]:
-        gradient = parameter.grad
-        assert gradient is not None, name
-        assert gradient.isfinite().all(), name
-        assert gradient.abs().max() > 1e-7, name
-
-
-@pytest.mark.parametrize("case", CAUSAL)
-def test_steps_and_pieces_equal_the_parallel_form(make, case):
-    mixer = make(case)
-    x = torch.randn(3, 10, D_MODEL) * 0.3
+@pytest.mark.parametrize("name", CASES)
+def test_causality_is_as_stated(make, name):
+    """Which tokens an output depends on, by the Jacobian."""
+    length = 7
+    mixer = make(name, torch.float64, max_seqlen=length)
+    x = _draw(1, length).requires_grad_()
     y = mixer(x)
-    close = {"rtol": 1e-5, "atol": 2e-6 * y.abs().max().item()}
+    weights = torch.randn_like(y[0, 0])
+    influence = torch.stack(
+        [torch.autograd.grad(y[0, t] @ weights, x, retain_graph=True)[0][0].norm(dim=-1) for t in range(length)]
+    )
+    if mixer.causal:
+        assert (influence.triu(1) == 0).all()
+        assert (influence.tril()[torch.ones(length, length).tril().bool()] > 1e-12).all()
+    else:
+        assert (influence > 1e-12).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_matrix_depends_on_the_data_as_stated(make, name):
+    mixer = make(name, torch.float64, max_seqlen=9)
+    one, other = (mixer.matrix(_draw(1, 9)) for _ in range(2))
+    assert torch.equal(one, other) is not mixer.data_dependent
+
+
+@pytest.mark.parametrize("name", ALIGNED)
+def test_the_matrix_is_aligned_with_the_sequence(make, name):
+    """The upper left corner of M is M of the first tokens."""
+    mixer = make(name, torch.float64)
+    x, length = _draw(2, 15), 10
+    inside = length - (0 if mixer.causal else mixer.halo(mixer.config))
+    whole, prefix = (mixer.matrix(part)[:, :, :inside, :inside] for part in (x, x[:, :length]))
+    if mixer.row_normalized:
+        whole, prefix = (m / m.sum(-1, keepdim=True) for m in (whole, prefix))
+    assert prefix.abs().max() > 0
+    _assert_close(whole, prefix, 1e-6)
+
+
+@pytest.mark.parametrize("name", OF_LOW_RANK)
+def test_blocks_off_the_diagonal_have_at_most_the_stated_rank(make, name):
+    mixer = make(name, torch.float64, max_seqlen=32)
+    bound = mixer.block_rank(mixer.config)
+    m = mixer.matrix(_draw(1, 32))
+    for block in (m[..., 16:, :16], *([] if mixer.causal else [m[..., :16, 16:]])):
+        singular = torch.linalg.svdvals(block)
+        assert singular[..., 0].min() > 0
+        assert (singular[..., bound:] <= 1e-12 * singular[..., :1]).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_parameter_gets_a_gradient(name):
+    """In the second step from the initial weights, some of which may be zero in the first."""
+    mixer = CASES[name].build(max_seqlen=11).train()
+    torch.manual_seed(1)
+    x, cotangent = _draw(2, 11, dtype=torch.float32), _draw(2, 11, dtype=torch.float32)
+    optimizer = torch.optim.SGD(mixer.parameters(), lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (mixer(x) * cotangent).sum().backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in mixer.parameters() if p.grad is not None])
+        gradients = {key: parameter.grad for key, parameter in mixer.named_parameters()}
+        with torch.no_grad():
+            for gradient in gradients.values():
+                gradient *= 0.1 / norm
+        optimizer.step()
+    assert gradients
+    for key, gradient in gradients.items():
+        assert gradient is not None, key
+        assert gradient.isfinite().all(), key
+        assert gradient.abs().max() > 0, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_input_gets_the_right_gradient(make, name):
+    mixer = make(name, torch.float64, max_seqlen=5)
+    x, direction = _draw(1, 5).requires_grad_(), _draw(1, 5)
+    cotangent = _draw(1, 5)
+    (gradient,) = torch.autograd.grad((mixer(x) * cotangent).sum(), x)
+    step = 1e-6
+    with torch.no_grad():
+        difference = (mixer(x + step * direction) - mixer(x - step * direction)) / (2 * step)
+    _assert_close((gradient * direction).sum(), (difference * cotangent).sum(), 1e-5)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_steps_and_pieces_equal_the_parallel_form(make, name):
+    mixer = make(name, torch.float64)
+    x = _draw(3, 10)
+    y = mixer(x)
     state = mixer.initial_state(3)
     for t in range(4):
         y_t, state = mixer.step(x[:, t], state)
-        torch.testing.assert_close(y_t, y[:, t], **close)
+        _assert_close(y_t, y[:, t], 1e-8)
     kept = state
     y_rest, state = mixer.forward_with_state(x[:, 4:9], state)
-    torch.testing.assert_close(y_rest, y[:, 4:9], **close)
+    _assert_close(y_rest, y[:, 4:9], 1e-8)
     y_last, _ = mixer.step(x[:, 9], state)
-    torch.testing.assert_close(y_last, y[:, 9], **close)
+    _assert_close(y_last, y[:, 9], 1e-8)
     y_again, _ = mixer.forward_with_state(x[:, 4:9], kept)  # the given state was left as it is
     assert torch.equal(y_again, y_rest)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_packed_documents_are_mixed_one_by_one(make, case):
-    mixer = make(case)
+@pytest.mark.parametrize("name", ANY_LENGTH)
+def test_packed_documents_are_mixed_one_by_one(make, name):
+    mixer = make(name)
     lengths = [1, 7, 2, 16, 9, 3]
-    x = torch.randn(1, sum(lengths), D_MODEL) * 0.3
+    x = _draw(1, sum(lengths), dtype=torch.float32) * 0.3
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     y = mixer(x, cu_seqlens, max(lengths))
     separate = torch.cat([mixer(document) for document in x.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(y, separate, rtol=1e-5, atol=2e-6 * y.abs().max().item())
+    _assert_close(y, separate)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_nothing_leaks_into_another_document(make, case):
-    mixer = make(case)
-    x = torch.randn(1, 24, D_MODEL)
+@pytest.mark.parametrize("name", ANY_LENGTH)
+def test_nothing_leaks_into_another_document(make, name):
+    mixer = make(name)
+    x = _draw(1, 24, dtype=torch.float32)
     cu_seqlens = torch.tensor([0, 5, 13, 24], dtype=torch.int32)
     clean = mixer(x, cu_seqlens, 11)
-    poisoned = x.clone()
-    # Chunks of Hydra's scan hold several documents and weigh other ones with an exact zero, which NaN
-    # survives.
-    poisoned[:, 5:13] = 1e3 if case.startswith("hydra") else float("nan")
-    y = mixer(poisoned, cu_seqlens, 11)
-    assert not torch.isclose(y[:, 5:13], clean[:, 5:13]).any()
+    changed = x.clone()
+    changed[:, 5:13] += 30 * _draw(1, 8, dtype=torch.float32)
+    y = mixer(changed, cu_seqlens, 11)
+    assert not torch.isclose(y[:, 5:13], clean[:, 5:13]).all(-1).any()
     assert torch.equal(y[:, :5], clean[:, :5])
     assert torch.equal(y[:, 13:], clean[:, 13:])
 
 
+@pytest.mark.parametrize("name", ANY_LENGTH)
+def test_padded_rows_equal_rows_alone(name, randomize):
+    case = CASES[name]
+    config = ModelConfig(
+        architecture="language_model" if case.causal else "encoder",
+        layers=(case.mixer,),
+        mixers=MixerOptions(**{case.mixer: case.config}),
+        d_model=D_MODEL,
+        n_layers=1,
+        vocab_size=13,
+        mlp_ratio=0,
+    )
+    model = randomize(build_model(config)).eval()
+    ids = torch.randint(13, (2, 9))
+    mask = torch.arange(9) < torch.tensor([[4], [9]])
+    with torch.no_grad():
+        padded = model(ids, attention_mask=mask)
+        _assert_close(padded[0, :4], model(ids[:1, :4])[0])
+        _assert_close(padded[1], model(ids[1:])[0])
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_fixed_length_is_kept(make, name):
+    mixer = make(name, max_seqlen=8)
+    assert mixer(_draw(1, 8, dtype=torch.float32)).shape == (1, 8, D_MODEL)
+    for length in (7, 9):
+        with pytest.raises(ValueError, match=f"{mixer.name} has parameters for sequences of exactly .* 8"):
+            mixer(_draw(1, length, dtype=torch.float32))
+        with pytest.raises(ValueError, match="max_seqlen = 8"):
+            mixer.check_seqlen(mixer.config, length, 8)
+    with pytest.raises(ValueError, match=r'data\.packing = "rows"'):
+        mixer(_draw(1, 8, dtype=torch.float32), torch.tensor([0, 3, 8], dtype=torch.int32), 5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bf16_autocast_stays_close(make, name):
+    mixer = make(name, max_seqlen=40)
+    x = 0.3 * _draw(2, 40, dtype=torch.float32)
+    with torch.no_grad():
+        exact = mixer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = mixer(x)
+    assert y.isfinite().all()
+    assert (y.float() - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cost_grows_as_stated(name):
+    case, costs = CASES[name], []
+    for length in (256, 1024, 4096):
+        mixer = case.build(max_seqlen=length, device="meta")
+        with FlopCount() as count:
+            mixer(torch.empty(1, length, D_MODEL, device="meta"))
+        costs.append(count)
+    assert cost_class([count.total for count in costs]) == case.kind.complexity
+    # What is planned with: a least estimate (causal attention needs half of its scores, scans need no chunks).
+    stated = 4096 * case.kind.flops_per_token(D_MODEL, case.config, 4096, case.causal)
+    assert 0.35 * costs[-1].products < stated < 1.15 * costs[-1].total
+
+
+# -- facts of single mixers ------------------------------------------------------------------------------------------
+
+
+def _completed_diagonal(m):
+    """For M (L, L): the diagonal that entries below it imply if the lower triangle with its diagonal is semiseparable,
+    plus the same from above: for a middle token j, M[j, <j] pinv(M[>j, <j]) M[>j, j]."""
+    middle = range(6, m.shape[0] - 6)
+
+    def implied(lower):
+        return torch.stack(
+            [lower[j, :j] @ torch.linalg.pinv(lower[j + 1 :, :j], rtol=1e-9) @ lower[j + 1 :, j] for j in middle]
+        )
+
+    return implied(m.tril(-1)) + implied(m.mT.tril(-1)), m.diagonal()[6:-6]
+
+
+@pytest.mark.parametrize(
+    ("name", "free"),
+    [
+        ("bidirectional_add", False),
+        ("bidirectional_add_diagonal", True),
+        ("hydra", True),
+        ("quasiseparable_dd", True),
+    ],
+)
+def test_adding_two_scans_leaves_no_free_diagonal(make, name, free):
+    """What the paper says of Add (arXiv 2407.09941): its diagonal follows from the rest of the matrix."""
+    m = make(name, torch.float64, max_seqlen=24).matrix(_draw(1, 24))[0, 0]
+    implied, diagonal = _completed_diagonal(m)
+    assert torch.allclose(implied, diagonal, rtol=1e-4) is not free
+
+
+def test_off_diagonal_blocks_of_hydra_reach_their_rank(make):
+    m = make("hydra", torch.float64).matrix(_draw(1, 20))
+    for block in (m[..., 10:, :10], m[..., :10, 10:]):
+        singular = torch.linalg.svdvals(block)
+        assert (singular[..., 3] > 1e-12 * singular[..., 0]).all()
+
+
 def test_learned_initial_states_restart_at_every_document(randomize):
-    config = HydraConfig(headdim=8, d_state=4, learnable_init_states=True)
+    config = MIXERS["hydra"].Config(headdim=8, d_state=4, learnable_init_states=True)
     hydra = randomize(MIXERS["hydra"](D_MODEL, config, causal=False, max_seqlen=64, output_std=0.02))
-    x = torch.randn(1, 12, D_MODEL)
+    x = _draw(1, 12, dtype=torch.float32)
     y = hydra(x, torch.tensor([0, 4, 12], dtype=torch.int32), 8)
     separate = torch.cat([hydra(x[:, :4]), hydra(x[:, 4:])], dim=1)
     torch.testing.assert_close(y, separate, rtol=1e-5, atol=1e-6)
@@ -156,9 +302,22 @@ def test_learned_initial_states_restart_at_every_document(randomize):
     assert hydra.init_states.grad.abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("name", ["mru", "attention", "attention-causal"])
+def test_not_even_nan_leaks_into_another_document(make, name):
+    """Where documents are apart in memory; scans weigh other documents with an exact zero, which NaN survives."""
+    mixer = make(name)
+    x = _draw(1, 24, dtype=torch.float32)
+    cu_seqlens = torch.tensor([0, 5, 13, 24], dtype=torch.int32)
+    clean = mixer(x, cu_seqlens, 11)
+    x[:, 5:13] = float("nan")
+    y = mixer(x, cu_seqlens, 11)
+    assert torch.equal(y[:, :5], clean[:, :5])
+    assert torch.equal(y[:, 13:], clean[:, 13:])
+
+
 def test_mru_states_are_float32_under_autocast(make):
-    mixer = make("mru-cayley")
-    x = torch.randn(1, 300, D_MODEL)
+    mixer = make("mru-bias")
+    x = _draw(1, 300, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         matrices = mixer.state_matrices(x)
         y = mixer(x)
@@ -169,7 +328,7 @@ def test_mru_states_are_float32_under_autocast(make):
 
 def test_mru_reports_norms_and_overflow(make):
     mixer = make("mru-identity-wide")
-    mixer(torch.randn(1, 5, D_MODEL))
+    mixer(_draw(1, 5, dtype=torch.float32))
     assert set(mixer.monitor()) == {"log_norm_max", "log_norm_mean"}
     assert all(norm.isfinite() for norm in mixer.monitor().values())
     x = torch.full((1, 3000, D_MODEL), 3.0)
@@ -180,9 +339,9 @@ def test_mru_reports_norms_and_overflow(make):
 
 
 def test_attention_dropout_is_off_in_eval_mode(randomize):
-    config = AttentionConfig(headdim=8, dropout=0.5)
+    config = MIXERS["attention"].Config(headdim=8, dropout=0.5)
     attention = randomize(MIXERS["attention"](D_MODEL, config, causal=True, max_seqlen=64, output_std=0.02))
-    x, cu_seqlens = torch.randn(1, 12, D_MODEL), torch.tensor([0, 5, 12], dtype=torch.int32)
+    x, cu_seqlens = _draw(1, 12, dtype=torch.float32), torch.tensor([0, 5, 12], dtype=torch.int32)
     assert not torch.equal(attention(x, cu_seqlens), attention(x, cu_seqlens))
     attention.eval()
     assert torch.equal(attention(x, cu_seqlens), attention(x, cu_seqlens))

@@ -1,0 +1,82 @@
+"""Every registered mixer in every form it has, small: what the proofs of tests/model/test_mixers.py run over.
+
+A mixer is covered by being registered. Options beyond the defaults are listed in VARIANTS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from matmix.model.initialization import initialize
+from matmix.model.mixers import MIXERS
+from matmix.model.mixers.base import Mixer
+
+D_MODEL = 16
+SMALL = {"headdim": 8, "d_state": 4, "qk_dim": 4, "order": 4}
+"""Options that get small values wherever a mixer has them."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "hydra-groups": ("hydra", {"headdim": 4, "d_state": 3, "ngroups": 4, "expand": 1, "d_conv": 3, "bias": True}),
+    "hydra-limited-steps": (
+        "hydra",
+        {"conv_bias": False, "dt_min": 0.65, "dt_max": 0.75, "dt_limit_low": 0.6, "dt_limit_high": 0.8},
+    ),
+    "mru-ldu": ("mru", {"construction": "ldu"}),
+    "mru-bias": ("mru", {"construction": "cayley", "bias": True}),
+    "mru-identity-wide": ("mru", {"nheads": 4, "construction": "identity_plus"}),
+    "mru-narrow": ("mru", {"nheads": 1, "construction": "ldu"}),
+    "mru-householder": ("mru", {"construction": "householder"}),
+    "mru-newton-schulz": ("mru", {"construction": "ldu_newton_schulz"}),
+    "mru-padded": ("mru", {"order": 2, "nheads": 8, "construction": "qr", "decay": True}),
+    "attention-wide": ("attention", {"value_headdim": 4, "nheads": 3, "bias": True}),
+    "attention-xpos": ("attention", {"position": "xpos"}),
+    "attention-without-positions": ("attention", {"position": "none"}),
+}
+"""Name of a case -> (mixer, options)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One mixer in one form."""
+
+    mixer: str
+    config: Any
+    causal: bool
+
+    @property
+    def kind(self) -> type[Mixer]:
+        return MIXERS[self.mixer]
+
+    def build(self, *, max_seqlen: int = 8, device: str = "cpu") -> Mixer:
+        """The mixer with its initial weights, in float32 and eval mode."""
+        self.kind.check(D_MODEL, self.config)
+        with torch.device("meta"):
+            mixer = self.kind(D_MODEL, self.config, causal=self.causal, max_seqlen=max_seqlen, output_std=0.02)
+        if device == "cpu":
+            initialize(mixer.to_empty(device="cpu"), seed=0)
+        return mixer.eval()
+
+
+def small_config(mixer: str, **options: Any) -> Any:
+    """Options of a mixer with small sizes."""
+    kind = MIXERS[mixer].Config
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: value for name, value in SMALL.items() if name in known} | options)
+
+
+def all_cases() -> dict[str, Case]:
+    """Name -> case: each mixer, causal and not as far as it has these forms, and the variants."""
+    cases = {}
+    for name, (mixer, options) in {**{mixer: (mixer, {}) for mixer in MIXERS}, **VARIANTS}.items():
+        config, kind = small_config(mixer, **options), MIXERS[mixer]
+        if kind.bidirectional_form:
+            cases[name] = Case(mixer, config, causal=False)
+        if kind.causal_form:
+            cases[name if not kind.bidirectional_form else f"{name}-causal"] = Case(mixer, config, causal=True)
+    return cases
+
+
+CASES = all_cases()
