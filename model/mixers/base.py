@@ -64,7 +64,7 @@ class Mixer(nn.Module):
         """Raise a one-line ValueError when the mixer cannot take documents of `seqlen` tokens."""
         if cls.fixed_length and seqlen != max_seqlen:
             raise ValueError(
-                f"{cls.name} has parameters for sequences of exactly model.max_seqlen = {max_seqlen} tokens, got {seqlen}; "
+                f"{cls.name or cls.__name__} has parameters for sequences of exactly model.max_seqlen = {max_seqlen} tokens, got {seqlen}; "
                 "make the two equal, or choose a mixer that takes any length"
             )
 
@@ -73,7 +73,7 @@ class Mixer(nn.Module):
         documents."""
         if cu_seqlens is not None:
             raise ValueError(
-                f"{self.name} has parameters for sequences of exactly {self.max_seqlen} tokens and takes no packed or "
+                f"{self.name or type(self).__name__} has parameters for sequences of exactly {self.max_seqlen} tokens and takes no packed or "
                 'padded documents; train it with data.packing = "rows", or choose a mixer that takes any length'
             )
         self.check_seqlen(self.config, x.shape[1], self.max_seqlen)
