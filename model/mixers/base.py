@@ -64,8 +64,8 @@ class Mixer(nn.Module):
         """Raise a one-line ValueError when the mixer cannot take documents of `seqlen` tokens."""
         if cls.fixed_length and seqlen != max_seqlen:
             raise ValueError(
-                f"{cls.name or cls.__name__} has parameters for sequences of exactly model.max_seqlen = {max_seqlen} tokens, got {seqlen}; "
-                "make the two equal, or choose a mixer that takes any length"
+                f"{cls.name or cls.__name__} has parameters for sequences of exactly model.max_seqlen = {max_seqlen} "
+                f"tokens, got {seqlen}; make the two equal, or choose a mixer that takes any length"
             )
 
     def check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
@@ -73,8 +73,9 @@ class Mixer(nn.Module):
         documents."""
         if cu_seqlens is not None:
             raise ValueError(
-                f"{self.name or type(self).__name__} has parameters for sequences of exactly {self.max_seqlen} tokens and takes no packed or "
-                'padded documents; train it with data.packing = "rows", or choose a mixer that takes any length'
+                f"{self.name or type(self).__name__} has parameters for sequences of exactly {self.max_seqlen} tokens "
+                'and takes no packed or padded documents; train it with data.packing = "rows", or choose a mixer that '
+                "takes any length"
             )
         self.check_seqlen(self.config, x.shape[1], self.max_seqlen)
 
