@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import sys
+import types
 
 import pytest
 import torch
+from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
 from small_models import MODELS
 from transformers.dynamic_module_utils import get_imports
 
@@ -221,3 +224,33 @@ def test_cuts_registries(toy):
 def test_what_cannot_be_bundled_is_an_assertion(toy, modules, message):
     with pytest.raises(AssertionError, match=message):
         toy([("toybox.top", "h")], **modules)
+
+
+@pytest.mark.parametrize("architecture", ["encoder", "language_model"])
+@pytest.mark.parametrize("installed", [True, False])
+def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
+    """All in one bundle, so that no two of their files define the same name."""
+    config = {"encoder": encoder_of_all, "language_model": language_model_of_all}[architecture]()
+    source, name = {
+        "encoder": ("matmix.model.encoder", "Encoder"),
+        "language_model": ("matmix.model.language_model", "LanguageModel"),
+    }[architecture]
+    registries = {"MIXERS": frozenset(config.layers)}
+    roots = [(source, name), ("matmix.model.config", "ModelConfig"), ("matmix.model.config", "MixerOptions")]
+    text = bundle(roots, header='"""All."""', version="0.1.0" if installed else "0.0.0", registries=registries)
+    module = types.ModuleType("bundled")
+    monkeypatch.setitem(sys.modules, "bundled", module)
+    exec(compile(text, "bundled", "exec"), module.__dict__)
+    assert (module._KERNELS is not None) is installed
+    options = {
+        mixer: module.MIXERS[mixer].Config(**dataclasses.asdict(getattr(config.mixers, mixer)))
+        for mixer in config.layers
+    }
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    copy = getattr(module, name)(module.ModelConfig(**fields | {"mixers": module.MixerOptions(**options)})).eval()
+    model = build_model(config).eval()
+    initialize(model, seed=0)
+    copy.load_state_dict(model.state_dict())
+    ids = torch.randint(29, (2, SEQLEN))
+    with torch.no_grad():
+        torch.testing.assert_close(copy(ids), model(ids), rtol=1e-4, atol=1e-5)

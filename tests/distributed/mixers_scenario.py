@@ -1,0 +1,39 @@
+"""A model with a layer of every mixer, trained for some steps by an engine on one or several ranks."""
+
+from __future__ import annotations
+
+import torch
+from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
+
+from matmix.model import ModelConfig, build_model, initialize
+from matmix.train.config import OptimizerConfig
+from matmix.train.distributed import Distributed
+from matmix.train.engine import EngineConfig, build_engine
+from matmix.train.optimizer import make_optimizer
+
+BATCH = 4
+
+
+def losses_of_all_mixers(engine: dict, steps: int = 3) -> list[list[float]]:
+    """Losses over steps of the encoder and of the language model."""
+    return [_losses(config, engine, steps) for config in (encoder_of_all(), language_model_of_all())]
+
+
+def _losses(config: ModelConfig, options: dict, steps: int) -> list[float]:
+    distributed = Distributed.from_environment("cpu")
+    engine = build_engine(EngineConfig(**options), distributed)
+    engine.prepare(
+        build_model(config, device="meta"),
+        initialize=lambda model: initialize(model, seed=0),
+        make_optimizer=lambda model: make_optimizer(model, OptimizerConfig(lr=1e-2)),
+    )
+    share, losses = BATCH // distributed.world_size, []
+    for step in range(steps):
+        ids = torch.randint(29, (BATCH, SEQLEN), generator=torch.Generator().manual_seed(step))
+        ids = ids[distributed.rank * share : (distributed.rank + 1) * share]
+        logits = engine.model(ids)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten(), reduction="sum")
+        engine.backward(loss / (BATCH * SEQLEN), last=True)
+        engine.step(1.0)
+        losses.append(engine.all_reduce_sum(loss.detach().double()).item() / (BATCH * SEQLEN))
+    return losses

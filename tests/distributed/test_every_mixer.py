@@ -1,0 +1,15 @@
+"""Every registered mixer can be sharded, recomputed and replicated, and learns the same."""
+
+import pytest
+from harness import run_distributed
+from mixers_scenario import losses_of_all_mixers
+
+
+def test_every_mixer_on_two_ranks():
+    expected = losses_of_all_mixers({"name": "fsdp2"})
+    for losses in expected:
+        assert losses[-1] < losses[0]
+    for options in ({"name": "fsdp2", "activation_checkpointing": "full"}, {"name": "ddp"}):
+        for found in run_distributed(losses_of_all_mixers, 2, arguments=(options,)):
+            for losses, wanted in zip(found, expected, strict=True):
+                assert losses == pytest.approx(wanted, rel=1e-4), options
