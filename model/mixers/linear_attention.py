@@ -1,0 +1,154 @@
+"""Causal linear attention (arXiv 2006.16236): attention whose exp(q . k) is phi(q) . phi(k), with a state of fixed
+size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from matmix.kernels import semiseparable_scan
+from matmix.model.initialization import normal_init
+from matmix.model.mixers.base import Mixer
+
+FEATURE_MAPS = ("elu", "silu", "none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearAttentionConfig:
+    """Options of the linear attention mixer."""
+
+    headdim: int = 64
+    """Channels per head: the rank of the blocks of M below the diagonal."""
+    nheads: int = 0
+    """Number of heads; 0 means d_model / headdim."""
+    feature_map: Literal["elu", "silu", "none"] = "elu"
+    """What is applied to queries and keys: elu(x) + 1, silu(x), or nothing."""
+    normalize: bool = True
+    """Divide each output by the sum of its row of M; needs feature_map = "elu", which keeps all entries positive.
+    Without it outputs grow with the length."""
+    eps: float = 1e-6
+    """Added to the row sums."""
+    bias: bool = False
+    """Biases in all four projections."""
+
+
+class LinearAttention(Mixer):
+    """y_t = q_t S_t / (q_t z_t + eps) with S_t = S_{t-1} + k_t v_t^T and z_t = z_{t-1} + k_t, q and k after the
+    feature map; without the normaliser y_t = q_t S_t / sqrt(headdim)."""
+
+    Config = LinearAttentionConfig
+    causal_form = True
+    bidirectional_form = False
+    sequence_aligned = True
+    complexity = "O(L)"
+    row_normalized = True
+
+    def __init__(
+        self, d_model: int, config: LinearAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
+    ):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        self.nheads = self.head_count(d_model, config)
+        inner = self.nheads * config.headdim
+        self.q_proj = nn.Linear(d_model, inner, bias=config.bias)
+        self.k_proj = nn.Linear(d_model, inner, bias=config.bias)
+        self.v_proj = nn.Linear(d_model, inner, bias=config.bias)
+        self.out_proj = nn.Linear(inner, d_model, bias=config.bias)
+        self.init_rules = {"out_proj.weight": normal_init(output_std)}
+
+    @staticmethod
+    def head_count(d_model: int, config: LinearAttentionConfig) -> int:
+        """The number of heads."""
+        return config.nheads or d_model // config.headdim
+
+    @classmethod
+    def check(cls, d_model: int, config: LinearAttentionConfig) -> None:
+        field = f"model.mixers.{cls.name}"
+        for name, least in (("headdim", 1), ("nheads", 0)):
+            if getattr(config, name) < least:
+                raise ValueError(f"{field}.{name} = {getattr(config, name)}: must be {least} or more")
+        if config.nheads == 0 and d_model % config.headdim:
+            raise ValueError(
+                f"{field}.headdim = {config.headdim} does not divide d_model = {d_model}; change headdim, or give "
+                "nheads"
+            )
+        if config.feature_map not in FEATURE_MAPS:
+            raise ValueError(
+                f"{field}.feature_map = {config.feature_map!r}: must be one of {', '.join(map(repr, FEATURE_MAPS))}"
+            )
+        if config.normalize and config.feature_map != "elu":
+            raise ValueError(
+                f"{field}.normalize = True divides by row sums, which feature_map = {config.feature_map!r} lets "
+                'vanish; use feature_map = "elu" or normalize = false'
+            )
+        if config.eps < 0:
+            raise ValueError(f"{field}.eps = {config.eps}: must not be negative")
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: LinearAttentionConfig, seqlen: int, causal: bool) -> float:
+        inner = cls.head_count(d_model, config) * config.headdim
+        # Write and read take 2 multiply-adds per state element; the normaliser is one more column of the state.
+        return 2.0 * (4 * d_model * inner + 2 * inner * (config.headdim + config.normalize))
+
+    @classmethod
+    def block_rank(cls, config: LinearAttentionConfig) -> int:
+        return config.headdim
+
+    def feature(self, x: torch.Tensor) -> torch.Tensor:
+        """phi(x), elementwise, in x's dtype."""
+        if self.config.feature_map == "none":
+            return x
+        if self.config.feature_map == "silu":
+            return F.silu(x)
+        # elu(x) + 1 = exp(x) below 0 and x + 1 above, written so that small values do not cancel.
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (exact.clamp(max=0).exp() + exact.relu()).to(x.dtype)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q and k after the feature map, and v, all (B, L, H, headdim)."""
+        q, k, v = (layer(x).unflatten(-1, (self.nheads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = self.feature(q), self.feature(k)
+        return (q, k, v) if self.config.normalize else (q * self.config.headdim**-0.5, k, v)
+
+    def widened(self, v: torch.Tensor) -> torch.Tensor:
+        """v with a channel of ones, whose mixture is the sum of the row, if that is wanted."""
+        return F.pad(v, (0, 1), value=1.0) if self.config.normalize else v
+
+    def divided(self, y: torch.Tensor) -> torch.Tensor:
+        """The mixture of `widened` values over its last channel, the row sum."""
+        if not self.config.normalize:
+            return y
+        exact = y.to(torch.promote_types(y.dtype, torch.float32))
+        return (exact[..., :-1] / (exact[..., -1:] + self.config.eps)).to(y.dtype)
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        q, k, v = self.project(x)
+        y = semiseparable_scan(self.widened(v), q, k, None, cu_seqlens=cu_seqlens)
+        return self.out_proj(self.divided(y).flatten(-2))
+
+    def initial_state(self, batch_size: int) -> torch.Tensor:
+        """Zeros (batch_size, H, headdim, headdim), and with the normaliser a column more; float32 at least."""
+        weight, headdim = self.k_proj.weight, self.config.headdim
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        return weight.new_zeros(batch_size, self.nheads, headdim, headdim + self.config.normalize, dtype=exact)
+
+    def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.project(x)
+        y, state = semiseparable_scan(self.widened(v), q, k, None, initial_state=state, return_final_state=True)
+        return self.out_proj(self.divided(y).flatten(-2)), state
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, _ = self.project(x)
+        matrix = torch.einsum("bthn,bshn->bhts", q, k).tril()
+        return matrix / (matrix.sum(-1, keepdim=True) + self.config.eps) if self.config.normalize else matrix
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return self.project(x)[2]
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.out_proj(mixed.flatten(-2))

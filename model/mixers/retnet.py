@@ -1,0 +1,158 @@
+"""Retention (RetNet, arXiv 2307.08621): rotary queries and keys under a fixed decay per head, with a state of fixed
+size; also with the same decay in both directions.
+
+Parameters have the names of torchscale's MultiScaleRetention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan
+from matmix.model.initialization import normal_init
+from matmix.model.mixers.base import Mixer
+from matmix.model.positions import apply_rotary, document_positions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetNetConfig:
+    """Options of the retention mixer."""
+
+    headdim: int = 64
+    """Channels of queries and keys per head (even): the rank of the off-diagonal blocks of M. The paper has 256."""
+    nheads: int = 0
+    """Number of heads; 0 means d_model / headdim."""
+    expand: int = 2
+    """Channels of values per head over headdim."""
+    rope_base: float = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-6
+    """Epsilon of the norm of each head's output."""
+    bias: bool = False
+    """Biases in all five projections."""
+
+
+class RetNet(Mixer):
+    """silu(x W_g) * norm(M v), projected, with M[t, s] = q_t . k_s gamma_h^|t - s| / sqrt(headdim), q and k turned by
+    their positions and gamma_h = 1 - 2^(-5 - h); the causal form has s <= t only.
+
+    The norm divides each head's output by its root mean square, without weights. So the paper's other normalisations,
+    by sums of rows, would cancel, and are left out.
+    """
+
+    Config = RetNetConfig
+    causal_form = True
+    bidirectional_form = True
+    sequence_aligned = True
+    complexity = "O(L)"
+
+    def __init__(self, d_model: int, config: RetNetConfig, *, causal: bool, max_seqlen: int, output_std: float):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        self.nheads = self.head_count(d_model, config)
+        self.value_headdim = config.expand * config.headdim
+        inner = self.nheads * self.value_headdim
+        self.q_proj = nn.Linear(d_model, self.nheads * config.headdim, bias=config.bias)
+        self.k_proj = nn.Linear(d_model, self.nheads * config.headdim, bias=config.bias)
+        self.v_proj = nn.Linear(d_model, inner, bias=config.bias)
+        self.g_proj = nn.Linear(d_model, inner, bias=config.bias)
+        self.out_proj = nn.Linear(inner, d_model, bias=config.bias)
+        self.init_rules = {"out_proj.weight": normal_init(output_std)}
+
+    @staticmethod
+    def head_count(d_model: int, config: RetNetConfig) -> int:
+        """The number of heads."""
+        return config.nheads or d_model // config.headdim
+
+    @classmethod
+    def check(cls, d_model: int, config: RetNetConfig) -> None:
+        field = f"model.mixers.{cls.name}"
+        for name, least in (("headdim", 1), ("nheads", 0), ("expand", 1)):
+            if getattr(config, name) < least:
+                raise ValueError(f"{field}.{name} = {getattr(config, name)}: must be {least} or more")
+        if config.headdim % 2:
+            raise ValueError(f"{field}.headdim = {config.headdim}: must be even, as rotary positions turn pairs")
+        if config.nheads == 0 and d_model % config.headdim:
+            raise ValueError(
+                f"{field}.headdim = {config.headdim} does not divide d_model = {d_model}; change headdim, or give "
+                "nheads"
+            )
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: RetNetConfig, seqlen: int, causal: bool) -> float:
+        inner = cls.head_count(d_model, config) * config.headdim
+        projections = d_model * inner * (2 + 3 * config.expand)
+        # The recurrence: per direction, state, write and read take 3 multiply-adds per state element.
+        scan = (1 if causal else 2) * 3 * inner * config.expand * config.headdim
+        return 2.0 * (projections + scan)
+
+    @classmethod
+    def block_rank(cls, config: RetNetConfig) -> int:
+        return config.headdim
+
+    def log_decay(self, like: torch.Tensor) -> torch.Tensor:
+        """log gamma_h (H,), float32 at least."""
+        exact = torch.promote_types(like.dtype, torch.float32)
+        heads = torch.arange(self.nheads, dtype=exact, device=like.device)
+        return torch.log1p(-torch.exp2(-5 - heads))
+
+    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k (B, L, H, headdim), turned by positions (L,), k scaled, and v (B, L, H, value_headdim)."""
+        q, k, v = (layer(x).unflatten(-1, (self.nheads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary(q, k * self.config.headdim**-0.5, positions, self.config.rope_base, "rope")
+        return q, k, v
+
+    def finish(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Norm of each head, gate and output projection: y (B, L, H, value_headdim) -> (B, L, d_model)."""
+        y = y.flatten(-2)
+        ones = torch.ones(y.shape[-1], dtype=y.dtype, device=y.device)
+        y = gated_norm(y, ones, self.g_proj(x), eps=self.config.norm_eps, group_size=self.value_headdim)
+        return self.out_proj(y)
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        q, k, v = self.project(x, document_positions(x.shape[1], cu_seqlens, x.device))
+        decay = self.log_decay(x)
+        if self.causal:
+            y = semiseparable_scan(v, q, k, decay, cu_seqlens=cu_seqlens)
+        else:
+            y = quasiseparable_scan(v, q, k, q, k, decay, decay, shift=False, self_term="mean", cu_seqlens=cu_seqlens)
+        return self.finish(y, x)
+
+    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many tokens each row has seen (batch_size,), none, and zeros (batch_size, H, headdim, value_headdim),
+        float32 at least."""
+        weight = self.k_proj.weight
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        return (
+            torch.zeros(batch_size, dtype=torch.int64, device=weight.device),
+            weight.new_zeros(batch_size, self.nheads, self.config.headdim, self.value_headdim, dtype=exact),
+        )
+
+    def forward_with_state(
+        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        seen, before = state
+        # Rows may stand at different positions: for the rotation all tokens lie in one row.
+        positions = seen.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
+        parts = self.project(x.flatten(0, 1).unsqueeze(0), positions.flatten())
+        q, k, v = (part.squeeze(0).unflatten(0, x.shape[:2]) for part in parts)
+        y, last = semiseparable_scan(v, q, k, self.log_decay(x), initial_state=before, return_final_state=True)
+        return self.finish(y, x), (seen + x.shape[1], last)
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)
+        q, k, _ = self.project(x, positions)
+        distance = (positions.unsqueeze(1) - positions).abs()
+        decay = (self.log_decay(x)[:, None, None] * distance).exp()
+        matrix = torch.einsum("bthd,bshd->bhts", q, k) * decay
+        return matrix.tril() if self.causal else matrix
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return self.v_proj(x).unflatten(-1, (self.nheads, -1))
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(mixed, x)
