@@ -13,11 +13,13 @@ from matmix.model.config import ModelConfig
 from matmix.model.encoder import Encoder
 from matmix.model.interop.hydra_layout import hydra_layer_layout, hydra_mlm_layout
 from matmix.model.interop.layouts import ForeignConfig, Layout, rename_state
+from matmix.model.interop.lion_layout import PublishedLionS, lion_attention_layout
 from matmix.model.interop.mru_layout import mru_lm_layout
 from matmix.model.language_model import LanguageModel
 from matmix.model.mixers.hydra import Hydra
+from matmix.model.mixers.lion import LionD, LionLit
 
-KINDS = ("hydra-layer", "hydra-mlm", "mru-lm")
+KINDS = ("hydra-layer", "hydra-mlm", "lion-attention", "mru-lm")
 
 
 class FromReference(nn.Module):
@@ -39,6 +41,18 @@ class ReferenceHydra(FromReference, Hydra):
     """A Hydra layer; its parameters are named like the reference's anyway."""
 
 
+class ReferenceLionLit(FromReference, LionLit):
+    """A LION layer without gates."""
+
+
+class ReferenceLionD(FromReference, LionD):
+    """A LION layer with a decay per head."""
+
+
+class ReferenceLionS(FromReference, PublishedLionS):
+    """A LION layer with selective gates."""
+
+
 class ReferenceEncoder(FromReference, Encoder):
     """A Hydra encoder with masked-LM head."""
 
@@ -54,8 +68,8 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
     """One of our modules with a reference's weights, in float32 and eval mode.
 
     Args:
-        kind: "hydra-layer" (takes and returns (B, L, d_model)), "hydra-mlm" or "mru-lm" (take token ids (B,
-            L), return logits (B, L, vocab_size)).
+        kind: "hydra-layer", "lion-attention" (take and return (B, L, d_model)), "hydra-mlm" or "mru-lm" (take
+            token ids (B, L), return logits (B, L, vocab_size)).
         state: the reference's parameters by its own names.
         config: its constructor arguments; values may be text, as safetensors metadata has them.
     Returns: a module that also has `reference_names` and `reference_gradients()`.
@@ -67,6 +81,11 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
         Hydra.check(d_model, options)
         with torch.device("meta"):
             module = ReferenceHydra(d_model, options, causal=False, max_seqlen=0, output_std=0.02)
+    elif kind == "lion-attention":
+        mixer, d_model, options, layout = lion_attention_layout(state, config)
+        reference = {LionLit: ReferenceLionLit, LionD: ReferenceLionD, PublishedLionS: ReferenceLionS}[mixer]
+        with torch.device("meta"):
+            module = reference(d_model, options, causal=False, max_seqlen=0, output_std=0.02)
     elif kind in KINDS:
         model_config, layout = reference_layout(kind, state, config)
         with torch.device("meta"):
