@@ -2,23 +2,66 @@
 
 from matmix.model.mixers.attention import Attention
 from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.bidirectional import (
+    BidirectionalAdd,
+    BidirectionalAddDiagonal,
+    BidirectionalAddShift,
+    BidirectionalConcat,
+    BidirectionalMult,
+)
+from matmix.model.mixers.butterfly import Butterfly, Monarch
+from matmix.model.mixers.cauchy import CauchyDD, CauchyDI
+from matmix.model.mixers.dense import Dense
+from matmix.model.mixers.dft import DFT
 from matmix.model.mixers.hydra import Hydra
+from matmix.model.mixers.linear_attention import LinearAttention
 from matmix.model.mixers.lion import LionD, LionLit, LionS
+from matmix.model.mixers.low_rank import LowRankDD, LowRankDI
 from matmix.model.mixers.masked_attention import SmaCausal, SmaDecay, SmaFourier, SmaSemiseparable, SmaToeplitz
 from matmix.model.mixers.mru import MRU
+from matmix.model.mixers.quasiseparable import QuasiseparableDD, QuasiseparableDI
+from matmix.model.mixers.retnet import RetNet
+from matmix.model.mixers.semiseparable import Semiseparable
+from matmix.model.mixers.softmax import SoftmaxDD, SoftmaxDI
+from matmix.model.mixers.toeplitz import ToeplitzDD, ToeplitzDI
+from matmix.model.mixers.vandermonde import VandermondeDD, VandermondeDI
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
+    "attention_dd": SoftmaxDD,
+    "attention_di": SoftmaxDI,
+    "bidirectional_add": BidirectionalAdd,
+    "bidirectional_add_diagonal": BidirectionalAddDiagonal,
+    "bidirectional_add_shift": BidirectionalAddShift,
+    "bidirectional_concat": BidirectionalConcat,
+    "bidirectional_mult": BidirectionalMult,
+    "butterfly": Butterfly,
+    "cauchy_dd": CauchyDD,
+    "cauchy_di": CauchyDI,
+    "dense": Dense,
+    "dft": DFT,
     "hydra": Hydra,
+    "linear_attention": LinearAttention,
     "lion_d": LionD,
     "lion_lit": LionLit,
     "lion_s": LionS,
+    "low_rank_dd": LowRankDD,
+    "low_rank_di": LowRankDI,
+    "monarch": Monarch,
     "mru": MRU,
+    "quasiseparable_dd": QuasiseparableDD,
+    "quasiseparable_di": QuasiseparableDI,
+    "retnet": RetNet,
+    "semiseparable": Semiseparable,
     "sma_causal": SmaCausal,
     "sma_decay": SmaDecay,
     "sma_fourier": SmaFourier,
     "sma_semiseparable": SmaSemiseparable,
     "sma_toeplitz": SmaToeplitz,
+    "toeplitz_dd": ToeplitzDD,
+    "toeplitz_di": ToeplitzDI,
+    "vandermonde_dd": VandermondeDD,
+    "vandermonde_di": VandermondeDI,
 }
 """Name in a configuration -> mixer class."""
 
