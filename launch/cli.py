@@ -30,6 +30,12 @@ def _train(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def _compare(arguments: list[str]) -> int:
+    from matmix.launch.compare import main
+
+    return main(arguments)
+
+
 def _launch(arguments: list[str]) -> int:
     from matmix.launch.launch import main
 
@@ -92,12 +98,36 @@ def _import(arguments: list[str]) -> int:
     return 0
 
 
+def _show_mixer(arguments: list[str]) -> int:
+    from matmix.train.show_mixer import show_mixer
+
+    parser = Parser(
+        prog="matmix show-mixer",
+        usage="matmix show-mixer SOURCE --text TEXT [options] [--key value ...]",
+        description="Draw the matrix M of every head as a heat map, one page a layer, with its rank. Fields of a "
+        "recipe can be changed as in `matmix train`, such as --model.layers attention.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="run or export directory, or a recipe (initial weights)")
+    parser.add_argument("--text", required=True, help="what the model reads")
+    parser.add_argument("--out", default=None, metavar="DIR", help="folder for the pages (default: pictures/<name>)")
+    parser.add_argument("--step", type=int, default=None, help="checkpoint of a run (default: the newest)")
+    parser.add_argument("--layers", type=int, nargs="+", default=None, metavar="N", help="from 0 (default: all)")
+    parser.add_argument("--max-tokens", type=int, default=None, help="cut the text after these (default: 128)")
+    parser.add_argument("--max-heads", type=int, default=16, help="heads drawn of each layer (default: 16)")
+    known, overrides = parser.parse_known_args(arguments)
+    options = vars(known)
+    show_mixer(options.pop("source"), overrides=overrides, **options)
+    return 0
+
+
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "prepare": (_prepare, "tokenise text into shards"),
     "train": (_train, "train a recipe, or resume it (--dry-run: show its size and cost)"),
+    "compare": (_compare, "train several mixers at equal parameters and tabulate them"),
     "launch": (_launch, "start runs on many processes: local, torchrun, Slurm; status, cancel, resubmit"),
     "plan": (_plan, "memory, traffic, time and risk of a run on a cluster"),
     "generate": (_generate, "sample from a run or an export"),
+    "show-mixer": (_show_mixer, "draw the mixer matrices of a run or a recipe, with their ranks"),
     "export": (_export, "write a run as a directory that transformers loads"),
     "checkpoints": (_checkpoints, "list and verify the checkpoints of a run"),
     "import": (_import, "read a published Hydra or mru-lm checkpoint into such a directory"),

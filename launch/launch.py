@@ -72,7 +72,7 @@ def _slurm(arguments: list[str]) -> int:
         "--prepare", action="store_true", help="prepare data: --parts N and `matmix prepare`'s arguments"
     )
     recipe, given, overrides = _read(parser, arguments)
-    options = _slurm_options(given)
+    options = slurm_options_of(given)
     points = parse_sweep(given.sweep, given.sweep_file)
     plan = slurm.plan_launch(recipe, overrides, points, options, ["launch", "slurm", *arguments])
     script = slurm.render_launch(plan)
@@ -89,7 +89,7 @@ def _slurm(arguments: list[str]) -> int:
     return 0
 
 
-def _slurm_options(given: argparse.Namespace) -> SlurmOptions:
+def slurm_options_of(given: argparse.Namespace) -> SlurmOptions:
     from matmix.launch.profiles import load_profile
 
     profile = load_profile(given.profile)
@@ -110,7 +110,7 @@ def _prepare(arguments: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the scripts; write and submit nothing")
     given, rest = parser.parse_known_args(arguments)
     command = ["launch", "slurm", *arguments]
-    plan = slurm_prepare.plan_preparation(rest, given.parts, _slurm_options(given), command)
+    plan = slurm_prepare.plan_preparation(rest, given.parts, slurm_options_of(given), command)
     scripts = slurm_prepare.render_preparation(plan)
     if given.dry_run:
         print("\n".join(scripts.values()), end="")

@@ -56,6 +56,13 @@ def launch_home(run_dir: str) -> Path:
     return Path(os.path.abspath(run_dir))
 
 
+def run_folder(home: Path, run_dir: str) -> Path:
+    """The folder with launch/ and logs/ of one of the runs whose array was launched from `home`."""
+    below = Path(run_dir)
+    # A sweep that was moved is told by the names of its runs.
+    return below if "://" not in run_dir and below.is_relative_to(home) else home / run_dir.rsplit("/", 1)[-1]
+
+
 def note_url(home: Path, run_dir: str) -> None:
     """Notes in the launches' folder of a run at a URL where the run itself is."""
     if "://" in run_dir:

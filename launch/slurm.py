@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from matmix.launch import scheduler, snapshot
-from matmix.launch.records import Job, add_job, launch_home, note_url
+from matmix.launch.records import Job, add_job, launch_home, note_url, run_folder
 from matmix.launch.script import output_pattern, render, sbatch_value
 from matmix.launch.slurm_options import SlurmOptions
 from matmix.launch.sweep import Point
@@ -23,7 +23,7 @@ from matmix.train.run import RunDirectory
 class Launch:
     """A launch before anything is written: what would run, and where."""
 
-    home: Path  # RUN, or the sweep's directory that holds its runs
+    home: Path  # RUN, or the directory of a sweep or comparison that holds its runs
     launch_id: str
     configs: tuple[RunConfig, ...]  # one, or one for each task of the array
     is_sweep: bool
@@ -38,7 +38,7 @@ class Launch:
     def runs(self) -> list[Path]:
         if not self.is_sweep:
             return [self.home]
-        return [self.home / config.run_dir.rsplit("/", 1)[-1] for config in self.configs]
+        return [run_folder(self.home, config.run_dir) for config in self.configs]
 
 
 def plan_launch(
@@ -53,21 +53,29 @@ def plan_launch(
     home = launch_home(base.run_dir)
     if points and (home / "config.toml").is_file():
         raise ValueError(f"{home} is a run; give the sweep a --run-dir of its own, which will hold its runs")
+    if not points:
+        return plan_configs(home, [base], options, command, is_sweep=False)
     configs = []
-    for point in points or [None]:
-        config = base if point is None else load_config(recipe, [*overrides, *point.overrides])
-        if point is not None:
-            run_dir = f"{base.run_dir.rstrip('/')}/{point.name}"
-            config = dataclasses.replace(config, run_dir=run_dir)
-        config = absolute(config)
+    for point in points:
+        config = load_config(recipe, [*overrides, *point.overrides])
+        configs.append(dataclasses.replace(config, run_dir=f"{base.run_dir.rstrip('/')}/{point.name}"))
+    return plan_configs(home, configs, options, command, is_sweep=True)
+
+
+def plan_configs(
+    home: Path, configs: Sequence[RunConfig], options: SlurmOptions, command: Sequence[str], *, is_sweep: bool
+) -> Launch:
+    """`plan_launch` of configs that are complete: one run, or the tasks of an array, whose run directories lie below
+    `home`."""
+    checked = [absolute(config) for config in configs]
+    for config in checked:
         config.micro_batch(options.nodes * options.ranks_per_node)
         check_run_directory(config)
-        configs.append(config)
     return Launch(
         home=home,
         launch_id=snapshot.new_launch_id(home),
-        configs=tuple(configs),
-        is_sweep=bool(points),
+        configs=tuple(checked),
+        is_sweep=is_sweep,
         options=options,
         command=tuple(command),
     )

@@ -10,7 +10,7 @@ import psutil
 
 from matmix.launch import scheduler
 from matmix.launch.attempts import describe, read_attempts
-from matmix.launch.records import Job, read_jobs, read_lines, read_url
+from matmix.launch.records import Job, read_jobs, read_lines, read_url, run_folder
 from matmix.train.checkpoint_listing import list_checkpoints
 from matmix.train.recipe import read_toml
 
@@ -31,8 +31,12 @@ def status_lines(home: Path) -> list[str]:
     runs = runs_of(home, jobs)
     if runs == [home]:
         return lines + [f"  {line}" for line in run_lines(home, active=active)]
-    width = max((len(run.name) for run in runs), default=0)
-    lines += [f"  {run.name:<{width}}  {progress(records_folder(run), active=active)}{_last_word(run)}" for run in runs]
+    names = {run: str(run.relative_to(home)) for run in runs}
+    width = max(map(len, names.values()), default=0)
+    lines += [
+        f"  {name:<{width}}  {progress(records_folder(run), active=active)}{_last_word(run)}"
+        for run, name in names.items()
+    ]
     return [*lines, f"  logs         {home / 'logs'}"]
 
 
@@ -47,7 +51,7 @@ def task_runs(home: Path, job: Job) -> list[Path]:
     """The run directories of a sweep, in the order of its tasks."""
     tasks = home / "launch" / job.launch / "tasks"
     folders = sorted(tasks.iterdir(), key=lambda folder: int(folder.name))
-    return [home / Path(read_toml(folder / "config.toml")["run_dir"]).name for folder in folders]
+    return [run_folder(home, read_toml(folder / "config.toml")["run_dir"]) for folder in folders]
 
 
 def is_active(job: Job) -> bool:

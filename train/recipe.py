@@ -28,10 +28,19 @@ _DACITE = dacite.Config(
 )
 
 
-def bundled_recipes() -> dict[str, Path]:
-    """Name -> path of the recipes that come with the package."""
+def _bundled() -> dict[str, Path]:
     folder = Path(str(resources.files("matmix.train.recipes")))
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def bundled_recipes() -> dict[str, Path]:
+    """Name -> path of the recipes that come with the package, for `matmix train`."""
+    return {name: path for name, path in _bundled().items() if "comparison" not in read_toml(path)}
+
+
+def bundled_comparisons() -> dict[str, Path]:
+    """Name -> path of the recipes of comparisons that come with the package, for `matmix compare`."""
+    return {name: path for name, path in _bundled().items() if "comparison" in read_toml(path)}
 
 
 def find_recipe(name_or_path: str) -> Path:
@@ -41,7 +50,7 @@ def find_recipe(name_or_path: str) -> Path:
         return path
     if path.is_dir() and (path / "config.toml").is_file():
         return path / "config.toml"
-    recipes = bundled_recipes()
+    recipes = _bundled()
     if path.stem in recipes and path.parent in (Path(), Path("train/recipes")):
         return recipes[path.stem]
     near = difflib.get_close_matches(path.stem, recipes, n=1)
@@ -100,7 +109,10 @@ def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Run
     Raises FileNotFoundError for a missing recipe and ValueError (one line) for a bad key, type or value.
     """
     path = Path(recipe) if is_url(recipe) else find_recipe(recipe)
-    config = config_from_dict(_read_remote(recipe) if is_url(recipe) else read_toml(path), str(path))
+    values = _read_remote(recipe) if is_url(recipe) else read_toml(path)
+    if "comparison" in values:
+        raise ValueError(f"{path} is a comparison of several models: matmix compare {recipe}")
+    config = config_from_dict(values, str(path))
     if is_url(recipe) or Path(recipe).is_dir():
         config = dataclasses.replace(config, run_dir=recipe)  # a run goes on where it lies, wherever it began
     # Of all mixers, `--help` shows those that the layers hold; to look at fewer fields is also several times faster.

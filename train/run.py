@@ -36,7 +36,7 @@ _MAY_CHANGE = (
 _STEERING = ("steps", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm")
 _MAY_NOT_CHANGE = ("engine.precision",)
 # What may lie in a run directory before the run has begun.
-_BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json", ".config.toml.tmp"})
+_BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json", "train.log", ".config.toml.tmp"})
 
 
 def _is_free(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""Draws records of the benchmarks (needs the [bench] extra)."""
+"""Draws records of the benchmarks."""
 
 from __future__ import annotations
 

@@ -103,9 +103,5 @@ def write(settings: Settings, record: dict[str, Any]) -> None:
     if settings.plot is not None:
         from matmix.kernels.benchmarks.plot import draw_lengths
 
-        try:
-            draw_lengths(record, settings.plot)
-        except ImportError:
-            print("not drawn: matplotlib is not installed; pip install 'matmix[bench]'")
-        else:
-            print(f"drawn in {settings.plot}")
+        draw_lengths(record, settings.plot)
+        print(f"drawn in {settings.plot}")

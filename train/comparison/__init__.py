@@ -1,0 +1,1 @@
+"""Mixers against each other at equal parameters, data and steps: `matmix compare RECIPE`."""

@@ -1,0 +1,106 @@
+"""What the runs of a comparison came to, read from their directories."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from matmix.train.comparison.config import Comparison, Entry
+from matmix.train.comparison.runs import Task, tasks_of
+from matmix.train.comparison.speed import read_speed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """One run."""
+
+    seed: int
+    state: Literal["finished", "unfinished", "missing"]
+    validation: dict[str, float]
+    """Metrics of the last step; {} unless finished."""
+    curve: list[tuple[int, float]]
+    """(step, training loss) of each record."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EntryResult:
+    """One entry with all its seeds."""
+
+    entry: Entry
+    runs: list[RunResult]
+    tokens_per_second: float | None
+    peak_bytes: float | None
+
+    def values(self, metric: str) -> list[float]:
+        """A validation metric of the finished runs, by seed."""
+        return [run.validation[metric] for run in self.runs if metric in run.validation]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean, and sample standard deviation where there are several values."""
+
+    mean: float
+    deviation: float | None
+    count: int
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """None where there are no values."""
+    if not values:
+        return None
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+def collect(comparison: Comparison) -> list[EntryResult]:
+    """All entries, the one with the lowest mean validation loss first, those without a finished run last."""
+    speeds = read_speed(comparison.home).get("entries", {})
+    tasks = tasks_of(comparison)
+    found = []
+    for entry in comparison.entries:
+        speed = speeds.get(entry.name, {})
+        result = EntryResult(
+            entry=entry,
+            runs=[read_run(task) for task in tasks if task.entry == entry.name],
+            tokens_per_second=speed.get("tokens_per_second"),
+            peak_bytes=speed.get("peak_bytes"),
+        )
+        found.append(result)
+    return sorted(found, key=_by_loss)
+
+
+def _by_loss(result: EntryResult) -> tuple[bool, float]:
+    loss = spread(result.values("loss"))
+    return (True, 0.0) if loss is None else (False, loss.mean)
+
+
+def read_run(task: Task) -> RunResult:
+    """A run as it stands."""
+    finished = task.is_finished()
+    summary = task.run.read_summary() if finished else None
+    begun = (task.run.path / "metrics.jsonl").is_file()
+    return RunResult(
+        seed=task.seed,
+        state="finished" if finished else "unfinished" if begun else "missing",
+        validation={} if summary is None else summary["validation"],
+        curve=[(record["step"], record["loss"]) for record in read_records(task.run.path / "metrics.jsonl")],
+    )
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of training steps, in order; [] where there are none."""
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # the last line of a process that was killed while writing it
+            continue
+        if record.get("kind") == "train":
+            found.append(record)
+    return found
