@@ -1,0 +1,271 @@
+"""LION: its three forms, its recurrences, and the published layer, against definitions written out in float64."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from matmix.model.interop import from_reference
+from matmix.model.mixers import MIXERS
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+D_MODEL = 16
+FORMS = ("attention", "chunked", "recurrent")
+KINDS = [
+    ("lion_lit", {}),
+    ("lion_lit", {"feature_map": "silu", "nheads": 3}),
+    ("lion_d", {}),
+    ("lion_s", {}),
+    ("lion_s", {"gate_offset": 0}),
+    ("lion_s", {"forward_gate_offset": 1, "qkv_bias": True}),
+    ("lion_s", {"gate_offset": 0, "forward_gate_offset": 1}),
+]
+
+
+@pytest.fixture
+def make(randomize):
+    def build(name, dtype=torch.float64, std=0.5, **options):
+        kind = MIXERS[name]
+        config = kind.Config(headdim=4, **options)
+        kind.check(D_MODEL, config)
+        return randomize(kind(D_MODEL, config, causal=False, max_seqlen=8, output_std=0.02), std, dtype)
+
+    return build
+
+
+def _results(mixer, x, *documents):
+    """Output, gradient of the input and gradients of all parameters, for one fixed cotangent."""
+    x = x.clone().requires_grad_()
+    y = mixer(x, *documents)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype)
+    gradients = torch.autograd.grad((y * cotangent).sum(), [x, *mixer.parameters()])
+    return {"y": y, "x": gradients[0]} | dict(zip(dict(mixer.named_parameters()), gradients[1:], strict=True))
+
+
+def _assert_close(got, wanted, tolerance):
+    assert set(got) == set(wanted)
+    for name in wanted:
+        error = (got[name].double() - wanted[name].double()).abs().max() / wanted[name].abs().max().clamp(min=1e-3)
+        assert error < tolerance, (name, error)
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-5)])
+def test_three_forms_agree(make, name, options, dtype, tolerance):
+    """Forward and all gradients, for whole rows and for packed documents, one of them empty."""
+    x = torch.randn(1, 40, D_MODEL, dtype=dtype)
+    cu_seqlens = torch.tensor([0, 1, 19, 19, 40], dtype=torch.int32)
+    for documents in ((), (cu_seqlens, 21)):
+        results = {form: _results(make(name, dtype, form=form, **options), x, *documents) for form in FORMS}
+        for form in ("chunked", "recurrent"):
+            _assert_close(results[form], results["attention"], tolerance)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_documents_equal_documents_alone(make, form):
+    mixer = make("lion_s", form=form, forward_gate_offset=1)
+    x = torch.randn(1, 12, D_MODEL, dtype=torch.float64)
+    y = mixer(x, torch.tensor([0, 5, 6, 6, 12], dtype=torch.int32), 6)
+    alone = torch.cat([mixer(part) for part in x.split([5, 1, 6], 1)], 1)
+    torch.testing.assert_close(y, alone, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "options"), KINDS)
+def test_the_mask_is_a_product_of_gates(make, name, options):
+    """M before its rows are normalised, from the bounds of the products as the options state them."""
+    mixer, length = make(name, **options), 9
+    x = torch.randn(1, length, D_MODEL, dtype=torch.float64)
+    q, k, _ = (part[0] for part in mixer.project(x))
+    assert q.min() > 0
+    assert k.min() > 0
+    nheads, backward, forward = q.shape[1], options.get("gate_offset", 1), options.get("forward_gate_offset", 0)
+    gates = torch.ones(length, nheads, dtype=torch.float64)
+    if name == "lion_d":
+        gates = gates * torch.sigmoid(mixer.a_i)
+    if name == "lion_s":
+        gates = torch.sigmoid(x[0] @ mixer.a_i.weight.T + mixer.a_i.bias)
+    wanted = torch.zeros(nheads, length, length, dtype=torch.float64)
+    for i in range(length):
+        for j in range(length):
+            between = gates[j + 1 - forward : i + 1 - forward] if i > j else gates[i + backward : j + backward]
+            wanted[:, i, j] = (q[i] * k[j]).sum(-1) * between.prod(0)
+    wanted = wanted / (wanted.sum(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(mixer.matrix(x)[0], wanted, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(("name", "options"), [KINDS[0], KINDS[2], KINDS[3], KINDS[5], KINDS[6]])
+def test_one_token_at_a_time_in_each_direction(make, name, options):
+    """Inference with states that do not grow; of a token, y and c of either direction are kept."""
+    mixer = make(name, **options)
+    x = torch.randn(2, 11, D_MODEL, dtype=torch.float64)
+    kept = {}
+    for backward in (False, True):
+        state = mixer.direction_state(2)
+        sizes = [part.shape for part in state]
+        for t in range(10, -1, -1) if backward else range(11):
+            before = [part.clone() for part in state]
+            y, c, new = mixer.direction_step(x[:, t], state, backward=backward)
+            assert all(torch.equal(part, old) for part, old in zip(state, before, strict=True))
+            kept[backward, t], state = (y, c), new
+        assert [part.shape for part in state] == sizes
+    y = torch.stack([mixer.merge_directions(kept[False, t], kept[True, t]) for t in range(11)], 1)
+    torch.testing.assert_close(y, mixer(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("feature_map", ["elu", "silu_norm"])
+def test_gates_and_features_at_their_ends_stay_finite(make, form, feature_map):
+    """Gates of sigmoid(-100), which is no float32 number's logarithm's argument, and of sigmoid(100); queries and keys
+    that the feature map takes to 0, so that whole rows sum to nothing."""
+    x = torch.randn(1, 24, D_MODEL) * 30
+    for name in ("lion_d", "lion_s"):
+        mixer = make(name, torch.float32, form=form, feature_map=feature_map)
+        with torch.no_grad():
+            gates = mixer.a_i.bias if name == "lion_s" else mixer.a_i
+            gates.copy_(torch.tensor([-100.0, 100.0, -1000.0, 0.0]))
+            if feature_map == "elu":
+                mixer.qkv.weight[: 2 * D_MODEL] = -mixer.qkv.weight[: 2 * D_MODEL].abs()
+        results = _results(mixer, x.abs() if feature_map == "elu" else x)
+        assert all(result.isfinite().all() for result in results.values())
+
+
+def test_closed_gates_do_not_blur_open_ones(make):
+    """After many nearly closed gates the cumulative logarithms are large; those that follow must keep their digits."""
+    x = torch.randn(1, 60, D_MODEL, dtype=torch.float64)
+    results = []
+    for dtype, form in ((torch.float64, "chunked"), *((torch.float32, form) for form in FORMS)):
+        mixer = make("lion_s", dtype, form=form)
+        with torch.no_grad():
+            mixer.a_i.weight.zero_()[:, 0] = 1
+        x[:, :50, 0], x[:, 50:, 0] = -1e4, 2
+        results.append({"y": mixer(x.to(dtype))})
+    for result in results[1:]:
+        _assert_close(result, results[0], 1e-5)
+
+
+# -- the published layer ---------------------------------------------------------------------------------------------
+
+
+def _published(state, x, *, nheads, mask_type, eps_scale):
+    """The layer in full attention: features, scores scaled by `eps_scale`, mask, row sums plus 1e-6, projection."""
+    length, dim = x.shape[1:]
+    q, k, v = (
+        F.linear(x, state["qkv.weight"], state.get("qkv.bias")).unflatten(-1, (3, nheads, dim // nheads)).unbind(2)
+    )
+    if mask_type == "Lit":
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+    else:
+        q, k = (F.normalize(F.silu(part) + 0.5, dim=-1) for part in (q, k))
+    mask = x.new_ones(x.shape[0], nheads, length, length)
+    if mask_type != "Lit":
+        if mask_type == "Decay":
+            gates = torch.sigmoid(state["a_i"]).expand(x.shape[0], length, nheads)
+        else:
+            gates = 1 - torch.sigmoid(F.linear(x, state["a_i.weight"], state["a_i.bias"]))
+            gates = torch.cat([torch.ones_like(gates[:, :1]), gates[:, 1:]], 1)
+        rows = [
+            torch.stack([(gates[:, j:i] if i > j else gates[:, i + 1 : j + 1]).prod(1) for j in range(length)], -1)
+            for i in range(length)
+        ]
+        mask = torch.stack(rows, 2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * eps_scale * mask
+    scores = scores / (scores.sum(-1, keepdim=True) + 1e-6)
+    y = torch.einsum("bhij,bjhd->bihd", scores, v).flatten(-2)
+    return F.linear(y, state["proj.weight"], state["proj.bias"])
+
+
+def _state(dim, nheads, mask_type, qkv_bias):
+    shapes = {"qkv.weight": (3 * dim, dim), "proj.weight": (dim, dim), "proj.bias": (dim,)}
+    shapes |= {"qkv.bias": (3 * dim,)} if qkv_bias else {}
+    shapes |= {"a_i": (nheads,)} if mask_type == "Decay" else {}
+    shapes |= {"a_i.weight": (nheads, dim), "a_i.bias": (nheads,)} if mask_type == "Selective" else {}
+    return {name: torch.randn(shape) * (1.0 if "a_i" in name else 0.2) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("layout", ["Attention", "RNN", "Chunk", "text"])
+@pytest.mark.parametrize("kind", ["lit", "decay"])
+def test_golden_layers(kind, layout):
+    data = load_file(GOLDEN / f"lion_{kind}.safetensors")
+    state, gradients = (
+        {name.removeprefix(prefix): tensor for name, tensor in data.items() if name.startswith(prefix)}
+        for prefix in ("state.", "grad.")
+    )
+    config = {"dim": 48, "num_heads": 3, "qkv_bias": True, "mask_type": kind.capitalize(), "format": "Attention"}
+    if layout == "text":
+        config = {name: str(value) for name, value in config.items()}
+    else:
+        config["format"] = layout
+    layer = from_reference("lion-attention", state, **config)
+    assert not layer.training
+    x = data["x"].clone().requires_grad_()
+    y = layer(x)
+    y.backward(data["dy"])
+    got = layer.reference_gradients() | {"y": y, "x": x.grad}
+    _assert_close(got, gradients | {"y": data["y"], "x": data["dx"]}, 2e-5)
+
+
+@pytest.mark.parametrize("mask_type", ["Lit", "Decay", "Selective"])
+@pytest.mark.parametrize(
+    ("dim", "nheads", "length", "options"),
+    [
+        (24, 2, 1, {}),
+        (40, 5, 17, {"qkv_bias": True, "format": "Chunk", "chunk_size": 4}),
+        (24, 3, 9, {"qk_scale": 0.5}),
+    ],
+)
+def test_layers_of_other_sizes(mask_type, dim, nheads, length, options):
+    state = _state(dim, nheads, mask_type, options.get("qkv_bias", False))
+    layer = from_reference("lion-attention", state, dim=dim, num_heads=nheads, mask_type=mask_type, **options)
+    weights = {name: tensor.double().requires_grad_() for name, tensor in state.items()}
+    x = torch.randn(2, length, dim)
+    exact, x = x.double().requires_grad_(), x.requires_grad_()
+    scale = options.get("qk_scale", (dim // nheads) ** -0.5)
+    wanted = _published(weights, exact, nheads=nheads, mask_type=mask_type, eps_scale=scale)
+    y = layer(x)
+    cotangent = torch.randn_like(y)
+    y.backward(cotangent)
+    wanted.backward(cotangent.double())
+    gradients = {name: weight.grad for name, weight in weights.items()}
+    got = layer.reference_gradients() | {"y": y, "x": x.grad}
+    _assert_close(got, gradients | {"y": wanted, "x": exact.grad}, 1e-4)
+
+
+def test_published_gates_restart_with_every_document():
+    layer = from_reference("lion-attention", _state(16, 2, "Selective", False), dim=16, num_heads=2, format="Chunk")
+    x = torch.randn(1, 14, 16)
+    y = layer(x, torch.tensor([0, 6, 14], dtype=torch.int32), 8)
+    torch.testing.assert_close(y, torch.cat([layer(x[:, :6]), layer(x[:, 6:])], 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dim": 20}, "num_heads = 3 does not divide dim = 20"),
+        ({"mask_type": "Causal"}, "mask_type = 'Causal'; known: Lit, Decay, Selective"),
+        ({"format": "Scan"}, "format = 'Scan'; known: Attention, RNN, Chunk"),
+        ({"order": "S"}, "order = 'S'"),
+        ({"mask_type": "Decay"}, "lacks key 'a_i' of shape \\(3\\)"),
+        ({"qkv_bais": True}, "did you mean 'qkv_bias'"),
+    ],
+)
+def test_mistakes_are_one_clear_line(changes, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        from_reference("lion-attention", _state(24, 3, "Lit", False), **({"dim": 24, "num_heads": 3} | changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("lion_lit", {"headdim": 5}, "model.mixers.lion_lit.headdim = 5 does not divide d_model = 16"),
+        ("lion_d", {"eps": 0.0}, "model.mixers.lion_d.eps = 0.0"),
+        ("lion_d", {"form": "rnn"}, "model.mixers.lion_d.form = 'rnn'; known: auto, attention, chunked, recurrent"),
+        ("lion_s", {"gate_offset": 2}, "model.mixers.lion_s.gate_offset = 2"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(name, options, words):
+    kind = MIXERS[name]
+    with pytest.raises(ValueError, match=words):
+        kind.check(D_MODEL, kind.Config(**({"headdim": 4} | options)))

@@ -1,0 +1,120 @@
+"""Structured masked attention: masks from their formulas, and two orders of one contraction."""
+
+import math
+
+import pytest
+import torch
+
+from matmix.model.initialization import initialize
+from matmix.model.mixers import MIXERS
+from matmix.model.mixers.masked_attention_masks import fourier_mask
+
+D_MODEL = 12
+KINDS = ("sma_causal", "sma_decay", "sma_semiseparable", "sma_toeplitz", "sma_fourier")
+
+
+@pytest.fixture
+def make(randomize):
+    def build(name, length, dtype=torch.float64, **options):
+        kind = MIXERS[name]
+        config = kind.Config(headdim=6, **options)
+        kind.check(D_MODEL, config)
+        mixer = kind(D_MODEL, config, causal=kind.causal_form, max_seqlen=length, output_std=0.02)
+        return randomize(mixer, 0.5, dtype)
+
+    return build
+
+
+def _results(mixer, x, *documents):
+    x = x.clone().requires_grad_()
+    y = mixer(x, *documents)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype)
+    gradients = torch.autograd.grad((y * cotangent).sum(), [x, *mixer.parameters()])
+    return {"y": y, "x": gradients[0]} | dict(zip(dict(mixer.named_parameters()), gradients[1:], strict=True))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("length", [2, 13, 40])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-5)])
+def test_both_orders_agree(make, name, length, dtype, tolerance):
+    """Forward and all gradients."""
+    x = torch.randn(2, length, D_MODEL, dtype=dtype)
+    linear, quadratic = (_results(make(name, length, dtype, contraction=order), x) for order in ("linear", "quadratic"))
+    for part, wanted in quadratic.items():
+        assert (linear[part] - wanted).abs().max() < tolerance * wanted.abs().max(), part
+
+
+@pytest.mark.parametrize("name", ["sma_causal", "sma_decay", "sma_semiseparable", "sma_fourier"])
+def test_both_orders_agree_for_packed_documents(make, name):
+    x, cu_seqlens = torch.randn(1, 20, D_MODEL, dtype=torch.float64), torch.tensor([0, 7, 7, 8, 20], dtype=torch.int32)
+    linear, quadratic = (make(name, 20, contraction=order)(x, cu_seqlens, 12) for order in ("auto", "quadratic"))
+    torch.testing.assert_close(linear, quadratic, rtol=1e-9, atol=1e-11)
+
+
+def _formula(mixer, x, i, j):
+    """L[i, j] of every head for x (1, L, d_model)."""
+    ones, length = torch.ones(mixer.nheads, dtype=x.dtype), x.shape[1]
+    if mixer.name == "sma_toeplitz":
+        return mixer.alpha[:, i - j + length - 1]
+    if mixer.name == "sma_fourier":
+        return ones * math.cos(2 * math.pi * i * j / length)
+    if i < j:
+        return 0 * ones
+    if mixer.name == "sma_decay":
+        return torch.sigmoid(mixer.gamma_logit) ** (i - j)
+    if mixer.name == "sma_semiseparable":
+        return torch.sigmoid(mixer.gate_proj(x[0, j + 1 : i + 1])).prod(0)
+    return ones
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_masks_are_their_formulas(make, name):
+    mixer, x = make(name, 11), torch.randn(1, 11, D_MODEL, dtype=torch.float64)
+    wanted = torch.stack([torch.stack([_formula(mixer, x, i, j) for j in range(11)], -1) for i in range(11)], 1)
+    torch.testing.assert_close(mixer.mask(x)[0].expand_as(wanted), wanted, rtol=1e-11, atol=1e-13)
+
+
+def test_the_fourier_mask_keeps_its_digits_in_float32():
+    """Angles of 2 pi i j / L are hundreds of turns here; float32 would keep few digits of what is beyond whole ones."""
+    exact, single = (fourier_mask(1000, torch.empty(0, dtype=dtype)) for dtype in (torch.float64, torch.float32))
+    assert (exact - single).abs().max() < 1e-6
+
+
+def test_closed_gates_stay_finite_and_forget(make):
+    for order in ("linear", "quadratic"):
+        mixer = make("sma_semiseparable", 20, torch.float32, contraction=order)
+        with torch.no_grad():
+            mixer.gate_proj.weight.zero_()
+            mixer.gate_proj.bias.copy_(torch.tensor([-1000.0, 100.0]))
+        results = _results(mixer, torch.randn(1, 20, D_MODEL))
+        assert all(result.isfinite().all() for result in results.values())
+        closed, opened = mixer.mask(torch.randn(1, 20, D_MODEL))[0]
+        assert torch.equal(closed, torch.eye(20))
+        assert torch.equal(opened, torch.ones(20, 20).tril())
+
+
+def test_initial_decays_are_those_of_retnet():
+    for name, decays in (("sma_decay", lambda m: m.gamma_logit), ("sma_semiseparable", lambda m: m.gate_proj.bias)):
+        mixer = MIXERS[name](64, MIXERS[name].Config(headdim=16), causal=True, max_seqlen=8, output_std=0.02)
+        initialize(mixer, seed=0)
+        wanted = 1 - 2.0 ** -(5 + torch.arange(4.0))
+        torch.testing.assert_close(torch.sigmoid(decays(mixer)), wanted, rtol=1e-6, atol=0)
+    toeplitz = MIXERS["sma_toeplitz"](
+        64, MIXERS["sma_toeplitz"].Config(headdim=16), causal=False, max_seqlen=8, output_std=0.02
+    )
+    initialize(toeplitz, seed=0)
+    distance = (torch.arange(15.0) - 7).abs()
+    torch.testing.assert_close(toeplitz.alpha, wanted[:, None] ** distance, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("sma_decay", {"headdim": 5}, "model.mixers.sma_decay.headdim = 5 does not divide d_model = 12"),
+        ("sma_fourier", {"contraction": "cubic"}, "model.mixers.sma_fourier.contraction = 'cubic'"),
+        ("sma_causal", {"nheads": -1}, "model.mixers.sma_causal.nheads = -1"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(name, options, words):
+    with pytest.raises(ValueError, match=words):
+        MIXERS[name].check(D_MODEL, MIXERS[name].Config(**({"headdim": 4} | options)))
