@@ -13,14 +13,19 @@ from matmix.model.mixers.butterfly import Butterfly, Monarch
 from matmix.model.mixers.cauchy import CauchyDD, CauchyDI
 from matmix.model.mixers.dense import Dense
 from matmix.model.mixers.dft import DFT
+from matmix.model.mixers.gated_delta import GatedDelta
 from matmix.model.mixers.hydra import Hydra
+from matmix.model.mixers.hyena import Hyena
 from matmix.model.mixers.linear_attention import LinearAttention
 from matmix.model.mixers.lion import LionD, LionLit, LionS
 from matmix.model.mixers.low_rank import LowRankDD, LowRankDI
 from matmix.model.mixers.masked_attention import SmaCausal, SmaDecay, SmaFourier, SmaSemiseparable, SmaToeplitz
+from matmix.model.mixers.mlp_mixer import MLPMixer
 from matmix.model.mixers.mru import MRU
 from matmix.model.mixers.quasiseparable import QuasiseparableDD, QuasiseparableDI
 from matmix.model.mixers.retnet import RetNet
+from matmix.model.mixers.rwkv7 import RWKV7
+from matmix.model.mixers.s4d import S4D
 from matmix.model.mixers.semiseparable import Semiseparable
 from matmix.model.mixers.softmax import SoftmaxDD, SoftmaxDI
 from matmix.model.mixers.toeplitz import ToeplitzDD, ToeplitzDI
@@ -40,18 +45,23 @@ MIXERS: dict[str, type[Mixer]] = {
     "cauchy_di": CauchyDI,
     "dense": Dense,
     "dft": DFT,
+    "gated_delta": GatedDelta,
     "hydra": Hydra,
+    "hyena": Hyena,
     "linear_attention": LinearAttention,
     "lion_d": LionD,
     "lion_lit": LionLit,
     "lion_s": LionS,
     "low_rank_dd": LowRankDD,
     "low_rank_di": LowRankDI,
+    "mlp_mixer": MLPMixer,
     "monarch": Monarch,
     "mru": MRU,
     "quasiseparable_dd": QuasiseparableDD,
     "quasiseparable_di": QuasiseparableDI,
     "retnet": RetNet,
+    "rwkv7": RWKV7,
+    "s4d": S4D,
     "semiseparable": Semiseparable,
     "sma_causal": SmaCausal,
     "sma_decay": SmaDecay,

@@ -1,0 +1,206 @@
+"""Recurrences whose transition is a decay plus a matrix of rank one, in chunks.
+
+The state of a head is H (N x P), written as keys times values: H_t = A_t H_{t-1} + k_t v_t^T, y_t = H_t^T r_t, with
+A_t = diag(w_t) + b_t a_t^T. What a token erases depends on what was written before it; within a chunk that is a unit
+triangular system (the WY or UT transform, arXiv 2406.06484, section 3), which is solved once for all columns that do
+not depend on the entering state. A chunk is then an affine map of that state, and only one product of small matrices
+per chunk is left that has to wait for the chunk before.
+
+The systems are solved by substitution. The inverse by repeated squaring would be products only, but its powers grow
+like binomial coefficients where keys repeat, and cancel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.documents import ChunkLayout, chunk_layout
+from matmix.kernels.precision import outside_autocast
+
+
+class ChunkMaps(NamedTuple):
+    """What M chunks of C tokens do to the states H that enter them."""
+
+    reads: Tensor
+    """(M, heads, C, N): outputs are reads H + local."""
+    local: Tensor
+    """(M, heads, C, P)"""
+    transition: Tensor
+    """(M, heads, N, N): the state after the chunk is transition H + written."""
+    written: Tensor
+    """(M, heads, N, P)"""
+
+
+@outside_autocast
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """H_t = alpha_t (I - beta_t k_t k_t^T) H_{t-1} + beta_t k_t v_t^T, y_t = H_t^T q_t (arXiv 2412.06464, section 3).
+
+    Args: q, k (B, L, heads, N), v (B, L, heads, P); beta and log_decay = log alpha (B, L, heads); initial_state
+        (B, heads, N, P); cu_seqlens for packed documents (B = 1, no initial state), read on the host.
+    Returns: y (B, L, heads, P) and the last state (B, heads, N, P; None if packed), float32 at least.
+    """
+    layout = chunk_layout(q.shape[0], q.shape[1], min(chunk_size, q.shape[1]), cu_seqlens, aligned=True)
+    q, k, v, beta, log_decay = (in_chunks(part, layout) for part in (q, k, v, beta.unsqueeze(-1), log_decay))
+    earlier = ones_like_square(log_decay).tril(-1)
+    # Sums over s + 1 .. t, not differences of sums from the chunk's start: after a token that forgets almost all those
+    # would be differences of large numbers.
+    log_decay = log_decay.unsqueeze(-1)
+    decay = (log_decay * earlier).cumsum(-2)
+    decay = decay.masked_fill(earlier.mT.bool(), float("-inf")).exp()
+    since_start = log_decay.cumsum(-2).exp()
+
+    weighted = k * beta
+    erased = (k @ weighted.mT * decay).tril(-1)
+    right = torch.cat([v, k * since_start], -1)
+    solved = torch.linalg.solve_triangular(erased, right, upper=False, unitriangular=True)
+    # What is written is weighted^T (own - seen H): the values less what the state already answers to their keys.
+    own, seen = solved.split([v.shape[-1], k.shape[-1]], -1)
+    scores = q @ weighted.mT * decay
+    to_end = (weighted * decay[..., -1, :].unsqueeze(-1)).mT
+    kept = torch.diag_embed(since_start[..., -1, :].expand(*k.shape[:2], k.shape[-1]))
+    maps = ChunkMaps(q * since_start - scores @ seen, scores @ own, kept - to_end @ seen, to_end @ own)
+    return run_chunks(maps, layout, initial_state)
+
+
+@outside_autocast
+def diagonal_delta_rule(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor | None]:
+    """H_t = (diag(w_t) + b_t a_t^T) H_{t-1} + k_t v_t^T, y_t = H_t^T r_t (arXiv 2503.14456, section 4).
+
+    Decays within a chunk are split into a factor at the reading and one at the writing token, so that the log decays
+    of half a chunk must not add up to less than about -80.
+
+    Args: r, k, a, b and log_decay = log w (B, L, heads, N), v (B, L, heads, P); initial_state and cu_seqlens as in
+        `gated_delta_rule`.
+    Returns: y (B, L, heads, P) and the last state (B, heads, N, P; None if packed), float32 at least.
+    """
+    layout = chunk_layout(r.shape[0], r.shape[1], min(chunk_size, r.shape[1]), cu_seqlens, aligned=True)
+    r, k, v, a, b, log_decay = (in_chunks(part, layout) for part in (r, k, v, a, b, log_decay))
+    length, values = layout.chunk, v.shape[-1]
+    total = log_decay.cumsum(-2)  # over 1 .. t
+    before = total - log_decay  # a_t reads what is left of the state before token t decays it
+    # Any reference gives the same products; from the middle the factors stay smallest.
+    middle = total[..., length // 2, :].unsqueeze(-2).detach()
+    reading = torch.cat([r * (total - middle).exp(), a * (before - middle).exp()], -2)
+    writing = torch.cat([b, k], -2) * (middle - total).exp().repeat(1, 1, 2, 1)
+    products = reading @ writing.mT
+    read, erase = products.split(length, -2)
+    read_b, read_k = (part.tril() for part in read.split(length, -1))
+    erase_b, erase_k = (part.tril(-1) for part in erase.split(length, -1))
+
+    right = torch.cat([erase_k @ v, a * before.exp()], -1)
+    # Rows u_t = a_t^T H_{t-1}, which b_t is written with, are own + seen H.
+    solved = torch.linalg.solve_triangular(-erase_b, right, upper=False, unitriangular=True)
+    own, seen = solved.split([values, r.shape[-1]], -1)
+    last = total[..., -1:, :]
+    b_end, k_end = ((part * (last - total).exp()).mT for part in (b, k))
+    maps = ChunkMaps(
+        r * total.exp() + read_b @ seen,
+        read_b @ own + read_k @ v,
+        torch.diag_embed(last.squeeze(-2).exp()) + b_end @ seen,
+        b_end @ own + k_end @ v,
+    )
+    return run_chunks(maps, layout, initial_state)
+
+
+@outside_autocast
+def delta_rule_step(
+    state: Tensor, decay: Tensor, a: Tensor, b: Tensor, k: Tensor, v: Tensor, r: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of the recurrence: state (B, heads, N, P); a, b, k, r (B, heads, N) and decay, the same or with one
+    channel; v (B, heads, P). Returns y (B, heads, P) and the new state."""
+    erased = torch.einsum("bhn,bhnp->bhp", a, state)
+    state = decay.unsqueeze(-1) * state + b.unsqueeze(-1) * erased.unsqueeze(-2) + k.unsqueeze(-1) * v.unsqueeze(-2)
+    return torch.einsum("bhn,bhnp->bhp", r, state), state
+
+
+def in_chunks(x: Tensor, layout: ChunkLayout) -> Tensor:
+    """(B, L, heads, ...) -> (M, heads, C, ...) in float32 at least; zeros beyond the ends of documents."""
+    return layout.split(x.to(torch.promote_types(x.dtype, torch.float32))).transpose(1, 2)
+
+
+def ones_like_square(x: Tensor) -> Tensor:
+    """(C, C) ones for x (..., C)."""
+    return x.new_ones(x.shape[-1], x.shape[-1])
+
+
+def run_chunks(maps: ChunkMaps, layout: ChunkLayout, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Outputs (B, L, heads, P) and the last state of each row."""
+    if layout.aligned:
+        assert initial_state is None
+        entering, final = entering_document_states(maps, layout), None
+    else:
+        entering, final = entering_row_states(maps, layout, initial_state)
+    y = maps.reads @ entering + maps.local
+    return layout.join(y.transpose(1, 2)), final
+
+
+def entering_row_states(maps: ChunkMaps, layout: ChunkLayout, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The states before all chunks (M, heads, N, P), and the last of each row."""
+    transition, written = (part.unflatten(0, (layout.rows, layout.per_row)) for part in maps[2:])
+    state = torch.zeros_like(written[:, 0]) if initial_state is None else initial_state.to(written.dtype)
+    states = []
+    for step, added in zip(transition.unbind(1), written.unbind(1), strict=True):
+        states.append(state)
+        state = step @ state + added
+    return torch.stack(states, 1).flatten(0, 1), state
+
+
+def entering_document_states(maps: ChunkMaps, layout: ChunkLayout) -> Tensor:
+    """As above for documents that start chunks of their own: their n-th chunks are taken together, so that there are
+    as many steps as the longest document has chunks."""
+    spans = [(last - first + 1, first) for first, last in zip(layout.firsts, layout.lasts, strict=True) if first >= 0]
+    spans.sort(reverse=True)
+    steps = [[first + n for count, first in spans if count > n] for n in range(spans[0][0])]
+    sizes = [len(step) for step in steps]
+    order = torch.tensor([chunk for step in steps for chunk in step], device=maps.written.device)
+    transition, written = (part.index_select(0, order).split(sizes) for part in maps[2:])
+    state, states = torch.zeros_like(written[0]), []
+    for step, added in zip(transition, written, strict=True):
+        state = state[: step.shape[0]]  # longer documents come first
+        states.append(state)
+        state = step @ state + added
+    return torch.cat(states).index_select(0, order.argsort())
+
+
+def unit_vectors(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / |x| over the last dimension, in float32 at least; near zero shorter than 1."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
+
+
+@outside_autocast
+def transition_matrix(transitions: Tensor, writes: Tensor, reads: Tensor) -> Tensor:
+    """M (B, heads, L, L) by its definition, M[t, s] = r_t^T A_t ... A_{s+1} k_s for s <= t, else 0: transitions A
+    (B, L, heads, N, N), writes k and reads r (B, L, heads, N)."""
+    writes, reads = writes.transpose(1, 2), reads.transpose(1, 2)
+    length, rows = writes.shape[2], []
+    arrived = torch.zeros_like(writes)  # row s: A_t ... A_{s+1} k_s
+    for t in range(length):
+        arrived = torch.einsum("bhij,bhsj->bhsi", transitions[:, t], arrived)
+        arrived = torch.cat([arrived[:, :, :t], writes[:, :, t : t + 1], arrived[:, :, t + 1 :]], 2)
+        rows.append(torch.einsum("bhsi,bhi->bhs", arrived, reads[:, :, t]))
+    return torch.stack(rows, 2)

@@ -1,0 +1,83 @@
+"""The token mixing of MLP-Mixer (arXiv 2105.01601): an MLP over the positions, the same for every channel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from matmix.model.initialization import normal_init
+from matmix.model.mixers.base import Mixer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MLPMixerConfig:
+    """Options of MLP-Mixer's token mixing."""
+
+    token_mlp_ratio: float = 0.5
+    """Hidden width over the number of tokens, model.max_seqlen."""
+    bias: bool = True
+    """Biases of both layers."""
+
+
+class MLPMixer(Mixer):
+    """down(gelu(up(x))) over tokens. With model.mlp_ratio above 0 the block is that of MLP-Mixer.
+
+    As gelu(h) = Phi(h) h, Phi the normal distribution, it is a matrix made from the data, for channel c
+    M_c = W_down diag(Phi(h_c)) W_up; what the biases add belongs to `combine`.
+    """
+
+    Config = MLPMixerConfig
+    causal_form = False
+    bidirectional_form = True
+    sequence_aligned = False
+    complexity = "O(L^2)"
+    fixed_length = True
+
+    def __init__(self, d_model: int, config: MLPMixerConfig, *, causal: bool, max_seqlen: int, output_std: float):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        hidden = self.hidden_width(config, max_seqlen)
+        self.up = nn.Linear(max_seqlen, hidden, bias=config.bias)
+        self.down = nn.Linear(hidden, max_seqlen, bias=config.bias)
+        # There is no projection behind: `down` is what writes to the residual stream.
+        self.init_rules = {"up.weight": normal_init(max_seqlen**-0.5), "down.weight": normal_init(output_std)}
+
+    @staticmethod
+    def hidden_width(config: MLPMixerConfig, max_seqlen: int) -> int:
+        """Hidden width of the MLP."""
+        return max(1, round(config.token_mlp_ratio * max_seqlen))
+
+    @classmethod
+    def check(cls, d_model: int, config: MLPMixerConfig) -> None:
+        if config.token_mlp_ratio <= 0:
+            raise ValueError(f"model.mixers.{cls.name}.token_mlp_ratio = {config.token_mlp_ratio}: must be above 0")
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: MLPMixerConfig, seqlen: int, causal: bool) -> float:
+        return 2.0 * 2 * cls.hidden_width(config, seqlen) * d_model
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        self.check_input(x, cu_seqlens)
+        return self.down(F.gelu(self.up(x.mT))).mT
+
+    def weights(self, x: torch.Tensor) -> torch.Tensor:
+        """Phi of the hidden layer (B, d_model, hidden): the factor that gelu multiplies by."""
+        return 0.5 * (1 + torch.erf(self.up(x.mT) / math.sqrt(2)))
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        """M (B, d_model, L, L)."""
+        return (self.down.weight * self.weights(x).unsqueeze(-2)) @ self.up.weight
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(-1)
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        mixed = mixed.squeeze(-1)
+        if not self.config.bias:
+            return mixed
+        return mixed + self.down(self.weights(x) * self.up.bias).mT
