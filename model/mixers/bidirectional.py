@@ -222,7 +222,11 @@ class BidirectionalAddShift(BidirectionalAdd):
 
 
 class BidirectionalMult(BidirectionalAdd):
-    """The product of both scans: quadratic in the values, so that there is a matrix for each direction."""
+    """The product of both scans: quadratic in the values, so that there is a matrix for each direction.
+
+    At the start the products of default sizes (7e-5) lie below the root of the norm's epsilon (3e-3), and the layer's
+    outputs are small.
+    """
 
     joined = "mult"
 
