@@ -74,10 +74,10 @@ def product_entries(span: ProductSpan, state: Tensor, firsts: Tensor, products: 
                 current.copy_(right)
             restart_product(span, step, current, firsts)
             slot.copy_(current)
-    return entering_states(span, state, current)
+    return entering_products(span, state, current)
 
 
-def entering_states(span: ProductSpan, state: Tensor, products: Tensor) -> Tensor:
+def entering_products(span: ProductSpan, state: Tensor, products: Tensor) -> Tensor:
     """The state that enters each chunk, from the one that enters the first and the products of whole chunks."""
     states = [state.flatten(0, 1)]
     for chunk, product in enumerate(span.chunk_major(products.view(span.lanes))[:-1]):
@@ -126,7 +126,7 @@ def chunk_entries(span: ProductSpan, state: Tensor, firsts: Tensor, products: Te
                 current, spare = spare, current
             restart_product(span, step, current, firsts)
     products.copy_(current.view(span.lanes))
-    return entering_states(span, state, products)
+    return entering_products(span, state, products)
 
 
 def chunk_states(span: ProductSpan, state: Tensor, firsts: Tensor, out: Tensor, final: Tensor | None) -> Tensor:

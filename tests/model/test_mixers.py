@@ -77,7 +77,8 @@ def test_causality_is_as_stated(make, name):
         [torch.autograd.grad(y[0, t] @ weights, x, retain_graph=True)[0][0].norm(dim=-1) for t in range(length)]
     )
     if mixer.causal:
-        assert (influence.triu(1) == 0).all()
+        # Not 0 where transforms over the whole sequence leave traces of rounding.
+        assert (influence.triu(1) <= 1e-14 * influence.max()).all()
         assert (influence.tril()[torch.ones(length, length).tril().bool()] > 1e-12).all()
     else:
         assert (influence > 1e-12).all()
@@ -98,7 +99,8 @@ def test_the_matrix_is_aligned_with_the_sequence(make, name):
     inside = length - (0 if mixer.causal else mixer.halo(mixer.config))
     whole, prefix = (mixer.matrix(part)[:, :, :inside, :inside] for part in (x, x[:, :length]))
     if mixer.row_normalized:
-        whole, prefix = (m / m.sum(-1, keepdim=True) for m in (whole, prefix))
+        skip = getattr(mixer, "skip", False) * torch.eye(inside)
+        whole, prefix = ((m - skip) / (m - skip).sum(-1, keepdim=True) for m in (whole, prefix))
     assert prefix.abs().max() > 0
     _assert_close(whole, prefix, 1e-6)
 
@@ -110,7 +112,7 @@ def test_blocks_off_the_diagonal_have_at_most_the_stated_rank(make, name):
     m = mixer.matrix(_draw(1, 32))
     for block in (m[..., 16:, :16], *([] if mixer.causal else [m[..., :16, 16:]])):
         singular = torch.linalg.svdvals(block)
-        assert singular[..., 0].min() > 0
+        assert singular[..., 0].max() > 0  # of pairs of scans, one sees nothing on this side
         assert (singular[..., bound:] <= 1e-12 * singular[..., :1]).all()
 
 
