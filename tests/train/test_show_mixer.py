@@ -1,0 +1,215 @@
+"""Pictures of mixer matrices: the right tokens, the right matrices, the right ranks."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+
+import pytest
+import torch
+from runs import run_recipe
+
+from matmix.launch.cli import main
+from matmix.model import build_model
+from matmix.model.initialization import initialize
+from matmix.model.mixers import MIXERS
+from matmix.train.mixer_pictures import Page, draw_page
+from matmix.train.mixer_subject import fresh, trained
+from matmix.train.recipe import load_config
+from matmix.train.show_mixer import as_head, choose_heads, mixer_matrices, numerical_rank, show_mixer
+
+TEXT = "the king speaks to the queen and the night falls cold"
+D_STATE = 8  # of debug_hydra
+
+
+@pytest.fixture(scope="module")
+def run(dataset, tmp_path_factory) -> str:
+    """A Hydra and attention encoder after two steps, both kept."""
+    folder = tmp_path_factory.mktemp("run") / "mine"
+    checkpoints = ("--checkpoint.every", "1", "--checkpoint.keep-last", "2", "--evaluation.every", "0")
+    run_recipe("debug_hydra", dataset, folder, "--steps", "2", *checkpoints)
+    return str(folder)
+
+
+def png_size(path) -> tuple[int, int]:
+    raw = path.read_bytes()
+    assert raw.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", raw[16:24])
+
+
+def test_every_mixing_layer_of_a_run_gets_a_page(run, tmp_path):
+    lines: list[str] = []
+    paths = show_mixer(run, text=TEXT, out=tmp_path / "pages", tell=lines.append)
+    assert [path.name for path in paths] == ["layer-00-hydra-step-2.png", "layer-01-attention-step-2.png"]
+    assert sorted(paths) == sorted((tmp_path / "pages").iterdir())
+    (width, height), (_, other_height) = map(png_size, paths)
+    assert min(width, height) > 600
+    assert max(width, height) < 4000
+    assert other_height < height  # two heads beside each other, not four in two rows
+    tokens = len(trained(run, TEXT, None, None).ids)
+    full = tokens // 2
+    assert f"4 matrices, rank {tokens} of {tokens}, blocks at most {D_STATE} / {D_STATE}" in lines[0]
+    assert f"2 matrices, rank {tokens} of {tokens}, blocks at most {full} / {full}" in lines[1]
+    assert lines[2].startswith("Next: ")
+
+
+def test_a_run_is_shown_at_the_step_that_was_asked_for(run, tmp_path):
+    first, last = (trained(run, TEXT, step, None) for step in (1, None))
+    assert (first.state, last.state) == ("step 1", "step 2")
+    (_, before), (_, after) = (next(mixer_matrices(s.model, s.ids, [0])) for s in (first, last))
+    assert not torch.equal(before, after)
+    (path,) = show_mixer(run, text=TEXT, out=tmp_path, step=1, layers=[1], tell=lambda _: None)
+    assert path.name == "layer-01-attention-step-1.png"
+
+
+def test_matrices_are_those_of_the_mixers_on_what_they_get_in_the_model(run):
+    subject = trained(run, TEXT, None, None)
+    model = subject.model
+    with torch.no_grad():
+        x = model.embed(torch.tensor([subject.ids]), None, None)
+        found = dict(mixer_matrices(model, subject.ids, [0, 1]))
+        assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+        for layer, block in enumerate(model.blocks):
+            expected = block.mixer.matrix(block.norm_mixer(x))[0]
+            assert found[layer].dtype == torch.float64
+            torch.testing.assert_close(found[layer].float(), expected, rtol=1e-4, atol=1e-6)
+            x = block(x)
+
+
+def test_tokens_are_those_of_training(run, dataset):
+    subject = trained(run, TEXT, None, None)
+    assert (subject.pieces[0], subject.pieces[-1]) == ("<cls>", "<sep>")
+    assert "".join(subject.pieces[1:-1]).replace("▁", " ") == TEXT
+    cut = trained(run, TEXT, None, 6)
+    assert cut.ids == [*subject.ids[:5], subject.ids[-1]]  # as a document that is too long ends in training
+    assert cut.notes == [f"The first 6 of {len(subject.ids)} tokens."]
+    masked = trained(run, "the <mask> speaks", None, None)
+    assert "<mask>" in masked.pieces
+    decoder = fresh("debug_mru", TEXT, 5, ["--data.path", dataset])
+    assert decoder.pieces[0] == "<s>"
+    assert decoder.pieces[-1] != "</s>"
+
+
+def test_a_recipe_shows_its_initial_weights_without_any_data(tmp_path):
+    overrides = ["--data.path", str(tmp_path / "nowhere")]
+    subject = fresh("debug_mru", "né", None, overrides)
+    assert subject.ids == list("né".encode())
+    assert "bytes of the text" in subject.notes[0]
+    assert "nowhere" in subject.notes[0]
+    config = load_config("debug_mru", [*overrides, "--model.vocab-size", "256"])
+    model = build_model(config.model)
+    initialize(model, config.seed)
+    (_, matrix) = next(mixer_matrices(model, subject.ids, [1]))
+    (_, same) = next(mixer_matrices(subject.model, subject.ids, [1]))
+    assert torch.equal(matrix, same)
+    assert fresh("debug_mru", "né", None, [*overrides, "--model.vocab-size", "100"]).ids == [110, 195 % 100, 169 % 100]
+
+
+def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full():
+    fixed = next(name for name, mixer in MIXERS.items() if mixer.fixed_length and mixer.bidirectional_form)
+    overrides = ["--model.layers", fixed, "--model.max-seqlen", "16", "--data.seqlen", "16", "--data.packing", "rows"]
+    overrides += [f"--model.mixers.{fixed.replace('_', '-')}.headdim", "8"] * hasattr(MIXERS[fixed].Config(), "headdim")
+    subject = fresh("debug_hydra", "abcde", None, [*overrides, "--data.path", "nowhere"])
+    assert subject.pieces == list("abcdeabcdeabcdea")
+    assert "repeated" in subject.notes[-1]
+    assert "16 tokens" in subject.notes[-1]
+    (_, matrix) = next(mixer_matrices(subject.model, subject.ids, [0]))
+    assert matrix.shape[-2:] == (16, 16)
+    assert len(fresh("debug_hydra", "abcde" * 9, None, [*overrides, "--data.path", "nowhere"]).ids) == 16
+
+
+def test_ranks():
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randn(2, 30, 3, dtype=torch.float64, generator=generator)
+    low = factors[0] @ factors[1].T
+    assert [numerical_rank(m) for m in (low, torch.eye(7).double(), low * 0, low[:0])] == [3, 7, 0, 0]
+    head = as_head(low.tril(), "")
+    assert (head.rank, head.below, head.above) == (30, 3, 0)
+    assert as_head(low + torch.eye(30), "", skip=True).rank == 3
+    small = as_head(1e-9 * low + torch.eye(30), "", skip=True)  # what the identity rounded off is no rank
+    assert small.rank == 3
+
+
+def test_the_matrix_of_an_mru_is_that_of_all_rows_of_its_states(mru_and_input):
+    mixer, x = mru_and_input
+    blocks, values = mixer.matrix(x), mixer.values(x)
+    head = as_head(blocks[0, 0], "")
+    mixed = mixer.mix(blocks, values)[0, :, 0]  # (L, order, order), each row of a state by itself
+    for row in range(4):
+        product = torch.from_numpy(head.matrix) @ values[0, :, 0, row].flatten()
+        torch.testing.assert_close(product, mixed[:, row].flatten())
+    assert (head.rank, head.below, head.above) == (24, 4, 0)
+
+
+@pytest.fixture
+def mru_and_input():
+    config = MIXERS["mru"].Config(order=4, construction="cayley")
+    mixer = MIXERS["mru"](16, config, causal=True, max_seqlen=8, output_std=0.02)
+    initialize(mixer, 0)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(1))
+    return mixer.double().requires_grad_(False), torch.randn(1, 6, 16, dtype=torch.float64)
+
+
+def test_heads_are_chosen_evenly_and_named_by_direction():
+    full = torch.ones(8, 4, 4)
+    assert choose_heads(full, 16) == [(index, f"head {index}") for index in range(8)]
+    assert choose_heads(full, 3) == [(0, "head 0"), (2, "head 2"), (5, "head 5")]
+    both = torch.cat((full[:2].tril(), full[:2].triu()))
+    names = ["head 0, forward", "head 0, backward", "head 1, forward", "head 1, backward"]
+    assert choose_heads(both, 16) == list(zip((0, 2, 1, 3), names, strict=True))
+    assert [index for index, _ in choose_heads(both, 2)] == [0, 2]
+
+
+def test_what_a_causal_mixer_never_sees_is_grey_and_any_text_can_be_drawn(tmp_path):
+    from matplotlib.image import imread
+
+    head = as_head(torch.rand(6, 6, dtype=torch.float64).tril(), "head 0")
+    pieces = ["$a$", "日本", "\n", "<0x24>", "Ġthe", "x" * 40]
+    page = Page(title="layer 0: attention", subtitle="", notes=["a note"], heads=[head], pieces=pieces)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_page(page, tmp_path / "new" / "page.png")
+    pixels = (imread(tmp_path / "new" / "page.png")[..., :3] * 255).round()
+    grey = (pixels == torch.tensor([0xE4, 0xE4, 0xEA]).numpy()).all(-1)
+    # Of the panel, 5.2 inches at 150 dots, 15 of 36 entries.
+    assert grey.sum() == pytest.approx(15 / 36 * (5.2 * 150) ** 2, rel=0.05)
+    constant = as_head(torch.zeros(3, 3, dtype=torch.float64), "head 0")
+    draw_page(Page(title="", subtitle="", notes=[], heads=[constant], pieces=["a"] * 3), tmp_path / "zeros.png")
+    assert png_size(tmp_path / "zeros.png")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["RUN", "--text", ""], "the text is empty"),
+        (["RUN"], "--text"),
+        (["no/such/run", "--text", "a"], "no run at no/such/run"),
+        (["RUN", "--text", "a", "--layers", "0", "2"], "has no layer 2; its layers are 0 to 1"),
+        (["RUN", "--text", "a", "--step", "7"], "no checkpoint of step 7; there are: 1, 2"),
+        (["RUN", "--text", "a", "--max-tokens", "2"], "max_tokens must be 3 or more"),
+        (["RUN", "--text", "a", "--max-heads", "0"], "max_heads must be 1 or more"),
+        (["RUN", "--text", "a", "--model.layers", "mru"], "nothing can be changed: --model.layers mru"),
+        (["debug_hydra", "--text", "a", "--step", "1"], "no steps to choose from"),
+        (["debug_hydra", "--text", "abc", "--layer", "1", "--model.layers", "hydra", "mlp"], "layers with one: 0"),
+        (["debug_mru", "--text", "a"], "fewer than 2 tokens"),
+        (["debug_hydra", "--text", "abc", "--modle.layers", "mru"], "modle"),
+    ],
+)
+def test_mistakes_are_one_line(run, words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["show-mixer", *(run if word == "RUN" else word for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_draws_a_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--layers", "0", "--max-heads", "2", "--model.mixers.hydra.headdim", "8"]
+    assert main(["show-mixer", "debug_hydra", "--text", "to be or not", *words]) == 0
+    page = tmp_path / "pictures/debug_hydra/layer-00-hydra-initial.png"
+    assert png_size(page)
+    assert "2 of 8 matrices" in capsys.readouterr().out

@@ -1,0 +1,247 @@
+"""Draws the mixer matrices of a layer as heat maps, all heads on one page."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MOST_LABELS = 40
+"""Axes name the tokens if there are no more than these."""
+ROBUST = 0.995
+"""The quantile of the sizes of entries at which colours end: single large ones shall not outshine the rest."""
+_SIGNED, _POSITIVE = "RdBu_r", "magma_r"
+_UNSEEN, _INK, _PALE = "#e4e4ea", "#1f1f24", "#686872"
+_COLUMNS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 9: 3}  # else 4
+_DPI = 150
+_EXPLAINED = (
+    "Row t holds what output t takes of each input; grey is where a mixer never looks. Colours have a range for each "
+    f"head, which ends at the {ROBUST:.1%} quantile of |M| off the diagonal, without zeros; diag is the largest |M| on "
+    "the diagonal, where that is more. Rank: singular values of M above ε L times the largest, in float64 (ε 2.2e-16, "
+    "L its rows); + I: that of M without the skip, an identity in it. Blocks: ranks of its lower left and upper right "
+    "quarter, which the dashed lines bound."
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Head:
+    """One matrix and what is said about it."""
+
+    name: str
+    matrix: np.ndarray
+    """(n, n), n a multiple of `tokens`; row t holds the weights of output t."""
+    tokens: int
+    rank: int
+    """Of M; with a skip, of M without it."""
+    skip: bool
+    """M is the identity and something else: the mixer adds its own input."""
+    below: int
+    """Rank of the block that takes the first half of the tokens to the second one."""
+    above: int
+    """Rank of the block that takes the second half to the first one."""
+
+    @property
+    def signed(self) -> bool:
+        return bool((self.matrix < 0).any())
+
+    def colour_range(self) -> tuple[float, float, float]:
+        """The entries at which the colours begin and end, and the largest size on the diagonal, which often outshines
+        all others: what a token keeps of itself."""
+        token = np.arange(len(self.matrix)) * self.tokens // len(self.matrix)
+        own = token[:, None] == token[None, :]
+        diagonal, others = np.abs(self.matrix[own]), np.abs(self.matrix[~own])
+        others, most = others[others > 0], float(diagonal.max())
+        if not others.size:
+            others = np.full(1, most or 1.0)
+        low, high = np.quantile(others, (1 - ROBUST, ROBUST)).tolist()
+        if self.signed:
+            return -high, high, most
+        # Weights that are nearly alike, as those of attention without training, differ visibly all the same.
+        return low if high / 2 < low < high * (1 - 1e-6) else 0.0, high, most
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Page:
+    """All that is on a picture."""
+
+    title: str
+    subtitle: str
+    notes: list[str]
+    heads: list[Head]
+    pieces: list[str]
+    """Names of the tokens."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Layout:
+    """Sizes in inches."""
+
+    columns: int
+    rows: int
+    side: float  # of a panel
+    labels: float  # room for the tokens' names, left and below; 0 = axes are numbered
+    header: float
+    footer: float
+    gap: float = 0.22
+    above: float = 0.52  # a panel's title
+    margin: float = 0.35
+
+    @classmethod
+    def of(cls, page: Page, labels: list[str]) -> _Layout:
+        count, tokens = len(page.heads), len(page.pieces)
+        columns = _COLUMNS.get(count, 4)
+        side = {1: 5.2, 2: 4.2, 3: 3.4}.get(columns, 2.7)
+        room = 0.0
+        if tokens <= MOST_LABELS:
+            side = max(side, 0.13 * tokens)
+            room = 0.12 + 0.066 * max(map(len, labels))
+        width = columns * side
+        notes = sum(len(textwrap.wrap(note, _letters(width))) for note in page.notes)
+        text = len(textwrap.wrap(_EXPLAINED, _letters(width)))
+        return cls(columns, -(-count // columns), side, room, 0.62 + 0.17 * notes, 0.85 + 0.15 * text)
+
+    @property
+    def left(self) -> float:
+        return self.margin + 0.2 + (self.labels or 0.3)
+
+    @property
+    def below(self) -> float:
+        """What stands below the lowest panel of a column."""
+        return 0.2 + (self.labels or 0.25)
+
+    @property
+    def width(self) -> float:
+        return self.left + self.columns * (self.side + self.gap) + self.margin - self.gap
+
+    @property
+    def height(self) -> float:
+        return self.margin + self.header + self.rows * (self.above + self.side) + self.below + self.footer
+
+    def panel(self, number: int) -> tuple[float, float, float, float]:
+        """Place of a panel in fractions of the page."""
+        row, column = divmod(number, self.columns)
+        x = self.left + column * (self.side + self.gap)
+        y = self.height - self.margin - self.header - (row + 1) * (self.above + self.side)
+        return x / self.width, y / self.height, self.side / self.width, self.side / self.height
+
+
+def _letters(inches: float) -> int:
+    """How many letters of a small text fit."""
+    return max(40, int(inches / 0.055))
+
+
+def draw_page(page: Page, path: Path) -> None:
+    """Write a page as a PNG; makes the folder, and replaces what is there."""
+    import matplotlib as mpl  # only who draws needs it
+    from matplotlib.figure import Figure
+
+    labels = _readable(page.pieces)
+    layout = _Layout.of(page, labels)
+    with mpl.rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):  # a $ in a text is a $
+        figure = Figure(figsize=(layout.width, layout.height), dpi=_DPI, facecolor="white")
+        for number, head in enumerate(page.heads):
+            axes = figure.add_axes(layout.panel(number))
+            _draw_head(axes, head)
+            lowest = number + layout.columns >= len(page.heads)
+            _name_axes(axes, labels, layout.labels > 0, number % layout.columns == 0, lowest)
+        _write_header(figure, page, layout)
+        _write_footer(figure, page, layout)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", metadata={"Software": "matmix"})
+
+
+def _draw_head(axes: Any, head: Head) -> None:
+    from matplotlib import colormaps
+
+    low, high, diagonal = head.colour_range()
+    colours = colormaps[_SIGNED if head.signed else _POSITIVE].with_extremes(bad=_UNSEEN)
+    axes.imshow(
+        np.ma.array(head.matrix, mask=_unseen(head)),
+        cmap=colours,
+        vmin=low,
+        vmax=high,
+        # Whatever the size of the matrix, axes count tokens.
+        extent=(-0.5, head.tokens - 0.5, head.tokens - 0.5, -0.5),
+    )
+    middle = head.tokens // 2 - 0.5
+    for line in (axes.axvline, axes.axhline):
+        line(middle, color=_INK, linewidth=0.6, alpha=0.35, dashes=(4, 4))
+    for spine in axes.spines.values():
+        spine.set(color=_PALE, linewidth=0.6)
+    span = f"±{high:.2g}" if head.signed else f"{low:.3g} to {high:.3g}"
+    words = f"rank {head.rank}{' + I' if head.skip else ''}   blocks {head.below} / {head.above}   {span}"
+    if diagonal > 1.05 * high:
+        words += f"   diag {diagonal:.2g}"
+    place = {"xy": (0, 1), "xycoords": "axes fraction", "textcoords": "offset points"}
+    axes.annotate(head.name, xytext=(0, 17), fontsize=9.5, fontweight="bold", color=_INK, **place)
+    axes.annotate(words, xytext=(0, 5), fontsize=8, color=_PALE, **place)
+
+
+def _unseen(head: Head) -> np.ndarray:
+    """Where M is zero by its form: all above the diagonal, or all below it."""
+    token = np.arange(len(head.matrix)) * head.tokens // len(head.matrix)
+    later = token[None, :] > token[:, None]
+    mask = np.zeros(head.matrix.shape, dtype=bool)
+    for half in (later, later.T):
+        if not head.matrix[half].any():
+            mask |= half
+    return mask
+
+
+def _name_axes(axes: Any, labels: list[str], named: bool, left: bool, lowest: bool) -> None:
+    axes.tick_params(length=2, width=0.5, color=_PALE, labelcolor=_INK, labelsize=6.5, pad=2)
+    if named:
+        places = range(len(labels))
+        axes.set_yticks(places, labels if left else [])
+        axes.set_xticks(places, labels if lowest else [], rotation=90)
+    else:
+        axes.tick_params(labelleft=left, labelbottom=lowest)
+    if left:
+        axes.set_ylabel("output", fontsize=8, color=_PALE, labelpad=3)
+    if lowest:
+        axes.set_xlabel("input", fontsize=8, color=_PALE, labelpad=3)
+
+
+def _readable(pieces: list[str]) -> list[str]:
+    """Names of tokens on one line each, in letters that the font has."""
+    from matplotlib.font_manager import findfont, get_font
+
+    known = get_font(findfont("DejaVu Sans")).get_charmap()
+    # What byte-level tokenizers call a space and a line break, and sentencepiece a byte.
+    names = [piece.replace("Ġ", "▁").replace("Ċ", "\n") for piece in pieces]
+    names = [re.sub(r"^<0x([2-7].)>$", lambda found: chr(int(found[1], 16)), name) for name in names]
+    names = [name.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "▁") for name in names]
+    names = [name if len(name) <= 14 else f"{name[:13]}…" for name in names]
+    return ["".join(letter if ord(letter) in known else "□" for letter in name) for name in names]
+
+
+def _write_header(figure: Any, page: Page, layout: _Layout) -> None:
+    x, y = layout.margin / layout.width, 1 - layout.margin / layout.height
+    figure.text(x, y, page.title, fontsize=15, fontweight="bold", color=_INK, va="top")
+    figure.text(x, y - 0.32 / layout.height, page.subtitle, fontsize=9.5, color=_PALE, va="top")
+    notes = [line for note in page.notes for line in textwrap.wrap(note, _letters(layout.columns * layout.side))]
+    figure.text(x, y - 0.54 / layout.height, "\n".join(notes), fontsize=8, color=_INK, va="top", linespacing=1.35)
+
+
+def _write_footer(figure: Any, page: Page, layout: _Layout) -> None:
+    """The keys of the colours that are on the page, and what the words mean."""
+    text = textwrap.fill(_EXPLAINED, _letters(layout.columns * layout.side))
+    x, y = layout.margin, layout.margin + 0.15 * (text.count("\n") + 1) + 0.3
+    for signed, colours, ticks in ((True, _SIGNED, ["−", "0", "+"]), (False, _POSITIVE, ["least", "most"])):
+        if any(head.signed == signed for head in page.heads):
+            axes = figure.add_axes((x / layout.width, y / layout.height, 1.5 / layout.width, 0.11 / layout.height))
+            axes.imshow(np.linspace(0, 1, 256)[None], cmap=colours, aspect="auto", extent=(0, 1, 0, 1))
+            axes.set_yticks([])
+            axes.set_xticks(np.linspace(0, 1, len(ticks)), ticks)
+            for place, side in ((0, "left"), (-1, "right")):
+                axes.get_xticklabels()[place].set_ha(side)
+            axes.tick_params(length=2, width=0.5, color=_PALE, labelcolor=_PALE, labelsize=7, pad=2)
+            for spine in axes.spines.values():
+                spine.set(color=_PALE, linewidth=0.6)
+            x += 1.9
+    place = layout.margin / layout.width, layout.margin / layout.height
+    figure.text(*place, text, fontsize=7, color=_PALE, va="bottom", linespacing=1.35)
