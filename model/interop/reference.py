@@ -14,12 +14,13 @@ from matmix.model.encoder import Encoder
 from matmix.model.interop.hydra_layout import hydra_layer_layout, hydra_mlm_layout
 from matmix.model.interop.layouts import ForeignConfig, Layout, rename_state
 from matmix.model.interop.lion_layout import PublishedLionS, lion_attention_layout
+from matmix.model.interop.matrix_mixer_layout import ScalarAsVector, matrix_mixer_layout, scalar_as_vector
 from matmix.model.interop.mru_layout import mru_lm_layout
 from matmix.model.language_model import LanguageModel
 from matmix.model.mixers.hydra import Hydra
 from matmix.model.mixers.lion import LionD, LionLit
 
-KINDS = ("hydra-layer", "hydra-mlm", "lion-attention", "mru-lm")
+KINDS = ("hydra-layer", "hydra-matrix-mixer", "hydra-mlm", "lion-attention", "mru-lm")
 
 
 class FromReference(nn.Module):
@@ -68,8 +69,8 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
     """One of our modules with a reference's weights, in float32 and eval mode.
 
     Args:
-        kind: "hydra-layer", "lion-attention" (take and return (B, L, d_model)), "hydra-mlm" or "mru-lm" (take
-            token ids (B, L), return logits (B, L, vocab_size)).
+        kind: "hydra-layer", "hydra-matrix-mixer", "lion-attention" (take and return (B, L, d_model)), "hydra-mlm"
+            or "mru-lm" (take token ids (B, L), return logits (B, L, vocab_size)).
         state: the reference's parameters by its own names.
         config: its constructor arguments; values may be text, as safetensors metadata has them.
     Returns: a module that also has `reference_names` and `reference_gradients()`.
@@ -81,6 +82,12 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
         Hydra.check(d_model, options)
         with torch.device("meta"):
             module = ReferenceHydra(d_model, options, causal=False, max_seqlen=0, output_std=0.02)
+    elif kind == "hydra-matrix-mixer":
+        mixer, d_model, options, length, layout = matrix_mixer_layout(config)
+        state = scalar_as_vector(state)
+        reference = type(f"Reference{mixer.__name__}", (ScalarAsVector, FromReference, mixer), {})
+        with torch.device("meta"):
+            module = reference(d_model, options, causal=False, max_seqlen=length, output_std=0.02)
     elif kind == "lion-attention":
         mixer, d_model, options, layout = lion_attention_layout(state, config)
         reference = {LionLit: ReferenceLionLit, LionD: ReferenceLionD, PublishedLionS: ReferenceLionS}[mixer]

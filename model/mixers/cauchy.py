@@ -48,11 +48,8 @@ class Cauchy(QueryKeyMixer):
     def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         q, k = (part.permute(0, 2, 1, 3) for part in self.summands(inputs))  # (B, H, L, d)
         denominators = q.unsqueeze(3) + k.unsqueeze(2) + 1e-8
-        if self.data_dependent:
-            small = denominators < SMALLEST_DENOMINATOR
-            tangent = (2 - denominators / SMALLEST_DENOMINATOR) / SMALLEST_DENOMINATOR
-            return torch.where(small, tangent, 1 / denominators).sum(-1) * self.scale()
-        return (1 / denominators).sum(-1) * self.scale()
+        terms = guarded_reciprocals(denominators) if self.data_dependent else 1 / denominators
+        return terms.sum(-1) * self.scale()
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
         rows = guarded_cauchy_rows if self.data_dependent else cauchy_rows
@@ -104,8 +101,12 @@ def cauchy_rows(q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def guarded_cauchy_rows(q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
-    """As `cauchy_rows`, with the tangent below `SMALLEST_DENOMINATOR`."""
-    denominators = cauchy_denominators(q, k)
-    legal = denominators.clamp(min=SMALLEST_DENOMINATOR)
-    missing = legal - denominators
-    return (legal.reciprocal() + missing * SMALLEST_DENOMINATOR**-2).sum(2)
+    """As `cauchy_rows`, guarded."""
+    return guarded_reciprocals(cauchy_denominators(q, k)).sum(2)
+
+
+def guarded_reciprocals(x: torch.Tensor) -> torch.Tensor:
+    """1 / x, and below `SMALLEST_DENOMINATOR` its tangent there."""
+    tangent = (2 - x / SMALLEST_DENOMINATOR) / SMALLEST_DENOMINATOR
+    # Clamped too: an infinite reciprocal, even where it is not chosen, would make the gradient NaN.
+    return torch.where(x < SMALLEST_DENOMINATOR, tangent, x.clamp(min=SMALLEST_DENOMINATOR).reciprocal())
