@@ -100,7 +100,7 @@ def test_a_recipe_shows_its_initial_weights_without_any_data(tmp_path):
     config = load_config("debug_mru", [*overrides, "--model.vocab-size", "256"])
     model = build_model(config.model)
     initialize(model, config.seed)
-    (_, matrix) = next(mixer_matrices(model, subject.ids, [1]))
+    (_, matrix) = next(mixer_matrices(model.eval(), subject.ids, [1]))
     (_, same) = next(mixer_matrices(subject.model, subject.ids, [1]))
     assert torch.equal(matrix, same)
     assert fresh("debug_mru", "né", None, [*overrides, "--model.vocab-size", "100"]).ids == [10, 95, 69]
