@@ -27,7 +27,7 @@ from matmix.model.mixers.masked_attention_masks import (
     fourier_product,
     masked_product,
     toeplitz_mask,
-    toeplitz_product,
+    toeplitz_mask_product,
     toeplitz_spectrum,
     transform_length,
 )
@@ -241,7 +241,7 @@ class SmaToeplitz(MaskedAttention):
         return toeplitz_mask(self.alpha, x.shape[1])
 
     def linear_order(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        return masked_product(*self.project(x), toeplitz_product, toeplitz_spectrum(self.alpha, x.shape[1]))
+        return masked_product(*self.project(x), toeplitz_mask_product, toeplitz_spectrum(self.alpha, x.shape[1]))
 
 
 class SmaFourier(MaskedAttention):

@@ -42,7 +42,7 @@ def fourier_mask(length: int, like: Tensor) -> Tensor:
 
 
 def toeplitz_spectrum(alpha: Tensor, length: int) -> Tensor:
-    """What `toeplitz_product` multiplies with: the transform of the circulant matrix that L is a corner of."""
+    """What `toeplitz_mask_product` multiplies with: the transform of the circulant matrix that L is a corner of."""
     points = transform_length(length)
     middle = alpha.shape[-1] // 2
     alpha = alpha.to(torch.promote_types(alpha.dtype, torch.float32))
@@ -51,7 +51,7 @@ def toeplitz_spectrum(alpha: Tensor, length: int) -> Tensor:
     return torch.fft.rfft(circle)
 
 
-def toeplitz_product(x: Tensor, spectrum: Tensor) -> Tensor:
+def toeplitz_mask_product(x: Tensor, spectrum: Tensor) -> Tensor:
     """L x for x (B, H, ..., L) and a spectrum (H, points / 2 + 1)."""
     points, length = 2 * (spectrum.shape[-1] - 1), x.shape[-1]
     spectrum = spectrum.view(1, spectrum.shape[0], *[1] * (x.dim() - 3), -1)
