@@ -1,0 +1,221 @@
+"""S4D, Hyena and MLP-Mixer against their equations, token by token in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from matmix.model import MixerOptions, ModelConfig, build_model, initialize
+from matmix.model.flops import flops_by_part
+from matmix.model.mixers.attention import AttentionConfig
+from matmix.model.mixers.hyena import Hyena, HyenaConfig
+from matmix.model.mixers.mlp_mixer import MLPMixer, MLPMixerConfig
+from matmix.model.mixers.s4d import S4D, S4DConfig
+
+D_MODEL = 6
+
+
+def _build(kind, config, causal=True, max_seqlen=20, noise=0.1, dtype=torch.float64):
+    mixer = kind(D_MODEL, config, causal=causal, max_seqlen=max_seqlen, output_std=0.3)
+    initialize(mixer, seed=0)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter += noise * torch.randn_like(parameter)
+    return mixer.to(dtype).eval()
+
+
+def _s4d(causal=True, noise=0.1, **options):
+    return _build(S4D, S4DConfig(**{"d_state": 6, "dt_min": 0.05, "dt_max": 0.5} | options), causal, noise=noise)
+
+
+def _hyena(causal=True, noise=0.1, **options):
+    return _build(Hyena, HyenaConfig(**{"filter_width": 5, "filter_features": 5} | options), causal, noise=noise)
+
+
+def _mlp_mixer(max_seqlen=13, **options):
+    return _build(MLPMixer, MLPMixerConfig(**options), causal=False, max_seqlen=max_seqlen)
+
+
+def _s4d_scan(mixer, u, kernel):
+    """Re of C times the states of x_t = exp(dt A) x_{t-1} + B u_t, doubled for the conjugates, with zero-order hold."""
+    pairs = mixer.config.d_state // 2
+    A = torch.complex(-mixer.A_log.exp(), mixer.A_imag).view(D_MODEL, pairs)
+    dt = mixer.log_dt.exp().unsqueeze(1)
+    transition = torch.exp(dt * A)
+    B, C = (transition - 1) / A, torch.view_as_complex(mixer.C)[kernel]
+    state, outputs = torch.zeros(u.shape[0], D_MODEL, pairs, dtype=A.dtype), []
+    for t in range(u.shape[1]):
+        state = transition * state + B * u[:, t].unsqueeze(-1)
+        outputs.append(2 * (C * state).sum(-1).real)
+    return torch.stack(outputs, 1)
+
+
+def _s4d_layer(mixer, x):
+    y = _s4d_scan(mixer, x, 0) + mixer.D * x
+    if not mixer.causal:  # the scan from behind starts with the next token
+        y = y + F.pad(_s4d_scan(mixer, x.flip(1), 1).flip(1)[:, 1:], (0, 0, 0, 1))
+    a, b = (F.gelu(y) @ mixer.out_proj.weight.T + mixer.out_proj.bias).chunk(2, -1)
+    return a * torch.sigmoid(b)
+
+
+def _hyena_filter(mixer, offset):
+    """h (d_model,) at one offset."""
+    t = torch.tensor(offset / mixer.max_seqlen, dtype=torch.float64)
+    bands = torch.linspace(1e-4, 1, 2, dtype=torch.float64)
+    waves = torch.exp(-2j * math.pi * bands * t)
+    h = torch.cat([t.view(1), waves.real, waves.imag])
+    for layer in mixer.filter.layers:
+        h = torch.sin(mixer.filter.freq * (layer.weight @ h + layer.bias))
+    rates = torch.linspace(math.log(100) / 1.5, math.log(100) / 0.3, D_MODEL, dtype=torch.float64)
+    return mixer.filter.out.weight @ h * torch.exp(-rates * abs(t))
+
+
+def _hyena_layer(mixer, x):
+    length = x.shape[1]
+    p = x @ mixer.in_proj.weight.T + mixer.in_proj.bias
+    padded = F.pad(p, (0, 0, 2, 0) if mixer.causal else (0, 0, 1, 1))
+    taps = mixer.conv1d.weight[:, 0]
+    p = mixer.conv1d.bias + sum(taps[:, j] * padded[:, j : j + length] for j in range(3))
+    x0, x1, v = p.chunk(3, -1)
+    u, rows = x1 * v, []
+    for t in range(length):
+        seen = range(t + 1) if mixer.causal else range(length)
+        rows.append(mixer.D * u[:, t] + sum(_hyena_filter(mixer, t - s) * u[:, s] for s in seen))
+    return (x0 * torch.stack(rows, 1)) @ mixer.out_proj.weight.T + mixer.out_proj.bias
+
+
+def _mlp_mixer_layer(mixer, x):
+    h = torch.einsum("hs,bsc->bhc", mixer.up.weight, x) + mixer.up.bias.unsqueeze(-1)
+    h = h * 0.5 * (1 + torch.erf(h / math.sqrt(2)))
+    return torch.einsum("th,bhc->btc", mixer.down.weight, h) + mixer.down.bias.unsqueeze(-1)
+
+
+LAYERS = {
+    "s4d-causal": (lambda: _s4d(), _s4d_layer),
+    "s4d": (lambda: _s4d(causal=False, spectrum="inv"), _s4d_layer),
+    "hyena-causal": (lambda: _hyena(), _hyena_layer),
+    "hyena": (lambda: _hyena(causal=False), _hyena_layer),
+    "mlp_mixer": (_mlp_mixer, _mlp_mixer_layer),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_equal_their_equations(name):
+    make, reference = LAYERS[name]
+    mixer = make()
+    x = torch.randn(2, 13, D_MODEL, dtype=torch.float64)
+    parameters = list(mixer.parameters())
+    results = []
+    for function in (mixer, lambda x: reference(mixer, x)):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf)
+        loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum()
+        results.append([y, *torch.autograd.grad(loss, [leaf, *parameters])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("make", [_s4d, _hyena])
+def test_steps_and_pieces_equal_the_whole(make):
+    mixer = make()
+    x = torch.randn(2, 12, D_MODEL, dtype=torch.float64)
+    y, state, pieces = mixer(x), mixer.initial_state(2), []
+    for piece in x.split([1, 1, 6, 1, 3], dim=1):
+        if piece.shape[1] == 1:
+            out, state = mixer.step(piece[:, 0], state)
+            pieces.append(out.unsqueeze(1))
+        else:
+            out, state = mixer.forward_with_state(piece, state)
+            pieces.append(out)
+    torch.testing.assert_close(torch.cat(pieces, 1), y, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("make", [_s4d, _hyena])
+def test_packed_documents_equal_documents_alone(make, causal):
+    mixer = make(causal)
+    lengths = [3, 9, 1, 0, 3, 8]
+    x = torch.randn(1, sum(lengths), D_MODEL, dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    alone = torch.cat([mixer(part) for part in x.split(lengths, dim=1) if part.shape[1]], 1)
+    torch.testing.assert_close(mixer(x, cu_seqlens, max(lengths)), alone, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("make", [_s4d, _hyena])
+def test_long_documents_stay_close_to_float64(make, causal):
+    """509 tokens, a prime number, in float32, with the initial weights; Hyena beyond its max_seqlen."""
+    mixer = make(causal, noise=0.0)
+    x = torch.randn(1, 509, D_MODEL, dtype=torch.float64)
+    with torch.no_grad():
+        exact, y = mixer(x), mixer.float()(x.float())
+    assert (y.double() - exact).norm() < 1e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("make", [_s4d, _hyena])
+def test_filters_stay_float32_under_autocast(make, causal):
+    """Rounding of the projections is left, not of 300 summed tokens or of the kernels' arguments."""
+    mixer = make(causal, noise=0.0).float()
+    x = torch.randn(2, 300, D_MODEL)
+    with torch.no_grad():
+        exact = mixer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = mixer(x)
+    assert (y.float() - exact).norm() < 0.02 * exact.norm()
+
+
+def test_one_kernel_serves_all_lengths():
+    """A document's beginning is mixed as if it were all there is."""
+    x = torch.randn(1, 19, D_MODEL, dtype=torch.float64)
+    for mixer in (_s4d(), _hyena()):
+        torch.testing.assert_close(mixer(x)[:, :7], mixer(x[:, :7]), rtol=1e-9, atol=1e-12)
+
+
+def test_s4d_starts_with_the_spectra_of_the_paper():
+    lin, inv = (_s4d(spectrum=spectrum, noise=0.0) for spectrum in ("lin", "inv"))
+    rates = lin.rates()[3] / lin.log_dt.exp()[3]
+    torch.testing.assert_close(rates.imag, math.pi * torch.arange(3.0).double())
+    torch.testing.assert_close(rates.real, torch.full((3,), -0.5).double())
+    frequencies = [6 / math.pi * (6 / (2 * n + 1) - 1) for n in range(3)]
+    assert inv.A_imag.view(D_MODEL, 3)[2].tolist() == pytest.approx(frequencies, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        (S4D, S4DConfig(d_state=7), "d_state = 7: must be even"),
+        (S4D, S4DConfig(dt_min=0.2), "dt_min = 0.2: must be above 0 and at most dt_max = 0.1"),
+        (Hyena, HyenaConfig(d_conv=4), "d_conv = 4: must be odd"),
+        (Hyena, HyenaConfig(filter_features=2), "filter_features = 2: must be odd"),
+        (MLPMixer, MLPMixerConfig(token_mlp_ratio=0), "token_mlp_ratio = 0: must be above 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(kind, config, message):
+    with pytest.raises(ValueError, match=rf"model\.mixers\.{kind.name}\.{message}"):
+        kind.check(D_MODEL, config)
+
+
+@pytest.mark.parametrize("mixer", ["attention", "mlp_mixer"])
+def test_transformer_and_mlp_mixer_are_encoders_of_one_kind(mixer):
+    """The two published blocks: token mixing, then an MLP four times as wide."""
+    config = ModelConfig(
+        architecture="encoder",
+        layers=(mixer,),
+        n_layers=2,
+        d_model=16,
+        mlp_ratio=4.0,
+        vocab_size=31,
+        max_seqlen=12,
+        mixers=MixerOptions(attention=AttentionConfig(headdim=8)),
+    )
+    model = build_model(config)
+    initialize(model, seed=0)
+    logits = model(torch.randint(31, (2, 12)))
+    assert logits.shape == (2, 12, 31)
+    F.cross_entropy(logits.flatten(0, 1), torch.randint(31, (24,))).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+    assert set(flops_by_part(config, 12)) == {mixer, "mlp", "readout"}
