@@ -13,8 +13,8 @@ Entries = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """(q (B, R, H, d), k (B, L, H, d), position of the first of the R rows) -> rows of the matrix (B, H, R, L)."""
 
 BLOCK_NUMBERS = 1 << 22
-"""Terms, one for each pair of tokens, head and channel, that are in memory at a time. On a CPU four times as many, which
-its caches do not hold, took 2.7 times as long (cauchy_dd, 512 tokens); elsewhere 16 times as many are taken."""
+"""Terms, one for each pair of tokens, head and channel, that are in memory at a time. On a CPU four times as many,
+which its caches do not hold, took 2.8 times as long (cauchy_dd, 512 tokens); elsewhere 16 times as many are taken."""
 
 
 @outside_autocast
