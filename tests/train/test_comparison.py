@@ -283,9 +283,9 @@ def test_finished_runs_are_not_touched(compared):
 
 def test_a_failed_run_is_reported_and_the_others_finish(compared):
     assert compared.code == 1
-    assert "1 runs failed" in compared.output
+    assert "1 run failed" in compared.output
     assert "broken, seed 0: " in compared.output
-    assert "nowhere" in compared.output.split("runs failed")[1]
+    assert "nowhere" in compared.output.split("1 run failed")[1]
     assert "broken seed 0 (missing)" in compared.output
 
 

@@ -145,7 +145,8 @@ def run_tasks(tasks: Sequence[Task], parallel: int, tell: Tell = print) -> Ended
 
 def describe_failures(failures: Sequence[Failure]) -> str:
     """What went wrong, run by run, with the last lines of each."""
-    lines = [f"{len(failures)} runs failed; the same command tries them again:"]
+    runs = "1 run" if len(failures) == 1 else f"{len(failures)} runs"
+    lines = [f"{runs} failed; the same command tries again:"]
     for failure in failures:
         lines.append(f"  {failure.task.title}: {failure.reason} (exit code {failure.code}, {failure.task.log})")
         lines += [f"    | {line}" for line in failure.lines]
