@@ -1,0 +1,41 @@
+"""A comparison of two encoders that train in a second: a plain recipe, and what makes a comparison of it."""
+
+TINY = """
+steps = 4
+global_batch_size = 4
+device = "cpu"
+[model]
+architecture = "encoder"
+d_model = 16
+n_layers = 2
+mlp_ratio = 0.0
+layers = ["attention"]
+mixers.attention.nheads = 2
+mixers.attention.headdim = 8
+mixers.hydra = { headdim = 8, d_state = 4 }
+[data]
+seqlen = 32
+workers = 0
+[objective]
+name = "masked_lm"
+[optimizer]
+lr = 1e-2
+[evaluation]
+batches = 1
+[checkpoint]
+every = 0
+[logging]
+every = 1
+tensorboard = false
+progress = false
+"""
+ENTRIES = """
+[comparison]
+seeds = [0, 1]
+tolerance = 0.1
+[[comparison.entry]]
+name = "attention"
+[[comparison.entry]]
+name = "Hydra, 2 x"
+model.layers = ["hydra"]
+"""

@@ -1,0 +1,239 @@
+"""Runs of a comparison go on and do not end each other; the report says what they say; speed; the job array."""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+import statistics
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from comparisons import ENTRIES, TINY
+from runs import records
+
+from matmix.launch.cli import main
+from matmix.launch.slurm import plan_configs, render_launch, write_launch
+from matmix.launch.slurm_options import SlurmOptions
+from matmix.launch.status import task_runs
+from matmix.model.build import count_parameters
+from matmix.train import stop
+from matmix.train.comparison import speed
+from matmix.train.comparison.config import read_comparison
+from matmix.train.comparison.report import write_report
+from matmix.train.comparison.results import collect
+from matmix.train.comparison.runs import run_tasks, tasks_of
+from matmix.train.comparison.width import matched
+from matmix.train.loop import train
+from matmix.train.recipe import load_config
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a comparison; returns its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+# -- runs and report ----------------------------------------------------------------------------------------------
+
+BROKEN = ENTRIES + '[[comparison.entry]]\nname = "broken"\ndata.path = "nowhere"\n'
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory, dataset):
+    """A comparison through a stop, a resume and a failure: attention with seed 0 is stopped on the way; Hydra's runs
+    and attention with seed 1 are finished by hand; then the command trains what is open."""
+    folder = tmp_path_factory.mktemp("comparison")
+    path, home = folder / "mine.toml", folder / "runs"
+    path.write_text(TINY + BROKEN.replace("[0, 1]", "[0]"))
+    arguments = ["--model.vocab-size", "320", "--run-dir", str(home), "--data.path"]
+
+    def tasks(steps: int) -> dict[tuple[str, int], object]:
+        comparison = matched(read_comparison(str(path), [*arguments, dataset, "--steps", str(steps)]))
+        return {(task.entry, task.seed): task for task in tasks_of(comparison)}
+
+    # Stopped by what a signal does, as soon as it has done steps.
+    endless = tasks(100_000)["attention", 0]
+    waiter = threading.Thread(target=_stop_after_records, args=(endless.run.path / "metrics.jsonl",))
+    waiter.start()
+    ended = run_tasks([endless], 1, lambda text: None)
+    waiter.join()
+    stop.forget()
+    stopped_at = records(endless.run.path)[-1]["step"]
+
+    steps = stopped_at + 2
+    finished = tasks(steps)["Hydra, 2 x", 0]
+    train(finished.config)
+    before = (finished.run.path / "summary.json").stat().st_mtime_ns
+    # `broken` has a data path of its own, which the command line would replace: it stays in the recipe.
+    path.write_text(TINY.replace("[data]", f'[data]\npath = "{dataset}"') + BROKEN.replace("[0, 1]", "[0]"))
+    output: list[str] = []
+    code = _captured(
+        ["compare", str(path), *arguments[:-1], "--steps", str(steps), "--parallel", "2", "--no-speed"], output
+    )
+    return SimpleNamespace(
+        path=path,
+        home=home,
+        code=code,
+        output="\n".join(output),
+        ended=ended,
+        stopped_at=stopped_at,
+        steps=steps,
+        untouched=(finished.run.path / "summary.json").stat().st_mtime_ns == before,
+        arguments=[*arguments[:-1], "--steps", str(steps)],
+    )
+
+
+def _stop_after_records(path) -> None:
+    for _ in range(600):
+        if path.is_file() and path.read_text().count("\n") >= 2:
+            break
+        time.sleep(0.05)
+    stop.request()
+
+
+def _captured(arguments: list[str], output: list[str]) -> int:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        code = main(arguments)
+    output.append(text.getvalue())
+    return code
+
+
+def test_a_stopped_run_is_saved_and_goes_on(compared):
+    assert compared.ended.stopped
+    assert not compared.ended.failures
+    run = compared.home / "attention" / "seed-0"
+    assert [record["step"] for record in records(run)] == list(range(1, compared.steps + 1))
+    assert f"resumed from step-{compared.stopped_at:08d}" in (run / "train.log").read_text()
+
+
+def test_finished_runs_are_not_touched(compared):
+    assert compared.untouched
+    assert "1 of 3 runs are finished already" in compared.output
+
+
+def test_a_failed_run_is_reported_and_the_others_finish(compared):
+    assert compared.code == 1
+    assert "1 run failed" in compared.output
+    assert "broken, seed 0: " in compared.output
+    assert "nowhere" in compared.output.split("1 run failed")[1]
+    assert "broken seed 0 (missing)" in compared.output
+
+
+def test_the_table_says_what_the_runs_say(compared):
+    comparison = matched(read_comparison(str(compared.path), compared.arguments))
+    with (compared.home / "report" / "table.csv").open() as file:
+        rows = {row["entry"]: row for row in csv.DictReader(file)}
+    for entry in comparison.entries[:2]:
+        validation = load_summary(compared.home / entry.folder / "seed-0")
+        assert float(rows[entry.name]["loss_mean"]) == validation["loss"]
+        assert float(rows[entry.name]["masked_accuracy_mean"]) == validation["masked_accuracy"]
+        assert int(rows[entry.name]["parameters"]) == count_parameters(entry.config.model)
+        assert f"{validation['loss']:.4f} " in compared.output  # one seed: no deviation
+    assert "±" not in compared.output.split("Mean ±")[0]
+    losses = [float(row["loss_mean"]) for row in rows.values() if row["loss_mean"]]
+    assert losses == sorted(losses)
+    assert list(rows)[-1] == "broken"
+    assert (compared.home / "report" / "plot.png").stat().st_size > 10_000
+    assert (compared.home / "report" / "table.md").read_text().strip() in compared.output
+
+
+def load_summary(run) -> dict:
+    return json.loads((run / "summary.json").read_text())["validation"]
+
+
+def test_a_report_of_what_is_there_and_the_spread_over_seeds(compared, recipe, capsys):
+    """With seed 1 in the recipe: the runs of seed 0 are there, those of seed 1 are marked; then they are there too."""
+    compared.path.write_text(compared.path.read_text().replace("seeds = [0]", "seeds = [0, 1]"))
+    comparison = matched(read_comparison(str(compared.path), compared.arguments))
+    assert main(["compare", str(compared.path), *compared.arguments, "--report"]) == 0
+    text = capsys.readouterr().out
+    assert "attention seed 1 (missing)" in text
+    assert "1 of 2" in text
+    (second,) = [task for task in tasks_of(comparison) if (task.entry, task.seed) == ("attention", 1)]
+    train(second.config)
+    found = next(result for result in collect(comparison) if result.entry.name == "attention")
+    losses = [load_summary(compared.home / "attention" / f"seed-{seed}")["loss"] for seed in (0, 1)]
+    assert found.values("loss") == losses
+    mean, deviation = statistics.fmean(losses), abs(losses[0] - losses[1]) / 2**0.5
+    assert f"{mean:.4f} ± {deviation:.4f}" in write_report(comparison)
+
+
+def test_a_directory_of_another_config_is_refused(compared, capsys):
+    arguments = ["compare", str(compared.path), *compared.arguments, "--model.n-layers", "1"]
+    assert main(arguments) == 2
+    assert "belongs to a run with another config" in capsys.readouterr().err
+
+
+# -- speed --------------------------------------------------------------------------------------------------------
+
+
+def test_speed_is_the_median_of_rounds_that_take_turns(recipe, dataset, tmp_path, monkeypatch):
+    comparison = matched(
+        read_comparison(recipe(TINY + ENTRIES), ["--data.path", dataset, "--run-dir", str(tmp_path / "home")])
+    )
+    order, numbers = [], iter([10, 30, 20, 100, 12, 300])
+
+    def measured(path):
+        order.append(path.parent.name)
+        assert load_config(str(path)).model.vocab_size == 320
+        return {"tokens_per_second": next(numbers), "peak_bytes": 2**20}
+
+    monkeypatch.setattr(speed, "_in_a_process", measured)
+    assert not speed.is_measured(comparison)
+    speed.measure_all(comparison, lambda text: None)
+    assert order == ["attention", "Hydra-2-x"] * 3
+    assert speed.is_measured(comparison)
+    found = {result.entry.name: result for result in collect(comparison)}
+    assert found["attention"].tokens_per_second == 12
+    assert found["Hydra, 2 x"].tokens_per_second == 100
+    assert found["attention"].peak_bytes == 2**20
+    wider = dataclasses.replace(comparison.entries[0], parameters=1)
+    assert not speed.is_measured(dataclasses.replace(comparison, entries=(wider,)))
+
+
+@pytest.mark.parametrize("packing", ["concat", "document", "rows"])
+def test_a_measurement_counts_tokens_and_bytes_of_training_steps(recipe, packing, monkeypatch):
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    overrides = ["--model.vocab-size", "64", "--data.packing", packing]
+    config = read_comparison(recipe(TINY + ENTRIES), overrides).entries[1].config
+    found = speed.measure(config)
+    assert found["steps"] == speed.STEPS
+    assert found["tokens_per_second"] > 0
+    assert found["peak_bytes"] > 0
+
+
+# -- Slurm --------------------------------------------------------------------------------------------------------
+
+
+def test_the_runs_as_a_job_array(recipe, dataset, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MATMIX_CLUSTERS", str(tmp_path / "clusters.toml"))
+    (tmp_path / "clusters.toml").write_text("")
+    home = tmp_path / "home"
+    command = ["compare", recipe(TINY + ENTRIES), "--data.path", dataset, "--run-dir", str(home)]
+    options = ["--slurm", "--tasks-per-node", "2", "--array-limit", "3", "--partition", "gpu"]
+    assert main([*command, *options, "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-3%3\n" in script
+    assert "#SBATCH --partition=gpu\n" in script
+    comparison = matched(read_comparison(command[1], command[2:]))
+    tasks = tasks_of(comparison)
+    positions = [script.index(f"  {task.run.path}\n") for task in tasks]  # where --report looks for them
+    assert positions == sorted(positions)
+    assert not home.exists()
+
+    # What the tasks of the array are given, and where its status is looked for.
+    plan = plan_configs(home, [task.config for task in tasks], SlurmOptions(tasks_per_node=2), command, is_sweep=True)
+    write_launch(plan, render_launch(plan))
+    for number, task in enumerate(tasks):
+        assert load_config(str(plan.folder / "tasks" / str(number) / "config.toml")) == task.config
+    assert task_runs(home, SimpleNamespace(launch=plan.launch_id)) == [task.run.path for task in tasks]
