@@ -47,11 +47,9 @@ def recipe(tmp_path):
 BROKEN = ENTRIES + '[[comparison.entry]]\nname = "broken"\ndata.path = "nowhere"\n'
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory, dataset):
+def _compare_with_a_stop_and_a_failure(folder, dataset) -> SimpleNamespace:
     """A comparison through a stop, a resume and a failure: attention with seed 0 is stopped on the way; Hydra's runs
     and attention with seed 1 are finished by hand; then the command trains what is open."""
-    folder = tmp_path_factory.mktemp("comparison")
     path, home = folder / "mine.toml", folder / "runs"
     path.write_text(TINY + BROKEN.replace("[0, 1]", "[0]"))
     arguments = ["--model.vocab-size", "320", "--run-dir", str(home), "--data.path"]
@@ -108,7 +106,7 @@ def _captured(arguments: list[str], output: list[str]) -> int:
     return code
 
 
-def test_a_stopped_run_is_saved_and_goes_on(compared):
+def check_a_stopped_run_is_saved_and_goes_on(compared) -> None:
     assert compared.ended.stopped
     assert not compared.ended.failures
     run = compared.home / "attention" / "seed-0"
@@ -116,12 +114,12 @@ def test_a_stopped_run_is_saved_and_goes_on(compared):
     assert f"resumed from step-{compared.stopped_at:08d}" in (run / "train.log").read_text()
 
 
-def test_finished_runs_are_not_touched(compared):
+def check_finished_runs_are_not_touched(compared) -> None:
     assert compared.untouched
     assert "1 of 3 runs are finished already" in compared.output
 
 
-def test_a_failed_run_is_reported_and_the_others_finish(compared):
+def check_a_failed_run_is_reported_and_the_others_finish(compared) -> None:
     assert compared.code == 1
     assert "1 run failed" in compared.output
     assert "broken, seed 0: " in compared.output
@@ -129,7 +127,7 @@ def test_a_failed_run_is_reported_and_the_others_finish(compared):
     assert "broken seed 0 (missing)" in compared.output
 
 
-def test_the_table_says_what_the_runs_say(compared):
+def check_the_table_says_what_the_runs_say(compared) -> None:
     comparison = matched(read_comparison(str(compared.path), compared.arguments))
     with (compared.home / "report" / "table.csv").open() as file:
         rows = {row["entry"]: row for row in csv.DictReader(file)}
@@ -151,7 +149,7 @@ def load_summary(run) -> dict:
     return json.loads((run / "summary.json").read_text())["validation"]
 
 
-def test_a_report_of_what_is_there_and_the_spread_over_seeds(compared, recipe, capsys):
+def check_a_report_of_what_is_there_and_the_spread_over_seeds(compared, capsys) -> None:
     """With seed 1 in the recipe: the runs of seed 0 are there, those of seed 1 are marked; then they are there too."""
     compared.path.write_text(compared.path.read_text().replace("seeds = [0]", "seeds = [0, 1]"))
     comparison = matched(read_comparison(str(compared.path), compared.arguments))
@@ -168,10 +166,21 @@ def test_a_report_of_what_is_there_and_the_spread_over_seeds(compared, recipe, c
     assert f"{mean:.4f} ± {deviation:.4f}" in write_report(comparison)
 
 
-def test_a_directory_of_another_config_is_refused(compared, capsys):
+def check_a_directory_of_another_config_is_refused(compared, capsys) -> None:
     arguments = ["compare", str(compared.path), *compared.arguments, "--model.n-layers", "1"]
     assert main(arguments) == 2
     assert "belongs to a run with another config" in capsys.readouterr().err
+
+
+def test_a_comparison_through_a_stop_a_resume_and_a_failure(tmp_path, dataset, capsys):
+    """One test, since each would train the same runs again in a process of its own."""
+    compared = _compare_with_a_stop_and_a_failure(tmp_path, dataset)
+    check_a_stopped_run_is_saved_and_goes_on(compared)
+    check_finished_runs_are_not_touched(compared)
+    check_a_failed_run_is_reported_and_the_others_finish(compared)
+    check_the_table_says_what_the_runs_say(compared)
+    check_a_report_of_what_is_there_and_the_spread_over_seeds(compared, capsys)
+    check_a_directory_of_another_config_is_refused(compared, capsys)
 
 
 # -- speed --------------------------------------------------------------------------------------------------------
