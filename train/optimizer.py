@@ -7,8 +7,8 @@ from torch import nn
 
 from matmix.train.config import OptimizerConfig
 
-# State-space parameters whose value is a rate or a state, not a weight: shrinking them towards 0 has no meaning.
-NEVER_DECAYED = frozenset({"A_log", "dt_bias", "D", "init_states"})
+# Parameters whose value is a rate, a frequency or a state, not a weight: shrinking them towards 0 has no meaning.
+NEVER_DECAYED = frozenset({"A_log", "dt_bias", "D", "init_states", "q_bias", "k_bias"})
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:

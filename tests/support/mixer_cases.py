@@ -34,6 +34,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention-wide": ("attention", {"value_headdim": 4, "nheads": 3, "bias": True}),
     "attention-xpos": ("attention", {"position": "xpos"}),
     "attention-without-positions": ("attention", {"position": "none"}),
+    "gated_delta-without-gate": ("gated_delta", {"gate": False, "expand": 2, "bias": True}),
+    "s4d-inverse": ("s4d", {"spectrum": "inv"}),
+    "mlp_mixer-without-biases": ("mlp_mixer", {"bias": False}),
     "lion_s-published-gates": ("lion_s", {"gate_offset": 0, "forward_gate_offset": 1, "qkv_bias": True}),
     "lion_d-recurrent": ("lion_d", {"form": "recurrent", "nheads": 3}),
 }
