@@ -1,0 +1,22 @@
+"""The tables of docs/mixers.md say of every registered mixer what its class says."""
+
+from pathlib import Path
+
+from matmix.model.mixers import MIXERS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/mixers.md"
+
+
+def test_the_page_has_every_mixer_with_its_facts():
+    rows = [line.strip("|").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:3] == "| `"]
+    found = {name.strip(" `"): tuple(facts) for name, _, *facts, _ in rows}
+    forms = {(True, True): "both", (True, False): "causal", (False, True): "bidirectional"}
+    assert found == {
+        name: (
+            forms[mixer.causal_form, mixer.bidirectional_form],
+            "data" if mixer.data_dependent else "parameters",
+            "fixed" if mixer.fixed_length else "any",
+            mixer.complexity,
+        )
+        for name, mixer in MIXERS.items()
+    }
