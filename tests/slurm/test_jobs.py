@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
 import pytest
-from slurm_runs import STEPS, SlurmRun, assert_undisturbed
+from comparisons import ENTRIES, TINY
+from slurm_runs import PATIENT, STEPS, SlurmRun, assert_undisturbed
 from stories import tells
 
-from matmix.launch import launch
+from matmix.launch import compare, launch
 from matmix.launch.records import preparation_home, read_jobs
 from matmix.train.exits import EXIT_OK, EXIT_STOPPED
 
@@ -105,6 +107,31 @@ def test_an_array_of_parts_is_joined_once_a_failed_part_was_made_again(told):
     for split in ("train", "validation"):
         for count in ("documents", "tokens"):
             assert joined["splits"][split][count] == whole["splits"][split][count]
+
+
+def compared(stage):
+    """Two mixers with two seeds each, submitted as one array and tabulated afterwards."""
+    recipe, home = stage.folder / "compared.toml", stage.folder / "compared"
+    recipe.write_text(TINY + ENTRIES)
+    words = [str(recipe), "--run-dir", str(home), "--data.path", stage.dataset, "--model.vocab-size", "320"]
+    assert compare.main([*words, "--slurm", "--nodes", "1", "--tasks-per-node", "1", *PATIENT]) == 0
+    (job,) = read_jobs(home)
+    yield words, home, job
+    for task in range(job.tasks):
+        stage.cluster.wait_for_end(f"{job.job}_{task}")
+
+
+@pytest.mark.slow
+@tells(compared)
+def test_a_comparison_is_an_array_that_is_tabulated_afterwards(told, capsys):
+    words, home, job = told
+    assert job.tasks == 4
+    assert compare.main([*words, "--report"]) == 0
+    table = capsys.readouterr().out
+    with (home / "report/table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["entry"] for row in rows} == {"attention", "Hydra, 2 x"}
+    assert all(row["n"] == "2" for row in rows), table
 
 
 # -- status, cancel, resubmit ----------------------------------------------------------------------------------------
