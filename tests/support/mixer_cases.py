@@ -38,7 +38,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "s4d-inverse": ("s4d", {"spectrum": "inv"}),
     "mlp_mixer-without-biases": ("mlp_mixer", {"bias": False}),
     "lion_s-published-gates": ("lion_s", {"gate_offset": 0, "forward_gate_offset": 1, "qkv_bias": True}),
-    "lion_d-recurrent": ("lion_d", {"form": "recurrent", "nheads": 3}),
+    "lion_d-wide": ("lion_d", {"nheads": 3}),
 }
 """Name of a case -> (mixer, options)."""
 
