@@ -18,7 +18,7 @@ class MLPMixerConfig:
     """Options of MLP-Mixer's token mixing."""
 
     token_mlp_ratio: float = 0.5
-    """Hidden width over the number of tokens, model.max_seqlen."""
+    """Hidden width over d_model."""
     bias: bool = True
     """Biases of both layers."""
 
@@ -34,21 +34,21 @@ class MLPMixer(Mixer):
     causal_form = False
     bidirectional_form = True
     sequence_aligned = False
-    complexity = "O(L^2)"
+    complexity = "O(L)"  # the hidden width does not grow with the length
     fixed_length = True
 
     def __init__(self, d_model: int, config: MLPMixerConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
-        hidden = self.hidden_width(config, max_seqlen)
+        hidden = self.hidden_width(d_model, config)
         self.up = nn.Linear(max_seqlen, hidden, bias=config.bias)
         self.down = nn.Linear(hidden, max_seqlen, bias=config.bias)
         # There is no projection behind: `down` is what writes to the residual stream.
         self.init_rules = {"up.weight": normal_init(max_seqlen**-0.5), "down.weight": normal_init(output_std)}
 
     @staticmethod
-    def hidden_width(config: MLPMixerConfig, max_seqlen: int) -> int:
+    def hidden_width(d_model: int, config: MLPMixerConfig) -> int:
         """Hidden width of the MLP."""
-        return max(1, round(config.token_mlp_ratio * max_seqlen))
+        return max(1, round(config.token_mlp_ratio * d_model))
 
     @classmethod
     def check(cls, d_model: int, config: MLPMixerConfig) -> None:
@@ -57,7 +57,7 @@ class MLPMixer(Mixer):
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: MLPMixerConfig, seqlen: int, causal: bool) -> float:
-        return 2.0 * 2 * cls.hidden_width(config, seqlen) * d_model
+        return 2.0 * 2 * cls.hidden_width(d_model, config) * d_model
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
