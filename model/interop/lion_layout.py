@@ -22,12 +22,16 @@ _NO_EPS = 1e-30  # of no consequence beside a row sum, but 0 / 0 is still 0
 
 
 class PublishedLionS(LionS):
-    """LION-S as the authors' code has it: the gate is 1 - sigmoid(a_i(x)), and the first token, which is a class token
-    there, has a gate of 1."""
+    """LION-S as the authors' vision code has it: the gate is 1 - sigmoid(a_i(x)), and the first token, which is a class
+    token there, has a gate of 1.
+
+    Nothing is learned through the gates: that code makes its masks from a detached copy of a_i(x). So a_i has no
+    gradient, and that of x has no part that comes through them. Training this layer leaves a_i as it was read; the
+    mixer lion_s learns it.
+    """
 
     def log_gates(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-        # The authors' masks are taken from a copy of the gates through which nothing is learned; here they learn.
-        gates = F.logsigmoid(-self.gate_logits(x))
+        gates = F.logsigmoid(-self.gate_logits(x)).detach()
         inside = delayed_gates(torch.ones_like(gates), 1, cu_seqlens)
         return gates.masked_fill(inside == 0, 0)
 
@@ -37,7 +41,9 @@ def lion_attention_layout(
 ) -> tuple[type[LionLit], int, LionConfig, Layout]:
     """Class, width, options and names of a layer (kind lion-attention) from its constructor arguments.
 
-    Without a mask_type, the state tells: a_i is absent (Lit), a vector (Decay) or a Linear (Selective).
+    Without a mask_type, the state tells: a_i is absent (Lit), a vector (Decay) or a Linear (Selective). Of the
+    arguments, order is read as "Normal" (or None) only: order = "S", which has one more parameter (a2_i), is not
+    supported and refused.
     """
     kind = "lion-attention"
     config = ForeignConfig(kind, values)
@@ -52,7 +58,7 @@ def lion_attention_layout(
             raise ValueError(f"{kind}: {name} = {value!r}; known: {', '.join(known)}")
     order = config.get("order", "Normal")
     if order != "Normal":
-        raise ValueError(f"{kind}: order = {order!r}; only tokens in their own order ('Normal') can be read")
+        raise ValueError(f"{kind}: order = {order!r}; not supported, only tokens in their own order ('Normal') are")
     scale = config.get("qk_scale", 0.0) or headdim**-0.5
     options: dict[str, Any] = {
         "headdim": headdim,

@@ -51,7 +51,7 @@ class ReferenceLionD(FromReference, LionD):
 
 
 class ReferenceLionS(FromReference, PublishedLionS):
-    """A LION layer with selective gates."""
+    """A LION layer with selective gates, which get no gradient."""
 
 
 class ReferenceEncoder(FromReference, Encoder):
@@ -73,7 +73,9 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
             or "mru-lm" (take token ids (B, L), return logits (B, L, vocab_size)).
         state: the reference's parameters by its own names.
         config: its constructor arguments; values may be text, as safetensors metadata has them.
-    Returns: a module that also has `reference_names` and `reference_gradients()`.
+    Returns: a module that also has `reference_names` and `reference_gradients()`. Its gradients are the reference's:
+    a lion-attention layer of mask_type "Selective" learns nothing through its gates, and a_i has no gradient, as the
+    authors detach them (the mixer lion_s does learn them). Its order = "S" is not supported.
     Raises: ValueError, one line, for an unknown kind, an unknown or missing key, or a shape that does not
     fit.
     """

@@ -163,7 +163,7 @@ def _published(state, x, *, nheads, mask_type, eps_scale):
         if mask_type == "Decay":
             gates = torch.sigmoid(state["a_i"]).expand(x.shape[0], length, nheads)
         else:
-            gates = 1 - torch.sigmoid(F.linear(x, state["a_i.weight"], state["a_i.bias"]))
+            gates = 1 - torch.sigmoid(F.linear(x, state["a_i.weight"], state["a_i.bias"]).detach())
             gates = torch.cat([torch.ones_like(gates[:, :1]), gates[:, 1:]], 1)
         rows = [
             torch.stack([(gates[:, j:i] if i > j else gates[:, i + 1 : j + 1]).prod(1) for j in range(length)], -1)
@@ -227,9 +227,19 @@ def test_layers_of_other_sizes(mask_type, dim, nheads, length, options):
     cotangent = torch.randn_like(y)
     y.backward(cotangent)
     wanted.backward(cotangent.double())
-    gradients = {name: weight.grad for name, weight in weights.items()}
+    gradients = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+    assert set(weights) - set(gradients) == ({"a_i.weight", "a_i.bias"} if mask_type == "Selective" else set())
     got = layer.reference_gradients() | {"y": y, "x": x.grad}
     _assert_close(got, gradients | {"y": wanted, "x": exact.grad}, 1e-4)
+
+
+@pytest.mark.parametrize("order", [None, "None", "Normal"])
+def test_tokens_in_their_own_order_need_not_be_said_so(order):
+    state, x = _state(16, 2, "Decay", False), torch.randn(1, 5, 16)
+    plain, given = (
+        from_reference("lion-attention", state, dim=16, num_heads=2, **more) for more in ({}, {"order": order})
+    )
+    assert torch.equal(plain(x), given(x))
 
 
 def test_published_gates_restart_with_every_document():
@@ -245,7 +255,7 @@ def test_published_gates_restart_with_every_document():
         ({"dim": 20}, "num_heads = 3 does not divide dim = 20"),
         ({"mask_type": "Causal"}, "mask_type = 'Causal'; known: Lit, Decay, Selective"),
         ({"format": "Scan"}, "format = 'Scan'; known: Attention, RNN, Chunk"),
-        ({"order": "S"}, "order = 'S'"),
+        ({"order": "S"}, "order = 'S'; not supported"),
         ({"mask_type": "Decay"}, "lacks key 'a_i' of shape \\(3\\)"),
         ({"qkv_bais": True}, "did you mean 'qkv_bias'"),
     ],
