@@ -138,7 +138,7 @@ def step_memory(config: RunConfig, batch: int, *, mode: Mode | None = None) -> S
     same = RunConfig(
         model=config.model,
         objective=config.objective,
-        data=dataclasses.replace(DataConfig(), seqlen=config.data.seqlen),
+        data=DataConfig(seqlen=config.data.seqlen, packing=config.data.packing),
         engine=EngineConfig(precision=config.engine.precision, selective_every=config.engine.selective_every),
     )
     mode = mode or checkpointing_mode(config)

@@ -2,18 +2,21 @@
 
 import dataclasses
 import os
+import re
 
 import pytest
 import torch
+from mixer_cases import small_config
 from storages import Storages
 
 from matmix.model import build_model
+from matmix.model.mixers import MIXERS
 from matmix.model.mixers.hydra import HydraConfig
 from matmix.train.activation import checkpoint_activations
 from matmix.train.benchmark_memory import ENGINES, MODES, compare
 from matmix.train.config import RunConfig
 from matmix.train.memory import simulate_step, step_memory
-from matmix.train.plan import make_plan
+from matmix.train.plan import make_plan, print_plan
 from matmix.train.recipe import load_config
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peaks are read from Linux's /proc")
@@ -108,6 +111,23 @@ def test_larger_batches_follow_from_smaller_ones():
         exact, extended = simulate_step(config, size), step_memory(config, size)
         assert extended.kept == pytest.approx(exact.kept, rel=0.02)
         assert sum(extended.peak()) == pytest.approx(sum(exact.peak()), rel=0.02)
+
+
+def test_mixers_of_a_fixed_length_are_planned_and_shown(capsys):
+    fixed = [name for name, mixer in MIXERS.items() if mixer.fixed_length]
+    options = {name: small_config(name) for name in fixed}
+    config = load_config("debug_hydra", ["--data.packing", "rows", "--data.seqlen", "8"])
+    model = dataclasses.replace(
+        config.model,
+        vocab_size=320,
+        n_layers=len(fixed),
+        layers=tuple(fixed),
+        max_seqlen=8,
+        mixers=dataclasses.replace(config.model.mixers, **options),
+    )
+    config = dataclasses.replace(config, model=model)
+    assert print_plan(config) == 0
+    assert re.search(r"GiB estimated: .* activations", capsys.readouterr().out)
 
 
 def test_recomputing_layers_keep_less():
