@@ -113,23 +113,29 @@ class LinearAttention(Mixer):
         q, k = self.feature(q), self.feature(k)
         return (q, k, v) if self.config.normalize else (q * self.config.headdim**-0.5, k, v)
 
-    def widened(self, v: torch.Tensor) -> torch.Tensor:
-        """v with a channel of ones, whose mixture is the sum of the row, if that is wanted."""
-        return F.pad(v, (0, 1), value=1.0) if self.config.normalize else v
+    def widened(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """v with a channel of ones, whose mixture is the sum of the row, if that is wanted; then q and k."""
+        if not self.config.normalize:
+            return v, q, k
+        v = F.pad(v, (0, 1), value=1.0)
+        # Sums over long rows are no float16 numbers, which end at 65,504.
+        return (v.float(), q.float(), k.float()) if v.dtype == torch.float16 else (v, q, k)
 
-    def divided(self, y: torch.Tensor) -> torch.Tensor:
-        """The mixture of `widened` values over its last channel, the row sum."""
+    def divided(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The mixture of `widened` values over its last channel, the row sum, in `dtype`."""
         if not self.config.normalize:
             return y
         exact = y.to(torch.promote_types(y.dtype, torch.float32))
-        return (exact[..., :-1] / (exact[..., -1:] + self.config.eps)).to(y.dtype)
+        return (exact[..., :-1] / (exact[..., -1:] + self.config.eps)).to(dtype)
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
         q, k, v = self.project(x)
-        y = semiseparable_scan(self.widened(v), q, k, None, cu_seqlens=cu_seqlens)
-        return self.out_proj(self.divided(y).flatten(-2))
+        y = semiseparable_scan(*self.widened(q, k, v), None, cu_seqlens=cu_seqlens)
+        return self.out_proj(self.divided(y, v.dtype).flatten(-2))
 
     def initial_state(self, batch_size: int) -> torch.Tensor:
         """Zeros (batch_size, H, headdim, headdim), and with the normaliser a column more; float32 at least."""
@@ -139,13 +145,16 @@ class LinearAttention(Mixer):
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.project(x)
-        y, state = semiseparable_scan(self.widened(v), q, k, None, initial_state=state, return_final_state=True)
-        return self.out_proj(self.divided(y).flatten(-2)), state
+        y, state = semiseparable_scan(*self.widened(q, k, v), None, initial_state=state, return_final_state=True)
+        return self.out_proj(self.divided(y, v.dtype).flatten(-2)), state
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         q, k, _ = self.project(x)
         matrix = torch.einsum("bthn,bshn->bhts", q, k).tril()
-        return matrix / (matrix.sum(-1, keepdim=True) + self.config.eps) if self.config.normalize else matrix
+        if not self.config.normalize:
+            return matrix
+        exact = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+        return (exact / (exact.sum(-1, keepdim=True) + self.config.eps)).to(matrix.dtype)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
         return self.project(x)[2]

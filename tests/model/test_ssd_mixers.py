@@ -221,6 +221,25 @@ def test_queries_far_below_zero_still_have_weights(make):
     torch.testing.assert_close(features, torch.tensor([-30.0, -1.0, 0.0, 0.0]).exp() + torch.tensor([0, 0, 0, 2.0]))
 
 
+def test_row_sums_beyond_float16_still_divide(make):
+    """A sum of 3,000 products of about 30 is no float16 number; nor may it make the outputs 0 or their steps NaN."""
+    mixer = make("linear_attention", causal=True, headdim=4, dtype=torch.float32)
+    with torch.no_grad():
+        mixer.v_proj.weight.copy_(torch.eye(D_MODEL))
+        mixer.out_proj.weight.copy_(torch.eye(D_MODEL))
+        for layer in (mixer.q_proj, mixer.k_proj):
+            layer.weight.fill_(0.45)
+    x = torch.rand(1, 3000, D_MODEL)
+    wanted = mixer(x)
+    mixer, x = mixer.half(), x.half()
+    whole, (first, state) = mixer(x), mixer.forward_with_state(x[:, :2900], mixer.initial_state(1))
+    last, _ = mixer.forward_with_state(x[:, 2900:], state)
+    assert wanted[:, -1].min() > 0.4
+    assert whole.dtype == torch.float16
+    for y in (whole, torch.cat([first, last], 1)):
+        torch.testing.assert_close(y.float(), wanted, rtol=0, atol=3e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
