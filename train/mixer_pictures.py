@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import textwrap
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 
 MOST_LABELS = 40
 """Axes name the tokens if there are no more than these."""
+MOST_LETTERS = 160
+"""Of a longer text the beginning stands on the page."""
 ROBUST = 0.995
 """The quantile of the sizes of entries at which colours end: single large ones shall not outshine the rest."""
 _SIGNED, _POSITIVE = "RdBu_r", "magma_r"
@@ -70,10 +73,20 @@ class Page:
 
     title: str
     subtitle: str
+    text: str
+    """What the model read."""
     notes: list[str]
     heads: list[Head]
     pieces: list[str]
     """Names of the tokens."""
+    description: str = ""
+    """What the page was made from, kept in the file; a page made from something else is not replaced."""
+
+    def words(self) -> list[str]:
+        """The paragraphs above the panels."""
+        text = " ".join(self.text.split())
+        short = text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…"
+        return [f"Text: {short}", *self.notes]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +113,7 @@ class _Layout:
             side = max(side, 0.13 * tokens)
             room = 0.12 + 0.066 * max(map(len, labels))
         width = columns * side
-        notes = sum(len(textwrap.wrap(note, _letters(width))) for note in page.notes)
+        notes = sum(len(textwrap.wrap(note, _letters(width))) for note in page.words())
         text = len(textwrap.wrap(_EXPLAINED, _letters(width)))
         return cls(columns, -(-count // columns), side, room, 0.62 + 0.17 * notes, 0.85 + 0.15 * text)
 
@@ -134,8 +147,12 @@ def _letters(inches: float) -> int:
     return max(40, int(inches / 0.055))
 
 
-def draw_page(page: Page, path: Path) -> None:
-    """Write a page as a PNG; makes the folder, and replaces what is there."""
+def draw_page(page: Page, path: Path) -> Path:
+    """Write a page as a PNG; makes the folder.
+
+    Returns: the path, or that with -2, -3 ... at the end of its name where other pages are in the way. The same page,
+    made again, replaces itself.
+    """
     import matplotlib as mpl  # only who draws needs it
     from matplotlib.figure import Figure
 
@@ -151,7 +168,25 @@ def draw_page(page: Page, path: Path) -> None:
         _write_header(figure, page, layout)
         _write_footer(figure, page, layout)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png", metadata={"Software": "matmix"})
+        path = _free(path, page.description)
+        figure.savefig(path, format="png", metadata={"Software": "matmix", "Description": page.description})
+    return path
+
+
+def _free(path: Path, description: str) -> Path:
+    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2)))
+    return next(name for name in names if not name.exists() or _description(name) == description)
+
+
+def _description(path: Path) -> str | None:
+    """What a PNG was made from; None where that is not known."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return image.info.get("Description")
+    except (OSError, UnidentifiedImageError):
+        return None
 
 
 def _draw_head(axes: Any, head: Head) -> None:
@@ -208,22 +243,28 @@ def _name_axes(axes: Any, labels: list[str], named: bool, left: bool, lowest: bo
 
 def _readable(pieces: list[str]) -> list[str]:
     """Names of tokens on one line each, in letters that the font has."""
-    from matplotlib.font_manager import findfont, get_font
-
-    known = get_font(findfont("DejaVu Sans")).get_charmap()
     # What byte-level tokenizers call a space and a line break, and sentencepiece a byte.
     names = [piece.replace("Ġ", "▁").replace("Ċ", "\n") for piece in pieces]
     names = [re.sub(r"^<0x([2-7].)>$", lambda found: chr(int(found[1], 16)), name) for name in names]
     names = [name.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "▁") for name in names]
     names = [name if len(name) <= 14 else f"{name[:13]}…" for name in names]
-    return ["".join(letter if ord(letter) in known else "□" for letter in name) for name in names]
+    return [_drawable(name) for name in names]
+
+
+def _drawable(text: str) -> str:
+    """A text with boxes in place of the letters that the font has not."""
+    from matplotlib.font_manager import findfont, get_font
+
+    known = get_font(findfont("DejaVu Sans")).get_charmap()
+    return "".join(letter if ord(letter) in known else "□" for letter in text)
 
 
 def _write_header(figure: Any, page: Page, layout: _Layout) -> None:
     x, y = layout.margin / layout.width, 1 - layout.margin / layout.height
     figure.text(x, y, page.title, fontsize=15, fontweight="bold", color=_INK, va="top")
-    figure.text(x, y - 0.32 / layout.height, page.subtitle, fontsize=9.5, color=_PALE, va="top")
-    notes = [line for note in page.notes for line in textwrap.wrap(note, _letters(layout.columns * layout.side))]
+    figure.text(x, y - 0.32 / layout.height, _drawable(page.subtitle), fontsize=9.5, color=_PALE, va="top")
+    width = _letters(layout.columns * layout.side)
+    notes = [_drawable(line) for note in page.words() for line in textwrap.wrap(note, width)]
     figure.text(x, y - 0.54 / layout.height, "\n".join(notes), fontsize=8, color=_INK, va="top", linespacing=1.35)
 
 

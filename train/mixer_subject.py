@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from matmix.model.interop.huggingface_tokenizer import load_fast_tokenizer, spec
 from matmix.train.config import RunConfig
 from matmix.train.export import find_checkpoint
 from matmix.train.generate import MASK, load_source
-from matmix.train.recipe import find_recipe, load_config
+from matmix.train.recipe import find_recipe, load_config, read_toml
 from matmix.train.remote import local_run
 from matmix.train.run import RunDirectory
 
@@ -30,16 +31,22 @@ class Subject:
     """A model and the tokens of the text that it is shown with."""
 
     name: str
+    """What the folder of its pictures is called."""
+    where: str
+    """What a reader finds it by."""
     state: str
     """Which weights: "step 1,000", or "initial weights"."""
     label: str
     """The same, as a part of a file's name."""
     model: Backbone
+    text: str
     ids: list[int]
     pieces: list[str]
     """What the tokens are called."""
     notes: list[str]
     """What a reader has to know about the tokens."""
+    overrides: tuple[str, ...] = ()
+    """Changes of a recipe."""
 
 
 def trained(source: str, text: str, step: int | None, max_tokens: int | None) -> Subject:
@@ -51,14 +58,58 @@ def trained(source: str, text: str, step: int | None, max_tokens: int | None) ->
     loaded = load_source(path, step=step, device="cpu")
     state, label = ("export", "export") if step is None else (f"step {step:,}", f"step-{step}")
     ids, notes = _encode(loaded.model, loaded.tokenizer, loaded.special.get("mask"), text, max_tokens)
-    name = Path(source.rstrip("/")).resolve().name if not is_url(source) else source.rstrip("/").rpartition("/")[2]
-    return Subject(name, state, label, loaded.model, ids, _pieces(loaded.tokenizer, ids), notes)
+    pieces = _pieces(loaded.tokenizer, ids)
+    return Subject(_name(source), _where(source), state, label, loaded.model, text, ids, pieces, notes)
+
+
+def check_no_comparison(source: str) -> None:
+    """Raises ValueError (one line) for a comparison, which has no weights of its own: its folder, an entry's folder in
+    it, or its recipe."""
+    path = Path(source)
+    if path.is_dir():
+        home = path if not any((path / name).is_file() for name in ("config.toml", "config.json")) else None
+    else:
+        try:
+            recipe = find_recipe(source)
+        except FileNotFoundError:
+            return
+        values = read_toml(recipe)
+        home = Path(values.get("run_dir") or f"runs/{recipe.stem}") if "comparison" in values else None
+        if home is not None and not _runs_in(home):
+            raise ValueError(
+                f"{source} is a comparison of several models; once they are trained (matmix compare {source}) choose a "
+                f"run of them, {home}/ENTRY/seed-N"
+            )
+    runs = _runs_in(home) if home is not None else []
+    if runs:
+        others = f" or one of the {len(runs) - 1} beside it" if len(runs) > 1 else ""
+        raise ValueError(f"{source} is a comparison of several models; choose a run of them: {runs[0]}{others}")
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The runs of a comparison's folder, or of an entry's folder in one."""
+    found = {*folder.glob("seed-*/config.toml"), *folder.glob("*/seed-*/config.toml")}
+    return sorted(path.parent for path in found)
+
+
+def _name(source: str) -> str:
+    """The last part of a path; of a comparison's runs, all of which end in a seed, the last two."""
+    parts = source.rstrip("/").split("/") if is_url(source) else Path(source).resolve().parts
+    return "-".join(parts[-2:] if re.fullmatch(r"seed-\d+", parts[-1]) else parts[-1:])
+
+
+def _where(source: str) -> str:
+    """A path as seen from the current folder if it lies there, else as it was given."""
+    path, here = Path(source), Path.cwd()
+    if is_url(source) or not path.resolve().is_relative_to(here):
+        return source
+    return str(path.resolve().relative_to(here)) if path.resolve() != here else here.name
 
 
 def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[str]) -> Subject:
     """The model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
     try:
-        name = find_recipe(source).stem
+        name = _name(str(find_recipe(source).with_suffix("")))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no run at {source}, and {error}") from None
     config = load_config(source, list(overrides))
@@ -79,7 +130,8 @@ def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[st
         pieces = [bytes([byte]).decode("ascii", errors="replace") for byte in _repeated(list(raw[:limit]), len(ids))]
         where = config.data.path or "the recipe's data path"
         notes = [f"Tokens are the bytes of the text, modulo the vocabulary: there is no dataset at {where}.", *notes]
-    return Subject(name, "initial weights", "initial", model.eval(), ids, pieces, notes)
+    state, label = "initial weights", "initial"
+    return Subject(name, source, state, label, model.eval(), text, ids, pieces, notes, tuple(overrides))
 
 
 def _dataset_tokenizer(config: RunConfig) -> tuple[FastTokenizer, int | None, int] | None:

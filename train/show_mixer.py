@@ -7,6 +7,7 @@ which numerical ranks need.
 from __future__ import annotations
 
 import copy
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import torch
 
 from matmix.data.remote import is_url
 from matmix.model.backbone import Backbone
+from matmix.model.mixers.base import Mixer
 from matmix.train.mixer_pictures import Head, Page, draw_page
-from matmix.train.mixer_subject import Subject, fresh, trained
+from matmix.train.mixer_subject import Subject, check_no_comparison, fresh, trained
 
 
 def show_mixer(
@@ -36,7 +38,8 @@ def show_mixer(
         source: run directory (or its URL), export directory, recipe file or name of a bundled recipe. A recipe has
             initial weights.
         text: becomes tokens as in training, the special ones included.
-        out: folder for the pictures; default: pictures/<name of the source>.
+        out: folder for the pictures; default: pictures/<name of the source>, of a comparison's run that of its entry
+            and the seed. A page that was made from another text, or otherwise, stays: the new one gets -2 to its name.
         step: the checkpoint of a run; default: the newest.
         layers: which layers, from 0; default: all that have a mixer.
         max_tokens: the text is cut after these; default: 128, or fewer where the model takes no more. Mixers of a
@@ -46,7 +49,7 @@ def show_mixer(
         tell: takes a line for the user.
     Returns: the pictures. Raises FileNotFoundError or ValueError (one line).
     """
-    if not text:
+    if not text.strip():
         raise ValueError("the text is empty; give the words to show the mixers with, as in --text 'to be or not to be'")
     if max_tokens is not None and max_tokens < 3:
         raise ValueError(f"max_tokens must be 3 or more, got {max_tokens}")
@@ -57,22 +60,33 @@ def show_mixer(
         raise ValueError(f"{source} is a trained model, of which nothing can be changed: {' '.join(overrides)}")
     if not is_model and step is not None:
         raise ValueError(f"{source} is a recipe, which has no steps to choose from; leave step out")
+    if out is not None and (file := next((path for path in (Path(out), *Path(out).parents) if path.is_file()), None)):
+        raise ValueError(f"--out {out}: {file} is a file; name a folder for the pages")
+    if not is_url(str(source)):
+        check_no_comparison(str(source))
     subject = (
         trained(str(source), text, step, max_tokens) if is_model else fresh(str(source), text, max_tokens, overrides)
     )
     chosen = _check_layers(subject, layers)
     folder = Path(out) if out is not None else Path("pictures") / subject.name
+    fixed, length = subject.model.config.fixed_length_mixers(), subject.model.config.max_seqlen
+    if max_tokens not in (None, length) and fixed:
+        tell(f"--max-tokens {max_tokens} does not apply: {' and '.join(fixed)} takes exactly {length} tokens")
     paths = []
     for layer, matrices in mixer_matrices(subject.model, subject.ids, chosen):
         page, words = _page(subject, layer, matrices, max_heads)
-        path = folder / f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
-        draw_page(page, path)
+        name = f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
+        path = draw_page(page, folder / name)
         tell(f"{path}: {words}")
         paths.append(path)
-    if is_model:
-        tell(f"Next: matmix show-mixer {source} --step N for how it came about, or the same with another text")
+    if not is_model:
+        tell(
+            f"Next: matmix train {shlex.join([str(source), *overrides])}, then matmix show-mixer RUN for what it learns"
+        )
+    elif subject.label == "export":  # which has no steps
+        tell("Next: the same with another text")
     else:
-        tell(f"Next: matmix train {source}, then matmix show-mixer RUN for what it has learnt")
+        tell(f"Next: matmix show-mixer {source} --step N for how it came about, or the same with another text")
     return paths
 
 
@@ -154,18 +168,18 @@ def as_head(matrix: torch.Tensor, name: str, skip: bool = False) -> Head:
     )
 
 
-def choose_heads(matrices: torch.Tensor, most: int) -> list[tuple[int, str]]:
+def choose_heads(matrices: torch.Tensor, most: int, word: str = "head") -> list[tuple[int, str]]:
     """Which of the matrices (H, L, L) to draw, at most `most` of them and evenly spaced, and what to call them.
 
-    Where the first half of them looks back and the second one ahead, there are two for each head.
+    word: what has a matrix of its own. Where the first half of them looks back and the second one ahead, each has two.
     """
     count, half = len(matrices), len(matrices) // 2
     past, future = matrices[:half], matrices[half:]
     paired = count % 2 == 0 and matrices.dim() == 3 and not past.triu(1).any() and not future.tril(-1).any()
     if not paired or not past.tril(-1).any() or not future.triu(1).any():
-        return [(index, f"head {index}") for index in _evenly(count, most)]
+        return [(index, f"{word} {index}") for index in _evenly(count, most)]
     return [
-        (index + back * half, f"head {index}, {'backward' if back else 'forward'}")
+        (index + back * half, f"{word} {index}, {'backward' if back else 'forward'}")
         for index in _evenly(half, max(most // 2, 1))
         for back in (0, 1)
     ]
@@ -176,10 +190,18 @@ def _evenly(count: int, most: int) -> list[int]:
     return [index * count // number for index in range(number)]
 
 
+def is_per_channel(mixer: Mixer, matrices: torch.Tensor) -> bool:
+    """Whether every channel of the values has a matrix of its own, of the matrices (H, L, L)."""
+    if len(matrices) != mixer.d_model:
+        return False
+    values = mixer.values(next(mixer.parameters()).new_zeros(1, matrices.shape[1], mixer.d_model))
+    return values.shape[2:] == (mixer.d_model, 1)
+
+
 def _page(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) -> tuple[Page, str]:
     """A layer's page, and what one says about it in a line."""
     mixer, count = subject.model.blocks[layer].mixer, len(matrices)
-    chosen = choose_heads(matrices, max_heads)
+    chosen = choose_heads(matrices, max_heads, "channel" if is_per_channel(mixer, matrices) else "head")
     skip = getattr(mixer, "skip", False)
     heads = [as_head(matrices[index], name, skip) for index, name in chosen]
     what = f"{count} {'matrix' if count == 1 else 'matrices'}"
@@ -191,9 +213,13 @@ def _page(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) 
         notes.append(f"For two tokens M holds a block of {order} x {order}, the product of the states between them.")
     if not mixer.data_dependent:
         notes.append("M is the same for every text.")
+    title = f"layer {layer}: {mixer.name}"
+    subtitle = f"{subject.where}, {subject.state}, {len(subject.ids)} tokens, {what}"
     page = Page(
-        title=f"layer {layer}: {mixer.name}",
-        subtitle=f"{subject.name}, {subject.state}, {len(subject.ids)} tokens, {what}",
+        title=title,
+        subtitle=subtitle,
+        text=subject.text,
+        description="\n".join((title, subtitle, *subject.overrides, subject.text)),
         notes=notes,
         heads=heads,
         pieces=subject.pieces,

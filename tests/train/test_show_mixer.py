@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 import struct
 import warnings
 
 import pytest
 import torch
+from mixer_cases import small_config
 from runs import run_recipe
 
 from matmix.launch.cli import main
@@ -16,7 +19,7 @@ from matmix.model.mixers import MIXERS
 from matmix.train.mixer_pictures import Page, draw_page
 from matmix.train.mixer_subject import fresh, trained
 from matmix.train.recipe import load_config
-from matmix.train.show_mixer import as_head, choose_heads, mixer_matrices, numerical_rank, show_mixer
+from matmix.train.show_mixer import as_head, choose_heads, is_per_channel, mixer_matrices, numerical_rank, show_mixer
 
 TEXT = "the king speaks to the queen and the night falls cold"
 D_STATE = 8  # of debug_hydra
@@ -106,7 +109,7 @@ def test_a_recipe_shows_its_initial_weights_without_any_data(tmp_path):
     assert fresh("debug_mru", "né", None, [*overrides, "--model.vocab-size", "100"]).ids == [10, 95, 69]
 
 
-def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full():
+def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full(tmp_path):
     fixed = next(name for name, mixer in MIXERS.items() if mixer.fixed_length and mixer.bidirectional_form)
     overrides = ["--model.layers", fixed, "--model.max-seqlen", "16", "--data.seqlen", "16", "--data.packing", "rows"]
     overrides += [f"--model.mixers.{fixed.replace('_', '-')}.headdim", "8"] * hasattr(MIXERS[fixed].Config(), "headdim")
@@ -117,6 +120,10 @@ def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full():
     (_, matrix) = next(mixer_matrices(subject.model, subject.ids, [0]))
     assert matrix.shape[-2:] == (16, 16)
     assert len(fresh("debug_hydra", "abcde" * 9, None, [*overrides, "--data.path", "nowhere"]).ids) == 16
+    lines: list[str] = []
+    options = {"out": tmp_path, "layers": [0], "max_heads": 1, "overrides": [*overrides, "--data.path", "nowhere"]}
+    show_mixer("debug_hydra", text="abcde", max_tokens=5, **options, tell=lines.append)
+    assert lines[0] == f"--max-tokens 5 does not apply: {fixed} takes exactly 16 tokens"
 
 
 def test_ranks():
@@ -168,7 +175,7 @@ def test_what_a_causal_mixer_never_sees_is_grey_and_any_text_can_be_drawn(tmp_pa
 
     head = as_head(torch.rand(6, 6, dtype=torch.float64).tril(), "head 0")
     pieces = ["$a$", "日本", "\n", "<0x24>", "Ġthe", "x" * 40]
-    page = Page(title="layer 0: attention", subtitle="", notes=["a note"], heads=[head], pieces=pieces)
+    page = Page(title="layer 0: attention", subtitle="", text="日本", notes=["a note"], heads=[head], pieces=pieces)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         draw_page(page, tmp_path / "new" / "page.png")
@@ -177,7 +184,8 @@ def test_what_a_causal_mixer_never_sees_is_grey_and_any_text_can_be_drawn(tmp_pa
     # Of the panel, 5.2 inches at 150 dots, 15 of 36 entries.
     assert grey.sum() == pytest.approx(15 / 36 * (5.2 * 150) ** 2, rel=0.05)
     constant = as_head(torch.zeros(3, 3, dtype=torch.float64), "head 0")
-    draw_page(Page(title="", subtitle="", notes=[], heads=[constant], pieces=["a"] * 3), tmp_path / "zeros.png")
+    zeros = Page(title="", subtitle="", text="", notes=[], heads=[constant], pieces=["a"] * 3)
+    draw_page(zeros, tmp_path / "zeros.png")
     assert png_size(tmp_path / "zeros.png")
 
 
@@ -185,6 +193,13 @@ def test_what_a_causal_mixer_never_sees_is_grey_and_any_text_can_be_drawn(tmp_pa
     ("words", "said"),
     [
         (["RUN", "--text", ""], "the text is empty"),
+        (["RUN", "--text", " \n"], "the text is empty"),
+        (["RUN", "--text", "a", "--out", __file__], "is a file; name a folder"),
+        (["debug_hydra", "--text", "a", "--out", f"{__file__}/new"], "is a file; name a folder"),
+        (
+            ["lion_small", "--text", "a"],
+            "(matmix compare lion_small) choose a run of them, runs/lion_small/ENTRY/seed-N",
+        ),
         (["RUN"], "--text"),
         (["no/such/run", "--text", "a"], "no run at no/such/run"),
         (["RUN", "--text", "a", "--layers", "0", "2"], "has no layer 2; its layers are 0 to 1"),
@@ -209,8 +224,62 @@ def test_mistakes_are_one_line(run, words, said, tmp_path, monkeypatch, capsys):
 
 def test_the_command_draws_a_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["--layers", "0", "--max-heads", "2", "--model.mixers.hydra.headdim", "8"]
+    changes = ["--model.mixers.hydra.headdim", "8"]
+    words = ["--layers", "0", "--max-heads", "2", *changes]
     assert main(["show-mixer", "debug_hydra", "--text", "to be or not", *words]) == 0
     page = tmp_path / "pictures/debug_hydra/layer-00-hydra-initial.png"
     assert png_size(page)
-    assert "2 of 8 matrices" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "2 of 8 matrices" in output
+    assert f"Next: matmix train debug_hydra {' '.join(changes)}, then" in output
+
+
+def test_runs_of_a_comparison_get_pages_of_their_own(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for entry in ("Hydra", "causal"):
+        shutil.copytree(run, tmp_path / "runs/mine" / entry / "seed-0")
+    subjects = [trained(f"runs/mine/{entry}/seed-0/", TEXT, None, None) for entry in ("Hydra", "causal")]
+    assert [subject.name for subject in subjects] == ["Hydra-seed-0", "causal-seed-0"]
+    assert subjects[0].where == "runs/mine/Hydra/seed-0"
+    (path,) = show_mixer("runs/mine/Hydra/seed-0", text=TEXT, layers=[1], tell=lambda _: None)
+    assert str(path) == "pictures/Hydra-seed-0/layer-01-attention-step-2.png"
+    for source in ("runs/mine", "runs/mine/Hydra"):
+        with pytest.raises(
+            ValueError, match=f"^{source} is a comparison .*choose a run of them: runs/mine/Hydra/seed-0"
+        ):
+            show_mixer(source, text=TEXT)
+
+
+def test_a_page_replaces_none_that_shows_something_else(tmp_path):
+    from PIL import Image
+
+    matrix = as_head(torch.rand(2, 2, dtype=torch.float64), "head 0")
+    page = Page(title="", subtitle="", text="né 日", notes=[], heads=[matrix], pieces=["a"] * 2, description="né 日")
+    other = dataclasses.replace(page, text="other", description="other")
+    (tmp_path / "page.png").write_text("no picture of ours")
+    path = tmp_path / "page-2.png"
+    assert draw_page(page, tmp_path / "page.png") == path
+    assert Image.open(path).info["Description"] == "né 日"
+    first = path.read_bytes()
+    assert draw_page(other, tmp_path / "page.png") == tmp_path / "page-3.png"
+    assert draw_page(page, tmp_path / "page.png") == path
+    assert path.read_bytes() == first
+    assert (tmp_path / "page.png").read_text() == "no picture of ours"
+
+
+def test_the_text_stands_on_the_page_and_long_ones_begin():
+    page = Page(title="", subtitle="", text="to  be\nor not", notes=["a note"], heads=[], pieces=[])
+    assert page.words() == ["Text: to be or not", "a note"]
+    long = dataclasses.replace(page, text="word " * 100).words()[0]
+    assert long.startswith("Text: word word")
+    assert long.endswith("…")
+    assert len(long) < 200
+
+
+def test_matrices_of_single_channels_are_called_so():
+    for name, word in (("s4d", "channel"), ("mlp_mixer", "channel"), ("hydra", "head")):
+        mixer = MIXERS[name](8, small_config(name), causal=False, max_seqlen=4, output_std=0.02)
+        initialize(mixer, 0)
+        matrices = mixer.matrix(torch.randn(1, 4, 8))[0]
+        assert is_per_channel(mixer, matrices) == (word == "channel")
+    assert choose_heads(torch.ones(8, 4, 4), 2, "channel") == [(0, "channel 0"), (4, "channel 4")]
