@@ -73,9 +73,15 @@ def matrix_mixer_layout(values: Mapping[str, Any]) -> tuple[type[MatrixMixer], i
     # The length is that of the parameters, and stands in the scales; two forms have neither.
     needs_length = mixer not in (DFT, QuasiseparableDD, SoftmaxDD)
     length = config.require("max_seq_len", int) if needs_length else config.get("max_seq_len", 1)
-    for name, value in (("headdim", headdim), ("expand", expand), ("max_seq_len", length)):
+    least = {"d_model": d_model, "headdim": headdim, "expand": expand, "max_seq_len": length}
+    least |= {"qk_dim": config.require("qk_dim", int)} if fields.keys() & {"qk_dim", "d_state"} else {}
+    for name, value in least.items():
         if value < 1:
             raise ValueError(f"{KIND}: {name} = {value}: must be at least 1")
+    if expand * d_model % headdim:
+        raise ValueError(f"{KIND}: headdim = {headdim} does not divide expand * d_model = {expand} * {d_model}")
+    if options["d_conv"] < 1 or options["d_conv"] % 2 == 0:
+        raise ValueError(f"{KIND}: d_conv = {options['d_conv']}: must be odd and at least 1")
     if "d_state" in fields:
         options["d_state"] = expand * d_model // headdim * config.require("qk_dim", int)
     config.refuse_unknown(_WITHOUT_EFFECT)

@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import gated_norm, short_conv
+from matmix.kernels.precision import outside_autocast
 from matmix.model.initialization import InitRule, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.hydra import RMSNormWeight
+
+WIDEST_SHORT_CONV = 9
+"""Taps of the widest convolution that the op knows, which respects document boundaries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +33,7 @@ class SharedBlockConfig:
     expand: int = 2
     """Inner width over d_model."""
     d_conv: int = 7
-    """Width of the centred depthwise convolution (odd, 3 to 9)."""
+    """Width of the centred depthwise convolution (odd); from 3 to 9 it is fast and takes packed documents at once."""
     bias: bool = False
     """Biases in the input and output projections."""
     conv_bias: bool = True
@@ -145,8 +150,8 @@ class MatrixMixer(Mixer):
                 f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide the inner width "
                 f"expand * d_model = {config.expand} * {d_model}; change headdim, expand or d_model"
             )
-        if config.d_conv % 2 == 0 or not 3 <= config.d_conv <= 9:
-            raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be odd and from 3 to 9")
+        if config.d_conv % 2 == 0 or config.d_conv < 1:
+            raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be odd and at least 1")
 
     @classmethod
     def halo(cls, config: Any) -> int:
@@ -168,15 +173,15 @@ class MatrixMixer(Mixer):
         z, mixed, direct = self.in_proj(x).split([self.d_inner, self.conv_dim, self.direct], -1)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         if self.activated_inputs or not self.input_sizes:
-            mixed = short_conv(mixed, weight, bias, activation="silu", cu_seqlens=cu_seqlens)
+            mixed = centred_conv(mixed, weight, bias, activation="silu", cu_seqlens=cu_seqlens)
             v, *inputs = mixed.split([self.d_inner, *self.input_sizes], -1)
         else:
             # Two convolutions rather than an activation of its own: v would be rounded twice in bfloat16.
             sizes = [self.d_inner, self.conv_dim - self.d_inner]
             (v, linear), weights = mixed.split(sizes, -1), weight.split(sizes)
             biases = (None, None) if bias is None else bias.split(sizes)
-            v = short_conv(v, weights[0], biases[0], activation="silu", cu_seqlens=cu_seqlens)
-            linear = short_conv(linear, weights[1], biases[1], cu_seqlens=cu_seqlens)
+            v = centred_conv(v, weights[0], biases[0], activation="silu", cu_seqlens=cu_seqlens)
+            linear = centred_conv(linear, weights[1], biases[1], cu_seqlens=cu_seqlens)
             inputs = linear.split(self.input_sizes, -1)
         if self.direct:
             inputs = (*inputs, direct)
@@ -187,7 +192,7 @@ class MatrixMixer(Mixer):
     ) -> torch.Tensor:
         if self.fixed_length:
             self.check_input(x, cu_seqlens)
-        elif cu_seqlens is not None and not self.knows_documents:
+        elif cu_seqlens is not None and not (self.knows_documents and self.config.d_conv <= WIDEST_SHORT_CONV):
             return self.forward_by_document(x, cu_seqlens)
         z, v, inputs = self.parts(x, cu_seqlens)
         y = self.mix_values(v, inputs, cu_seqlens, max_seqlen)
@@ -236,6 +241,34 @@ class QueryKeyMixer(MatrixMixer):
             q, k = (part.unflatten(-1, (self.nheads, -1)) for part in inputs)
             return q, k
         return self.matrix_mixer.q_matrix.unsqueeze(0), self.matrix_mixer.k_matrix.unsqueeze(0)
+
+
+def centred_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    activation: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`short_conv`, also of 1 tap and, without cu_seqlens, of more than it takes."""
+    width = weight.shape[-1]
+    if 1 < width <= WIDEST_SHORT_CONV:
+        return short_conv(x, weight, bias, activation=activation, cu_seqlens=cu_seqlens)
+    assert width == 1 or cu_seqlens is None
+    return plain_conv(x, weight, bias, activation)
+
+
+@outside_autocast
+def plain_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """As `short_conv` of a whole row with any odd number of taps, by PyTorch's convolution, in float32 at least."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    bias = None if bias is None else bias.to(exact)
+    channels, width = weight.shape
+    y = F.conv1d(x.mT.to(exact), weight.unsqueeze(1).to(exact), bias, padding=width // 2, groups=channels).mT
+    return (F.silu(y) if activation == "silu" else y).to(x.dtype)
 
 
 def xavier_normal_init() -> InitRule:

@@ -175,6 +175,34 @@ def test_matrix_mixers_of_other_shapes(kind, data, as_text):
         assert _error(gradient.double(), weights[key].grad) < 1e-4, key
 
 
+@pytest.mark.parametrize("d_conv", [1, 9, 11, 21])
+@pytest.mark.parametrize("kind", ["cauchy", "quasiseparable"])
+def test_convolutions_of_any_odd_width(kind, d_conv):
+    """Alone and packed, and longer than the document; one kind activates its inputs and scans packed rows at once."""
+    sizes, N = _PLAIN | {"d_conv": d_conv}, 14
+    state = _random_state(kind, True, **sizes, N=N)
+    config = {key: value for key, value in sizes.items() if key != "d"}
+    config |= {"matrix_mixer_type": kind, "is_data_dependent": True, "qk_dim": sizes["d"], "max_seq_len": N}
+    block = from_reference("hydra-matrix-mixer", state, **config)
+    weights = {key: tensor.double().requires_grad_() for key, tensor in state.items()}
+    u = torch.randn(1, 18, sizes["d_model"])
+    options = {"N": N, "d": sizes["d"], "headdim": sizes["headdim"]}
+    parts = [_block_by_definition(kind, weights, part.double(), **options) for part in u[0].split([5, 1, 12])]
+    expected = torch.cat(parts).unsqueeze(0)
+    y = block(u, torch.tensor([0, 5, 6, 18], dtype=torch.int32), 12)
+    assert _error(y.double(), expected) < 1e-5
+    assert _error(block(u[:, 6:]).double(), expected[:, 6:]) < 1e-5
+    cotangent = torch.randn_like(y)
+    (y * cotangent).sum().backward()
+    (expected * cotangent).sum().backward()
+    for key, gradient in block.reference_gradients().items():
+        assert _error(gradient.double(), weights[key].grad) < 1e-4, key
+    with torch.autocast("cpu", torch.bfloat16):
+        half = block(u)
+    assert half.dtype == torch.bfloat16
+    assert _error(half.float(), block(u)) < 0.05
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -184,11 +212,16 @@ def test_matrix_mixers_of_other_shapes(kind, data, as_text):
         ({"activation": "gelu"}, "activation = 'gelu'"),
         ({"max_seq_len": 13}, "'matrix_mixer.M' has shape"),
         ({"maxseqlen": 14}, "did you mean 'max_seq_len'"),
+        ({"headdim": 5}, "headdim = 5 does not divide expand \\* d_model = 1 \\* 16"),
+        ({"d_conv": 4}, "d_conv = 4: must be odd"),
+        ({"d_conv": -1}, "d_conv = -1: must be odd"),
+        ({"d_model": 0}, "d_model = 0"),
+        ({"matrix_mixer_type": "quasiseparable", "is_data_dependent": True, "qk_dim": 0}, "qk_dim = 0"),
     ],
 )
 def test_configurations_that_do_not_fit_are_refused_in_one_line(change, message):
     state = _random_state("dense", False, **_PLAIN, N=14)
     config = {"matrix_mixer_type": "dense", "d_model": 16, "qk_dim": 3, "headdim": 4, "expand": 1, "d_conv": 3}
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=f"^hydra-matrix-mixer: .*{message}") as caught:
         from_reference("hydra-matrix-mixer", state, **config | {"max_seq_len": 14} | change)
     assert "\n" not in str(caught.value)
