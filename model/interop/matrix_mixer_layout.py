@@ -53,7 +53,11 @@ def scalar_as_vector(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def matrix_mixer_layout(values: Mapping[str, Any]) -> tuple[type[MatrixMixer], int, Any, int, Layout]:
-    """Class, width, options, length N and names of a block (kind hydra-matrix-mixer) from its constructor arguments."""
+    """Class, width, options, length N and names of a block (kind hydra-matrix-mixer) from its constructor arguments.
+
+    One function differs from the papers' code: where a data-dependent cauchy block has denominators e^q + e^k + 2 b
+    below 1e-2, which needs b < 0.005, ours continues 1 / x by its tangent (see `CauchyDD`).
+    """
     config = ForeignConfig(KIND, values)
     mixer = _mixer_class(config)
     d_model, headdim, expand = config.require("d_model", int), config.get("headdim", 128), config.get("expand", 2)

@@ -69,6 +69,9 @@ class CauchyDD(Cauchy):
     a trained b below 0 is fine wherever e^q + e^k is large enough, and stays what it is. The guard is 1 / x above
     `SMALLEST_DENOMINATOR` and its tangent below, so that value and gradient are continuous, finite, and still lead
     back; a constant below would leave b without a gradient once it is lost.
+
+    So denominators below `SMALLEST_DENOMINATOR`, which need b < 0.005, give another M than the papers' code does, whose
+    1 / x goes on to its pole and changes sign there.
     """
 
     data_dependent = True
