@@ -105,5 +105,7 @@ def _closing_words(config: RunConfig, result: Result) -> str:
     else:
         lines.append(f"{line}, {metrics['bits_per_byte']:.3f} bits per byte.")
     lines.append(f"Unigram entropy of the corpus {result.unigram_entropy:.4f} nats per token.")
-    lines.append(f"Next: matmix generate {config.run_dir} --prompt TEXT, or matmix export {config.run_dir} --out DIR")
+    # Prompts rarely have the one length that some mixers take.
+    look = "show-mixer {} --text TEXT" if config.model.fixed_length_mixers() else "generate {} --prompt TEXT"
+    lines.append(f"Next: matmix {look.format(config.run_dir)}, or matmix export {config.run_dir} --out DIR")
     return "\n".join(lines)

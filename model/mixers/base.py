@@ -65,7 +65,8 @@ class Mixer(nn.Module):
         if cls.fixed_length and seqlen != max_seqlen:
             raise ValueError(
                 f"{cls.name or cls.__name__} has parameters for sequences of exactly model.max_seqlen = {max_seqlen} "
-                f"tokens, got {seqlen}; make the two equal, or choose a mixer that takes any length"
+                f"tokens, got {seqlen}; make the two equal (in inference cut or fill the text), or choose a mixer that "
+                "takes any length"
             )
 
     def check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:

@@ -16,10 +16,12 @@ from matmix.launch.cli import main
 from matmix.model import build_model
 from matmix.model.initialization import initialize
 from matmix.model.mixers import MIXERS
+from matmix.train.command import _closing_words
 from matmix.train.mixer_pictures import Page, draw_page
 from matmix.train.mixer_subject import fresh, trained
 from matmix.train.recipe import load_config
 from matmix.train.show_mixer import as_head, choose_heads, is_per_channel, mixer_matrices, numerical_rank, show_mixer
+from matmix.train.state import Result
 
 TEXT = "the king speaks to the queen and the night falls cold"
 D_STATE = 8  # of debug_hydra
@@ -283,3 +285,12 @@ def test_matrices_of_single_channels_are_called_so():
         matrices = mixer.matrix(torch.randn(1, 4, 8))[0]
         assert is_per_channel(mixer, matrices) == (word == "channel")
     assert choose_heads(torch.ones(8, 4, 4), 2, "channel") == [(0, "channel 0"), (4, "channel 4")]
+
+
+def test_training_ends_with_a_look_at_mixers_that_cannot_generate():
+    flags = {"steps_done": 8, "step": 8, "finished": True, "stopped": False, "signal": 0, "saved": True}
+    result = Result(**flags, metrics={"loss": 1.0, "masked_accuracy": 0.5}, unigram_entropy=3.0)
+    fixed = ["--model.layers", "dense", "--model.max-seqlen", "32", "--data.packing", "rows"]
+    for overrides, verb in (([], "generate runs/debug_hydra --prompt"), (fixed, "show-mixer runs/debug_hydra --text")):
+        last = _closing_words(load_config("debug_hydra", overrides), result).splitlines()[-1]
+        assert last == f"Next: matmix {verb} TEXT, or matmix export runs/debug_hydra --out DIR"
