@@ -75,8 +75,8 @@ class Mixer(nn.Module):
         if cu_seqlens is not None:
             raise ValueError(
                 f"{self.name or type(self).__name__} has parameters for sequences of exactly {self.max_seqlen} tokens "
-                'and takes no packed or padded documents; train it with data.packing = "rows", or choose a mixer that '
-                "takes any length"
+                'and takes no packed or padded documents; in training data.packing = "rows" makes whole rows, in '
+                f"inference cut or fill every text to {self.max_seqlen} tokens"
             )
         self.check_seqlen(self.config, x.shape[1], self.max_seqlen)
 
