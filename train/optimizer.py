@@ -12,9 +12,11 @@ NEVER_DECAYED = frozenset({"A_log", "dt_bias", "D", "init_states", "q_bias", "k_
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies: matrices and embeddings yes; norms, biases, A_log, dt_bias and D no."""
+    """Whether weight decay applies: matrices and embeddings yes; norms, biases, A_log, dt_bias, D and the network that
+    makes Hyena's filter no: it is a function of the offset, and smaller weights are another function."""
     shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor and the true shape here
-    return len(shape) >= 2 and name.rsplit(".", 1)[-1] not in NEVER_DECAYED
+    *modules, last = name.split(".")
+    return len(shape) >= 2 and last not in NEVER_DECAYED and "filter" not in modules
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

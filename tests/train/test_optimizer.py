@@ -1,3 +1,5 @@
+import dataclasses
+
 import torch
 
 from matmix.model import build_model, initialize
@@ -10,6 +12,10 @@ def _decay_by_name(recipe: str) -> dict[str, float]:
     config = load_config(recipe, ["--model.vocab-size", "64"])
     model = build_model(config.model)
     initialize(model, 0)
+    return _decay_by_name_of(model)
+
+
+def _decay_by_name_of(model: torch.nn.Module) -> dict[str, float]:
     optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.3))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -23,6 +29,16 @@ def test_norms_biases_and_state_space_rates_are_not_decayed():
         exempt = last in ("bias", "A_log", "dt_bias", "D") or "norm" in name.lower()
         assert decay == (0.0 if exempt else 0.3), name
     assert any(name.endswith("A_log") for name in decays)
+
+
+def test_the_network_that_makes_a_filter_is_not_decayed():
+    config = load_config("debug_hydra", ["--model.vocab-size", "64"]).model
+    model = build_model(dataclasses.replace(config, layers=("hyena",), n_layers=1))
+    decays = _decay_by_name_of(model)
+    made = {name: decay for name, decay in decays.items() if ".filter." in name}
+    assert any(name.endswith("layers.1.weight") for name in made)
+    assert set(made.values()) == {0.0}
+    assert [decay for name, decay in decays.items() if name.endswith("in_proj.weight")] == [0.3]
 
 
 def test_every_parameter_is_optimised_once():
