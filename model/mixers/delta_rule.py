@@ -97,6 +97,8 @@ def diagonal_delta_rule(
         `gated_delta_rule`.
     Returns: y (B, L, heads, P) and the last state (B, heads, N, P; None if packed), float32 at least.
     """
+    if r.shape[1] == 0:
+        return v.to(torch.promote_types(v.dtype, torch.float32)), initial_state
     layout = chunk_layout(r.shape[0], r.shape[1], min(chunk_size, r.shape[1]), cu_seqlens, aligned=True)
     r, k, v, a, b, log_decay = (in_chunks(part, layout) for part in (r, k, v, a, b, log_decay))
     length, values = layout.chunk, v.shape[-1]

@@ -197,7 +197,8 @@ class GatedDelta(Mixer):
             y = y.unsqueeze(1)
         else:
             y, memory = gated_delta_rule(*parts[:5], initial_state=memory, chunk_size=self.config.chunk_size)
-        return self.finish(y, z), (joined[:, x.shape[1] :], memory)
+        # A copy, or else the last few rows would keep all of a long prompt in memory.
+        return self.finish(y, z), (joined[:, x.shape[1] :].clone(), memory)
 
 
 def log_of_uniform_init(low: float, high: float) -> InitRule:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels.documents import shift_right
@@ -157,7 +158,9 @@ class RWKV7(Mixer):
 
     def finish(self, y: torch.Tensor, parts: RWKV7Parts) -> torch.Tensor:
         """Norm per head, bonus, gate and output projection of y (B, L, H, headdim)."""
-        normed = self.ln_x(y.flatten(0, 1).flatten(1)).unflatten(0, y.shape[:2])
+        weight, bias = self.ln_x.weight.to(y.dtype), self.ln_x.bias.to(y.dtype)
+        normed = F.group_norm(y.flatten(0, 1).flatten(1), self.nheads, weight, bias, self.ln_x.eps)
+        normed = normed.unflatten(0, y.shape[:2])
         bonus = (parts.r * self.by_head(self.r_k) * parts.k).sum(-1, keepdim=True) * parts.v
         return self.out_proj((normed + bonus.flatten(-2)).to(parts.gate.dtype) * parts.gate)
 
@@ -186,14 +189,16 @@ class RWKV7(Mixer):
         self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         last, memory = state
-        parts = self.parts(x, torch.cat([last.to(x.dtype).unsqueeze(1), x[:, :-1]], 1))
+        seen = torch.cat([last.to(x.dtype).unsqueeze(1), x], 1)
+        parts = self.parts(x, seen[:, :-1])
         if x.shape[1] == 1:
             r, k, v, a, b, log_decay = (part.squeeze(1) for part in parts[:6])
             y, memory = delta_rule_step(memory, log_decay.exp(), a, b, k, v.to(k.dtype), r)
             y = y.unsqueeze(1)
         else:
             y, memory = diagonal_delta_rule(*parts[:6], initial_state=memory, chunk_size=self.config.chunk_size)
-        return self.finish(y, parts), (x[:, -1], memory)
+        # A copy, or else the last token would keep all of a long prompt in memory.
+        return self.finish(y, parts), (seen[:, -1].clone(), memory)
 
 
 def shift_init(power: float) -> InitRule:

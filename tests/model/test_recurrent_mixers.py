@@ -187,6 +187,37 @@ def test_packed_documents_equal_documents_alone(layer):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10 * other.abs().max().item())
 
 
+def test_no_tokens_give_no_outputs():
+    """Alone, as empty documents, and behind a state, which stays as it is."""
+    mixer = _rwkv7()
+    x = torch.randn(2, 3, D_MODEL, dtype=torch.float64)
+    assert mixer(x[:, :0]).shape == (2, 0, D_MODEL)
+    assert mixer(x[:1, :0], torch.zeros(3, dtype=torch.int32), 0).shape == (1, 0, D_MODEL)
+    _, before = mixer.forward_with_state(x, mixer.initial_state(2))
+    y, after = mixer.forward_with_state(x[:, :0], before)
+    assert y.shape == (2, 0, D_MODEL)
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_bfloat16_weights_round_and_no_more(layer):
+    mixer, _ = layer
+    x = torch.randn(2, 13, D_MODEL, dtype=torch.float64)
+    with torch.no_grad():
+        exact = mixer(x)
+        mixer.to(torch.bfloat16)
+        y, _ = mixer.forward_with_state(x.bfloat16(), mixer.initial_state(2))
+        assert mixer(x.bfloat16()).dtype == y.dtype == torch.bfloat16
+    assert (y.double() - exact).norm() < 0.05 * exact.norm()
+
+
+def test_states_do_not_keep_the_prompt_in_memory(layer):
+    mixer, _ = layer
+    with torch.no_grad():
+        _, state = mixer.forward_with_state(torch.randn(1, 50, D_MODEL, dtype=torch.float64), mixer.initial_state(1))
+    for tensor in state:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 @pytest.mark.parametrize(
     ("make", "changes"), [(_delta, {"A_log": 4.0}), (_delta, {"A_log": -9.0}), (_rwkv7, {"w0": 9.0})]
 )
