@@ -30,7 +30,7 @@ class Mixer(nn.Module):
     """M[:i+1, :i+1] comes from tokens up to i only (plus `halo`, and but for the sum that `row_normalized` ones
     divide by), so any length works."""
     complexity: ClassVar[str]
-    """Cost in the sequence length L: "O(L)", "O(L log L)", "O(L^1.5)" or "O(L^2)"."""
+    """Cost of the default form in the sequence length L: "O(L)", "O(L log L)", "O(L^1.5)" or "O(L^2)"."""
     data_dependent: ClassVar[bool] = True
     """M is made from x. False: M is the same for every x."""
     fixed_length: ClassVar[bool] = False
@@ -112,7 +112,9 @@ class Mixer(nn.Module):
         for start, length in zip(cu_seqlens[:-1].tolist(), cu_seqlens.diff().tolist(), strict=True):
             if length:
                 places.setdefault(length, []).append(start)
-        outputs, indices = [x.new_empty(0, self.d_model)], [cu_seqlens.new_empty(0, dtype=torch.int64)]
+        if not places:
+            return x.new_empty(1, 0, self.d_model)
+        outputs, indices = [], []
         for length, starts in places.items():
             index = torch.tensor(starts, device=x.device).unsqueeze(1) + torch.arange(length, device=x.device)
             outputs.append(self.forward(x[0, index]).flatten(0, 1))

@@ -43,6 +43,8 @@ def toeplitz_product(upper: torch.Tensor, lower: torch.Tensor, v: torch.Tensor) 
     """
     exact = torch.promote_types(v.dtype, torch.float32)
     length = v.shape[1]
+    if length == 0:
+        return v.to(exact)
     size = fast_length(2 * length - 1)
     lower, upper = lower.to(exact), upper.to(exact)
     gap = lower.new_zeros(lower.shape[0], size - 2 * length + 1, lower.shape[2])

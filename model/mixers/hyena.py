@@ -8,13 +8,19 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import short_conv
 from matmix.kernels.precision import outside_autocast
 from matmix.model.initialization import constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.long_convolution import convolution_matrix, long_convolution, long_convolution_flops
+from matmix.model.mixers.long_convolution import (
+    convolution_matrix,
+    long_convolution,
+    long_convolution_flops,
+    packed_convolution,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,13 +82,14 @@ class ImplicitFilter(nn.Module):
 
     @outside_autocast
     def forward(self, offsets: torch.Tensor) -> torch.Tensor:
-        """h (d_model, n) in the weights' dtype at offsets (n,) in tokens. The sines multiply errors by their frequency:
-        autocast would round the filter to noise."""
-        offsets = offsets.to(self.freq.dtype) / self.max_seqlen
-        h = self.features(offsets)
+        """h (d_model, n) in float32 at least at offsets (n,) in tokens. The sines multiply errors by their frequency:
+        bfloat16 would round the filter to noise, and neighbouring offsets to one."""
+        exact = torch.promote_types(self.freq.dtype, torch.float32)
+        offsets = offsets.to(exact) / self.max_seqlen
+        h, freq = self.features(offsets), self.freq.to(exact)
         for layer in self.layers:
-            h = torch.sin(self.freq * layer(h))
-        return (self.out(h) * self.window(offsets)).T
+            h = torch.sin(freq * F.linear(h, layer.weight.to(exact), layer.bias.to(exact)))
+        return (F.linear(h, self.out.weight.to(exact)) * self.window(offsets)).T
 
 
 class Hyena(Mixer):
@@ -138,10 +145,12 @@ class Hyena(Mixer):
         products = 4 * d_model**2 + 3 * d_model * config.d_conv + (1 if causal else 2) * network
         return 2.0 * products + d_model * (long_convolution_flops(seqlen) + 4)
 
-    def convolve(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def convolve(
+        self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x0, x1 and v (B, L, d_model) from in_proj's output."""
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        x0, x1, v = short_conv(projected, weight, bias, causal=self.causal).chunk(3, -1)
+        x0, x1, v = short_conv(projected, weight, bias, causal=self.causal, cu_seqlens=cu_seqlens).chunk(3, -1)
         return x0, x1, v
 
     def filters(self, length: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -155,20 +164,24 @@ class Hyena(Mixer):
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
-        if cu_seqlens is not None:
-            return self.forward_by_document(x, cu_seqlens)
-        x0, x1, v = self.convolve(self.in_proj(x))
-        return self.finish(x0, x1 * v)
+        if cu_seqlens is not None and x.shape[1] == 0:
+            return x  # the short convolution takes no empty rows
+        x0, x1, v = self.convolve(self.in_proj(x), cu_seqlens)
+        return self.finish(x0, x1 * v, cu_seqlens)
 
-    def finish(self, x0: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    def finish(self, x0: torch.Tensor, u: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
         """The convolution of u (B, L, d_model) and what follows, for its last tokens, of which x0 are the gates."""
-        y = long_convolution(u, *self.filters(u.shape[1], u.device)) + self.D * u
+        if cu_seqlens is None:
+            y = long_convolution(u, *self.filters(u.shape[1], u.device))
+        else:
+            y = packed_convolution(u, cu_seqlens, lambda length: self.filters(length, u.device))
+        y = y + self.D * u
         return self.out_proj(x0 * y[:, u.shape[1] - x0.shape[1] :].to(x0.dtype))
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         """diag(x0) (T(h) + D) diag(x1), (B, d_model, L, L)."""
         x0, x1, _ = (part.transpose(1, 2) for part in self.convolve(self.in_proj(x)))
-        t = convolution_matrix(*self.filters(x.shape[1], x.device))
+        t = convolution_matrix(*self.filters(x.shape[1], x.device)).to(self.D.dtype)
         t = t + torch.diag_embed(self.D.unsqueeze(-1).expand(t.shape[:-1]))
         return x0.unsqueeze(-1) * t * x1.unsqueeze(-2)
 
@@ -195,4 +208,5 @@ class Hyena(Mixer):
         joined = torch.cat([past.to(projected.dtype), projected], 1)
         x0, x1, v = (part[:, past.shape[1] :] for part in self.convolve(joined))
         u = torch.cat([products.to(v.dtype), x1 * v], 1)
-        return self.finish(x0, u), (joined[:, x.shape[1] :], u)
+        # A copy, or else the last few rows would keep all of a long prompt in memory.
+        return self.finish(x0, u), (joined[:, x.shape[1] :].clone(), u)

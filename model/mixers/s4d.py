@@ -14,7 +14,15 @@ from torch import nn
 from matmix.kernels.precision import outside_autocast
 from matmix.model.initialization import InitRule, constant_init, normal_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.long_convolution import convolution_matrix, long_convolution, long_convolution_flops
+from matmix.model.mixers.long_convolution import (
+    convolution_matrix,
+    long_convolution,
+    long_convolution_flops,
+    packed_convolution,
+)
+
+CARRIED = 256
+"""Tokens of a prompt that are taken at once, with the state between them: memory grows with this times d_state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,18 +134,23 @@ class S4D(Mixer):
         return product.flatten(-2)[..., :length]
 
     @outside_autocast
-    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+    def mixed(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
         """K * x + D x (B, L, d_model) in float32 at least."""
-        after, *other = self.kernels(x.shape[1])
-        y = long_convolution(x, after, *(before[:, :-1] for before in other))
+        if cu_seqlens is None:
+            y = long_convolution(x, *self.taps(x.shape[1]))
+        else:
+            y = packed_convolution(x, cu_seqlens, self.taps)
         return y + self.D.to(y.dtype) * x
+
+    def taps(self, length: int) -> tuple[torch.Tensor, ...]:
+        """K (d_model, length), and if bidirectional that of later tokens (d_model, length - 1)."""
+        after, *other = self.kernels(length)
+        return after, *(before[:, :-1] for before in other)
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
-        if cu_seqlens is not None:
-            return self.forward_by_document(x, cu_seqlens)
-        return self.finish(self.mixed(x), x)
+        return self.finish(self.mixed(x, cu_seqlens), x)
 
     def finish(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """gelu, projection and gated linear unit of (B, L, d_model)."""
@@ -165,13 +178,19 @@ class S4D(Mixer):
     def continued(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`mixed`, and the new state, from a state: s_t = exp(dt A) s_{t-1} + x_t, y_t = Re sum_n coefficient_n s_t."""
         rates, coefficients = self.rates(), self.coefficients()[0]
-        length = x.shape[1]
-        lags = torch.arange(length, device=x.device)
-        powers = (rates.unsqueeze(-1) * lags).exp()
-        carried = rates.exp() * state.to(rates.dtype)  # what is left of the state at the first new token
-        kept = torch.einsum("hnl,bhn->blh", coefficients.unsqueeze(-1) * powers, carried).real
-        added = torch.einsum("hnl,blh->bhn", powers.flip(-1), x.to(rates.dtype))
-        return self.mixed(x) + kept, carried * powers[..., -1] + added
+        length = min(x.shape[1], CARRIED)
+        powers = (rates.unsqueeze(-1) * torch.arange(length, device=x.device)).exp()
+        (kernel,) = self.taps(length)
+        state, outputs = state.to(rates.dtype), []
+        for piece in x.split(length, 1):
+            lags = powers[..., : piece.shape[1]]
+            carried = rates.exp() * state  # what is left of the state at the first new token
+            kept = torch.einsum("hnl,bhn->blh", lags, coefficients * carried).real
+            outputs.append(long_convolution(piece, kernel[:, : piece.shape[1]]) + kept)
+            added = torch.einsum("hnl,blh->bhn", lags.flip(-1), piece.to(rates.dtype))
+            state = carried * lags[..., -1] + added
+        y = torch.cat(outputs, 1)
+        return y + self.D.to(y.dtype) * x, state
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mixed, state = self.continued(x, state)

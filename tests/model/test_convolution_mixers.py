@@ -1,15 +1,18 @@
 """S4D, Hyena and MLP-Mixer against their equations, token by token in float64."""
 
+import copy
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from storages import Storages
 
 from matmix.model import MixerOptions, ModelConfig, build_model, initialize
 from matmix.model.flops import flops_by_part
 from matmix.model.mixers.attention import AttentionConfig
 from matmix.model.mixers.hyena import Hyena, HyenaConfig
+from matmix.model.mixers.long_convolution import similar_documents
 from matmix.model.mixers.mlp_mixer import MLPMixer, MLPMixerConfig
 from matmix.model.mixers.s4d import S4D, S4DConfig
 
@@ -134,12 +137,89 @@ def test_steps_and_pieces_equal_the_whole(make):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("make", [_s4d, _hyena])
 def test_packed_documents_equal_documents_alone(make, causal):
+    """With gradients of the input and of all parameters."""
     mixer = make(causal)
-    lengths = [3, 9, 1, 0, 3, 8]
-    x = torch.randn(1, sum(lengths), D_MODEL, dtype=torch.float64)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    lengths = [3, 9, 1, 0, 3, 8, 2, 7, 16, 13]
+    x = torch.randn(1, sum(lengths), D_MODEL, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = _boundaries(lengths)
     alone = torch.cat([mixer(part) for part in x.split(lengths, dim=1) if part.shape[1]], 1)
-    torch.testing.assert_close(mixer(x, cu_seqlens, max(lengths)), alone, rtol=1e-10, atol=1e-12)
+    results = []
+    for y in (mixer(x, cu_seqlens, max(lengths)), alone):
+        results.append([y, *torch.autograd.grad(y.pow(3).sum(), [x, *mixer.parameters()])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11 * other.abs().max().item())
+
+
+def test_empty_documents_alone_give_no_outputs():
+    x = torch.randn(1, 0, D_MODEL, dtype=torch.float64)
+    for make in (_s4d, _hyena):
+        assert make()(x, _boundaries([0, 0]), 0).shape == (1, 0, D_MODEL)
+
+
+def _boundaries(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("make", [_s4d, _hyena])
+def test_packed_documents_share_one_kernel(make, monkeypatch):
+    mixer, made = make(), []
+    name = "kernels" if isinstance(mixer, S4D) else "filters"
+    kernels = getattr(mixer, name)
+    monkeypatch.setattr(mixer, name, lambda *arguments: (made.append(arguments[0]), kernels(*arguments))[1])
+    lengths = [3, 9, 1, 8, 2]
+    mixer(torch.randn(1, sum(lengths), D_MODEL, dtype=torch.float64), _boundaries(lengths), max(lengths))
+    assert made == [9]
+
+
+def test_documents_of_similar_length_are_filled_up_by_half_at_most():
+    lengths = list(range(200))
+    groups = similar_documents(_boundaries(lengths))
+    assert len(groups) <= 16
+    assert sum(group.documents for group in groups) == 199
+    for group in groups:
+        assert group.documents * group.longest <= 1.5 * group.tokens.numel()
+    assert torch.cat([group.tokens for group in groups]).sort().values.equal(torch.arange(sum(lengths)))
+
+
+@pytest.mark.parametrize("make", [_s4d, _hyena])
+def test_packed_outputs_have_the_dtype_of_others_under_autocast(make):
+    mixer = make().float()
+    x, cu_seqlens = torch.randn(1, 9, D_MODEL), _boundaries([4, 0, 5])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        outputs = [mixer(x), mixer(x, cu_seqlens, 5), mixer.forward_by_document(x, cu_seqlens)]
+    assert [y.dtype for y in outputs] == [torch.bfloat16] * 3
+
+
+def test_a_long_prompt_takes_pieces_of_it_at_a_time():
+    """The result is that of the whole, and no tensor has a state for every token."""
+    mixer = _s4d(d_state=64, noise=0.0)
+    x = torch.randn(1, 1100, D_MODEL, dtype=torch.float64)
+    with torch.no_grad():
+        with Storages() as storages:
+            y, state = mixer.forward_with_state(x, mixer.initial_state(1))
+        torch.testing.assert_close(y, mixer(x), rtol=1e-9, atol=1e-11)
+        _, begun = mixer.forward_with_state(x[:, :300], mixer.initial_state(1))
+        torch.testing.assert_close(mixer.forward_with_state(x[:, 300:], begun)[1], state, rtol=1e-9, atol=1e-11)
+    states = x.shape[1] * state.numel() * state.element_size()
+    assert max(allocation.bytes for allocation in storages.allocations) < states / 4
+
+
+@pytest.mark.parametrize("make", [_s4d, _hyena])
+def test_states_do_not_keep_the_prompt_in_memory(make):
+    mixer = make()
+    with torch.no_grad():
+        _, state = mixer.forward_with_state(torch.randn(1, 50, D_MODEL, dtype=torch.float64), mixer.initial_state(1))
+    for tensor in state if isinstance(state, tuple) else [state]:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_bfloat16_weights_do_not_round_the_positions_of_the_filter():
+    mixer = _build(Hyena, HyenaConfig(), max_seqlen=2048, noise=0.0, dtype=torch.bfloat16)
+    offsets = torch.arange(2048)
+    with torch.no_grad():
+        exact = copy.deepcopy(mixer.filter).double()(offsets)
+        torch.testing.assert_close(mixer.filter(offsets).double(), exact, rtol=0, atol=0.01 * exact.abs().max().item())
+        assert mixer(torch.randn(1, 9, D_MODEL, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("causal", [True, False])
