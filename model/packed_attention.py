@@ -31,17 +31,47 @@ def packed_attention(
     is padding.
     """
     if cu_seqlens is None:
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, dropout_p=dropout
-        )
-        return y.transpose(1, 2)
-    flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]
-    if flash and varlen_attn is not None and dropout == 0.0 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        return attend(q, k, v, causal=causal, dropout=dropout)
+    width = max(q.shape[-1], v.shape[-1])
+    flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    if flash and varlen_attn is not None and dropout == 0.0 and width % 8 == 0 and width <= 256:
         longest = max_seqlen or int(cu_seqlens.diff().max())
         window = (-1, 0) if causal else (-1, -1)
-        y = varlen_attn(q[0], k[0], v[0], cu_seqlens, cu_seqlens, longest, longest, window_size=window)
-        return y.unsqueeze(0)
+        parts = (part[0] for part in of_one_width(q, k, v))
+        scale = q.shape[-1] ** -0.5
+        y = varlen_attn(*parts, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=window)
+        return y[..., : v.shape[-1]].unsqueeze(0)
     return attention_by_length(q[0], k[0], v[0], cu_seqlens.tolist(), causal, dropout).unsqueeze(0)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """scaled_dot_product_attention of q (B, L, H, D), k (B, S, H, D), v (B, S, H, P) -> (B, L, H, P).
+
+    Its flash kernels want D = P. With other widths it would fall back on a form that keeps the L x S matrix.
+    """
+    y = F.scaled_dot_product_attention(
+        *(part.transpose(1, 2) for part in of_one_width(q, k, v)),
+        attn_mask=mask,
+        is_causal=causal,
+        dropout_p=dropout,
+        scale=q.shape[-1] ** -0.5,
+    )
+    return y.transpose(1, 2)[..., : v.shape[-1]]
+
+
+def of_one_width(*parts: torch.Tensor) -> list[torch.Tensor]:
+    """Each part with zeros behind its channels, as many as the widest one has: scores and what is mixed of the first
+    channels stay what they are."""
+    width = max(part.shape[-1] for part in parts)
+    return [part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1])) for part in parts]
 
 
 def attention_by_length(
@@ -65,14 +95,7 @@ def attention_by_length(
         padded = any(length < longest for _, length in group)
         # Padding stands at the end, where a causal query does not look.
         mask = real[:, None, None, :] if padded and not causal else None
-        y = F.scaled_dot_product_attention(
-            q[index].transpose(1, 2),
-            k[index].transpose(1, 2),
-            v[index].transpose(1, 2),
-            attn_mask=mask,
-            is_causal=causal,
-            dropout_p=dropout,
-        ).transpose(1, 2)
+        y = attend(q[index], k[index], v[index], causal=causal, mask=mask, dropout=dropout)
         outputs.append(y[real])
         places.append(index[real])
     if not outputs:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.packed_attention import packed_attention
+from matmix.model.packed_attention import attend, packed_attention
 from matmix.model.positions import apply_rotary, document_positions
 
 
@@ -116,8 +115,7 @@ class Attention(Mixer):
         q, k, v = self.project(x, torch.arange(past, past + new, device=x.device))
         k, v = torch.cat((state[0].to(k.dtype), k), 1), torch.cat((state[1].to(v.dtype), v), 1)
         mask = torch.ones(new, past + new, dtype=torch.bool, device=x.device).tril(past)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
-        return self.out_proj(y.transpose(1, 2).flatten(-2)), (k, v)
+        return self.out_proj(attend(q, k, v, mask=mask).flatten(-2)), (k, v)
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         q, k, _ = self.project(x, document_positions(x.shape[1], None, x.device))

@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,22 +11,34 @@ LENGTHS = [1, 40, 2, 3, 33, 0, 17, 16, 1, 64, 5]
 BOUNDARIES = list(itertools.accumulate(LENGTHS, initial=0))
 
 
-def _inputs(dtype=torch.float64, device="cpu"):
+# Channels of queries and keys, and of values.
+WIDTHS = [(8, 8), (4, 8), (8, 4)]
+
+
+def _inputs(widths=(8, 8), dtype=torch.float64, device="cpu"):
+    of_scores, of_values = widths
     length = BOUNDARIES[-1]
-    return [torch.randn(1, length, 3, 8, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    return [
+        torch.randn(1, length, 3, width, dtype=dtype, device=device, requires_grad=True)
+        for width in (of_scores, of_scores, of_values)
+    ]
 
 
 def _one_by_one(q, k, v, causal):
     outputs = []
     for start, end in itertools.pairwise(BOUNDARIES):
-        parts = (part[:, start:end].transpose(1, 2) for part in (q, k, v))
-        outputs.append(F.scaled_dot_product_attention(*parts, is_causal=causal).transpose(1, 2))
-    return torch.cat(outputs, dim=1)
+        q_part, k_part, v_part = (part[0, start:end] for part in (q, k, v))
+        scores = torch.einsum("thd,shd->hts", q_part, k_part) / math.sqrt(q.shape[-1])
+        if causal:
+            scores = scores + torch.full_like(scores[0], -math.inf).triu(1)
+        outputs.append(torch.einsum("hts,shp->thp", scores.softmax(-1), v_part))
+    return torch.cat(outputs).unsqueeze(0)
 
 
+@pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_documents_of_any_lengths_attend_within_themselves(causal):
-    q, k, v = _inputs()
+def test_documents_of_any_lengths_attend_within_themselves(causal, widths):
+    q, k, v = _inputs(widths)
     cu_seqlens = torch.tensor(BOUNDARIES, dtype=torch.int32)
     y = packed_attention(q, k, v, causal=causal, cu_seqlens=cu_seqlens, max_seqlen=64)
     expected = _one_by_one(q, k, v, causal)
@@ -33,6 +46,16 @@ def test_documents_of_any_lengths_attend_within_themselves(causal):
     cotangent = torch.randn_like(y)
     gradients = torch.autograd.grad(y, (q, k, v), cotangent)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, (q, k, v), cotangent))
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("packed", [True, False])
+def test_nothing_as_large_as_the_scores_is_kept(packed, widths):
+    (q, k, v), sizes = _inputs(widths, torch.float32), []
+    cu_seqlens = torch.tensor([0, BOUNDARIES[-1]], dtype=torch.int32) if packed else None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        packed_attention(q, k, v, causal=True, cu_seqlens=cu_seqlens)
+    assert 0 < max(sizes) < BOUNDARIES[-1] ** 2 / 4
 
 
 def test_padding_is_at_most_as_much_as_the_tokens(monkeypatch):
@@ -57,9 +80,10 @@ def test_no_documents_give_no_output():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length flash kernel needs a GPU")
+@pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_flash_kernel_agrees_with_the_general_form(causal):
-    q, k, v = (part.detach().bfloat16() for part in _inputs(torch.float32, "cuda"))
+def test_the_flash_kernel_agrees_with_the_general_form(causal, widths):
+    q, k, v = (part.detach().bfloat16() for part in _inputs(widths, torch.float32, "cuda"))
     cu_seqlens = torch.tensor(BOUNDARIES, dtype=torch.int32, device="cuda")
     y = packed_attention(q, k, v, causal=causal, cu_seqlens=cu_seqlens, max_seqlen=64)
     expected = attention_by_length(q[0].float(), k[0].float(), v[0].float(), BOUNDARIES, causal, 0.0)
