@@ -56,7 +56,8 @@ class Backbone(nn.Module):
             input_ids: (B, L) int64.
             cu_seqlens: (ndocs + 1,) int32, document boundaries in the flattened batch of B * L tokens.
             attention_mask: (B, L), nonzero where a token is real. Padding is left out at the entry; where it
-                was, the features are zero. Not together with cu_seqlens.
+                was, the features are zero. Without padding it is as if it were not given. Not together with
+                cu_seqlens.
             max_seqlen: length of the longest document, if known; saves finding it.
             select: (n,) int64 positions in the flattened batch; only their features go on to the output.
             readout: called as readout(features (n, d_model), weight (vocab_size, d_model), bias or None) in
@@ -69,7 +70,10 @@ class Backbone(nn.Module):
             raise ValueError("give the model cu_seqlens or attention_mask, not both")
         indices = None
         if attention_mask is not None:
-            indices, cu_seqlens, max_seqlen = unpad_indices(attention_mask)
+            real, boundaries, longest = unpad_indices(attention_mask)
+            # Full rows stay rows, which mixers of a fixed length take too.
+            if real.numel() < batch * length:
+                indices, cu_seqlens, max_seqlen = real, boundaries, longest
         if cu_seqlens is not None:
             # From here on one row of documents, one after the other.
             input_ids = input_ids.flatten() if indices is None else input_ids.flatten()[indices]

@@ -67,6 +67,16 @@ def test_padding_does_not_matter(small_model, kind):
         torch.testing.assert_close(logits[row, :n], model(ids[row : row + 1, :n])[0], rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("layers", [("dense",), ("mlp_mixer", "attention"), ("hydra",)])
+def test_a_mask_without_padding_is_as_none(small_model, layers):
+    """Also for mixers of a fixed length, which take no padded rows: tokenizers return a mask by default."""
+    model = small_model("encoder", layers, max_seqlen=16)
+    ids, types = torch.randint(61, (3, 16)), torch.arange(16).expand(3, -1) // 8
+    for mask in (torch.ones_like(ids), torch.ones(3, 16, dtype=torch.bool)):
+        logits = model(ids, attention_mask=mask, token_type_ids=types)
+        assert torch.equal(logits, model(ids, token_type_ids=types))
+
+
 @pytest.mark.parametrize("kind", ["mru-mixed", "hydra-mixed"])
 def test_a_row_without_tokens_is_harmless(small_model, kind):
     model = small_model(*KINDS[kind])
