@@ -39,8 +39,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp_mixer-without-biases": ("mlp_mixer", {"bias": False}),
     "lion_s-published-gates": ("lion_s", {"gate_offset": 0, "forward_gate_offset": 1, "qkv_bias": True}),
     "lion_d-wide": ("lion_d", {"nheads": 3}),
+    "lion_lit-attention": ("lion_lit", {"form": "attention"}),
+    "sma_causal-quadratic": ("sma_causal", {"contraction": "quadratic"}),
 }
 """Name of a case -> (mixer, options)."""
+
+COMPLEXITIES = {"lion_lit-attention": "O(L^2)", "sma_causal-quadratic": "O(L^2)"}
+"""Of the variants whose cost does not grow as that of the mixer's default form."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Case:
     mixer: str
     config: Any
     causal: bool
+    complexity: str
 
     @property
     def kind(self) -> type[Mixer]:
@@ -77,10 +83,11 @@ def all_cases() -> dict[str, Case]:
     cases = {}
     for name, (mixer, options) in {**{mixer: (mixer, {}) for mixer in MIXERS}, **VARIANTS}.items():
         config, kind = small_config(mixer, **options), MIXERS[mixer]
+        complexity = COMPLEXITIES.get(name, kind.complexity)
         if kind.bidirectional_form:
-            cases[name] = Case(mixer, config, causal=False)
+            cases[name] = Case(mixer, config, False, complexity)
         if kind.causal_form:
-            cases[name if not kind.bidirectional_form else f"{name}-causal"] = Case(mixer, config, causal=True)
+            cases[name if not kind.bidirectional_form else f"{name}-causal"] = Case(mixer, config, True, complexity)
     return cases
 
 
