@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from compare import packed, rmse_ratio
+from flop_count import FlopCount, cost_class
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,11 +20,12 @@ from matmix.kernels import (
     semiseparable_scan,
     short_conv,
 )
+from matmix.kernels.matrix_product.chunked import matrix_product_chunked
 from matmix.kernels.semiseparable.chunked import quasiseparable_chunked, semiseparable_chunked
 
 
-def draw(*shape):
-    return torch.randn(*shape, requires_grad=True)
+def draw(*shape, device="cpu"):
+    return torch.randn(*shape, device=device, requires_grad=True)
 
 
 def samples():
@@ -172,13 +174,19 @@ FORMS = [
 ]
 
 
+@pytest.mark.parametrize("length", [512, 2048])
 @pytest.mark.parametrize("form", [None, *FORMS])
-def test_flops_are_those_of_the_products_that_run(form):
+def test_flops_are_those_of_the_products_that_run(form, length):
     """The registered formulas against what is counted while the PyTorch form runs; that also sums decays inside
     chunks by products with masks, which the formulas leave out.
     """
-    v, q, k = draw(2, 512, 8, 64), draw(2, 512, 2, 32), draw(2, 512, 2, 32)
-    decay = (-torch.rand(2, 512, 8)).requires_grad_()
+    on_meta = partial(draw, device="meta")
+    v, q, k, decay = (
+        on_meta(2, length, 8, 64),
+        on_meta(2, length, 2, 32),
+        on_meta(2, length, 2, 32),
+        on_meta(2, length, 8),
+    )
     counts = []
     ops = (semiseparable_scan, semiseparable_chunked) if form is None else (quasiseparable_scan, quasiseparable_chunked)
     for op in ops:
@@ -190,6 +198,41 @@ def test_flops_are_those_of_the_products_that_run(form):
         counts.append((forward.get_total_flops(), backward.get_total_flops()))
     for formula, counted in zip(*counts, strict=True):
         assert formula <= counted <= 1.03 * formula
+
+
+def _semiseparable_on_meta(length, **options):
+    v, q, decay = (draw(1, length, *rest, device="meta") for rest in ((2, 8), (1, 4), (2,)))
+    return semiseparable_chunked(v, q, q, decay, **options)
+
+
+def _quasiseparable_on_meta(length, **options):
+    v, q, decay = (draw(1, length, *rest, device="meta") for rest in ((2, 8), (1, 4), (2,)))
+    return quasiseparable_chunked(v, q, q, q, q, decay, decay, **options)
+
+
+def _matrix_product_on_meta(length, order):
+    return matrix_product_chunked(draw(1, length, 2, order, order, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        _semiseparable_on_meta,
+        *(partial(_quasiseparable_on_meta, **form) for form in FORMS),
+        *(partial(_matrix_product_on_meta, order=order) for order in (4, 16)),
+    ],
+)
+def test_all_work_is_linear_in_the_length(run):
+    """Elementwise work too, which the formulas leave out: a mask over all pairs of tokens would be seen."""
+    costs = {"forward": [], "backward": []}
+    for length in (256, 1024, 4096):
+        with FlopCount() as forward:
+            y = run(length)
+        with FlopCount() as backward:
+            y.sum().backward()
+        costs["forward"].append(forward.total)
+        costs["backward"].append(backward.total)
+    assert {part: cost_class(growth) for part, growth in costs.items()} == dict.fromkeys(costs, "O(L)")
 
 
 @pytest.mark.parametrize("form", [*FORMS, {"shift": False, "gate_offset": 1}])

@@ -65,7 +65,7 @@ def cost_class(costs: list[float]) -> str:
     F(4 L) - 4 F(L), itself grows by 4^p in each step for a cost of L^p, and by 4 for L log L."""
     short, middle, long = costs
     first, second = middle - 4 * short, long - 4 * middle
-    if abs(second) < 0.01 * long:
+    if second < 0.01 * long:
         return "O(L)"
     exponent = math.log(second / first, 4)
     return min({"O(L log L)": 1.0, "O(L^1.5)": 1.5, "O(L^2)": 2.0}.items(), key=lambda item: abs(item[1] - exponent))[0]
