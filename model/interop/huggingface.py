@@ -211,11 +211,16 @@ def model_card(config: ModelConfig, has_tokenizer: bool, notes: str) -> str:
     ]
     if has_tokenizer:
         code.append('tokenizer = AutoTokenizer.from_pretrained("PATH/TO/THIS/DIRECTORY")')
+    fixed = config.fixed_length_mixers()
     paragraphs = [
         f"---\nlibrary_name: transformers\npipeline_tag: {_PIPELINES[config.architecture]}\n---",
         f"# matmix {config.architecture.replace('_', ' ')}",
         f"{config.n_layers} layers ({', '.join(sorted(used_mixers(config)))}), width {config.d_model}, "
         f"{config.vocab_size:,} tokens.",
+        f"It takes sequences of exactly {config.max_seqlen} tokens and no padding, having parameters for every\n"
+        f"position ({', '.join(fixed)}): cut or fill texts to that length."
+        if fixed
+        else "",
         notes.strip(),
         "\n".join(["```python", *code, "```"]),
         "The code in `modeling_matmix.py` needs PyTorch and transformers only.\n"
