@@ -1,9 +1,10 @@
-"""docs/adding-a-mixer.md works: its file and its two lines make a mixer that passes the proofs and trains."""
+"""docs/adding-a-mixer.md works: with its file and its two lines all commands on it do what it says."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = "gated_average"
 
 
-def code_blocks() -> list[str]:
-    page = (ROOT / "docs/adding-a-mixer.md").read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+PAGE = (ROOT / "docs/adding-a-mixer.md").read_text(encoding="utf-8")
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def commands(start: str) -> list[list[str]]:
+    """What follows `start` in those of the page's commands that begin so."""
+    return [shlex.split(words) for words in re.findall(rf"^    {re.escape(start)} (.*)$", PAGE, flags=re.MULTILINE)]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +36,7 @@ def package(tmp_path_factory) -> Path:
     for room in ("kernels", "data", "train", "launch"):
         (site / "matmix" / room).symlink_to(ROOT / room)
     shutil.copytree(ROOT / "model", site / "matmix/model", ignore=shutil.ignore_patterns("__pycache__"))
-    file, registration = code_blocks()
+    file, registration = code_blocks("python")
     (site / "matmix/model/mixers" / f"{NAME}.py").write_text(file)
     imported, entry = registration.splitlines()
     registry = site / "matmix/model/mixers/__init__.py"
@@ -59,20 +67,36 @@ def test_the_file_is_written_as_all_others(package):
 
 
 def test_the_mixer_passes_all_proofs(package):
-    words = ["-m", "pytest", "tests/model/test_mixers.py", "-k", NAME, "-q", "-p", "no:cacheprovider"]
-    output = run_in(package, *words, folder=ROOT)
+    (words,) = commands(".venv/bin/python -P")
+    output = run_in(package, *words, "-q", "-p", "no:cacheprovider", folder=ROOT)
     passed = int(re.search(r"(\d+) passed", output)[1])
     assert passed >= 12
     assert "failed" not in output
 
 
+def matmix(package: Path, calls: list[list[str]], folder: Path) -> str:
+    """The output of `matmix` called with each of these words, in one process."""
+    code = f"import sys; from matmix.launch.cli import main; sys.exit(any(main(words) for words in {calls!r}))"
+    return run_in(package, "-c", code, folder=folder)
+
+
+def test_the_mixer_is_compared_at_equal_parameters(package, tmp_path):
+    ((recipe, copy),) = commands("cp")
+    (entry,) = code_blocks("toml")
+    (tmp_path / copy).write_text(f"{(ROOT / recipe).read_text()}\n{entry}")
+    (words,) = commands("matmix compare")
+    output = matmix(package, [["compare", *words]], tmp_path)
+    (line,) = (line for line in output.splitlines() if line.startswith("| gated average"))
+    assert abs(int(re.search(r"\d{3},\d{3}", line)[0].replace(",", "")) / 544_000 - 1) < 0.01
+
+
 @pytest.mark.slow
 def test_the_mixer_trains_and_can_be_looked_at(package, dataset, tmp_path):
-    words = ["--data.path", dataset, "--steps", "2", f"--model.mixers.{NAME.replace('_', '-')}.headdim", "16"]
-    train = ["train", "debug_hydra", "--model.layers", NAME, *words, "--evaluation.every", "0", "--device", "cpu"]
-    show = ["show-mixer", "runs/debug_hydra", "--text", "the king speaks", "--layers", "1"]
-    code = f"import sys; from matmix.launch.cli import main; sys.exit(main({train}) or main({show}))"
-    output = run_in(package, "-c", code, folder=tmp_path)
-    assert "Finished at step 2" in output
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets/shakespeare").symlink_to(dataset)  # where the recipe looks
+    calls = [[verb, *words] for verb in ("train", "show-mixer") for words in commands(f"matmix {verb}")]
+    assert len(calls) == 2
+    output = matmix(package, calls, tmp_path)
+    assert "Finished at step 8" in output
     assert "blocks at most 1 / 1" in output
-    assert (tmp_path / f"pictures/debug_hydra/layer-01-{NAME}-step-2.png").is_file()
+    assert (tmp_path / f"pictures/debug_hydra/layer-01-{NAME}-step-8.png").is_file()
