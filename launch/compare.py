@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import shlex
 
 from matmix.launch.launch import Parser, check_overrides, split_recipe
-from matmix.train.comparison.config import Comparison
+from matmix.train.comparison.config import Comparison, keep_recipe
+from matmix.train.comparison.processes import cores, listening
 from matmix.train.comparison.runs import Task
 from matmix.train.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 
 _DESCRIPTION = "Train the entries of a comparison at equal parameters, data and steps, and tabulate what they came to."
 _EPILOG = """RECIPE is a TOML file with a table [comparison], or the name of a bundled one: {recipes}. Any field of a
-recipe can be given too, as in --steps 100, and goes to all entries; --run-dir is the folder of the comparison. The same
-command again goes on where it was stopped."""
+recipe can be given too, as in --steps 100, and goes to all entries; so can --comparison.seeds, --comparison.parameters
+and --comparison.tolerance; --run-dir is the folder of the comparison. The same command again goes on where it was
+stopped, and so does `matmix compare FOLDER`."""
 
 
 def _parser(*, slurm: bool) -> Parser:
@@ -49,26 +51,26 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     recipe, rest = split_recipe(arguments, parser.prog)
     given, overrides = parser.parse_known_args(rest)
-    check_overrides(parser, overrides)
-    cores = os.cpu_count() or 1
-    if not 1 <= given.parallel <= cores:
-        raise ValueError(f"--parallel must lie between 1 and the {cores} cores of this machine, got {given.parallel}")
+    check_overrides(parser, [word for word in overrides if not word.startswith("--comparison.")])
+    if not 1 <= given.parallel <= cores():
+        raise ValueError(f"--parallel must lie between 1 and the {cores()} cores here, got {given.parallel}")
 
     from matmix.train.comparison.config import read_comparison
     from matmix.train.comparison.report import plan_text, write_report
-    from matmix.train.comparison.runs import check_directories, tasks_of
+    from matmix.train.comparison.runs import tasks_of
+    from matmix.train.comparison.settings import check_directories
     from matmix.train.comparison.width import matched
 
     comparison = matched(read_comparison(recipe, overrides))
     tasks = tasks_of(comparison)
+    if given.report:
+        print(write_report(comparison))
+        return EXIT_OK
     check_directories(tasks)
     if given.slurm:
         return _submit(comparison, tasks, given, ["compare", *arguments])
     if given.dry_run:
         print(plan_text(comparison))
-        return EXIT_OK
-    if given.report:
-        print(write_report(comparison))
         return EXIT_OK
     return _train(comparison, tasks, given)
 
@@ -79,19 +81,28 @@ def _train(comparison: Comparison, tasks: list[Task], given: argparse.Namespace)
     from matmix.train.comparison.speed import is_measured, measure_all
 
     def tell(text: str) -> None:
-        print(text, flush=True)
+        with contextlib.suppress(OSError):  # a terminal that was closed: the runs are saved nevertheless
+            print(text, flush=True)
 
-    tell(plan_text(comparison) + "\n")
-    ended = run_tasks(tasks, given.parallel, tell)
-    if ended.stopped:
-        tell("Stopped; what was running is saved. The same command goes on from there.")
-        return EXIT_STOPPED
-    if given.speed or not (given.no_speed or is_measured(comparison)):
-        measure_all(comparison, tell)
+    with listening():
+        tell(plan_text(comparison) + "\n")
+        keep_recipe(comparison)
+        ended = run_tasks(tasks, given.parallel, tell)
+        if ended.stopped:
+            tell("Stopped; what was running is saved. The same command goes on from there.")
+            return EXIT_STOPPED
+        busy = any(failure.is_busy for failure in ended.failures)  # and takes the cores that speed is measured on
+        if (given.speed or not (given.no_speed or is_measured(comparison) or busy)) and not measure_all(
+            comparison, tell
+        ):
+            tell("Stopped while speed was measured; no run was going on. The same command goes on from there.")
+            return EXIT_STOPPED
     tell("\n" + write_report(comparison))
     if ended.failures:
         tell("\n" + describe_failures(ended.failures))
-    return EXIT_FAILED if ended.failures else EXIT_OK
+    if all(failure.is_busy for failure in ended.failures):
+        return EXIT_STOPPED if busy else EXIT_OK
+    return EXIT_FAILED
 
 
 def _submit(comparison: Comparison, tasks: list[Task], given: argparse.Namespace, command: list[str]) -> int:
@@ -112,6 +123,7 @@ def _submit(comparison: Comparison, tasks: list[Task], given: argparse.Namespace
         print(script, end="")
         return EXIT_OK
     print(plan_text(comparison))
+    keep_recipe(comparison)
     job = slurm.submit_launch(plan, script)
     print(f"Submitted job {job.job} ({job.tasks} tasks): {plan.folder / 'job.sbatch'}")
     print(f"Follow it:     matmix launch status {shlex.quote(str(home))}")

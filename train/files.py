@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes under a temporary name beside `path`, brings it to the disk, and renames."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes text (UTF-8) or bytes under a temporary name beside `path`, brings it to the disk, and renames."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

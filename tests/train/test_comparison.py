@@ -9,8 +9,9 @@ from comparisons import ENTRIES, TINY
 from matmix.model.build import count_parameters
 from matmix.model.config import ModelConfig
 from matmix.train.command import main as train_command
-from matmix.train.comparison.config import differing_keys, read_comparison
+from matmix.train.comparison.config import keep_recipe, read_comparison
 from matmix.train.comparison.runs import tasks_of
+from matmix.train.comparison.settings import differing_keys, words_on_differences
 from matmix.train.comparison.width import headdims, match_width, matched
 from matmix.train.loaders import make_loader
 from matmix.train.recipe import bundled_comparisons, bundled_recipes, config_from_dict, config_to_dict
@@ -70,6 +71,46 @@ def test_a_bad_comparison_is_one_line_that_names_file_and_key(recipe, text, word
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["report", "speed.json", "Comparison.toml"])
+def test_a_name_that_a_file_of_the_comparison_has_is_refused(recipe, name):
+    with pytest.raises(ValueError, match="is taken by a file of the comparison"):
+        read_comparison(recipe(TINY + f"[comparison]\n[[comparison.entry]]\nname = '{name}'"))
+
+
+def test_overrides_may_repair_a_recipe_and_set_the_comparison(recipe):
+    dense = '[[comparison.entry]]\nname = "dense"\nmodel.layers = ["dense"]\nsteps = 9\n'
+    path = recipe(TINY + ENTRIES + dense + "model.mixers.dense.headdim = 8\nmodel.max_seqlen = 32\n")
+    with pytest.raises(ValueError, match=r'mine\.toml: entry "dense": .* data\.packing = "rows"'):
+        read_comparison(path)
+    words = ["--data.packing", "rows", "--model.n-layers=1", "--steps", "3"]
+    words += ["--comparison.seeds", "4", "5", "--comparison.parameters", "9000", "--comparison.tolerance", "0.2"]
+    comparison = read_comparison(path, words)
+    assert {entry.config.data.packing for entry in comparison.entries} == {"rows"}
+    assert {entry.config.steps for entry in comparison.entries} == {3}  # also where an entry has its own
+    settings = comparison.settings
+    assert (settings.seeds, settings.parameters, settings.tolerance) == ((4, 5), 9000, 0.2)
+    for wrong, text in (
+        (["--model.d-model", "8"], "follow from comparison.parameters = 9,000"),
+        (["--comparison.entry", "x"], "seeds, parameters, tolerance can be given"),
+        (["--steps", "x"], "steps"),
+        (["--seed", "1"], "comparison.seeds"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            read_comparison(path, [*words, *wrong])
+
+
+def test_the_folder_of_a_comparison_stands_for_its_recipe_with_overrides(recipe, tmp_path):
+    first = read_comparison(recipe(TINY + ENTRIES), ["--steps", "7", "--run-dir", str(tmp_path / "home")])
+    keep_recipe(first)
+    (tmp_path / "home").rename(tmp_path / "moved")
+    again = read_comparison(str(tmp_path / "moved"))
+    assert again.home == tmp_path / "moved"
+    assert again.settings == first.settings
+    assert [entry.config.steps for entry in again.entries] == [7, 7]
+    with pytest.raises(FileNotFoundError, match=r"no comparison\.toml"):
+        read_comparison(str(tmp_path))
+
+
 def test_comparisons_are_not_offered_for_training(capsys):
     assert not set(bundled_comparisons()) & set(bundled_recipes())
     assert train_command(["matrix_mixers_small"]) == 2
@@ -109,6 +150,18 @@ def test_a_headdim_is_kept_where_it_fits_and_else_the_nearest_is_taken():
     mixed = match_width(dataclasses.replace(hydra, layers=("hydra", "attention", "mlp"), mlp_ratio=2.0), target, 0.01)
     assert abs(count_parameters(mixed) / target - 1) <= 0.01
     assert headdims(mixed)["attention"] % 2 == 0
+
+
+def test_what_entries_do_not_share_is_said(recipe):
+    text = TINY + ENTRIES.replace(
+        '["hydra"]', '["hydra"]\nmodel.causal_mixers = false\nmodel.position_embeddings = true'
+    )
+    comparison = matched(read_comparison(recipe(text), ["--model.vocab-size", "64", "--comparison.parameters", "9000"]))
+    lines = "\n".join(words_on_differences(comparison.entries))
+    assert "model.position_embeddings: false in attention; true in the others." in lines
+    for entry in comparison.entries:
+        (own,), (now,) = entry.own_headdims.values(), headdims(entry.config.model).values()
+        assert (f"{entry.name} {own} -> {now}" in lines) == (own != now)
 
 
 def test_where_no_width_fits_the_nearest_are_named(recipe):

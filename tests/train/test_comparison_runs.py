@@ -25,6 +25,7 @@ from matmix.train.comparison.config import read_comparison
 from matmix.train.comparison.report import write_report
 from matmix.train.comparison.results import collect
 from matmix.train.comparison.runs import run_tasks, tasks_of
+from matmix.train.comparison.settings import check_directories
 from matmix.train.comparison.width import matched
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
@@ -54,21 +55,20 @@ def _compare_with_a_stop_and_a_failure(folder, dataset) -> SimpleNamespace:
     path.write_text(TINY + BROKEN.replace("[0, 1]", "[0]"))
     arguments = ["--model.vocab-size", "320", "--run-dir", str(home), "--data.path"]
 
-    def tasks(steps: int) -> dict[tuple[str, int], object]:
-        comparison = matched(read_comparison(str(path), [*arguments, dataset, "--steps", str(steps)]))
-        return {(task.entry, task.seed): task for task in tasks_of(comparison)}
+    steps = 150
+    comparison = matched(read_comparison(str(path), [*arguments, dataset, "--steps", str(steps)]))
+    tasks = {(task.entry, task.seed): task for task in tasks_of(comparison)}
 
     # Stopped by what a signal does, as soon as it has done steps.
-    endless = tasks(100_000)["attention", 0]
-    waiter = threading.Thread(target=_stop_after_records, args=(endless.run.path / "metrics.jsonl",))
+    long = tasks["attention", 0]
+    waiter = threading.Thread(target=_stop_after_records, args=(long.run.path / "metrics.jsonl",))
     waiter.start()
-    ended = run_tasks([endless], 1, lambda text: None)
+    ended = run_tasks([long], 1, lambda text: None)
     waiter.join()
     stop.forget()
-    stopped_at = records(endless.run.path)[-1]["step"]
+    stopped_at = records(long.run.path)[-1]["step"]
 
-    steps = stopped_at + 2
-    finished = tasks(steps)["Hydra, 2 x", 0]
+    finished = tasks["Hydra, 2 x", 0]
     train(finished.config)
     before = (finished.run.path / "summary.json").stat().st_mtime_ns
     # `broken` has a data path of its own, which the command line would replace: it stays in the recipe.
@@ -137,7 +137,7 @@ def check_the_table_says_what_the_runs_say(compared) -> None:
         assert float(rows[entry.name]["masked_accuracy_mean"]) == validation["masked_accuracy"]
         assert int(rows[entry.name]["parameters"]) == count_parameters(entry.config.model)
         assert f"{validation['loss']:.4f} " in compared.output  # one seed: no deviation
-    assert "±" not in compared.output.split("Mean ±")[0]
+    assert "±" not in compared.output
     losses = [float(row["loss_mean"]) for row in rows.values() if row["loss_mean"]]
     assert losses == sorted(losses)
     assert list(rows)[-1] == "broken"
@@ -166,10 +166,36 @@ def check_a_report_of_what_is_there_and_the_spread_over_seeds(compared, capsys) 
     assert f"{mean:.4f} ± {deviation:.4f}" in write_report(comparison)
 
 
-def check_a_directory_of_another_config_is_refused(compared, capsys) -> None:
-    arguments = ["compare", str(compared.path), *compared.arguments, "--model.n-layers", "1"]
-    assert main(arguments) == 2
-    assert "belongs to a run with another config" in capsys.readouterr().err
+def check_runs_with_other_settings_are_refused_and_not_averaged(compared, capsys) -> None:
+    arguments = ["compare", str(compared.path), *compared.arguments]
+    for key, value, text in (
+        ("--optimizer.lr", "2e-2", "optimizer.lr: 0.01 there, 0.02 here"),
+        ("--steps", "2", f"steps: {compared.steps} there, 2 here"),
+        ("--model.n-layers", "1", "model.n_layers: 2 there, 1 here"),
+    ):
+        assert main([*arguments, key, value]) == 2
+        errors = capsys.readouterr().err
+        assert text in errors
+        assert "attention, seed 0" in errors
+    before = (compared.home / "report" / "table.md").read_text()
+    assert main([*arguments, "--optimizer.lr", "2e-2", "--report"]) == 0
+    text = capsys.readouterr().out
+    assert "Left out, since trained with other settings: attention seed 0 (optimizer.lr: 0.01 there" in text
+    assert (compared.home / "report" / "table.md").read_text() == before  # rather than one without any run
+    # What is watched and read otherwise is no other setting; what was changed on the way is.
+    comparison = matched(read_comparison(str(compared.path), [*compared.arguments, "--logging.every", "3"]))
+    check_directories(tasks_of(comparison))
+    (compared.home / "attention" / "seed-0" / "changes.jsonl").write_text(
+        '{"step": 3, "key": "optimizer.lr", "old": 0.1, "new": 0.01}\n'
+    )
+    with pytest.raises(ValueError, match=r"optimizer\.lr: 0\.1 until step 3, then 0\.01"):
+        check_directories(tasks_of(comparison))
+
+
+def check_folders_that_the_recipe_does_not_name_are_told(compared, capsys) -> None:
+    compared.path.write_text(compared.path.read_text().replace("seeds = [0, 1]", "seeds = [0]"))
+    assert main(["compare", str(compared.path), *compared.arguments, "--report"]) == 0
+    assert f"Also in {compared.home}, but not in the recipe: attention/seed-1." in capsys.readouterr().out
 
 
 def test_a_comparison_through_a_stop_a_resume_and_a_failure(tmp_path, dataset, capsys):
@@ -180,7 +206,8 @@ def test_a_comparison_through_a_stop_a_resume_and_a_failure(tmp_path, dataset, c
     check_a_failed_run_is_reported_and_the_others_finish(compared)
     check_the_table_says_what_the_runs_say(compared)
     check_a_report_of_what_is_there_and_the_spread_over_seeds(compared, capsys)
-    check_a_directory_of_another_config_is_refused(compared, capsys)
+    check_folders_that_the_recipe_does_not_name_are_told(compared, capsys)
+    check_runs_with_other_settings_are_refused_and_not_averaged(compared, capsys)
 
 
 # -- speed --------------------------------------------------------------------------------------------------------
@@ -206,8 +233,26 @@ def test_speed_is_the_median_of_rounds_that_take_turns(recipe, dataset, tmp_path
     assert found["attention"].tokens_per_second == 12
     assert found["Hydra, 2 x"].tokens_per_second == 100
     assert found["attention"].peak_bytes == 2**20
-    wider = dataclasses.replace(comparison.entries[0], parameters=1)
-    assert not speed.is_measured(dataclasses.replace(comparison, entries=(wider,)))
+    assert "Speed: training steps of 4 x 32 tokens side by side" in "".join(speed.speed_words(comparison))
+
+    # Rows of another model or machine are not shown; rows of entries that the recipe no longer has stay in the file.
+    first, second = comparison.entries
+    deeper = dataclasses.replace(first.config, model=dataclasses.replace(first.config.model, n_layers=3))
+    other = dataclasses.replace(comparison, entries=(dataclasses.replace(first, config=deeper),))
+    assert not speed.is_measured(other)
+    assert collect(other)[0].tokens_per_second is None
+    monkeypatch.setattr(speed, "_in_a_process", lambda path: {"tokens_per_second": 1, "peak_bytes": 1})
+    assert speed.measure_all(other, lambda text: None)
+    assert set(speed.read_speed(comparison.home)) == {first.name, second.name}
+
+    # A signal ends the measurement, and what was measured before stays.
+    before = speed.speed_path(comparison.home).read_text()
+    monkeypatch.setattr(speed, "_in_a_process", lambda path: stop.request() or "stopped")
+    try:
+        assert not speed.measure_all(comparison, lambda text: None)
+    finally:
+        stop.forget()
+    assert speed.speed_path(comparison.home).read_text() == before
 
 
 @pytest.mark.parametrize("packing", ["concat", "document", "rows"])

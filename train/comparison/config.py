@@ -11,21 +11,25 @@ An entry is the recipe with the keys that stand beside its name; what the comman
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from matmix.data.remote import is_url
-from matmix.train.arguments import parse_arguments, unknown_key
+from matmix.train.arguments import unknown_key
+from matmix.train.comparison.overrides import given_values, merged, put, remove
 from matmix.train.config import RunConfig
-from matmix.train.recipe import config_from_dict, config_to_dict, differences, find_recipe, read_toml
+from matmix.train.files import write_whole
+from matmix.train.recipe import config_from_dict, find_recipe, read_toml
 
 # What each run of a comparison is given; and what lies beside the entries' folders.
 _NOT_AN_ENTRYS = {"seed": "comparison.seeds gives the seeds", "run_dir": "every run has a folder of its own"}
-_TAKEN_FOLDERS = ("report", "launch", "logs")
+OWN_FOLDERS = ("report", "launch", "logs")
+OWN_FILES = ("comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -45,8 +49,8 @@ class EntryConfig:
     def __post_init__(self) -> None:
         _require(bool(self.folder), f"comparison.entry: name = {self.name!r} holds no letter or digit for a folder")
         _require(
-            self.folder.lower() not in _TAKEN_FOLDERS,
-            f'comparison.entry: the name "{self.name}" is taken by a folder of the comparison itself; use another',
+            self.folder.lower() not in (*OWN_FOLDERS, *OWN_FILES),
+            f'comparison.entry: the name "{self.name}" is taken by a file of the comparison itself; use another',
         )
         for key, reason in _NOT_AN_ENTRYS.items():
             _require(key not in self.overrides, f'comparison.entry "{self.name}" sets {key}: {reason}')
@@ -103,6 +107,8 @@ class Entry:
     """Of its runs, but for seed and run directory."""
     parameters: int = 0
     """Of its model; 0 until widths are matched."""
+    own_headdims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Mixer -> headdim as the recipe has it, where widths are matched."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,31 +118,45 @@ class Comparison:
     home: Path
     settings: ComparisonConfig
     entries: tuple[Entry, ...]
+    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The recipe with the overrides in it."""
     target: int = 0
     """Parameters that every entry has, within the tolerance; 0 until widths are matched."""
 
 
 def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
-    """A comparison from a recipe (path or bundled name) and overrides for all entries, such as ``--steps 100``.
+    """A comparison from a recipe (path or bundled name) or its folder, and overrides for all entries, such as
+    ``--steps 100``.
 
     Raises FileNotFoundError for a missing recipe and ValueError (one line) for what is wrong in it.
     """
-    path = find_recipe(recipe)
-    values = read_toml(path)
+    path = _find(recipe)
+    values, where = read_toml(path), str(path)
     if "comparison" not in values:
         raise ValueError(f"{path} has no table [comparison]: it is a plain recipe, for matmix train")
-    settings = _settings(values.pop("comparison"), str(path))
-    for key in ("seed",):
-        _require(key not in values, f"{path} sets {key}: {_NOT_AN_ENTRYS[key]}")
-    tables = {entry.name: _merged(values, entry.overrides) for entry in settings.entry}
-    configs = {name: _entry_config(table, name, str(path)) for name, table in tables.items()}
+    _require("seed" not in values, f"{path} sets seed: {_NOT_AN_ENTRYS['seed']}")
+    rows = _check_table(values["comparison"], where)
+    if path.parent == Path(recipe):
+        values["run_dir"] = recipe  # it goes on where it lies, wherever it began
+    given = given_values(overrides)
+    _require(("seed",) not in given, f"--seed: {_NOT_AN_ENTRYS['seed']}")
+    for key, value in given.items():
+        put(values, key, value)
+        for row in rows:
+            remove(row, key)
     if overrides:
-        given = _given(overrides, next(iter(configs.values())))
-        _require(("seed",) not in given, f"--seed: {_NOT_AN_ENTRYS['seed']}")
-        for key, value in given.items():
-            for table in tables.values():
-                _put(table, key, value)
-        configs = {name: _entry_config(table, name, "command line") for name, table in tables.items()}
+        where = f"{path} with {' '.join(overrides)}"
+    settings = _settings(values["comparison"], where)
+    _require(
+        not (settings.parameters and ("model", "d_model") in given),
+        f"--model.d-model: widths follow from comparison.parameters = {settings.parameters:,}; give that "
+        "(--comparison.parameters N; 0 = those of the first entry at the d_model that is given)",
+    )
+    plain = {key: value for key, value in values.items() if key != "comparison"}
+    configs = {
+        entry.name: config_from_dict(merged(plain, entry.overrides), f'{where}: entry "{entry.name}"')
+        for entry in settings.entry
+    }
     run_dir = next(iter(configs.values())).run_dir or f"runs/{path.stem}"
     _require(not is_url(run_dir), f"--run-dir {run_dir}: a comparison lies in a folder of this machine")
     return Comparison(
@@ -145,65 +165,52 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
         entries=tuple(
             Entry(name=entry.name, folder=entry.folder, config=configs[entry.name]) for entry in settings.entry
         ),
+        recipe=values,
     )
 
 
-def differing_keys(entries: Sequence[Entry]) -> list[str]:
-    """Keys outside of `[model]` in which entries differ: with any of them they are not trained alike."""
-    first, *others = (entry.config for entry in entries)
-    found = {key for other in others for key, _, _ in differences(first, other)}
-    return sorted(key for key in found if not key.startswith("model."))
+def keep_recipe(comparison: Comparison) -> None:
+    """Writes COMPARISON/comparison.toml: the recipe with the overrides in it, itself a recipe."""
+    comparison.home.mkdir(parents=True, exist_ok=True)
+    values = {**comparison.recipe, "run_dir": str(comparison.home)}
+    write_whole(comparison.home / "comparison.toml", tomli_w.dumps(values))
 
 
-def _settings(table: Any, where: str) -> ComparisonConfig:
+def _find(recipe: str) -> Path:
+    folder = Path(recipe)
+    if (path := folder / "comparison.toml").is_file():
+        return path
+    try:
+        return find_recipe(recipe)
+    except FileNotFoundError:
+        if not folder.is_dir():
+            raise
+        raise FileNotFoundError(f"{folder} is not the folder of a comparison: it has no comparison.toml") from None
+
+
+def _check_table(table: Any, where: str) -> list[dict[str, Any]]:
+    """The rows of the entries, once it is clear that the table has the right shape."""
     _require(isinstance(table, dict), f"{where}: [comparison] is a table, got {table!r}")
     for key in table:
         if key not in {field.name for field in dataclasses.fields(ComparisonConfig)}:
             raise unknown_key(key, ComparisonConfig, f"{where}: [comparison]")
-    rows, seeds = table.get("entry", []), table.get("seeds", [0, 1, 2])
+    rows = table.get("entry", [])
     _require(
         isinstance(rows, list) and all(isinstance(row, dict) for row in rows),
         f"{where}: comparison.entry should be tables [[comparison.entry]], got {rows!r}",
     )
+    return rows
+
+
+def _settings(table: dict[str, Any], where: str) -> ComparisonConfig:
+    rows, seeds = table.get("entry", []), table.get("seeds", [0, 1, 2])
     _require(isinstance(seeds, list), f"{where}: comparison.seeds should be a list of integers, got {seeds!r}")
     try:
         entries = []
         for number, row in enumerate(rows, 1):
-            name = row.pop("name", None)
+            name = row.get("name")
             _require(isinstance(name, str), f"comparison.entry number {number} has no name, which should be a string")
-            entries.append(EntryConfig(name=name, overrides=row))
+            entries.append(EntryConfig(name=name, overrides={key: row[key] for key in row if key != "name"}))
         return ComparisonConfig(**{**table, "seeds": tuple(seeds), "entry": tuple(entries)})
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _entry_config(table: dict[str, Any], name: str, where: str) -> RunConfig:
-    return config_from_dict(table, f'{where}: entry "{name}"')
-
-
-def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    merged = copy.deepcopy(dict(values))
-    for key, value in overrides.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merged(merged[key], value) if both else copy.deepcopy(value)
-    return merged
-
-
-def _given(overrides: Sequence[str], default: RunConfig) -> dict[tuple[str, ...], Any]:
-    """What the command line names: path of the key -> its value, checked."""
-    values = config_to_dict(parse_arguments(RunConfig, list(overrides), default=default, prog="matmix compare RECIPE"))
-    found = {}
-    for word in overrides:
-        if word.startswith("--"):
-            path = tuple(word[2:].split("=", 1)[0].replace("-", "_").split("."))
-            value: Any = values
-            for part in path:
-                value = value[part]
-            found[path] = value
-    return found
-
-
-def _put(table: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    for part in path[:-1]:
-        table = table.setdefault(part, {})
-    table[path[-1]] = copy.deepcopy(value)

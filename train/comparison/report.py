@@ -5,17 +5,17 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
+from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
 from matmix.train.callbacks.progress import short_number
-from matmix.train.comparison.config import Comparison, differing_keys
-from matmix.train.comparison.results import EntryResult, Spread, collect, spread
-from matmix.train.comparison.speed import ROUNDS, read_speed
+from matmix.train.comparison.config import Comparison
+from matmix.train.comparison.picture import picture
+from matmix.train.comparison.results import EntryResult, Spread, collect, spread, unnamed_folders
+from matmix.train.comparison.settings import changed_headdims, words_on_differences
+from matmix.train.comparison.speed import speed_words
 from matmix.train.comparison.width import headdims
-
-_SMOOTH = 0.05  # share of the records over which the curves of the training loss are averaged
+from matmix.train.files import write_whole
 
 
 def plan_text(comparison: Comparison) -> str:
@@ -24,7 +24,7 @@ def plan_text(comparison: Comparison) -> str:
     for entry in comparison.entries:
         config = entry.config
         flops = flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share)
-        heads = ", ".join(str(headdim) for headdim in headdims(config.model).values())
+        heads = changed_headdims(entry) or _headdims(config.model)
         deviation = f"{entry.parameters / comparison.target - 1:+.2%}"
         rows.append(
             [entry.name, str(config.model.d_model), heads, f"{entry.parameters:,}", deviation, short_number(flops)]
@@ -36,23 +36,29 @@ def plan_text(comparison: Comparison) -> str:
     lines = [
         markdown(columns, rows),
         "",
-        f"{len(comparison.entries)} entries x {len(seeds)} seeds ({', '.join(map(str, seeds))})",
-        f"{config.steps:,} steps of {batch} each, {short_number(tokens)} tokens a run",
+        f"{_count(len(comparison.entries), 'entry', 'entries')} x {_count(len(seeds), 'seed', 'seeds')} "
+        f"({', '.join(map(str, seeds))})",
+        f"{_count(config.steps, 'step', 'steps')} of {batch} each, {short_number(tokens)} tokens a run",
         f"runs in {comparison.home}",
     ]
-    return "\n".join([*lines, *_warnings(comparison)])
+    return "\n".join([*lines, *words_on_differences(comparison.entries)])
 
 
 def write_report(comparison: Comparison) -> str:
-    """Writes table and picture of what there is; returns the text to be shown."""
+    """Writes table and picture of what there is; returns the text to be shown.
+
+    A report that is there stays where no run is finished: an empty one would say less.
+    """
     results = collect(comparison)
     folder = comparison.home / "report"
-    folder.mkdir(parents=True, exist_ok=True)
     text = table_text(comparison, results)
-    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
-    (folder / "table.csv").write_text(table_csv(results), encoding="utf-8")
-    draw(results, folder / "plot.png")
-    return f"{text}\n\n{folder / 'table.md'}, {folder / 'table.csv'}, {folder / 'plot.png'}"
+    files = folder / "table.md", folder / "table.csv", folder / "plot.png"
+    if not any(result.values("loss") for result in results) and files[0].is_file():
+        return f"{text}\n\nNo run of this table is finished: {folder} is left as it was."
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, content in zip(files, (text + "\n", table_csv(results), picture(results)), strict=True):
+        write_whole(path, content)
+    return f"{text}\n\n{', '.join(map(str, files))}"
 
 
 def table_text(comparison: Comparison, results: Sequence[EntryResult]) -> str:
@@ -77,40 +83,45 @@ def table_text(comparison: Comparison, results: Sequence[EntryResult]) -> str:
             ]
         )
     columns = ["entry", "parameters", "d_model", "validation loss", column, "n", "tokens/s", "peak memory (MiB)"]
-    lines = [markdown(columns, rows), "", "Mean ± sample standard deviation over n seeds; loss in nats per token."]
-    lines += [*_speed_words(comparison), *_warnings(comparison)]
-    open_runs = [
-        f"{r.entry.name} seed {run.seed} ({run.state})" for r in results for run in r.runs if not run.validation
-    ]
-    if open_runs:
+    several = any(len(result.values("loss")) > 1 for result in results)
+    about = "Mean ± sample standard deviation over n seeds; loss in nats per token."
+    lines = [markdown(columns, rows), "", about if several else "Loss in nats per token."]
+    lines += [*speed_words(comparison), *words_on_differences(comparison.entries)]
+    runs = [(f"{result.entry.name} seed {run.seed}", run) for result in results for run in result.runs]
+    if others := [f"{title} ({run.others})" for title, run in runs if run.others]:
+        lines.append(f"Left out, since trained with other settings: {', '.join(others)}.")
+    if open_runs := [f"{title} ({run.state})" for title, run in runs if not (run.validation or run.others)]:
         lines.append(f"Not finished: {', '.join(open_runs)}.")
+    if folders := unnamed_folders(comparison):
+        lines.append(f"Also in {comparison.home}, but not in the recipe: {', '.join(folders)}.")
     return "\n".join(lines)
 
 
 def table_csv(results: Sequence[EntryResult]) -> str:
-    """The same, unrounded, and each seed's own loss."""
+    """The same, unrounded, and each seed's own values."""
     metric, _ = _second_metric(results)
     seeds = [run.seed for run in results[0].runs]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = [f"{name}_{part}" for name in ("loss", metric) for part in ("mean", "deviation")]
     header = ["entry", "parameters", "d_model", "headdim", *names, "n", "tokens_per_second", "peak_bytes"]
-    writer.writerow([*header, *(f"loss_seed_{seed}" for seed in seeds)])
+    writer.writerow([*header, *(f"{name}_seed_{seed}" for name in ("loss", metric) for seed in seeds)])
     for result in results:
         model = result.entry.config.model
-        heads = " ".join(str(headdim) for headdim in headdims(model).values())
+        heads = _headdims(model).replace(",", "")
         statistics = []
         for name in ("loss", metric):
             found = spread(result.values(name))
             statistics += ["", ""] if found is None else [found.mean, found.deviation]
         ends = [len(result.values("loss")), result.tokens_per_second, result.peak_bytes]
-        losses = [run.validation.get("loss") for run in result.runs]
-        writer.writerow([result.entry.name, result.entry.parameters, model.d_model, heads, *statistics, *ends, *losses])
+        own = [run.validation.get(name) for name in ("loss", metric) for run in result.runs]
+        writer.writerow([result.entry.name, result.entry.parameters, model.d_model, heads, *statistics, *ends, *own])
     return text.getvalue()
 
 
 def markdown(columns: list[str], rows: list[list[str]]) -> str:
     """A table whose columns stand below each other also as plain text."""
+    rows = [[cell.replace("|", r"\|") for cell in row] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     lines = [columns, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -130,60 +141,9 @@ def _second_metric(results: Sequence[EntryResult]) -> tuple[str, str]:
     return ("masked_accuracy", "masked accuracy (%)") if masked else ("bits_per_byte", "bits per byte")
 
 
-def _speed_words(comparison: Comparison) -> list[str]:
-    speed = read_speed(comparison.home)
-    if not speed:
-        return ["Speed and memory were not measured (matmix compare RECIPE --speed)."]
-    where, config = speed["environment"], comparison.entries[0].config
-    machine = speed["device"] if speed["device"] != "CPU" else f"{where['processor']}, {where['threads']} threads"
-    return [
-        f"Speed: training steps of {config.micro_batch(1)} x {config.data.seqlen} tokens side by side, median of "
-        f"{ROUNDS} rounds; {machine}, torch {where['torch']}, {where['dtype']}, {where['date'][:10]}. "
-        f"Memory: {speed['memory']}."
-    ]
+def _headdims(model: ModelConfig) -> str:
+    return ", ".join(str(headdim) for headdim in headdims(model).values())
 
 
-def _warnings(comparison: Comparison) -> list[str]:
-    keys = differing_keys(comparison.entries)
-    return [f"Not alike in all entries: {', '.join(keys)}."] if keys else []
-
-
-def draw(results: Sequence[EntryResult], path: Path) -> None:
-    """Validation losses by entry, every seed and the mean, and training losses over the steps."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure  # only who draws needs it
-
-    figure = Figure(figsize=(13, 1.8 + 0.34 * max(8, len(results))), layout="constrained", dpi=110)
-    left, right = figure.subplots(1, 2, width_ratios=(2, 3))
-    colours = colormaps["tab20"].colors
-    for place, result in enumerate(results):
-        style: dict[str, Any] = {"color": colours[place % len(colours)]}
-        losses = spread(result.values("loss"))
-        if losses is not None:
-            left.errorbar(losses.mean, place, xerr=losses.deviation, fmt="o", capsize=4, **style)
-            left.plot(result.values("loss"), [place] * losses.count, "|", markersize=9, **style)
-        if curve := mean_curve(result):
-            line = {"linewidth": 1.6, "linestyle": "-" if place < len(colours) else "--"}
-            right.plot(*zip(*curve, strict=True), label=result.entry.name, **line, **style)
-    left.set_yticks(range(len(results)), [result.entry.name for result in results])
-    left.invert_yaxis()
-    left.set_xlabel("validation loss (nats per token):\nmean, standard deviation, each seed")
-    right.set_xlabel("step")
-    right.set_ylabel("training loss (nats per token), running mean, over seeds")
-    for axes in (left, right):
-        axes.grid(True, alpha=0.3, linewidth=0.6)
-    if right.get_legend_handles_labels()[0]:
-        right.legend(fontsize=8, ncols=2)
-    figure.savefig(path)
-
-
-def mean_curve(result: EntryResult) -> list[tuple[int, float]]:
-    """(step, training loss): the mean over seeds at the steps that all begun runs recorded, then a running mean."""
-    curves = [dict(run.curve) for run in result.runs if run.curve]
-    if not curves:
-        return []
-    steps = sorted(set(curves[0]).intersection(*curves[1:]))
-    means = [sum(curve[step] for curve in curves) / len(curves) for step in steps]
-    window = max(1, round(_SMOOTH * len(means)))
-    smooth = [sum(part) / len(part) for part in (means[max(0, i - window + 1) : i + 1] for i in range(len(means)))]
-    return list(zip(steps, smooth, strict=True))
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from matmix.train.comparison.config import Comparison, Entry
 from matmix.train.comparison.runs import Task, tasks_of
-from matmix.train.comparison.speed import read_speed
+from matmix.train.comparison.settings import other_settings
+from matmix.train.comparison.speed import current_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,11 +20,13 @@ class RunResult:
     """One run."""
 
     seed: int
-    state: Literal["finished", "unfinished", "missing"]
+    state: Literal["finished", "unfinished", "missing", "other settings"]
     validation: dict[str, float]
     """Metrics of the last step; {} unless finished."""
     curve: list[tuple[int, float]]
-    """(step, training loss) of each record."""
+    """(step, training loss) of each record; [] of a run with other settings."""
+    others: str = ""
+    """In which settings it differs from what is compared here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +41,10 @@ class EntryResult:
     def values(self, metric: str) -> list[float]:
         """A validation metric of the finished runs, by seed."""
         return [run.validation[metric] for run in self.runs if metric in run.validation]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(run.state == "finished" for run in self.runs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 def collect(comparison: Comparison) -> list[EntryResult]:
     """All entries, the one with the lowest mean validation loss first, those without a finished run last."""
-    speeds = read_speed(comparison.home).get("entries", {})
+    speeds = current_rows(comparison)
     tasks = tasks_of(comparison)
     found = []
     for entry in comparison.entries:
@@ -78,8 +85,17 @@ def _by_loss(result: EntryResult) -> tuple[bool, float]:
     return (True, 0.0) if loss is None else (False, loss.mean)
 
 
+def unnamed_folders(comparison: Comparison) -> list[str]:
+    """Folders of runs that lie there and that the recipe does not name: other entries, other seeds."""
+    named = {task.run.path for task in tasks_of(comparison)}
+    found = {path.parent for path in comparison.home.glob("*/seed-*/config.toml")} - named
+    return sorted(str(path.relative_to(comparison.home)) for path in found)
+
+
 def read_run(task: Task) -> RunResult:
-    """A run as it stands."""
+    """A run as it stands. One with other settings has no numbers here: they belong to another comparison."""
+    if others := other_settings(task):
+        return RunResult(seed=task.seed, state="other settings", validation={}, curve=[], others=others)
     finished = task.is_finished()
     summary = task.run.read_summary() if finished else None
     begun = (task.run.path / "metrics.jsonl").is_file()

@@ -8,20 +8,18 @@ COMPARISON/<entry>/seed-0/train.log   what the process printed
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
-
 from matmix.train import stop
+from matmix.train.comparison import progress
 from matmix.train.comparison.config import Comparison
+from matmix.train.comparison.processes import gpu, listening, start
 from matmix.train.config import RunConfig
-from matmix.train.exits import EXIT_STOPPED
+from matmix.train.exits import EXIT_STOPPED, EXIT_USER
 from matmix.train.recipe import write_config
 from matmix.train.run import RunDirectory
 
@@ -71,6 +69,19 @@ class Failure:
         words = (errors or self.lines or [""])[-1].removeprefix("matmix: error: ")
         return words or f"ended with exit code {self.code} and without a word"
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether another process holds the run, which is no failure of it."""
+        return self.code == EXIT_USER and "is in use by another job (" in self.reason
+
+    @property
+    def words(self) -> str:
+        """What there is to be said in one line."""
+        if not self.is_busy:
+            return f"{self.task.title}: FAILED: {self.reason}"
+        owner = self.task.run.lock().owner()
+        return f"{self.task.title}: is being trained by process {owner.get('pid')} on {owner.get('host')}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
@@ -96,32 +107,26 @@ def tasks_of(comparison: Comparison) -> list[Task]:
     ]
 
 
-def check_directories(tasks: Sequence[Task]) -> None:
-    """Raises ValueError where a directory holds a run of another config, before anything is trained."""
-    for task in tasks:
-        try:
-            task.run.check(task.config)
-        except ValueError as error:
-            raise ValueError(f"{task.title}: {error}") from None
-
-
 def run_tasks(tasks: Sequence[Task], parallel: int, tell: Tell = print) -> Ended:
     """Trains what is not finished, `parallel` runs at a time; a failure does not keep the others from running.
 
-    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 go on to the runs, which save and end; a second Ctrl-C ends them at once.
+    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 go on to the runs, which save and end; a second Ctrl-C ends them at
+    once.
     """
     waiting = [task for task in tasks if not task.is_finished()]
     if len(waiting) < len(tasks):
         tell(f"{len(tasks) - len(waiting)} of {len(tasks)} runs are finished already")
     running: list[_Process] = []
     failures: list[Failure] = []
-    clock = _Clock(parallel)
-    with stop.during_run():
+    clock = progress.Clock(parallel)
+    told = time.monotonic()
+    with listening():
         try:
             while waiting or running:
                 while waiting and len(running) < parallel and not stop.received():
                     place = min(set(range(parallel)) - {process.place for process in running})
                     running.append(_Process(waiting.pop(0), place, parallel))
+                    tell(f"{running[-1].task.title}: started; what it prints: {running[-1].task.log}")
                 if stop.received():
                     waiting = []
                     for process in running:
@@ -135,7 +140,11 @@ def run_tasks(tasks: Sequence[Task], parallel: int, tell: Tell = print) -> Ended
                         tell(_finished_line(process.task, process.seconds, left))
                     elif not (stop.received() and failure.code == EXIT_STOPPED):
                         failures.append(failure)
-                        tell(f"{failure.task.title}: FAILED: {failure.reason}; {left} left")
+                        tell(f"{failure.words}; about {left} left")
+                if running and time.monotonic() - told >= progress.EVERY_SECONDS:
+                    told = time.monotonic()
+                    done = len(tasks) - len(waiting) - len(running) - len(failures)
+                    tell(_progress_line([process.task for process in running], done, len(tasks)))
                 time.sleep(_LOOK_SECONDS if running else 0)
         finally:
             for process in running:  # something went wrong here, or Ctrl-C came twice
@@ -145,22 +154,14 @@ def run_tasks(tasks: Sequence[Task], parallel: int, tell: Tell = print) -> Ended
 
 def describe_failures(failures: Sequence[Failure]) -> str:
     """What went wrong, run by run, with the last lines of each."""
-    runs = "1 run" if len(failures) == 1 else f"{len(failures)} runs"
-    lines = [f"{runs} failed; the same command tries again:"]
-    for failure in failures:
+    lines = [failure.words for failure in failures if failure.is_busy]
+    if failed := [failure for failure in failures if not failure.is_busy]:
+        runs = "1 run" if len(failed) == 1 else f"{len(failed)} runs"
+        lines.append(f"{runs} failed; the same command tries again:")
+    for failure in failed:
         lines.append(f"  {failure.task.title}: {failure.reason} (exit code {failure.code}, {failure.task.log})")
         lines += [f"    | {line}" for line in failure.lines]
     return "\n".join(lines)
-
-
-def process_environment(threads: int, device: str = "") -> dict[str, str]:
-    """The environment of a process that gets so many of the cores and, where there are GPUs, this one."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    return {**environment, "CUDA_VISIBLE_DEVICES": device} if device else environment
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Process:
@@ -175,13 +176,12 @@ class _Process:
         self._begin = self._output.tell()
         self._began = time.monotonic()
         self._stopped = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "matmix.train", str(recipe)],
-            env=process_environment(max(1, cores() // parallel), _device(place)),
-            stdin=subprocess.DEVNULL,
+        self._process = start(
+            *("matmix.train", recipe),
+            parallel=parallel,
+            device=gpu(place),
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C at a terminal reaches this process alone, which passes it on
         )
 
     @property
@@ -215,38 +215,12 @@ class _Process:
         return Failure(self.task, code, lines[-_SHOWN_LINES:])
 
 
-class _Clock:
-    """Guesses how long the rest will take: as long as the runs so far, on average."""
-
-    def __init__(self, parallel: int) -> None:
-        self.parallel, self.total, self.runs = parallel, 0.0, 0
-
-    def count(self, seconds: float) -> None:
-        self.total += seconds
-        self.runs += 1
-
-    def left(self, running: Sequence[float], waiting: int) -> str:
-        mean = self.total / self.runs
-        seconds = sum(max(0.0, mean - spent) for spent in running) + waiting * mean
-        return duration(seconds / min(self.parallel, max(1, len(running) + waiting)))
-
-
-def duration(seconds: float) -> str:
-    """As a person says it: 45 s, 12 min, 3.5 h."""
-    for size, unit, digits in ((3600, "h", 1), (60, "min", 0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.{digits}f} {unit}"
-    return f"{seconds:.0f} s"
+def _progress_line(running: Sequence[Task], done: int, runs: int) -> str:
+    words = [f"{task.title}: {progress.run_words(task.run.path, task.config.last_step)}" for task in running]
+    return f"{' | '.join(words)} | {done} of {runs} runs done"
 
 
 def _finished_line(task: Task, seconds: float, left: str) -> str:
     summary = task.run.read_summary()
     what = "stopped before its last step" if summary is None else f"loss {summary['validation']['loss']:.4f}"
-    return f"{task.title}: {what}, {duration(seconds)}; about {left} left"
-
-
-def _device(place: int) -> str:
-    """The GPU, as CUDA_VISIBLE_DEVICES names it, of the run at this place; "" without GPUs."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-    return names[place % len(names)] if names else ""
+    return f"{task.title}: {what}, {progress.duration(seconds)}; about {left} left"

@@ -10,6 +10,7 @@ meet the same conditions; the median over the rounds counts. A process measures 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import statistics
@@ -23,19 +24,22 @@ import torch
 
 from matmix.data.batch import Batch
 from matmix.kernels.benchmarks.measure import environment, peak_memory
+from matmix.train import stop
 from matmix.train.benchmark_memory import random_batch
 from matmix.train.comparison.config import Comparison, Entry
-from matmix.train.comparison.runs import Tell, cores, process_environment
+from matmix.train.comparison.processes import listening, start, threads
+from matmix.train.comparison.runs import Tell
 from matmix.train.config import RunConfig
 from matmix.train.console import begin_process, guarded
 from matmix.train.files import write_whole
-from matmix.train.recipe import load_config, write_config
+from matmix.train.recipe import config_to_dict, load_config, write_config
 
 ROUNDS = 3
 WARM_UP = 3
 """Steps that are not timed: caches fill, kernels compile."""
 STEPS, SECONDS = 5, 1.0
 """Timed are at least so many steps, and as many as fit into this time."""
+_LOOK_SECONDS = 0.2
 
 
 def measure(config: RunConfig) -> dict[str, Any]:
@@ -108,60 +112,109 @@ def speed_path(home: Path) -> Path:
     return home / "speed.json"
 
 
-def read_speed(home: Path) -> dict[str, Any]:
-    """What `measure_all` wrote; {} where there is nothing."""
+def read_speed(home: Path) -> dict[str, dict[str, Any]]:
+    """Entry's name -> its row as `measure_all` wrote it; {} where there is nothing."""
     try:
-        return json.loads(speed_path(home).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        return dict(json.loads(speed_path(home).read_text(encoding="utf-8"))["entries"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         return {}
+
+
+def current_rows(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """Entry's name -> its row, of the entries that were measured as they are now."""
+    found = read_speed(comparison.home)
+    rows = {entry.name: found.get(entry.name, {}) for entry in comparison.entries}
+    return {
+        entry.name: rows[entry.name]
+        for entry in comparison.entries
+        if rows[entry.name].get("fingerprint") == fingerprint(entry)
+    }
 
 
 def is_measured(comparison: Comparison) -> bool:
     """Whether speed.json has all the entries as they are now."""
-    found = read_speed(comparison.home).get("entries", {})
-    return all(found.get(entry.name, {}).get("of") == _facts(entry) for entry in comparison.entries)
+    return len(current_rows(comparison)) == len(comparison.entries)
 
 
-def measure_all(comparison: Comparison, tell: Tell = print) -> None:
-    """Measures all entries and writes speed.json. An entry whose process fails is told of and has no numbers."""
+def measure_all(comparison: Comparison, tell: Tell = print) -> bool:
+    """Measures all entries and writes speed.json, where rows of entries that the recipe no longer has are kept.
+
+    An entry whose process fails is told of and has no numbers. False where a signal stopped it: nothing is written.
+    """
     found: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in comparison.entries}
     load = []
-    for number in range(1, ROUNDS + 1):
-        load.append(round(os.getloadavg()[0], 2))
-        for entry in comparison.entries:
-            if len(found[entry.name]) == number - 1:
-                recipe = comparison.home / entry.folder / "speed.toml"
-                recipe.parent.mkdir(parents=True, exist_ok=True)
-                write_config(entry.config, recipe)
-                result = _in_a_process(recipe)
-                if isinstance(result, dict):
-                    found[entry.name].append(result)
-                else:
-                    tell(f"speed of {entry.name}: not measured: {result}")
-        tell(f"speed: round {number} of {ROUNDS} done")
-    entries = {}
+    with listening():
+        for number in range(1, ROUNDS + 1):
+            load.append(round(os.getloadavg()[0], 2))
+            for entry in comparison.entries:
+                if len(found[entry.name]) == number - 1:
+                    recipe = comparison.home / entry.folder / "speed.toml"
+                    recipe.parent.mkdir(parents=True, exist_ok=True)
+                    write_config(entry.config, recipe)
+                    result = _in_a_process(recipe)
+                    if stop.received():
+                        return False
+                    if isinstance(result, dict):
+                        found[entry.name].append(result)
+                    else:
+                        tell(f"speed of {entry.name}: not measured: {result}")
+            tell(f"speed: round {number} of {ROUNDS} done")
+    entries, machine = read_speed(comparison.home), _machine(comparison.entries[0])
     for entry in comparison.entries:
         rounds = found[entry.name]
-        entries[entry.name] = {"of": _facts(entry), "rounds": rounds}
+        entries[entry.name] = {
+            "fingerprint": fingerprint(entry),
+            "of": _facts(entry),
+            "on": {**machine, "load_before_each_round": load},
+            "rounds": rounds,
+        }
         if len(rounds) == ROUNDS:
             speeds, peaks = ([one[key] for one in rounds] for key in ("tokens_per_second", "peak_bytes"))
             entries[entry.name] |= {
                 "tokens_per_second": statistics.median(speeds),
                 "peak_bytes": None if None in peaks else statistics.median(peaks),
             }
-    on_gpu = comparison.entries[0].config.device != "cpu" and torch.cuda.is_available()
-    record = {
-        "environment": environment(comparison.entries[0].config.engine.precision) | {"threads": cores()},
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "memory": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident set less that before the model",
-        "load_before_each_round": load,
-        "entries": entries,
-    }
-    write_whole(speed_path(comparison.home), json.dumps(record, indent=1) + "\n")
+    write_whole(speed_path(comparison.home), json.dumps({"entries": entries}, indent=1) + "\n")
+    return True
+
+
+def speed_words(comparison: Comparison) -> list[str]:
+    """What is to be known about the speeds that a table shows: where, when and how they were measured."""
+    rows = current_rows(comparison)
+    sessions: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        sessions.setdefault(json.dumps([row["of"]["micro_batch_size"], row["of"]["seqlen"], row["on"]]), []).append(
+            name
+        )
+    lines = []
+    for text, names in sessions.items():
+        micro, seqlen, on = json.loads(text)
+        where = on["environment"]
+        machine = on["device"] if on["device"] != "CPU" else f"{where['processor']}, {where['threads']} threads"
+        whose = "Speed" if len(sessions) == 1 else f"Speed of {', '.join(names)}"
+        load = on["load_before_each_round"][0]  # before later rounds it holds the measurement itself
+        busy = f", load of the machine before the rounds {load:.1f}" if load > 1 else ""
+        lines.append(
+            f"{whose}: training steps of {micro} x {seqlen} tokens side by side, median of {ROUNDS} rounds; {machine}, "
+            f"torch {where['torch']}, {where['dtype']}, {where['date'][:10]}{busy}. Memory: {on['memory']}."
+        )
+    missing = [entry.name for entry in comparison.entries if entry.name not in rows]
+    if missing:
+        whose = f" of {', '.join(missing)}" if rows else ""
+        lines.append(f"Speed and memory{whose} were not measured as configured here (matmix compare RECIPE --speed).")
+    return lines
+
+
+def fingerprint(entry: Entry) -> str:
+    """Changes with whatever the speed of an entry's training step depends on."""
+    values = config_to_dict(entry.config)
+    parts = [values["model"], values["engine"], values["device"], entry.config.micro_batch(1)]
+    parts += [values["data"]["seqlen"], values["data"]["packing"]]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _facts(entry: Entry) -> dict[str, Any]:
-    """What a measurement belongs to."""
+    """What a measurement belongs to, for the reader of the file."""
     config = entry.config
     return {
         "parameters": entry.parameters,
@@ -173,18 +226,32 @@ def _facts(entry: Entry) -> dict[str, Any]:
     }
 
 
+def _machine(entry: Entry) -> dict[str, Any]:
+    on_gpu = entry.config.device != "cpu" and torch.cuda.is_available()
+    return {
+        "environment": environment(entry.config.engine.precision) | {"threads": threads()},
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "memory": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident set less that before the model",
+    }
+
+
 def _in_a_process(recipe: Path) -> dict[str, Any] | str:
     """What `measure` found, or why it could not."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "matmix.train.comparison.speed", str(recipe)],
-        env=process_environment(cores()),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    if done.returncode or not lines:
-        return lines[-1] if lines else f"exit code {done.returncode}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with start("matmix.train.comparison.speed", recipe, **pipes) as process:
+        try:
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=_LOOK_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    if stop.received():
+                        return "stopped"
+        finally:
+            process.kill()  # nothing where it has ended
+    lines = (output if process.returncode == 0 else errors).strip().splitlines()
+    if process.returncode or not lines:
+        return lines[-1] if lines else f"exit code {process.returncode}"
     return json.loads(lines[-1])
 
 

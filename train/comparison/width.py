@@ -35,7 +35,8 @@ def matched(comparison: Comparison) -> Comparison:
         except ValueError as error:
             raise ValueError(f'entry "{entry.name}": {error}') from None
         config = dataclasses.replace(entry.config, model=model)
-        found.append(dataclasses.replace(entry, config=config, parameters=count_parameters(model)))
+        own = headdims(entry.config.model)
+        found.append(dataclasses.replace(entry, config=config, parameters=count_parameters(model), own_headdims=own))
     return dataclasses.replace(comparison, entries=tuple(found), target=target)
 
 
