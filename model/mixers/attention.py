@@ -11,6 +11,7 @@ from torch import nn
 
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.heads import check_heads, head_count
 from matmix.model.packed_attention import attend, packed_attention
 from matmix.model.positions import apply_rotary, document_positions
 
@@ -47,7 +48,7 @@ class Attention(Mixer):
 
     def __init__(self, d_model: int, config: AttentionConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
-        self.nheads = self.head_count(d_model, config)
+        self.nheads = head_count(d_model, config)
         self.value_headdim = config.value_headdim or config.headdim
         self.q_proj = nn.Linear(d_model, self.nheads * config.headdim, bias=config.bias)
         self.k_proj = nn.Linear(d_model, self.nheads * config.headdim, bias=config.bias)
@@ -55,21 +56,11 @@ class Attention(Mixer):
         self.out_proj = nn.Linear(self.nheads * self.value_headdim, d_model, bias=config.bias)
         self.init_rules = {"out_proj.weight": normal_init(output_std)}
 
-    @staticmethod
-    def head_count(d_model: int, config: AttentionConfig) -> int:
-        """The number of heads."""
-        return config.nheads or d_model // config.headdim
-
     @classmethod
     def check(cls, d_model: int, config: AttentionConfig) -> None:
-        for name, least in (("headdim", 1), ("nheads", 0), ("value_headdim", 0)):
-            if getattr(config, name) < least:
-                raise ValueError(f"model.mixers.attention.{name} = {getattr(config, name)}: must be {least} or more")
-        if config.nheads == 0 and d_model % config.headdim:
-            raise ValueError(
-                f"model.mixers.attention.headdim = {config.headdim} does not divide d_model = {d_model}; "
-                "change headdim, or give nheads"
-            )
+        check_heads(cls.name, d_model, config)
+        if config.value_headdim < 0:
+            raise ValueError(f"model.mixers.attention.value_headdim = {config.value_headdim}: must be 0 or more")
         if config.position != "none" and config.headdim % 2:
             raise ValueError(
                 f"model.mixers.attention.headdim = {config.headdim}: must be even with position = {config.position!r}"
@@ -77,7 +68,7 @@ class Attention(Mixer):
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: AttentionConfig, seqlen: int, causal: bool) -> float:
-        nheads = cls.head_count(d_model, config)
+        nheads = head_count(d_model, config)
         value_headdim = config.value_headdim or config.headdim
         projections = 2 * d_model * nheads * (config.headdim + value_headdim)
         seen = (seqlen + 1) / 2 if causal else seqlen

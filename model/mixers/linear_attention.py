@@ -13,6 +13,7 @@ from torch import nn
 from matmix.kernels import semiseparable_scan
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.heads import check_heads, head_count
 
 FEATURE_MAPS = ("elu", "silu", "none")
 
@@ -51,7 +52,7 @@ class LinearAttention(Mixer):
         self, d_model: int, config: LinearAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
     ):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
-        self.nheads = self.head_count(d_model, config)
+        self.nheads = head_count(d_model, config)
         inner = self.nheads * config.headdim
         self.q_proj = nn.Linear(d_model, inner, bias=config.bias)
         self.k_proj = nn.Linear(d_model, inner, bias=config.bias)
@@ -59,22 +60,10 @@ class LinearAttention(Mixer):
         self.out_proj = nn.Linear(inner, d_model, bias=config.bias)
         self.init_rules = {"out_proj.weight": normal_init(output_std)}
 
-    @staticmethod
-    def head_count(d_model: int, config: LinearAttentionConfig) -> int:
-        """The number of heads."""
-        return config.nheads or d_model // config.headdim
-
     @classmethod
     def check(cls, d_model: int, config: LinearAttentionConfig) -> None:
         field = f"model.mixers.{cls.name}"
-        for name, least in (("headdim", 1), ("nheads", 0)):
-            if getattr(config, name) < least:
-                raise ValueError(f"{field}.{name} = {getattr(config, name)}: must be {least} or more")
-        if config.nheads == 0 and d_model % config.headdim:
-            raise ValueError(
-                f"{field}.headdim = {config.headdim} does not divide d_model = {d_model}; change headdim, or give "
-                "nheads"
-            )
+        check_heads(cls.name, d_model, config)
         if config.feature_map not in FEATURE_MAPS:
             raise ValueError(
                 f"{field}.feature_map = {config.feature_map!r}: must be one of {', '.join(map(repr, FEATURE_MAPS))}"
@@ -89,7 +78,7 @@ class LinearAttention(Mixer):
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: LinearAttentionConfig, seqlen: int, causal: bool) -> float:
-        inner = cls.head_count(d_model, config) * config.headdim
+        inner = head_count(d_model, config) * config.headdim
         # Write and read take 2 multiply-adds per state element; the normaliser is one more column of the state.
         return 2.0 * (4 * d_model * inner + 2 * inner * (config.headdim + config.normalize))
 

@@ -17,6 +17,7 @@ from torch import nn
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.gates import exact_linear
+from matmix.model.mixers.heads import check_heads, head_count
 from matmix.model.mixers.lion_forms import (
     LION_FORMS,
     LionState,
@@ -82,28 +83,16 @@ class LionLit(Mixer):
 
     def __init__(self, d_model: int, config: LionConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
-        self.nheads = self.head_count(d_model, config)
+        self.nheads = head_count(d_model, config)
         d_inner = self.nheads * config.headdim
         self.qkv = nn.Linear(d_model, 3 * d_inner, bias=config.qkv_bias)
         self.proj = nn.Linear(d_inner, d_model)
         self.init_rules = {"proj.weight": normal_init(output_std)}
 
-    @staticmethod
-    def head_count(d_model: int, config: LionConfig) -> int:
-        """The number of heads."""
-        return config.nheads or d_model // config.headdim
-
     @classmethod
     def check(cls, d_model: int, config: LionConfig) -> None:
         place = f"model.mixers.{cls.name}"
-        for name, least in (("headdim", 1), ("nheads", 0)):
-            if getattr(config, name) < least:
-                raise ValueError(f"{place}.{name} = {getattr(config, name)}: must be {least} or more")
-        if config.nheads == 0 and d_model % config.headdim:
-            raise ValueError(
-                f"{place}.headdim = {config.headdim} does not divide d_model = {d_model}; "
-                "change headdim, or give nheads"
-            )
+        check_heads(cls.name, d_model, config)
         if not 0 < config.eps < math.inf:
             raise ValueError(f"{place}.eps = {config.eps}: must be positive, so that no row is divided by 0")
         for name, known in (("form", LION_FORMS), ("feature_map", FEATURE_MAPS)):
@@ -116,7 +105,7 @@ class LionLit(Mixer):
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: LionConfig, seqlen: int, causal: bool) -> float:
-        nheads, headdim = cls.head_count(d_model, config), config.headdim
+        nheads, headdim = head_count(d_model, config), config.headdim
         if config.form == "attention":
             mixing = seqlen * 2 * nheads * headdim
         else:
@@ -221,7 +210,7 @@ class LionS(LionLit):
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: LionSConfig, seqlen: int, causal: bool) -> float:
-        gates = 2.0 * d_model * cls.head_count(d_model, config)
+        gates = 2.0 * d_model * head_count(d_model, config)
         return super().flops_per_token(d_model, config, seqlen, causal) + gates
 
     @property

@@ -20,6 +20,7 @@ from matmix.kernels import semiseparable_scan
 from matmix.model.initialization import InitRule, normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.gates import exact_linear
+from matmix.model.mixers.heads import check_heads, head_count
 from matmix.model.mixers.hydra import RMSNormWeight
 from matmix.model.mixers.masked_attention_masks import (
     decay_mask,
@@ -57,7 +58,7 @@ class MaskedAttention(Mixer):
         self, d_model: int, config: MaskedAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
     ):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
-        self.nheads = self.head_count(d_model, config)
+        self.nheads = head_count(d_model, config)
         d_inner = self.nheads * config.headdim
         self.q_proj = nn.Linear(d_model, d_inner, bias=config.bias)
         self.k_proj = nn.Linear(d_model, d_inner, bias=config.bias)
@@ -66,28 +67,16 @@ class MaskedAttention(Mixer):
         self.out_proj = nn.Linear(d_inner, d_model, bias=config.bias)
         self.init_rules: dict[str, InitRule] = {"out_proj.weight": normal_init(output_std)}
 
-    @staticmethod
-    def head_count(d_model: int, config: MaskedAttentionConfig) -> int:
-        """The number of heads."""
-        return config.nheads or d_model // config.headdim
-
     @classmethod
     def check(cls, d_model: int, config: MaskedAttentionConfig) -> None:
         place = f"model.mixers.{cls.name}"
-        for name, least in (("headdim", 1), ("nheads", 0)):
-            if getattr(config, name) < least:
-                raise ValueError(f"{place}.{name} = {getattr(config, name)}: must be {least} or more")
-        if config.nheads == 0 and d_model % config.headdim:
-            raise ValueError(
-                f"{place}.headdim = {config.headdim} does not divide d_model = {d_model}; "
-                "change headdim, or give nheads"
-            )
+        check_heads(cls.name, d_model, config)
         if config.contraction not in ("auto", "quadratic", "linear"):
             raise ValueError(f"{place}.contraction = {config.contraction!r}; known: auto, quadratic, linear")
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: MaskedAttentionConfig, seqlen: int, causal: bool) -> float:
-        nheads, headdim = cls.head_count(d_model, config), config.headdim
+        nheads, headdim = head_count(d_model, config), config.headdim
         seen = (seqlen + 1) / 2 if causal else seqlen
         quadratic = config.contraction == "quadratic"
         mixing = 4 * seen * headdim if quadratic else cls.linear_flops(headdim, seqlen)
@@ -201,7 +190,7 @@ class SmaSemiseparable(SmaCausal):
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: MaskedAttentionConfig, seqlen: int, causal: bool) -> float:
-        gates = 2.0 * d_model * cls.head_count(d_model, config)
+        gates = 2.0 * d_model * head_count(d_model, config)
         return super().flops_per_token(d_model, config, seqlen, causal) + gates
 
     def log_gates(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.heads import check_heads, head_count
 from matmix.model.positions import apply_rotary, document_positions
 
 
@@ -51,7 +52,7 @@ class RetNet(Mixer):
 
     def __init__(self, d_model: int, config: RetNetConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
-        self.nheads = self.head_count(d_model, config)
+        self.nheads = head_count(d_model, config)
         self.value_headdim = config.expand * config.headdim
         inner = self.nheads * self.value_headdim
         self.q_proj = nn.Linear(d_model, self.nheads * config.headdim, bias=config.bias)
@@ -61,28 +62,18 @@ class RetNet(Mixer):
         self.out_proj = nn.Linear(inner, d_model, bias=config.bias)
         self.init_rules = {"out_proj.weight": normal_init(output_std)}
 
-    @staticmethod
-    def head_count(d_model: int, config: RetNetConfig) -> int:
-        """The number of heads."""
-        return config.nheads or d_model // config.headdim
-
     @classmethod
     def check(cls, d_model: int, config: RetNetConfig) -> None:
         field = f"model.mixers.{cls.name}"
-        for name, least in (("headdim", 1), ("nheads", 0), ("expand", 1)):
-            if getattr(config, name) < least:
-                raise ValueError(f"{field}.{name} = {getattr(config, name)}: must be {least} or more")
+        check_heads(cls.name, d_model, config)
+        if config.expand < 1:
+            raise ValueError(f"{field}.expand = {config.expand}: must be 1 or more")
         if config.headdim % 2:
             raise ValueError(f"{field}.headdim = {config.headdim}: must be even, as rotary positions turn pairs")
-        if config.nheads == 0 and d_model % config.headdim:
-            raise ValueError(
-                f"{field}.headdim = {config.headdim} does not divide d_model = {d_model}; change headdim, or give "
-                "nheads"
-            )
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: RetNetConfig, seqlen: int, causal: bool) -> float:
-        inner = cls.head_count(d_model, config) * config.headdim
+        inner = head_count(d_model, config) * config.headdim
         projections = d_model * inner * (2 + 3 * config.expand)
         # The recurrence: per direction, state, write and read take 3 multiply-adds per state element.
         scan = (1 if causal else 2) * 3 * inner * config.expand * config.headdim
