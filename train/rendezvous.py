@@ -101,6 +101,10 @@ def meet(meeting: Meeting, seconds: float) -> dist.Store:
             f"rank {meeting.rank} on {here} reached {meeting.address} but heard no more of rank 0: {_first(error)}"
         ) from None
     if verdict != "go":
+        if meeting.rank == 0:
+            _wait_until_heard(store, sorted({*range(1, meeting.world_size)} - {*missing}))
+        else:
+            store.set(f"heard/{meeting.rank}", "")
         raise RendezvousError(verdict)
     return store
 
@@ -152,6 +156,15 @@ def _wait_for_all(store: dist.Store, world_size: int, deadline: float) -> list[i
         if not missing or time.monotonic() > deadline:
             return missing
         time.sleep(0.05)
+
+
+def _wait_until_heard(store: dist.Store, ranks: list[int]) -> None:
+    """Returns when these have read the verdict, or late: the store ends with rank 0, and who has not read by then would
+    only know that it lost rank 0."""
+    deadline = time.monotonic() + _LATE
+    while ranks and time.monotonic() < deadline:
+        time.sleep(0.05)
+        ranks = [rank for rank in ranks if not store.check([f"heard/{rank}"])]
 
 
 def _describe_missing(missing: list[int], world_size: int, seconds: float) -> str:
