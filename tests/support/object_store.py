@@ -6,6 +6,7 @@ import contextlib
 import io
 import random
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -58,10 +59,12 @@ class ObjectStore:
 
     def _bind(self) -> BaseWSGIServer:
         # Below the ports that the system hands out, so that no connection takes ours while we are stopped.
-        ports = [self._port] if self._port else random.sample(range(20_000, 32_000), 50)
+        # After a stop the same one again: connections that are just being closed may hold it for a moment.
+        ports = [self._port] * 100 if self._port else random.sample(range(20_000, 32_000), 50)
         for port in ports:
             with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):  # how it says "in use"
                 return make_server("127.0.0.1", port, self._answer, threaded=True)
+            time.sleep(0.1)
         raise OSError(f"no free port for the object store among {ports}")
 
     def stop(self) -> None:
