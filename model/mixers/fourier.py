@@ -25,12 +25,12 @@ def fast_length(least: int) -> int:
         length += 1
 
 
-def cosine_transform(v: torch.Tensor) -> torch.Tensor:
-    """y_i = sum_j cos(2 pi i j / L) v_j, the real part of the discrete Fourier transform of v (B, L, ...)."""
+def cosine_transform(v: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """y_i = sum_j cos(2 pi i j / L) v_j along `dim`, the real part of the discrete Fourier transform."""
     exact = v.to(torch.promote_types(v.dtype, torch.float32))
-    half = torch.fft.rfft(exact, dim=1).real
+    half = torch.fft.rfft(exact, dim=dim).real
     # Cosines are even: row L - i is row i.
-    return torch.cat((half, half[:, 1 : (v.shape[1] + 1) // 2].flip(1)), 1)
+    return torch.cat((half, half.narrow(dim, 1, (v.shape[dim] - 1) // 2).flip(dim)), dim)
 
 
 def toeplitz_product(upper: torch.Tensor, lower: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

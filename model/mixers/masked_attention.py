@@ -8,6 +8,7 @@ sums that grow with the length.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,13 +20,13 @@ from torch import nn
 from matmix.kernels import semiseparable_scan
 from matmix.model.initialization import InitRule, normal_init
 from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.fourier import cosine_transform
 from matmix.model.mixers.gates import exact_linear
 from matmix.model.mixers.heads import check_heads, head_count
 from matmix.model.mixers.hydra import RMSNormWeight
 from matmix.model.mixers.masked_attention_masks import (
     decay_mask,
     fourier_mask,
-    fourier_product,
     masked_product,
     toeplitz_mask,
     toeplitz_mask_product,
@@ -249,7 +250,7 @@ class SmaFourier(MaskedAttention):
         return fourier_mask(x.shape[1], x)
 
     def linear_order(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        return masked_product(*self.project(x), fourier_product)
+        return masked_product(*self.project(x), functools.partial(cosine_transform, dim=-1))
 
 
 def retnet_decay_logits(shape: torch.Size, generator: Any) -> torch.Tensor:

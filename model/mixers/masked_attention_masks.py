@@ -63,12 +63,6 @@ def transform_length(length: int) -> int:
     return max(2, 1 << (2 * length - 2).bit_length())
 
 
-def fourier_product(x: Tensor) -> Tensor:
-    """L x for x (..., L): the real part of the discrete Fourier transform, which for real x is even in the row."""
-    half = torch.fft.rfft(x).real
-    return torch.cat([half, half[..., 1 : (x.shape[-1] + 1) // 2].flip(-1)], -1)
-
-
 def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
     """(L * Q K^T) V in the linear order: y_i = sum over n of q_in (L (k_n v_p))_i.
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from layer_equations import assert_layer_equals
 from storages import Storages
 
 from matmix.model import MixerOptions, ModelConfig, build_model, initialize
@@ -107,16 +108,7 @@ LAYERS = {
 def test_layers_equal_their_equations(name):
     make, reference = LAYERS[name]
     mixer = make()
-    x = torch.randn(2, 13, D_MODEL, dtype=torch.float64)
-    parameters = list(mixer.parameters())
-    results = []
-    for function in (mixer, lambda x: reference(mixer, x)):
-        leaf = x.clone().requires_grad_()
-        y = function(leaf)
-        loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum()
-        results.append([y, *torch.autograd.grad(loss, [leaf, *parameters])])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9 * other.abs().max().item())
+    assert_layer_equals(mixer, reference, torch.randn(2, 13, D_MODEL, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("make", [_s4d, _hyena])

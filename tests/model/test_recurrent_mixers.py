@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from layer_equations import assert_layer_equals
 
 from matmix.model.initialization import initialize
 from matmix.model.mixers.delta_rule import delta_rule_step, diagonal_delta_rule, gated_delta_rule, unit_vectors
@@ -143,16 +144,7 @@ def layer(request):
 
 def test_layers_equal_their_equations(layer):
     mixer, reference = layer
-    x = torch.randn(2, 13, D_MODEL, dtype=torch.float64)
-    parameters = list(mixer.parameters())
-    results = []
-    for function in (mixer, lambda x: reference(mixer, x)):
-        leaf = x.clone().requires_grad_()
-        y = function(leaf)
-        loss = (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum()
-        results.append([y, *torch.autograd.grad(loss, [leaf, *parameters])])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9 * other.abs().max().item())
+    assert_layer_equals(mixer, reference, torch.randn(2, 13, D_MODEL, dtype=torch.float64))
 
 
 def test_steps_and_pieces_equal_the_whole(layer):
