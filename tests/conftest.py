@@ -11,8 +11,9 @@ import pytest
 import torch
 import triton_on_cpu
 
-# One thread per process: the tests run in parallel, and float sums keep their order from run to run.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# One thread per process, here and in those that tests start: they run in parallel, and runs that have to be the same
+# bit for bit are only so with as many threads.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 if not torch.cuda.is_available():
     triton_on_cpu.import_kernels()
@@ -30,6 +31,12 @@ def pytest_xdist_make_scheduler(config, log):
             return "slurm" if "/slurm/" in nodeid else nodeid
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    """Every test draws the same numbers, whichever tests ran before it in the same process."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

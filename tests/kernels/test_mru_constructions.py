@@ -104,7 +104,8 @@ def test_bounded_constructions_are_bounded_and_have_finite_gradients(constructio
     elements = (torch.randn(200, state_elements(construction, order)) * size).requires_grad_()
     x = build_state_matrices(elements, construction, order)
     (grad,) = torch.autograd.grad(x, elements, torch.randn_like(x))
-    assert torch.linalg.matrix_norm(x.double(), 2).max() < 1 + 1e-6
+    # Float32 leaves it open to 32 reflections, or sums of 32 terms, with 2^-24 of rounding in each: 2e-6.
+    assert torch.linalg.matrix_norm(x.double(), 2).max() < 1 + 2e-5
     assert grad.isfinite().all()
 
 
@@ -135,10 +136,13 @@ def test_newton_schulz_ends_at_the_polar_factor_of_usual_matrices(order, size):
 
 @pytest.mark.parametrize("construction", ["cayley", "qr"])
 def test_many_tokens_are_what_each_is_by_itself(construction):
+    """Up to rounding: libraries solve and multiply many matrices by other routines than one. That is 2^-24 in each of
+    some dozen sums, enlarged by the systems' condition, of about 10; a wrong token's matrix is off by 1."""
     elements = torch.randn(3, 2500, state_elements(construction, 4))
     x = build_state_matrices(elements, construction, 4)
-    assert torch.equal(x[1, 2049], build_state_matrices(elements[1, 2049], construction, 4))
-    assert torch.equal(x[2, -1], build_state_matrices(elements[2, -1], construction, 4))
+    for token in ((1, 2049), (2, -1)):
+        alone = build_state_matrices(elements[token], construction, 4)
+        torch.testing.assert_close(x[token], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)

@@ -7,11 +7,6 @@ from matmix.model.mixers.hydra import HydraConfig
 from matmix.model.mixers.mru import MRUConfig
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 def _small_options(**changes):
     options = {
         "attention": AttentionConfig(headdim=8),

@@ -29,15 +29,16 @@ def test_golden_matrix_mixers(name):
     block = from_reference("hydra-matrix-mixer", state, **config)
     assert not block.training
     u = tensors["input.u"].requires_grad_()
+    # Both sides are float32, with 2^-24 of rounding in each of up to some hundred sums and angles.
     y = block(u)
-    assert _error(y, tensors["output"]) < 1e-5
+    assert _error(y, tensors["output"]) < 5e-5
     (y * tensors["output_weight"]).sum().backward()
-    assert _error(u.grad, tensors["input_grad.u"]) < 1e-5
+    assert _error(u.grad, tensors["input_grad.u"]) < 5e-5
     gradients = block.reference_gradients()
     assert {f"grad.{key}" for key in gradients} == {key for key in tensors if key.startswith("grad.")}
     for key, gradient in gradients.items():
         assert gradient.shape == tensors[f"grad.{key}"].shape
-        assert _error(gradient, tensors[f"grad.{key}"]) < 1e-5, key
+        assert _error(gradient, tensors[f"grad.{key}"]) < 5e-5, key
 
 
 def _matrix_by_definition(kind, s, v, q, k, dt, N, d):
@@ -159,20 +160,20 @@ def test_matrix_mixers_of_other_shapes(kind, data, as_text):
     config |= {"conv_init": None, "layer_idx": 3, "activation": "silu"}
     block = from_reference(
         "hydra-matrix-mixer", state, **{key: str(value) if as_text else value for key, value in config.items()}
-    )
+    ).double()
     weights = {key: tensor.double().requires_grad_() for key, tensor in state.items() if "dft" not in key}
-    u, cotangent = torch.randn(2, length, sizes["d_model"]), torch.randn(2, length, sizes["d_model"])
+    u, cotangent = torch.randn(2, 2, length, sizes["d_model"], dtype=torch.float64)
     options = {"N": N, "d": sizes["d"], "headdim": sizes["headdim"]}
-    expected = torch.stack([_block_by_definition(kind, weights, row.double(), **options) for row in u])
+    expected = torch.stack([_block_by_definition(kind, weights, row, **options) for row in u])
     y = block(u)
-    assert _error(y.double(), expected) < 1e-5
+    assert _error(y, expected) < 1e-10
     (y * cotangent).sum().backward()
     (expected * cotangent).sum().backward()
     gradients = block.reference_gradients()
     assert set(gradients) == set(weights)
     for key, gradient in gradients.items():
         assert gradient.shape == state[key].shape
-        assert _error(gradient.double(), weights[key].grad) < 1e-4, key
+        assert _error(gradient, weights[key].grad) < 1e-10, key
 
 
 @pytest.mark.parametrize("d_conv", [1, 9, 11, 21])
@@ -183,20 +184,23 @@ def test_convolutions_of_any_odd_width(kind, d_conv):
     state = _random_state(kind, True, **sizes, N=N)
     config = {key: value for key, value in sizes.items() if key != "d"}
     config |= {"matrix_mixer_type": kind, "is_data_dependent": True, "qk_dim": sizes["d"], "max_seq_len": N}
-    block = from_reference("hydra-matrix-mixer", state, **config)
+    # In float64: some gradients are small differences, of which float32 leaves few digits.
+    block = from_reference("hydra-matrix-mixer", state, **config).double()
     weights = {key: tensor.double().requires_grad_() for key, tensor in state.items()}
-    u = torch.randn(1, 18, sizes["d_model"])
+    u = torch.randn(1, 18, sizes["d_model"], dtype=torch.float64)
     options = {"N": N, "d": sizes["d"], "headdim": sizes["headdim"]}
-    parts = [_block_by_definition(kind, weights, part.double(), **options) for part in u[0].split([5, 1, 12])]
+    parts = [_block_by_definition(kind, weights, part, **options) for part in u[0].split([5, 1, 12])]
     expected = torch.cat(parts).unsqueeze(0)
     y = block(u, torch.tensor([0, 5, 6, 18], dtype=torch.int32), 12)
-    assert _error(y.double(), expected) < 1e-5
-    assert _error(block(u[:, 6:]).double(), expected[:, 6:]) < 1e-5
+    assert _error(y, expected) < 1e-10
+    assert _error(block(u[:, 6:]), expected[:, 6:]) < 1e-10
     cotangent = torch.randn_like(y)
     (y * cotangent).sum().backward()
     (expected * cotangent).sum().backward()
     for key, gradient in block.reference_gradients().items():
-        assert _error(gradient.double(), weights[key].grad) < 1e-4, key
+        assert _error(gradient, weights[key].grad) < 1e-10, key
+    u, block = u[:, 6:].float(), block.float()
+    assert _error(block(u), expected[:, 6:]) < 1e-4
     with torch.autocast("cpu", torch.bfloat16):
         half = block(u)
     assert half.dtype == torch.bfloat16

@@ -60,10 +60,12 @@ def test_512_generated_tokens_equal_the_parallel_form(small_config, small_model,
     model = build_model(small_config(mru=mru))
     initialize(model, 0)
     _train(model, 20)
-    torch.testing.assert_close(_generated(model, ids), model(ids), rtol=1e-5, atol=1e-5)
+    # 512 products of matrices of order 4 in a row round 4 * 512 times, by 2^-24 and at worst all in one direction:
+    # 1.2e-4 of the last state, from which logits of about 1 are made.
+    torch.testing.assert_close(_generated(model, ids), model(ids), rtol=2e-4, atol=2e-4)
     # With weights as large as these every layer sums the rounding of the one before up: not in float32.
-    model = small_model(mru=mru, dtype=torch.float64)
-    torch.testing.assert_close(_generated(model, ids), model(ids), rtol=1e-9, atol=1e-9)
+    for exact in (model.double(), small_model(mru=mru, dtype=torch.float64)):
+        torch.testing.assert_close(_generated(exact, ids), exact(ids), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("construction", ["cayley", "householder"])

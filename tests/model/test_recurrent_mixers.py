@@ -230,7 +230,7 @@ def test_repeated_keys_do_not_cancel():
     arguments = [q, k[:, :1].expand_as(k), v, torch.full_like(beta, 0.99), torch.zeros_like(log_decay)]
     exact, _ = _gated_delta_recurrence(*arguments, torch.zeros(1, HEADS, KEYS, VALUES, dtype=torch.float64))
     y, _ = gated_delta_rule(*(x.float() for x in arguments), chunk_size=64)
-    torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_a_token_that_forgets_all_leaves_the_rest_exact():
