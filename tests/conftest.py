@@ -10,10 +10,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 import triton_on_cpu
+from hypothesis import HealthCheck, settings
 
 # One thread per process, here and in those that tests start: they run in parallel, and runs that have to be the same
 # bit for bit are only so with as many threads.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+# The same examples everywhere, and no verdict on how fast a machine makes or tries them.
+settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 if not torch.cuda.is_available():
     triton_on_cpu.import_kernels()

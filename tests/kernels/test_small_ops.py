@@ -61,7 +61,7 @@ def test_conv_of_strided_and_bfloat16_inputs():
     wide = torch.randn(2, 50, 30)
     wide[..., 5:17] = inputs["x"]
     wanted = short_conv(**inputs)
-    assert torch.equal(short_conv(**{**inputs, "x": wide[..., 5:17]}), wanted)
+    assert rmse_ratio(short_conv(**{**inputs, "x": wide[..., 5:17]}), wanted) < 1e-5
     half = short_conv(**{**inputs, "x": inputs["x"].bfloat16()})
     assert half.dtype == torch.bfloat16
     assert rmse_ratio(half, wanted) < 1e-2
