@@ -22,7 +22,7 @@ def run_distributed(
     backend: str = "gloo",
     *,
     arguments: tuple[Any, ...] = (),
-    timeout: float = 120,
+    timeout: float = 300,
     with_children: bool = False,
 ) -> list[Any]:
     """What `function` returned on each rank, in order. Fails with the children's tracebacks, or after

@@ -80,4 +80,4 @@ def test_together_alone():
 
 def test_the_harness_reports_the_childs_traceback():
     with pytest.raises(AssertionError, match=r"rank 1:\n(.*\n)+.*ValueError: only here"):
-        run_distributed(scenarios.fail_on_rank_one, 2, timeout=20)
+        run_distributed(scenarios.fail_on_rank_one, 2)

@@ -58,11 +58,12 @@ def test_values_and_gradients_match_the_definition(construction, order):
     exact = elements.double().requires_grad_()
     ours = elements.clone().requires_grad_()
     x, expected = build_state_matrices(ours, construction, order), _definition(exact, construction, order)
-    torch.testing.assert_close(x.double(), expected, rtol=1e-5, atol=2e-6)
+    # Up to 32 sums of 32 terms behind each other, with 2^-24 of rounding in each, of numbers of about 1 to 10.
+    torch.testing.assert_close(x.double(), expected, rtol=1e-5, atol=1e-5)
     cotangent = torch.randn_like(x)
     x.backward(cotangent)
     expected.backward(cotangent.double())
-    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
@@ -94,7 +95,7 @@ def test_determinants_are_one(construction):
 def test_orthogonal_whatever_the_elements(construction, size):
     order = 8
     x = build_state_matrices(torch.randn(500, state_elements(construction, order)) * size, construction, order)
-    assert ((x @ x.mT) - torch.eye(order)).abs().max() < 3e-6
+    assert ((x @ x.mT) - torch.eye(order)).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("construction", BOUNDED_CONSTRUCTIONS)

@@ -136,8 +136,9 @@ def test_steps_are_the_sequence(construction, projected):
             state = mru_step(elements, state, construction=construction)
             y_t = torch.einsum("bhij,hjc->bhic", state, inputs["w_down"])
         steps.append(y_t)
-    torch.testing.assert_close(torch.stack(steps, 1), y, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state, final, rtol=1e-5, atol=1e-5)
+    # Either way rounds each state, sums of 8 products, by 2^-24 times a few: 512 of them in a row are 1e-4 at worst.
+    torch.testing.assert_close(torch.stack(steps, 1), y, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state, final, rtol=1e-4, atol=1e-4)
 
 
 def test_log_norms_of_states_of_any_size():

@@ -15,7 +15,8 @@ from matmix.launch.cli import main
 from matmix.launch.torchrun import address_here, parse_endpoint, torchrun_words, wait_for_host
 from matmix.train.errors import RendezvousError
 
-# A rank that takes a second to save, as if it were torch's worker: named in its command line.
+# A rank that takes a second to save (a minute where the folder says so), as if it were torch's worker: named in its
+# command line.
 RANK = """
 import pathlib, signal, sys, time
 folder, number = pathlib.Path(sys.argv[2]), sys.argv[3]
@@ -24,7 +25,7 @@ signal.signal(signal.SIGUSR2, lambda *_: told.append(1))
 (folder / f"started-{number}").touch()
 while not told:
     time.sleep(0.02)
-time.sleep(1)
+time.sleep(60 if (folder / "slow").exists() else 1)
 (folder / f"saved-{number}").write_text(str(len(told)))
 sys.exit(75)
 """
@@ -94,6 +95,7 @@ def test_ranks_are_told_once_and_have_time_to_save(number, launcher, tmp_path):
 
 
 def test_a_second_ctrl_c_waits_for_nobody(launcher, tmp_path):
+    (tmp_path / "slow").touch()
     launcher.send_signal(signal.SIGINT)
     time.sleep(0.3)
     launcher.send_signal(signal.SIGINT)
