@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from compare import rmse_ratio, run
+from compare import FLOAT32, rmse_ratio, run
 from torch import Tensor
 
 from matmix.kernels import quasiseparable_scan, semiseparable_scan
@@ -30,7 +30,7 @@ def tolerance(name: str, dtype: torch.dtype, linear: bool) -> float:
     (test_bfloat16.py has narrower bounds for cotangents that are exact.)
     """
     if dtype == torch.float32:
-        return 1e-5
+        return FLOAT32
     if name.startswith("output"):
         return 5e-3
     return (5e-3 if name == "d v" else 1e-2) * (1 if linear else 2)

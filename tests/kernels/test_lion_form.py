@@ -81,7 +81,7 @@ def test_attention_and_recurrent_forms(length, gate_offset):
     got = lion(*inputs, gate_offset=gate_offset, chunk_size=16)
     assert rmse_ratio(got, wanted) < 1e-12
     single = lion(*(x.float() for x in inputs), gate_offset=gate_offset)
-    assert rmse_ratio(single, wanted) < 1e-6
+    assert rmse_ratio(single, wanted) < 1e-5
 
 
 def test_gradients_of_the_attention_form():
@@ -133,7 +133,7 @@ def test_published_layers(kind):
         q, k = (part / part.norm(dim=-1, keepdim=True) for part in (q, k))
         gate = logsigmoid(weights["a_i"])
     y = linear(lion(q * 16**-0.5, k, v, gate).flatten(-2), weights["proj.weight"], weights["proj.bias"])
-    assert rmse_ratio(y, data["y"]) < 2e-6
+    assert rmse_ratio(y, data["y"]) < 1e-5
     y.backward(data["dy"])
     assert rmse_ratio(x.grad, data["dx"]) < 1e-5
     for name, weight in weights.items():
