@@ -81,7 +81,7 @@ def test_every_engine_takes_it_up_exactly(ranks, saved, tmp_path):
         assert_equal(again, contents(saved[0] / source / "step-00000003"))
         if ranks == 2:
             for got, want in zip(found[0][source, engine], saved[1][source][0], strict=True):
-                assert got == pytest.approx(want, abs=2e-6), (source, engine)
+                assert got == pytest.approx(want, abs=2e-5), (source, engine)
 
 
 def test_the_files_are_plain_safetensors_of_bounded_size(saved, tmp_path):
@@ -154,7 +154,7 @@ def test_a_run_changes_its_engine_again_and_again(dataset, tmp_path):
     curves = [[(r["loss"], r["grad_norm"], r["tokens"]) for r in records(tmp_path / name)] for name in ("whole", "d")]
     assert len(curves[0]) == 8
     for step, (got, want) in enumerate(zip(curves[1], curves[0], strict=True)):
-        assert got == pytest.approx(want, rel=2e-5), step
+        assert got == pytest.approx(want, rel=2e-4), step
 
 
 @pytest.fixture(scope="module")

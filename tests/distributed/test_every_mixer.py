@@ -12,4 +12,4 @@ def test_every_mixer_on_two_ranks():
     for options in ({"name": "fsdp2", "activation_checkpointing": "full"}, {"name": "ddp"}):
         for found in run_distributed(losses_of_all_mixers, 2, arguments=(options,)):
             for losses, wanted in zip(found, expected, strict=True):
-                assert losses == pytest.approx(wanted, rel=1e-4), options
+                assert losses == pytest.approx(wanted, rel=1e-3), options

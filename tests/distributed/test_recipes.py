@@ -51,8 +51,8 @@ def test_loop_on_any_engine_and_number_of_ranks(dataset, tmp_path):
         for run_dir in (Path(path) for ranks in (2, 4) for path, (name, _) in planned[ranks].items() if name == recipe):
             found, found_validation = history(run_dir)
             for step, (got, want) in enumerate(zip(found, steps, strict=True)):
-                assert got == pytest.approx(want, rel=2e-5), (run_dir.name, step)
-            assert found_validation == pytest.approx(validation, rel=2e-5), run_dir.name
+                assert got == pytest.approx(want, rel=2e-4), (run_dir.name, step)
+            assert found_validation == pytest.approx(validation, rel=2e-4), run_dir.name
             for name, tensor in read_portable(run_dir / "checkpoints" / f"step-{STEPS:08d}"):
                 # AdamW takes steps of lr whatever the size of a gradient: where that is only rounding, so is
                 # the sign.

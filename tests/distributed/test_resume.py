@@ -30,7 +30,7 @@ def test_other_number_of_ranks(tmp_path):
         for found in run_distributed(scenarios.resume_all, ranks, arguments=arguments):
             for name in names:
                 for got, want in zip(found[name], saved[0][name][0][STOP:], strict=True):
-                    assert got == pytest.approx(want, abs=2e-6), (name, ranks)
+                    assert got == pytest.approx(want, abs=2e-5), (name, ranks)
 
 
 def test_engine_may_change_within_its_kind(tmp_path):
@@ -39,4 +39,4 @@ def test_engine_may_change_within_its_kind(tmp_path):
     for rank in found:
         for (saved, resumed), (expected, history) in rank.items():
             for got, want in zip(history, expected, strict=True):
-                assert got == pytest.approx(want, abs=2e-6), (saved, resumed)
+                assert got == pytest.approx(want, abs=2e-5), (saved, resumed)

@@ -100,4 +100,4 @@ def test_other_numbers_of_ranks(ranks, engines, dataset, tmp_path):
     for engine in engines:
         assert found[engine] == expected, engine
         for step, (got, want) in enumerate(zip(curve(tmp_path / engine), curve(tmp_path / "whole"), strict=True)):
-            assert got == pytest.approx(want, rel=2e-5), (engine, step)
+            assert got == pytest.approx(want, rel=2e-4), (engine, step)

@@ -64,7 +64,7 @@ def test_torchrun_on_two_processes_equals_one(dataset, tmp_path):
     _run(tmp_path, *launch, "-m", "matmix.train", *options, "--run-dir", "two")
     from runs import losses
 
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_installed_kernels_give_the_same_logits(exports, name):
     auto_class = AutoModelForCausalLM if MODELS[name].causal else AutoModelForMaskedLM
     model = auto_class.from_pretrained(exports / name / "export", trust_remote_code=True).eval()
     reference = load_file(exports / name / "reference.safetensors")
-    assert (model(reference["input_ids"]).logits - reference["logits"]).abs().max() <= 1e-5
+    assert (model(reference["input_ids"]).logits - reference["logits"]).abs().max() <= 1e-4
 
 
 def test_fresh_models_start_as_training_starts_them(exports):

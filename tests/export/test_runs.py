@@ -58,7 +58,7 @@ def test_a_run_becomes_an_export(kind, request, tmp_path):
     source = load_source(run_dir, device="cpu")
     ids = torch.randint(8, 300, (1, 20))
     with torch.no_grad():
-        assert (source.model(ids) - model.eval()(ids).logits).abs().max() <= 1e-5
+        assert (source.model(ids) - model.eval()(ids).logits).abs().max() <= 1e-4
 
 
 def test_exports_put_the_special_tokens_of_the_training_around_text(language_model, encoder, tmp_path):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-
 FLOAT32 = 5e-5
 """Largest ratio of root mean squares in float32: some hundred roundings of 2^-24 in a row, of terms that partly cancel
 (1e-6 to 4e-6 over 1000 tokens); what is left out or taken twice, or rounded to fewer bits, is off by 1e-3 and more.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import assert_matches, packed, rmse_ratio, run
+from compare import FLOAT32, assert_matches, packed, rmse_ratio, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
@@ -22,7 +22,7 @@ from matmix.kernels.launching import record_launches
 from matmix.kernels.short_conv import fused as fused_conv
 from matmix.kernels.short_conv.definition import short_conv_definition
 
-TOLERANCES = {torch.float32: 1e-5} | ({torch.bfloat16: 5e-3} if torch.cuda.is_available() else {})
+TOLERANCES = {torch.float32: FLOAT32} | ({torch.bfloat16: 5e-3} if torch.cuda.is_available() else {})
 DTYPES = list(TOLERANCES)
 LENGTHS = [1, 2, 63, 64, 65, 127, 257]
 DOCUMENTS = [[1, 5, 64, 3, 130], [0, 1, 5, 0, 0, 64, 3, 0], [1] * 9, [40]]
