@@ -104,18 +104,20 @@ def _matched(rule: RuleConfig, names: Iterable[str]) -> list[str]:
     for pattern in rule.patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = ", ".join(_nearest(pattern, names))
-            raise ValueError(f'{rule.title}: "{pattern}" matches no parameter of this model; the nearest: {near}')
+            raise ValueError(f'{RULE} "{pattern}" matches no parameter of this model; the nearest: {near}')
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.patterns)]
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    """Up to three names whose ends look like the pattern, of names that differ by the layer only the first."""
+    """Up to three names of which a part looks like the pattern, the first one for each such part."""
     literal = pattern.strip("*.")
-    parts = literal.count(".") + 1
-    ends: dict[str, str] = {}
+    width = literal.count(".") + 1
+    parts: dict[str, str] = {}
     for name in names:
-        ends.setdefault(".".join(name.split(".")[-parts:]), name)
-    return [ends[end] for end in difflib.get_close_matches(literal, ends, n=3, cutoff=0.0)]
+        words = name.split(".")
+        for start in range(max(len(words) - width, 0) + 1):
+            parts.setdefault(".".join(words[start : start + width]), name)
+    return list(dict.fromkeys(parts[part] for part in difflib.get_close_matches(literal, parts, n=3, cutoff=0.0)))
 
 
 def _grouped(found: Mapping[str, _Treatment], config: OptimizerConfig) -> list[ParameterGroup]:
@@ -205,8 +207,11 @@ def changed_rules(before: Mapping[str, list[float]] | None, groups: Iterable[Par
 
 def rule_words(group: ParameterGroup) -> str:
     """Rate and clipping of a group."""
-    clip = "not clipped" if group.clip in (0, float("inf")) else f"clipped at {group.clip:g}"
-    return f"learning rate x {group.lr:.4g}, {clip}{' with the others' if group.clip_group == OTHERS else ' by itself'}"
+    if group.clip_group == OTHERS:
+        clip = f"clipped at {group.clip:g} with the others" if group.clip else "not clipped"
+    else:
+        clip = f"clipped apart ({group.clip_group}) at {group.clip:g}"
+    return f"learning rate x {group.lr:.4g}, {clip}"
 
 
 def short_names(names: Iterable[str]) -> list[str]:
