@@ -6,15 +6,31 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import json
 import os
+import tomllib
 import typing
 from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
+import dacite
 import tyro
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 Config = TypeVar("Config")
+# A TOML integer is a fine value for a float field; a TOML array is a tuple.
+DACITE = dacite.Config(
+    strict=True,
+    cast=[tuple],
+    type_hooks={float: lambda value: float(value) if type(value) is int else value},
+)
 _STYLE = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
 
 
@@ -60,9 +76,67 @@ def _message(box: str) -> str:
     return texts[1] if len(texts) > 1 else "arguments not understood"
 
 
-def _only(table: type, names: Collection[str]) -> ConstructorRegistry:
-    """Lets tyro see only these fields of `table`; the others keep their values."""
+def row_type(hint: Any) -> type | None:
+    """The dataclass of the rows where a field is a list of tables, tuple[Row, ...]; None where it is none."""
+    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+    return inner if dataclasses.is_dataclass(inner) else None
+
+
+def check_rows(rows: Any, cls: type, where: str) -> None:
+    """Raises ValueError (one line) unless `rows`, as read from TOML, are tables with the keys of `cls`."""
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{where} is a list of tables, got {rows!r}")
+    needed = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    for row in rows:
+        for key in row:
+            if key not in field_names(cls):
+                raise unknown_key(key, cls, where)
+        if missing := [key for key in needed if key not in row]:
+            raise ValueError(f"{where} has no {missing[0]} in {row!r}")
+
+
+def _with_rows() -> ConstructorRegistry:
+    """Lets tyro read lists of tables, each as TOML's inline table: {match = "*.weight", lr = 0.1}."""
     registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if (cls := row_type(info.type)) is None:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="[{KEY = VALUE, ...} ...]",
+            instance_from_str=lambda words: tuple(_read_row(word, cls) for word in words),
+            is_instance=lambda value: isinstance(value, tuple) and all(isinstance(row, cls) for row in value),
+            str_from_instance=lambda rows: [_write_row(row) for row in rows],
+        )
+
+    return registry
+
+
+def _read_row(word: str, cls: type) -> Any:
+    try:
+        [(_, row)] = tomllib.loads(f"row = {word}").items()
+    except (tomllib.TOMLDecodeError, ValueError):
+        row = None
+    if not isinstance(row, dict):
+        raise ValueError(f"should be a table such as {{KEY = VALUE, ...}}, got {word}")
+    check_rows([row], cls, word)
+    try:
+        return dacite.from_dict(cls, row, DACITE)
+    except dacite.DaciteError as error:
+        raise ValueError(f"{word}: {error}") from None
+
+
+def _write_row(row: Any) -> str:
+    values = {key: value for key, value in dataclasses.asdict(row).items() if value is not None}
+    # JSON writes strings and lists of them as TOML does, but not every number.
+    texts = {key: str(value) if isinstance(value, float) else json.dumps(value) for key, value in values.items()}
+    return "{" + ", ".join(f"{key} = {text}" for key, text in texts.items()) + "}"
+
+
+def _only(registry: ConstructorRegistry, table: type, names: Collection[str]) -> None:
+    """Lets tyro see only these fields of `table`; the others keep their values."""
 
     @registry.struct_rule
     def rule(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -75,8 +149,6 @@ def _only(table: type, names: Collection[str]) -> ConstructorRegistry:
             if field.name in names
         )
         return StructConstructorSpec(lambda **values: dataclasses.replace(info.default, **values), fields)
-
-    return registry
 
 
 def parse_arguments(
@@ -93,7 +165,10 @@ def parse_arguments(
 
     Raises ValueError (one line); ``--help`` prints all fields with their docstrings and exits.
     """
-    options = {"default": default, "config": _STYLE, "registry": None if only is None else _only(*only)}
+    registry = _with_rows()
+    if only is not None:
+        _only(registry, *only)
+    options = {"default": default, "config": _STYLE, "registry": registry}
     if "--help" in arguments or "-h" in arguments:
         return tyro.cli(cls, args=["--help"], prog=prog, **options)
     known = {name.replace("_", "-") for name in field_names(cls)}

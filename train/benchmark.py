@@ -48,7 +48,7 @@ def measure_overhead(config: RunConfig, steps: int) -> dict[str, float]:
         device = trainer.engine.device
         model = build_model(config.model, device=device)
         initialize(model, config.seed)
-        optimizer = make_optimizer(model, config.optimizer)
+        optimizer = make_optimizer(model, config.optimizer, config.data.seqlen)
         kept = [next(batches).to(device) for _ in range(trainer.accumulation * 4)]
         position = 0
 

@@ -79,7 +79,7 @@ def _peak_of_steps(config: RunConfig, distributed: Distributed) -> int:
     engine.prepare(
         build_model(config.model, device="meta"),
         initialize=functools.partial(initialize, seed=0),
-        make_optimizer=functools.partial(make_optimizer, config=config.optimizer),
+        make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
     )
     accumulation = config.global_batch_size // (len(batch.input_ids) * distributed.world_size)
     for step in range(2):

@@ -56,7 +56,7 @@ def build(config: EngineConfig, distributed: Distributed, model: ModelConfig) ->
     engine.prepare(
         build_model(model, device="meta"),
         initialize=functools.partial(initialize, seed=0),
-        make_optimizer=functools.partial(make_optimizer, config=OptimizerConfig()),
+        make_optimizer=functools.partial(make_optimizer, config=OptimizerConfig(), seqlen=_TOKENS),
     )
     return engine
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Literal
 
 from matmix.data.config import DataConfig
 from matmix.data.masking import MaskingConfig
 from matmix.model.config import ModelConfig
+from matmix.model.parameter_rules import ParameterRule
 from matmix.train.engine.config import EngineConfig
 
 
@@ -43,9 +45,54 @@ class ObjectiveConfig:
         return self.masking.probability if self.name == "masked_lm" else 1.0
 
 
+RULE = "optimizer.rule"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RuleConfig:
+    """A table [[optimizer.rule]]: how some parameters are trained, over what their mixer says and earlier rules."""
+
+    match: str | tuple[str, ...]
+    """Pattern of parameter names, as in "*.in_proj.weight" (`matmix train RECIPE --dry-run` shows the names), or a list
+    of them."""
+    lr: float | None = None
+    """Factor on the learning rate, and so on the whole step, weight decay included."""
+    clip: float | None = None
+    """The gradients of all that match are clipped together to this norm, apart from all others; inf = not clipped."""
+    weight_decay: float | None = None
+    """Weight decay of these matrices; 0 = not decayed."""
+
+    def __post_init__(self) -> None:
+        _require(
+            bool(self.patterns) and all(isinstance(pattern, str) and pattern for pattern in self.patterns),
+            f"{RULE}: match = {self.match!r} should be a pattern of parameter names, or a list of them",
+        )
+        given = {key: value for key in ("lr", "clip", "weight_decay") if (value := getattr(self, key)) is not None}
+        _require(bool(given), f"{self.title} changes nothing: give lr, clip or weight_decay")
+        try:
+            ParameterRule(**given)
+        except ValueError as error:
+            raise ValueError(f"{self.title}: {error}") from None
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return (self.match,) if isinstance(self.match, str) else tuple(self.match)
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f'{RULE} "{", ".join(self.patterns)}"'
+
+    @property
+    def label(self) -> str:
+        """What records call the parameters that it clips."""
+        return re.sub(r"[^\w.-]+", "_", " ".join(self.patterns)).strip("._") or "rule"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW (arXiv 1711.05101). Norm weights, biases, A_log, dt_bias and D are never decayed."""
+    """AdamW (arXiv 1711.05101). Weight decay is for matrices and embeddings, but for those that a mixer exempts
+    because they are rates or states; vectors (norms, biases) have none."""
 
     lr: float = 3e-4
     """Peak learning rate."""
@@ -58,7 +105,12 @@ class OptimizerConfig:
     fully_decoupled: bool = False
     """A step shrinks weights by weight_decay * lr_t / lr instead of weight_decay * lr_t (the paper's own form)."""
     max_grad_norm: float = 1.0
-    """Gradients are clipped to this global norm; 0 = not clipped."""
+    """Gradients are clipped to this global norm; 0 = not clipped. Those that a rule clips apart do not count."""
+    mixer_rules: bool = True
+    """Take over what mixers say of the learning rate and the clipping of their own parameters (the MRU does)."""
+    rule: tuple[RuleConfig, ...] = ()
+    """Tables [[optimizer.rule]]: rate, clipping and weight decay of parameters by name, the later over the earlier; on
+    the command line as in '{match = "*.in_proj.weight", lr = 0.1, clip = 8.0}'."""
 
     def __post_init__(self) -> None:
         _require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")

@@ -26,7 +26,7 @@ from matmix.train.health import tell_health
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.monitor import Monitor
 from matmix.train.objectives import compute_loss, count_targets
-from matmix.train.optimizer import make_optimizer
+from matmix.train.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.outcome import Attempt, adopt_attempt, attempt_id
 from matmix.train.recipe import config_to_dict
 from matmix.train.remote import opened
@@ -58,13 +58,14 @@ class Trainer:
         self.validation: Loader | None = None
         self.callbacks = make_callbacks(config, rank)
         rng.seed_all(config.seed, rank)
+        model = build_model(config.model, device="meta")
+        self.groups = parameter_groups(model, config.optimizer, config.data.seqlen)
         self.engine: Engine = build_engine(config.engine, distributed)
         self.engine.prepare(
-            build_model(config.model, device="meta"),
+            model,
             initialize=functools.partial(initialize, seed=config.seed),
-            make_optimizer=functools.partial(make_optimizer, config=config.optimizer),
+            make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
         )
-        self.weight_decays = [group["weight_decay"] for group in self.engine.optimizer.param_groups]
         self.lock = self.run.lock()
         self.checkpoints = self.run.checkpoint_manager(config.checkpoint)
         flops = flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share)
@@ -77,6 +78,7 @@ class Trainer:
         self.stop_agreed = False
         self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
         self.unigram_entropy = unigram_entropy(self.loader.token_histogram)
+        self.rules_before: dict[str, list[float]] | None = None  # `rule_record` of the checkpoint that was loaded
         self.unsaved_step = -1  # the step whose checkpoint could not be written
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ class Trainer:
 
         lr = config.optimizer.lr * rate_share(state.step + 1, config.steps, config.schedule)
         for group in engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_factor"]
         sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
         self.monitor.start_step()
         for index, batch in enumerate(micro_batches):
@@ -120,7 +122,8 @@ class Trainer:
         self.stop_agreed = bool(signals)
         self.call("on_step")
         if state.step % config.logging.every == 0 or state.step == config.last_step:
-            counters = {**dataclasses.asdict(state), "grad_norm": self.last_norm, "lr": lr}
+            clip_norms = {name: float(norm) for name, norm in engine.clip_norms.items()}
+            counters = {**dataclasses.asdict(state), "grad_norm": self.last_norm, "clip_norms": clip_norms, "lr": lr}
             self.call("on_record", self.speed.record(**counters, monitored=self.monitor.of_interval()))
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -180,6 +183,8 @@ class Trainer:
             self.load(newest)
             if (left := self.config.last_step - self.state.step) > 0:
                 self.tell(f"resumed from {newest.name}: {left} steps to go")
+                if changes := changed_rules(self.rules_before, self.groups):
+                    self.tell(changes)
         barrier()  # no rank is still checking a directory that rank 0 begins to fill
         if self.engine.rank == 0:
             self.run.begin(self.config, self.state.step, self.loader.tokenizer, self.tell)
@@ -194,8 +199,7 @@ class Trainer:
                 f"set steps to {self.state.step} or more, or choose another --run-dir"
             )
         self.loader.load_state_dict(extra["data"])
-        for group, weight_decay in zip(self.engine.optimizer.param_groups, self.weight_decays, strict=True):
-            group["weight_decay"] = weight_decay
+        self.rules_before = extra.get("parameter_rules")
         self.spikes.load_state_dict(extra.get("spikes"))
         self.attempt.step = self.state.step
         self.metrics = extra.get("evaluation") or {}
@@ -217,6 +221,7 @@ class Trainer:
                 "data": self.loader.state_dict(),
                 "config": config_to_dict(self.config),
                 "git_revision": git_revision(),
+                "parameter_rules": rule_record(self.groups),
                 "spikes": self.spikes.state_dict(),
                 "evaluation": self.metrics if self.metrics.get("step") == self.state.step else None,
             }

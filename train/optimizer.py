@@ -1,31 +1,223 @@
-"""AdamW with decay groups."""
+"""AdamW in groups of parameters that are updated alike: what the shapes say, what mixers state of their own parameters,
+and what the recipe says of them, in this order.
+
+By their shapes matrices and embeddings are decayed, and vectors (norms, biases, rates) are not.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from matmix.train.config import OptimizerConfig
-
-# Parameters whose value is a rate, a frequency or a state, not a weight: shrinking them towards 0 has no meaning.
-NEVER_DECAYED = frozenset({"A_log", "dt_bias", "D", "init_states", "q_bias", "k_bias"})
-
-
-def decays(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies: matrices and embeddings yes; norms, biases, A_log, dt_bias, D and the network that
-    makes Hyena's filter no: it is a function of the offset, and smaller weights are another function."""
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor and the true shape here
-    *modules, last = name.split(".")
-    return len(shape) >= 2 and last not in NEVER_DECAYED and "filter" not in modules
+from matmix.model.parameter_rules import stated_rules
+from matmix.train.config import RULE, OptimizerConfig, RuleConfig
+from matmix.train.engine.base import full_shape
+from matmix.train.engine.clipping import OTHERS
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `model`, sharded or not; fused where the device allows it."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    decay = config.weight_decay / config.lr if config.fully_decoupled else config.weight_decay
-    groups = [
-        {"params": [p for name, p in named if decays(name, p)], "weight_decay": decay},
-        {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0},
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterGroup:
+    """Parameters that are updated alike and clipped together."""
+
+    names: tuple[str, ...]
+    lr: float
+    """Factor on the schedule's learning rate."""
+    weight_decay: float
+    clip_group: str
+    """Groups with one name here are clipped together."""
+    clip: float
+    """To which norm; 0 = not at all."""
+    sources: tuple[str, ...]
+    """Who states something of one of them: mixers by name, rules of the recipe by their patterns."""
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether rate or clipping are other than the run's."""
+        return self.lr != 1 or self.clip_group != OTHERS
+
+
+@dataclasses.dataclass(slots=True)
+class _Treatment:
+    """Of one parameter."""
+
+    weight_decay: float | None  # None = the run's
+    lr: float = 1.0
+    clip: float | None = None  # None = with the others
+    clipped_with: tuple[str, Any] = (OTHERS, None)  # what to call those it is clipped with, and what they share
+    sources: tuple[str, ...] = ()
+    decayed_by: str = ""  # the one of the sources that the weight decay is from
+
+    def take(
+        self,
+        source: str,
+        shared: tuple[str, Any],
+        *,
+        lr: float | None,
+        clip: float | None,
+        weight_decay: float | None,
+    ) -> None:
+        """Takes over what is given. shared: as `clipped_with`, if there is a `clip`."""
+        if lr is not None:
+            self.lr = lr
+        if clip is not None:
+            self.clip, self.clipped_with = clip, shared
+        if weight_decay is not None:
+            self.weight_decay, self.decayed_by = weight_decay, source
+        if (lr, clip, weight_decay) != (None, None, None):
+            self.sources += (source,)
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> list[ParameterGroup]:
+    """The groups of the trainable parameters of `model`, on the meta device, sharded or not.
+
+    seqlen: length of the training sequences. Raises ValueError (one line) for a rule that matches nothing or cannot
+    apply to what it matches.
+    """
+    shapes = {name: full_shape(p) for name, p in model.named_parameters() if p.requires_grad}
+    found = {name: _Treatment(None if len(shape) >= 2 else 0.0) for name, shape in shapes.items()}
+    for name, (owner, rule) in stated_rules(model, seqlen).items():
+        if name in found:
+            lr, clip = (rule.lr, rule.clip) if config.mixer_rules else (None, None)
+            found[name].take(owner, (owner, rule), lr=lr, clip=clip, weight_decay=rule.weight_decay)
+    for number, own in enumerate(config.rule):
+        for name in _matched(own, shapes):
+            shared = (own.label, number)
+            found[name].take(own.title, shared, lr=own.lr, clip=own.clip, weight_decay=own.weight_decay)
+    for name, treatment in found.items():
+        if treatment.weight_decay and len(shapes[name]) < 2:
+            raise ValueError(
+                f"{treatment.decayed_by}: weight_decay = {treatment.weight_decay:g} cannot apply to {name}, a vector "
+                f"of shape {tuple(shapes[name])}: only matrices are decayed; let its pattern match those alone"
+            )
+    return _grouped(found, config)
+
+
+def _matched(rule: RuleConfig, names: Iterable[str]) -> list[str]:
+    """The names that a rule of the recipe is for, in their order."""
+    for pattern in rule.patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            near = ", ".join(_nearest(pattern, names))
+            raise ValueError(f'{RULE} "{pattern}" matches no parameter of this model; the nearest: {near}')
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.patterns)]
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
+    """Up to three names of which a part looks like the pattern, the first one for each such part."""
+    literal = pattern.strip("*.")
+    width = literal.count(".") + 1
+    parts: dict[str, str] = {}
+    for name in names:
+        words = name.split(".")
+        for start in range(max(len(words) - width, 0) + 1):
+            parts.setdefault(".".join(words[start : start + width]), name)
+    return list(dict.fromkeys(parts[part] for part in difflib.get_close_matches(literal, parts, n=3, cutoff=0.0)))
+
+
+def _grouped(found: Mapping[str, _Treatment], config: OptimizerConfig) -> list[ParameterGroup]:
+    """Groups in order: what is treated by default, decayed and not, then the others as their parameters come."""
+    labels = _labels(treatment.clipped_with for treatment in found.values())
+    usual = (1.0, None, OTHERS, None), (1.0, 0.0, OTHERS, None)
+    members: dict[tuple[float, float | None, str, float | None], list[str]] = {key: [] for key in usual}
+    for name, own in found.items():
+        members.setdefault((own.lr, own.weight_decay, labels[own.clipped_with], own.clip), []).append(name)
+    return [
+        ParameterGroup(
+            names=tuple(names),
+            lr=lr,
+            weight_decay=config.weight_decay if weight_decay is None else weight_decay,
+            clip_group=label,
+            clip=config.max_grad_norm if clip is None else clip,
+            sources=tuple(dict.fromkeys(source for name in names for source in found[name].sources)),
+        )
+        for (lr, weight_decay, label, clip), names in members.items()
+        if names
     ]
-    groups = [group for group in groups if group["params"]]
+
+
+def _labels(shared: Iterable[tuple[str, Any]]) -> dict[tuple[str, Any], str]:
+    """A name of its own for each set of parameters that are clipped together."""
+    labels = {(OTHERS, None): OTHERS}
+    for key in shared:
+        if key not in labels:
+            number, label = 1, key[0]
+            while label in labels.values():
+                number += 1
+                label = f"{key[0]}-{number}"
+            labels[key] = label
+    return labels
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters of `model`, sharded or not; fused where the device allows it.
+
+    Its groups say beside torch's options "lr_factor", for whoever sets "lr", and "clip_group" and "clip", for the
+    engine that clips. Raises ValueError as `parameter_groups` does.
+    """
+    parameters = dict(model.named_parameters())
+    groups = [
+        {
+            "params": [parameters[name] for name in group.names],
+            "lr": config.lr * group.lr,
+            "weight_decay": group.weight_decay / config.lr if config.fully_decoupled else group.weight_decay,
+            "lr_factor": group.lr,
+            "clip_group": group.clip_group,
+            "clip": group.clip,
+        }
+        for group in parameter_groups(model, config, seqlen)
+    ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def rule_record(groups: Iterable[ParameterGroup]) -> dict[str, list[float]]:
+    """What a checkpoint keeps of rules: name -> [factor on the rate, own clipping norm or 0] where one has either."""
+    return {
+        name: [group.lr, 0.0 if group.clip_group == OTHERS else group.clip]
+        for group in groups
+        if group.has_rule
+        for name in group.names
+    }
+
+
+def changed_rules(before: Mapping[str, list[float]] | None, groups: Iterable[ParameterGroup]) -> str:
+    """In one line how rates and clipping differ from those of a checkpoint; "" where they do not.
+
+    before: its `rule_record`; None = it was made when there were no rules.
+    """
+    groups = list(groups)
+    now, held = rule_record(groups), before or {}
+    parts, from_mixers = [], False
+    for group in groups:
+        names = [name for name in group.names if now.get(name) != held.get(name)]
+        if names:
+            said = f" (rules of {', '.join(group.sources)})" if group.has_rule else ""
+            parts.append(f"{', '.join(short_names(names))}: {rule_words(group)}{said}")
+            from_mixers |= any(not source.startswith(RULE) for source in group.sources) and group.has_rule
+    if not parts:
+        return ""
+    hint = "; optimizer.mixer_rules = false keeps the old way" if before is None and from_mixers else ""
+    return f"other rules than when the checkpoint was made: {'; '.join(parts)}{hint}"
+
+
+def rule_words(group: ParameterGroup) -> str:
+    """Rate and clipping of a group."""
+    if group.clip_group == OTHERS:
+        clip = f"clipped at {group.clip:g} with the others" if group.clip else "not clipped"
+    else:
+        clip = f"clipped apart ({group.clip_group}) at {group.clip:g}"
+    return f"learning rate x {group.lr:.4g}, {clip}"
+
+
+def short_names(names: Iterable[str]) -> list[str]:
+    """Names with * for the number of a layer, and how many there are of each."""
+    counts: dict[str, int] = {}
+    for name in names:
+        short = re.sub(r"\.\d+(?=\.)", ".*", name)
+        counts[short] = counts.get(short, 0) + 1
+    return [f"{name} of {count} layers" if count > 1 else name for name, count in counts.items()]

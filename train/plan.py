@@ -10,6 +10,7 @@ from matmix.model.flops import flops_per_token
 from matmix.train.callbacks.progress import short_number
 from matmix.train.config import RunConfig
 from matmix.train.memory import FLOAT, Mode, step_memory
+from matmix.train.optimizer import parameter_groups, rule_words, short_names
 
 ASSUMED_VOCABULARY = 32768
 # DeepSpeed's defaults, in elements: the buffer in which gradients are summed, and weights that ZeRO 3 leaves gathered.
@@ -171,7 +172,22 @@ def print_plan(config: RunConfig) -> int:
         "steps": f"{plan.steps:,}",
         "tokens": f"{short_number(tokens)} ({tokens:,})",
         "compute": f"{flops * tokens:.3g} FLOPs in all",
+        "updated": ("\n" + " " * 18).join(_group_lines(config)),
     }
     for name, text in rows.items():
         print(f"{name:<16}  {text}")
     return 0
+
+
+def _group_lines(config: RunConfig) -> list[str]:
+    """The groups of the optimizer: how they are updated, their size, who says so, and the names where a rule does."""
+    model = build_model(with_vocabulary(config).model, device="meta")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    lines = []
+    for group in parameter_groups(model, config.optimizer, config.data.seqlen):
+        decay = f"weight decay {group.weight_decay:g}" if group.weight_decay else "not decayed"
+        size = short_number(sum(sizes[name] for name in group.names))
+        by = f" (by {', '.join(group.sources)})" if group.sources else ""
+        names = ": " + ", ".join(short_names(group.names)) if group.has_rule else ""
+        lines.append(f"{size} in {len(group.names)} tensors, {rule_words(group)}, {decay}{by}{names}")
+    return lines

@@ -16,16 +16,9 @@ import tomli_w
 from matmix.data.remote import RemoteFolder, is_url
 from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
-from matmix.train.arguments import parse_arguments, unknown_key
+from matmix.train.arguments import DACITE, check_rows, parse_arguments, row_type, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.files import write_whole
-
-# A TOML integer is a fine value for a float field; a TOML array is a tuple.
-_DACITE = dacite.Config(
-    strict=True,
-    cast=[tuple],
-    type_hooks={float: lambda value: float(value) if type(value) is int else value},
-)
 
 
 def _bundled() -> dict[str, Path]:
@@ -67,13 +60,15 @@ def _check_keys(values: dict[str, Any], cls: type, where: str, prefix: str = "")
             if not isinstance(value, dict):
                 raise ValueError(f'{where}: "{prefix}{key}" is a table, got {value!r}')
             _check_keys(value, hints[key], where, f"{prefix}{key}.")
+        elif (row := row_type(hints[key])) is not None:
+            check_rows(value, row, f"{where}: [[{prefix}{key}]]")
 
 
 def config_from_dict(values: dict[str, Any], where: str) -> RunConfig:
     """Builds a config from nested dicts. Raises ValueError (one line, starting with `where`)."""
     _check_keys(values, RunConfig, where)
     try:
-        return dacite.from_dict(RunConfig, values, _DACITE)
+        return dacite.from_dict(RunConfig, values, DACITE)
     except dacite.WrongTypeError as error:
         wanted = getattr(error.field_type, "__name__", None) or str(error.field_type)
         if typing.get_origin(error.field_type) is typing.Literal:
@@ -130,7 +125,7 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
+            return {key: plain(item) for key, item in value.items() if item is not None}  # TOML has no None
         if isinstance(value, tuple | list):
             return [plain(item) for item in value]
         return value

@@ -33,7 +33,10 @@ _MAY_CHANGE = (
     # The checkpoint knows its data by their contents, wherever they lie.
     *("data.path", "data.validation_path"),
 )
-_STEERING = ("steps", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm")
+_STEERING = (
+    *("steps", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
+    *("optimizer.mixer_rules", "optimizer.rule"),
+)
 _MAY_NOT_CHANGE = ("engine.precision",)
 # What may lie in a run directory before the run has begun.
 _BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json", "train.log", ".config.toml.tmp"})

@@ -79,6 +79,7 @@ class Speedometer:
         rewinds: int,
         grad_norm: float,
         lr: float,
+        clip_norms: dict[str, float],
         monitored: dict[str, float],
     ) -> StepRecord:
         """The interval's record; a new interval begins."""
@@ -100,6 +101,7 @@ class Speedometer:
             skipped=skipped,
             damaged=damaged,
             rewinds=rewinds,
+            clip_norms=clip_norms,
             monitored=monitored,
         )
         self.start()

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from matmix.model.parameter_rules import ParameterRule
+
 
 class Mixer(nn.Module):
     """A sequence mixer Y = combine(M(x) f(x), x), with M (L x L) per head (arXiv 2407.09941, section 2).
@@ -79,6 +81,11 @@ class Mixer(nn.Module):
                 f"inference cut or fill every text to {self.max_seqlen} tokens"
             )
         self.check_seqlen(self.config, x.shape[1], self.max_seqlen)
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        """Learning rate, clipping and weight decay of its own parameters where they are facts of the mixer: name
+        relative to it -> rule. seqlen: length of the training sequences."""
+        return {}
 
     @classmethod
     def block_rank(cls, config: Any) -> int | None:

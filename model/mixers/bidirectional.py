@@ -28,6 +28,7 @@ from matmix.model.initialization import constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.hydra import RMSNormWeight, dt_bias_init
 from matmix.model.mixers.semiseparable import check_scan_options, semiseparable_matrix
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +99,9 @@ class BidirectionalAdd(Mixer):
             "D": constant_init(1.0),
             "out_proj.weight": normal_init(output_std),
         }
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return dict.fromkeys(["A_log", "dt_bias", *["D"] * self.own_diagonal], NOT_DECAYED)
 
     @staticmethod
     def widths(d_model: int, config: BidirectionalConfig) -> tuple[int, int, int, int]:

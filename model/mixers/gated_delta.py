@@ -15,6 +15,7 @@ from matmix.model.initialization import InitRule, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.delta_rule import delta_rule_step, gated_delta_rule, transition_matrix, unit_vectors
 from matmix.model.mixers.hydra import RMSNormWeight, dt_bias_init
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +88,9 @@ class GatedDelta(Mixer):
             "A_log": log_of_uniform_init(1.0, 16.0),
             "out_proj.weight": normal_init(output_std),
         }
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return dict.fromkeys(["A_log", "dt_bias"] * self.config.gate, NOT_DECAYED)
 
     @staticmethod
     def widths(d_model: int, config: GatedDeltaConfig) -> tuple[int, int, int]:

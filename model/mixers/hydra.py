@@ -18,6 +18,7 @@ from matmix.kernels import gated_norm, quasiseparable_scan, short_conv
 from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.hydra_functions import StepSizes, ValuesAndVectors
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +92,10 @@ class Hydra(Mixer):
             "D": constant_init(1.0),
             "out_proj.weight": normal_init(output_std),
         }
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        names = ["A_log", "dt_bias", "D", *["init_states"] * self.config.learnable_init_states]
+        return dict.fromkeys(names, NOT_DECAYED)
 
     @staticmethod
     def widths(d_model: int, config: HydraConfig) -> tuple[int, int, int, int]:

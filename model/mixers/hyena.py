@@ -21,6 +21,7 @@ from matmix.model.mixers.long_convolution import (
     long_convolution_flops,
     packed_convolution,
 )
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,10 @@ class ImplicitFilter(nn.Module):
         }
         for index, width in enumerate(widths[:-1]):
             self.init_rules |= {f"layers.{index}.{kind}": uniform_init(width**-0.5) for kind in ("weight", "bias")}
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        # It is a function of the offset, and smaller weights are another function.
+        return {name: NOT_DECAYED for name, _ in self.named_parameters()}
 
     def features(self, offsets: torch.Tensor) -> torch.Tensor:
         """(n, filter_features) from offsets (n,), which may be negative, in parts of max_seqlen."""
@@ -119,6 +124,9 @@ class Hyena(Mixer):
             "D": normal_init(1.0),
             "out_proj.weight": normal_init(output_std),
         }
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return {"D": NOT_DECAYED}
 
     @classmethod
     def check(cls, d_model: int, config: HyenaConfig) -> None:

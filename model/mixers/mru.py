@@ -23,6 +23,7 @@ from matmix.kernels.mru.constructions import (
 from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers.base import Mixer
+from matmix.model.parameter_rules import ParameterRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +91,11 @@ class MRU(Mixer):
             # A decay of 0.9999: 1 itself would have no gradient.
             "decay_root": constant_init(0.01),
         }
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        # mru-lm's rule: each token acts on all later ones, by matrices of fan-in `order`.
+        rule = ParameterRule(lr=(2 / seqlen) ** 0.5 / self.order, clip=(seqlen / 2) ** 0.5)
+        return {name: rule for name, _ in self.named_parameters() if name.startswith("in_proj.")}
 
     @staticmethod
     def head_count(d_model: int, config: MRUConfig) -> int:

@@ -14,6 +14,7 @@ from matmix.model.initialization import InitRule, constant_init
 from matmix.model.mixers.hydra import dt_bias_init
 from matmix.model.mixers.hydra_functions import StepSizes
 from matmix.model.mixers.matrix_mixer import MatrixMixer, MixingParameters, SharedBlockConfig, xavier_normal_init
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,9 @@ class QuasiseparableParameters(MixingParameters):
     def __init__(self, d_inner: int, nheads: int, **shapes: tuple[int, ...]):
         super().__init__(A_log=(nheads,), D=(nheads,), dt_bias=(nheads,), **shapes)
         self.fc_D = nn.Linear(d_inner, nheads, bias=False)
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return dict.fromkeys(["A_log", "dt_bias", "D"], NOT_DECAYED)
 
 
 class Quasiseparable(MatrixMixer):

@@ -20,6 +20,7 @@ from matmix.model.mixers.long_convolution import (
     long_convolution_flops,
     packed_convolution,
 )
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 CARRIED = 256
 """Tokens of a prompt that are taken at once, with the state between them: memory grows with this times d_state."""
@@ -60,8 +61,7 @@ class S4D(Mixer):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
         pairs = config.d_state // 2
         self.log_dt = nn.Parameter(torch.empty(d_model))
-        # log(-Re A) and Im A of all channels in one row each: weight decay, which has no meaning for rates, takes
-        # matrices only.
+        # log(-Re A) and Im A of all channels in one row each.
         self.A_log = nn.Parameter(torch.empty(d_model * pairs))
         self.A_imag = nn.Parameter(torch.empty(d_model * pairs))
         self.C = nn.Parameter(torch.empty(1 if causal else 2, d_model, pairs, 2))
@@ -75,6 +75,9 @@ class S4D(Mixer):
             "D": normal_init(1.0),
             "out_proj.weight": normal_init(output_std),
         }
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return dict.fromkeys(["log_dt", "A_log", "A_imag", "D"], NOT_DECAYED)
 
     @classmethod
     def check(cls, d_model: int, config: S4DConfig) -> None:

@@ -17,6 +17,7 @@ from matmix.kernels.checks import CHUNK_SIZES
 from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.hydra import RMSNormWeight, dt_bias_init
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +83,9 @@ class Semiseparable(Mixer):
             "D": constant_init(1.0),
             "out_proj.weight": normal_init(output_std),
         }
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return dict.fromkeys(["A_log", "dt_bias", "D"], NOT_DECAYED)
 
     @staticmethod
     def widths(d_model: int, config: SemiseparableConfig) -> tuple[int, int, int, int]:

@@ -11,6 +11,7 @@ from torch import nn
 from matmix.model.initialization import InitRule
 from matmix.model.mixers.matrix_mixer import MixingParameters, QueryKeyConfig, QueryKeyMixer
 from matmix.model.mixers.row_blocks import mix_in_row_blocks
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 TURNS_PER_STEP = 1e-3
 """Epsilon: how many turns a query or key of 1 adds from one position to the next."""
@@ -63,6 +64,9 @@ class VandermondeDI(Vandermonde):
         shape = (self.nheads, self.config.qk_dim, self.max_seqlen)
         rules = {name: frequencies_init() for name in ("q_bias", "k_bias")}
         return MixingParameters(q_bias=shape, k_bias=shape), rules
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return dict.fromkeys(["matrix_mixer.q_bias", "matrix_mixer.k_bias"], NOT_DECAYED)
 
     def queries_and_keys(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = (part.permute(2, 0, 1).unsqueeze(0) for part in (self.matrix_mixer.q_bias, self.matrix_mixer.k_bias))

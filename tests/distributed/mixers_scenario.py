@@ -25,7 +25,7 @@ def _losses(config: ModelConfig, options: dict, steps: int) -> list[float]:
     engine.prepare(
         build_model(config, device="meta"),
         initialize=lambda model: initialize(model, seed=0),
-        make_optimizer=lambda model: make_optimizer(model, OptimizerConfig(lr=1e-2)),
+        make_optimizer=lambda model: make_optimizer(model, OptimizerConfig(lr=1e-2), SEQLEN),
     )
     share, losses = BATCH // distributed.world_size, []
     for step in range(steps):

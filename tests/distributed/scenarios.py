@@ -89,15 +89,47 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
 
 
+CLIPS = {"up": 0.02, "rates": 1e-4, "norms": 0.0}
+"""Clipping groups of `make_ruled_optimizer` beside the others, and their limits."""
+
+
+def make_ruled_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Rates and clipping by rules; one group is smaller than the number of ranks can be, one is not clipped, and one
+    clipping group spreads over two groups of the optimizer."""
+    options = {
+        ("up", "weight"): {"lr_factor": 0.3, "weight_decay": 0.3},
+        ("up", "bias"): {"lr_factor": 0.3, "weight_decay": 0.0},
+        ("rates", "A_log"): {"lr_factor": 2.0, "weight_decay": 0.0},
+        ("norms", ""): {"weight_decay": 0.0},
+        ("others", ""): {"weight_decay": 0.3},
+    }
+    members: dict[tuple[str, str], list[nn.Parameter]] = {key: [] for key in options}
+    for name, parameter in model.named_parameters():
+        last = name.rsplit(".", 1)[-1]
+        if ".up." in name:
+            members["up", last].append(parameter)
+        elif last == "A_log":
+            members["rates", last].append(parameter)
+        else:
+            members["norms" if "norm" in name else "others", ""].append(parameter)
+    groups = [
+        {"params": members[key], "clip_group": key[0], "clip": CLIPS.get(key[0], 0.0), **options[key]}
+        for key in options
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+
+
 def place() -> Distributed:
     return Distributed.from_environment("cpu")
 
 
-def make_engine(config: EngineConfig, *, layers: int = 3, dropout: float = 0.0, meta: bool = True) -> Engine:
+def make_engine(
+    config: EngineConfig, *, layers: int = 3, dropout: float = 0.0, meta: bool = True, ruled: bool = False
+) -> Engine:
     engine = build_engine(config, place())
     with torch.device("meta") if meta else contextlib.nullcontext():
         model = Toy(layers, dropout)
-    engine.prepare(model, initialize, make_optimizer)
+    engine.prepare(model, initialize, make_ruled_optimizer if ruled else make_optimizer)
     return engine
 
 
@@ -117,7 +149,7 @@ def train_step(engine: Engine, step: int, *, accumulation: int, max_norm: float 
     own = slice(engine.rank * share, (engine.rank + 1) * share)
     micro = share // accumulation
     for group in engine.optimizer.param_groups:
-        group["lr"] = 1e-2 * (1 + math.cos(step / 7)) / 2
+        group["lr"] = 1e-2 * (1 + math.cos(step / 7)) / 2 * group.get("lr_factor", 1.0)
     total = torch.zeros(1, dtype=torch.float64)
     for index in range(accumulation):
         part = slice(index * micro, (index + 1) * micro)
@@ -185,14 +217,16 @@ def partition_everything() -> None:
     zero.ZERO_OPTIONS["stage3_param_persistence_threshold"] = 0
 
 
-def stop_and_resume(name: str, directory: str, *, dropout: float, stop: int, steps: int, accumulation: int) -> Any:
+def stop_and_resume(
+    name: str, directory: str, *, dropout: float, stop: int, steps: int, accumulation: int, ruled: bool = False
+) -> Any:
     """Runs to `steps`, with a checkpoint at `stop`; then again from there. (losses, losses from `stop` on
     again)."""
     partition_everything()
     config = EngineConfig(**ENGINES[name])
     manager = CheckpointManager(Path(directory) / name)
     rng.seed_all(5, place().rank)
-    engine = make_engine(config, dropout=dropout)
+    engine = make_engine(config, dropout=dropout, ruled=ruled)
     history = run_steps(engine, 0, stop, accumulation=accumulation)
     evaluate(engine)  # leaves some weights gathered on some engines
     assert manager.save(stop, engine, {"data": {"samples": 7}}) == manager.path(stop)
@@ -201,7 +235,7 @@ def stop_and_resume(name: str, directory: str, *, dropout: float, stop: int, ste
     at_stop = weights(engine)
     history += run_steps(engine, stop, steps, accumulation=accumulation)
     rng.seed_all(99, place().rank)
-    again = make_engine(config, dropout=dropout)
+    again = make_engine(config, dropout=dropout, ruled=ruled)
     assert manager.load(manager.latest_valid(), again) == {"data": {"samples": 7}}
     assert weights(again) == at_stop
     return history, run_steps(again, stop, steps, accumulation=accumulation)
@@ -211,12 +245,14 @@ def stop_and_resume_all(names: list[str], directory: str, options: dict[str, Any
     return {name: stop_and_resume(name, directory, **options) for name in names}
 
 
-def resume_all(names: list[str], directory: str, stop: int, steps: int, accumulation: int) -> dict[str, Any]:
+def resume_all(
+    names: list[str], directory: str, stop: int, steps: int, accumulation: int, ruled: bool = False
+) -> dict[str, Any]:
     """Goes on from the checkpoints of `stop_and_resume`, with the number of ranks at hand."""
     partition_everything()
     found = {}
     for name in names:
-        engine = make_engine(EngineConfig(**ENGINES[name]))
+        engine = make_engine(EngineConfig(**ENGINES[name]), ruled=ruled)
         manager = CheckpointManager(Path(directory) / name)
         manager.load(manager.latest_valid(), engine)
         found[name] = run_steps(engine, stop, steps, accumulation=accumulation)
@@ -224,12 +260,12 @@ def resume_all(names: list[str], directory: str, stop: int, steps: int, accumula
     return found
 
 
-def poison_and_discard(name: str) -> Any:
+def poison_and_discard(name: str, ruled: bool = False) -> Any:
     """A run with bad steps and dropped gradients in between; compared with one without them."""
     partition_everything()
     config = EngineConfig(**ENGINES[name])
-    clean = run_steps(make_engine(config), 0, 4, accumulation=2)
-    engine = make_engine(config)
+    clean = run_steps(make_engine(config, ruled=ruled), 0, 4, accumulation=2)
+    engine = make_engine(config, ruled=ruled)
     history = run_steps(engine, 0, 2, accumulation=2)
     before = weights(engine), moments(engine)
     for _ in range(2):
@@ -246,8 +282,8 @@ def poison_and_discard(name: str) -> Any:
     return clean, history
 
 
-def poison_and_discard_all(names: list[str]) -> dict[str, Any]:
-    return {name: poison_and_discard(name) for name in names}
+def poison_and_discard_all(names: list[str], ruled: bool = False) -> dict[str, Any]:
+    return {name: poison_and_discard(name, ruled) for name in names}
 
 
 def full_disk(name: str, directory: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from matmix.train.comparison.config import keep_recipe, read_comparison
 from matmix.train.comparison.runs import tasks_of
 from matmix.train.comparison.settings import differing_keys, words_on_differences
 from matmix.train.comparison.width import headdims, match_width, matched
+from matmix.train.config import RuleConfig
 from matmix.train.loaders import make_loader
 from matmix.train.recipe import bundled_comparisons, bundled_recipes, config_from_dict, config_to_dict
 
@@ -41,6 +42,21 @@ def test_an_entry_is_the_recipe_with_its_own_keys_and_the_command_lines(recipe):
     assert second.model.mixers.hydra.headdim == 8
     assert [entry.folder for entry in comparison.entries] == ["attention", "Hydra-2-x"]
     assert str(comparison.home) == "runs/mine"
+
+
+def test_entries_and_the_command_line_may_have_rules(recipe, tmp_path):
+    own = (
+        ENTRIES
+        + "\n[[comparison.entry]]\nname = 'ruled'\n[[comparison.entry.optimizer.rule]]\nmatch = '*.up.weight'\nlr = 2"
+    )
+    *others, ruled = read_comparison(recipe(TINY + own)).entries
+    assert [entry.config.optimizer.rule for entry in others] == [()] * len(others)
+    assert ruled.config.optimizer.rule == (RuleConfig(match="*.up.weight", lr=2.0),)
+    given = ["--optimizer.rule", "{match = '*.down.weight', clip = 1}", "--run-dir", str(tmp_path / "home")]
+    comparison = read_comparison(recipe(TINY + own), given)
+    keep_recipe(comparison)
+    for entry in (*comparison.entries, *read_comparison(str(tmp_path / "home")).entries):
+        assert entry.config.optimizer.rule == (RuleConfig(match="*.down.weight", clip=1.0),)
 
 
 @pytest.mark.parametrize(

@@ -1,52 +1,227 @@
+"""Which parameters are updated how: by their shapes, by what mixers say, by rules of the recipe."""
+
 import dataclasses
+import math
 
+import pytest
 import torch
+from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
 
-from matmix.model import build_model, initialize
-from matmix.train.config import OptimizerConfig
-from matmix.train.optimizer import make_optimizer
+from matmix.model import build_model
+from matmix.model.mixers import MIXERS
+from matmix.model.parameter_rules import ParameterRule, stated_rules
+from matmix.train.config import OptimizerConfig, RuleConfig
+from matmix.train.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.recipe import load_config
 
+DIRECTIONS = ["A_log", "dt_bias"]  # a row for each direction
+NOT_DECAYED_MATRICES = {
+    **{f"bidirectional_{kind}": DIRECTIONS for kind in ("add", "add_diagonal", "add_shift", "concat", "mult")},
+    "hyena": [*(f"filter.layers.{layer}.weight" for layer in range(3)), "filter.out.weight"],
+    "hydra": ["init_states"],
+    "vandermonde_di": ["matrix_mixer.q_bias", "matrix_mixer.k_bias"],
+}
+"""Of each mixer what is not decayed although it is no vector: rates, states, frequencies and functions."""
 
-def _decay_by_name(recipe: str) -> dict[str, float]:
-    config = load_config(recipe, ["--model.vocab-size", "64"])
-    model = build_model(config.model)
-    initialize(model, 0)
-    return _decay_by_name_of(model)
+
+def every_model():
+    encoder = encoder_of_all()
+    hydra = dataclasses.replace(encoder.mixers.hydra, learnable_init_states=True)
+    yield dataclasses.replace(encoder, mixers=dataclasses.replace(encoder.mixers, hydra=hydra))
+    yield language_model_of_all()
 
 
-def _decay_by_name_of(model: torch.nn.Module) -> dict[str, float]:
-    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.3))
+def updates(model: torch.nn.Module, config: OptimizerConfig, seqlen: int = SEQLEN) -> dict[str, dict]:
+    """Name -> the options of the optimizer's group that the parameter is in."""
+    optimizer = make_optimizer(model, config, seqlen)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    found = [(names[id(p)], group) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(name for name, _ in found) == sorted(names.values())  # each of them, once
+    return dict(found)
 
 
-def test_norms_biases_and_state_space_rates_are_not_decayed():
-    decays = _decay_by_name("debug_hydra")
-    assert len(decays) > 10
-    for name, decay in decays.items():
-        last = name.rsplit(".", 1)[-1]
-        exempt = last in ("bias", "A_log", "dt_bias", "D") or "norm" in name.lower()
-        assert decay == (0.0 if exempt else 0.3), name
-    assert any(name.endswith("A_log") for name in decays)
+@pytest.mark.parametrize("mixer_rules", [True, False])
+def test_decay_of_every_mixer(mixer_rules):
+    """Matrices are decayed but for those listed above; vectors are not."""
+    seen = set()
+    for config in every_model():
+        model = build_model(config, device="meta")
+        found = updates(model, OptimizerConfig(weight_decay=0.3, mixer_rules=mixer_rules))
+        for name, parameter in model.named_parameters():
+            exempt = parameter.ndim < 2
+            if name.startswith("blocks.") and ".mixer." in name:
+                layer, own = name.removeprefix("blocks.").split(".mixer.")
+                mixer = config.layers[int(layer)]
+                exempt |= own in NOT_DECAYED_MATRICES.get(mixer, ())
+                seen.add((mixer, own))
+            assert found[name]["weight_decay"] == (0.0 if exempt else 0.3), name
+    assert {mixer for mixer, _ in seen} == set(MIXERS)
+    assert seen >= {(mixer, own) for mixer, names in NOT_DECAYED_MATRICES.items() for own in names}
 
 
-def test_the_network_that_makes_a_filter_is_not_decayed():
-    config = load_config("debug_hydra", ["--model.vocab-size", "64"]).model
-    model = build_model(dataclasses.replace(config, layers=("hyena",), n_layers=1))
-    decays = _decay_by_name_of(model)
-    made = {name: decay for name, decay in decays.items() if ".filter." in name}
-    assert any(name.endswith("layers.1.weight") for name in made)
-    assert set(made.values()) == {0.0}
-    assert [decay for name, decay in decays.items() if name.endswith("in_proj.weight")] == [0.3]
+def test_models_without_rules_of_their_own_have_two_groups():
+    """The decayed and the others, each in the order of the model."""
+    config = load_config("debug_hydra", ["--model.vocab-size", "64"])
+    model = build_model(config.model, device="meta")
+    groups = parameter_groups(model, config.optimizer, config.data.seqlen)
+    assert [(g.lr, g.weight_decay, g.clip_group, g.clip, g.has_rule) for g in groups] == [
+        (1.0, 0.1, "others", 1.0, False),
+        (1.0, 0.0, "others", 1.0, False),
+    ]
+    order = [name for name, _ in model.named_parameters()]
+    for group in groups:
+        assert list(group.names) == sorted(group.names, key=order.index)
+    assert rule_record(groups) == {}
 
 
-def test_every_parameter_is_optimised_once():
-    config = load_config("debug_mru", ["--model.vocab-size", "64"])
-    model = build_model(config.model)
-    optimizer = make_optimizer(model, config.optimizer)
-    listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(listed) == sorted(id(p) for p in model.parameters())
+def mru(*overrides: str, **options) -> tuple[torch.nn.Module, OptimizerConfig, int]:
+    arguments = ["--model.vocab-size", "64", "--model.mixers.mru.bias", "True", *overrides]
+    config = load_config("debug_mru", arguments)
+    model = build_model(config.model, device="meta")
+    return model, dataclasses.replace(config.optimizer, **options), config.data.seqlen
+
+
+def test_the_mru_states_its_rule():
+    """Of the projection that makes state matrices: rate x 1 / order x sqrt(2 / seqlen), clipped at sqrt(seqlen / 2)."""
+    model, config, seqlen = mru("--data.seqlen", "128")
+    found = updates(model, config, seqlen)
+    for name, group in found.items():
+        special = ".mixer.in_proj." in name
+        assert group["lr_factor"] == pytest.approx(1 / 4 * math.sqrt(2 / 128) if special else 1, rel=1e-12)
+        assert group["lr"] == config.lr * group["lr_factor"]
+        assert (group["clip_group"], group["clip"]) == (("mru", math.sqrt(64)) if special else ("others", 1.0))
+        if special:
+            assert group["weight_decay"] == (0.1 if name.endswith("weight") else 0.0)
+    assert sum(group["clip_group"] == "mru" for group in found.values()) == 4  # weights and biases of two layers
+    off = updates(model, dataclasses.replace(config, mixer_rules=False), seqlen)
+    assert {(group["lr_factor"], group["clip_group"]) for group in off.values()} == {(1.0, "others")}
+
+
+def test_rules_of_a_recipe_override_field_by_field_and_in_order():
+    rules = (
+        RuleConfig(match="*.in_proj.weight", clip=3.0),
+        RuleConfig(match=["embedding.weight", "*norm*"], weight_decay=0.0, clip=1.0),
+        RuleConfig(match="blocks.*.weight", lr=0.5),
+        RuleConfig(match="blocks.1.*.in_proj.weight", lr=2.0, weight_decay=0.01),
+    )
+    model, config, seqlen = mru(rule=rules)
+    found = updates(model, config, seqlen)
+
+    def of(name: str) -> tuple:
+        return tuple(found[name][key] for key in ("lr_factor", "weight_decay", "clip_group", "clip"))
+
+    bias_rate = 1 / 4 * math.sqrt(2 / seqlen)
+    assert of("blocks.0.mixer.in_proj.weight") == (0.5, 0.1, "in_proj.weight", 3.0)
+    assert of("blocks.1.mixer.in_proj.weight") == (2.0, 0.01, "in_proj.weight", 3.0)
+    assert of("blocks.0.mixer.in_proj.bias") == (pytest.approx(bias_rate), 0.0, "mru", math.sqrt(seqlen / 2))
+    assert of("blocks.0.norm_mixer.weight") == (0.5, 0.0, "embedding.weight_norm", 1.0)
+    assert of("embedding.weight") == (1.0, 0.0, "embedding.weight_norm", 1.0)
+    assert of("blocks.0.mixer.state_down") == (1.0, 0.1, "others", 1.0)
+
+
+def test_clipping_groups_have_different_names():
+    """Also where patterns differ only in characters that have no place in a record."""
+    rules = tuple(
+        RuleConfig(match=pattern, clip=1.0) for pattern in ("*.in_proj.weight", "?mbedding.*", "*mbedding.weight*")
+    )
+    rules += (RuleConfig(match="*in_proj.weight*", clip=2.0), RuleConfig(match="blocks.0*.in_proj.weight", clip=1.0))
+    rules += (RuleConfig(match="others*", clip=1.0),)
+    model = torch.nn.ModuleDict({"others": torch.nn.Linear(2, 2), "embedding": torch.nn.Linear(2, 2)})
+    model["blocks"] = torch.nn.ModuleList([torch.nn.ModuleDict({"in_proj": torch.nn.Linear(2, 2)}) for _ in range(2)])
+    found = updates(model, OptimizerConfig(rule=rules))
+    clipped = {}
+    for name, group in found.items():
+        clipped.setdefault(group["clip_group"], []).append(name)
+    assert clipped == {
+        "others-2": ["others.weight", "others.bias"],
+        "mbedding": ["embedding.bias"],
+        "mbedding.weight": ["embedding.weight"],
+        "blocks.0_.in_proj.weight": ["blocks.0.in_proj.weight"],
+        "in_proj.weight": ["blocks.1.in_proj.weight"],
+        "others": ["blocks.0.in_proj.bias", "blocks.1.in_proj.bias"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"match": "*.in_prj.weight", "lr": 1.0}, r"\*\.in_prj\.weight.* matches no .*: blocks\.0\.mixer\.in_proj\."),
+        ({"match": ("*.in_proj.weight", "embeding*"), "lr": 1.0}, r'"embeding\*" matches no .*: embedding\.weight'),
+        ({"match": "*norm*", "weight_decay": 0.1}, r"cannot apply to .*norm_mixer\.weight, a vector of shape \(32,\)"),
+        ({"match": "*", "lr": -1.0}, r'rule "\*": lr = -1'),
+        ({"match": "*", "lr": math.inf}, "lr = inf"),
+        ({"match": "*", "clip": 0.0}, r'rule "\*": clip = 0'),
+        ({"match": "*", "clip": math.nan}, "clip = nan"),
+        ({"match": "*", "weight_decay": -0.1}, r'rule "\*": weight_decay = -0\.1'),
+        ({"match": "*"}, "changes nothing: give lr, clip or weight_decay"),
+        ({"match": (), "lr": 1.0}, "match"),
+        ({"match": "", "lr": 1.0}, "match"),
+    ],
+)  # fmt: skip
+def test_rules_that_cannot_be_are_one_line(rule, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parameter_groups(*mru(rule=(RuleConfig(**rule),)))
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("optimizer.rule")
+
+
+def test_a_weight_decay_of_vectors_that_a_later_rule_takes_back_is_none():
+    rules = RuleConfig(match="*.weight", weight_decay=0.2), RuleConfig(match="*norm*", weight_decay=0.0)
+    found = updates(*mru(rule=rules))
+    assert found["blocks.0.mlp.up.weight"]["weight_decay"] == 0.2
+    assert found["blocks.0.norm_mlp.weight"]["weight_decay"] == 0.0
+
+
+class Ruled(torch.nn.Module):
+    """Two layers, of which each has a rule, and which has rules for both."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rate = torch.nn.Parameter(torch.zeros(2, 2))
+            self.weight = torch.nn.Parameter(torch.zeros(2, 2))
+
+        def parameter_rules(self, seqlen):
+            rule = ParameterRule(lr=1 / seqlen)
+            return {"rate": rule, "weight": rule}
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Ruled.Layer(), Ruled.Layer()
+
+    def parameter_rules(self, seqlen):
+        return {"second.rate": ParameterRule(weight_decay=0.0)}
+
+
+def test_the_outermost_rule_wins():
+    rules = stated_rules(Ruled(), 10)
+    assert {name: (owner, rule.lr) for name, (owner, rule) in rules.items()} == {
+        "first.rate": ("Layer", 0.1),
+        "first.weight": ("Layer", 0.1),
+        "second.rate": ("Ruled", 1.0),
+        "second.weight": ("Layer", 0.1),
+    }
+
+
+def test_a_rule_for_a_parameter_that_there_is_not_is_refused():
+    model = Ruled()
+    del model.second.rate
+    with pytest.raises(ValueError, match=r"parameter_rules of Ruled: there is no parameter second\.rate"):
+        stated_rules(model, 10)
+
+
+def test_what_changed_since_a_checkpoint_is_one_line():
+    model, config, seqlen = mru()
+    groups = parameter_groups(model, config, seqlen)
+    line = changed_rules(None, groups)
+    assert "blocks.*.mixer.in_proj.weight of 2 layers: learning rate x 0.0625, clipped apart (mru) at 4" in line
+    assert line.endswith("; optimizer.mixer_rules = false keeps the old way")
+    assert changed_rules(rule_record(groups), groups) == ""
+    off = parameter_groups(model, dataclasses.replace(config, mixer_rules=False), seqlen)
+    assert changed_rules(None, off) == ""
+    back = changed_rules(rule_record(groups), off)
+    assert "in_proj.weight of 2 layers: learning rate x 1, clipped at 1 with the others" in back
+    assert "mixer_rules" not in back
 
 
 def test_fully_decoupled_decay_does_not_depend_on_the_peak_rate():
@@ -54,9 +229,25 @@ def test_fully_decoupled_decay_does_not_depend_on_the_peak_rate():
     for lr in (1e-2, 1e-3):
         layer = torch.nn.Linear(2, 2, bias=False)
         torch.nn.init.ones_(layer.weight)
-        optimizer = make_optimizer(layer, OptimizerConfig(lr=lr, weight_decay=0.25, fully_decoupled=True))
+        optimizer = make_optimizer(layer, OptimizerConfig(lr=lr, weight_decay=0.25, fully_decoupled=True), 8)
         layer.weight.grad = torch.zeros_like(layer.weight)
         optimizer.step()
         shrunk.append(layer.weight.detach().clone())
     torch.testing.assert_close(shrunk[0], torch.full((2, 2), 0.75))
     torch.testing.assert_close(shrunk[0], shrunk[1])
+
+
+def test_the_factor_of_a_rule_scales_the_whole_step():
+    """That of the moments and that of weight decay."""
+    steps = []
+    for factor in (1.0, 0.25, 0.0):
+        layer = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.ones_(layer.weight)
+        rule = (RuleConfig(match="weight", lr=factor),)
+        optimizer = make_optimizer(layer, OptimizerConfig(lr=1e-2, weight_decay=0.5, rule=rule), 8)
+        layer.weight.grad = torch.full_like(layer.weight, 3.0)
+        optimizer.step()
+        steps.append(1 - layer.weight.detach())
+    torch.testing.assert_close(steps[0], torch.full((2, 2), 1e-2 * 1.5), rtol=1e-4, atol=0)
+    torch.testing.assert_close(steps[1], steps[0] / 4, rtol=1e-4, atol=0)
+    assert not steps[2].any()

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from matmix.train.command import main
+from matmix.train.config import RuleConfig
 from matmix.train.recipe import (
     bundled_recipes,
     config_to_dict,
@@ -64,6 +65,13 @@ def test_keys_may_be_written_with_underscores_or_hyphens(recipe, underscored):
         ("[data]\nseqlen = 0", ["seqlen"]),
         ("[model.mixers.mru]\nhead = 3", ['"model.mixers.mru.head"', "nearest"]),
         ("[objective]\nname = 'masked_lm'", ["masked_lm", "encoder", "language_model"]),
+        ("[optimizer.rule]\nmatch = '*'\nlr = 1", ["[[optimizer.rule]] is a list of tables"]),
+        ("[[optimizer.rule]]\nlr = 1", ["[[optimizer.rule]] has no match"]),
+        ("[[optimizer.rule]]\nmatch = '*'\nclpi = 1", ['"clpi"', '"clip"']),
+        ("[[optimizer.rule]]\nmatch = '*'\nlr = 'fast'", ["optimizer.rule.lr", "'fast'"]),
+        ("[[optimizer.rule]]\nmatch = [1]\nlr = 1", ["optimizer.rule.match"]),
+        ("[[optimizer.rule]]\nmatch = '*'\nlr = -1", ['optimizer.rule "*"', "lr = -1"]),
+        ("[[optimizer.rule]]\nmatch = '*'", ['optimizer.rule "*" changes nothing']),
     ],
 )
 def test_a_bad_recipe_is_one_line_that_names_file_and_key(recipe, text, words):
@@ -85,6 +93,10 @@ def test_a_bad_recipe_is_one_line_that_names_file_and_key(recipe, text, words):
         (["--objective.name", "x"], ["objective.name", "causal_lm"]),
         (["surprise"], ["surprise"]),
         (["--steps", "0"], ["steps must be >= 1"]),
+        (["--optimizer.rule", "lr=1"], ["--optimizer.rule", "{KEY = VALUE, ...}", "lr=1"]),
+        (["--optimizer.rule", "{match = '*', lrr = 1}"], ['"lrr"', '"lr"']),
+        (["--optimizer.rule", "{match = '*', clip = 0}"], ["clip = 0"]),
+        (["--optimizer.rule", "{match = 3, lr = 1}"], ["match"]),
     ],
 )
 def test_a_bad_argument_is_one_line(recipe, arguments, words):
@@ -93,6 +105,25 @@ def test_a_bad_argument_is_one_line(recipe, arguments, words):
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+def test_rules_of_a_recipe_the_command_line_and_the_written_config(recipe, tmp_path, capsys):
+    path = recipe(
+        "[[optimizer.rule]]\nmatch = '*.a'\nlr = 1\n[[optimizer.rule]]\nmatch = ['*.b', 'c']\nweight_decay = 0"
+    )
+    config = load_config(path, ["--optimizer.lr", "1e-3"])
+    rules = (RuleConfig(match="*.a", lr=1.0), RuleConfig(match=("*.b", "c"), weight_decay=0.0))
+    assert config.optimizer.rule == rules
+    write_config(config, tmp_path / "config.toml")
+    assert load_config(str(tmp_path / "config.toml")).optimizer == config.optimizer
+    given = load_config(
+        path, ["--optimizer.rule", "{match = '*.d', clip = inf}", "{match = ['*.b', 'c'], weight_decay = 0}"]
+    )
+    assert given.optimizer.rule == (RuleConfig(match="*.d", clip=float("inf")), rules[1])
+    assert load_config(path, ["--optimizer.rule"]).optimizer.rule == ()
+    with pytest.raises(SystemExit, match="0"):
+        main([path, "--help"])
+    assert '{match = ["*.b", "c"],' in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_a_missing_recipe_names_the_nearest():

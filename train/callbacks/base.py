@@ -29,13 +29,16 @@ class StepRecord:
     skipped: int  # steps skipped since the start for a NaN or infinite gradient
     damaged: int  # sequences left out since the start for a damaged shard (data.skip_damaged)
     rewinds: int  # times that the run went back over a loss spike since the start
+    clip_norms: dict[str, float]  # of the last step, before clipping, by clipping group, where there are several
     monitored: dict[str, float]  # what the mixers say of the interval's forward passes, such as state norms by layer
 
     def numbers(self) -> dict[str, float]:
-        """All that has a value; what the mixers say under "monitor/blocks.<i>.<name>"."""
+        """All that has a value; norms of clipping groups under "grad_norm/<group>", what the mixers say under
+        "monitor/blocks.<i>.<name>"."""
         numbers = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-        monitored = numbers.pop("monitored")
-        return {**numbers, **{f"monitor/{name}": value for name, value in monitored.items()}}
+        for prefix, key in (("grad_norm", "clip_norms"), ("monitor", "monitored")):
+            numbers |= {f"{prefix}/{name}": value for name, value in numbers.pop(key).items()}
+        return numbers
 
 
 class Callback:

@@ -53,7 +53,7 @@ class TensorBoard(Callback):
 
     def on_record(self, trainer, record: StepRecord) -> None:
         for key, value in record.numbers().items():
-            if key in _NAMES or key.startswith("monitor/"):
+            if key in _NAMES or key.startswith(("monitor/", "grad_norm/")):
                 self.writer.add_scalar(_NAMES.get(key, key), value, record.step)
 
     def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:

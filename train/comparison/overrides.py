@@ -93,4 +93,6 @@ def _get(values: Any, path: Path) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}  # TOML has no None
     return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -80,7 +80,7 @@ def timed_steps(config: RunConfig) -> list[float]:
         engine.prepare(
             build_model(config.model, device="meta"),
             initialize=functools.partial(initialize, seed=0),
-            make_optimizer=functools.partial(make_optimizer, config=config.optimizer),
+            make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
         )
         batch = fixed_batch(config).to(engine.device)
         targets = count_targets(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ class Engine(abc.ABC):
     """The model itself, for its attributes and the names of its parameters."""
     optimizer: Any
     """Has `param_groups`, whose "lr" the loop sets before each step."""
+    clip_norms: Mapping[str, torch.Tensor]
+    """Of the last step, where some parameters are clipped apart from others: the norm of each clipping group before
+    clipping, 0-dim."""
 
     def __init__(self, config: EngineConfig, distributed: Distributed) -> None:
         self.config = config
@@ -39,6 +42,7 @@ class Engine(abc.ABC):
         self.world_size = distributed.world_size
         self.device = distributed.device
         self.host = HostMemory()
+        self.clip_norms = {}
 
     def prepare(
         self,
@@ -83,10 +87,11 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def step(self, max_norm: float) -> torch.Tensor:
-        """Clips to the global norm `max_norm` (0 = off), updates the weights and zeroes the gradients.
+        """Clips to the norm `max_norm` (0 = off), updates the weights and zeroes the gradients. What the optimizer's
+        groups say is to be clipped apart (`engine.clipping`) does not count in that norm and has its own.
 
-        Returns the norm before clipping, 0-dim. If it is not finite, weights, moments and step counts stay as
-        they are on every rank, and the gradients are dropped.
+        Returns the norm of all gradients before clipping, 0-dim. If it is not finite, weights, moments and step
+        counts stay as they are on every rank, and the gradients are dropped.
         """
 
     @abc.abstractmethod

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from matmix.train.distributed import Distributed
 from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
+from matmix.train.engine.clipping import by_name, clip_limits, clip_to, gradients_by_clip_group, norms_of, total_norm
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import FullState, load_moments, load_weights
 from matmix.train.engine.sharded_files import read_sharded, read_sizes, write_sharded
@@ -89,24 +90,26 @@ class FsdpEngine(Engine):
 
     @torch.no_grad()
     def step(self, max_norm: float) -> torch.Tensor:
-        gradients = [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
-        norm = self._global_norm(gradients)
+        groups = self.optimizer.param_groups
+        found = gradients_by_clip_group(groups, self.module.parameters())
+        gradients = {name: [_local(gradient) for gradient in tensors] for name, tensors in found.items()}
+        norms = self._over_shards(norms_of(gradients, self.device))
+        norm = total_norm(norms)
+        limits = clip_limits(groups, max_norm)
+        self.clip_norms = by_name(limits, norms)
         if not math.isfinite(norm.item()):
             self.discard()
             return norm
-        if max_norm > 0:
-            torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        clip_to(gradients, norms, limits)
         self.optimizer.step()
         self._drop_reduced_gradients()
         return norm
 
-    def _global_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Norm over all tensors and all shards of them; copies of a shard count once."""
-        norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=self.device)
-        norm = torch.linalg.vector_norm(norms)
+    def _over_shards(self, norms: torch.Tensor) -> torch.Tensor:
+        """Norms over all shards from those of this rank's; copies of a shard count once."""
         if self.mesh is None:
-            return norm
-        squares = norm.square()
+            return norms
+        squares = norms.square()
         dist.all_reduce(squares, group=self.mesh.get_group("shard"))
         return squares.sqrt()
 

@@ -26,6 +26,15 @@ from torch import nn
 
 from matmix.train.distributed import Distributed, ensure_group
 from matmix.train.engine.base import Engine, is_on_meta
+from matmix.train.engine.clipping import (
+    OTHERS,
+    by_name,
+    clip_limits,
+    clip_to,
+    gradients_by_clip_group,
+    norms_of,
+    total_norm,
+)
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import FullState, load_moments, load_weights
 from matmix.train.engine.snapshot import Snapshot
@@ -102,19 +111,53 @@ class ZeroEngine(Engine):
     def step(self, max_norm: float) -> torch.Tensor:
         if self.config.zero_stage == 0:
             return self._step_of_copies(max_norm)
-        self.optimizer.clip_grad = max_norm
+        limits = clip_limits(self.optimizer.param_groups, max_norm)
+        self.optimizer.clip_grad, norm = 0.0, None
+        if len(limits) == 1:
+            self.optimizer.clip_grad = limits.popitem()[1]  # the whole is one group: DeepSpeed clips it
+        else:
+            norm = self._clip_apart(limits)
         self.model.step()  # leaves everything as it is when the norm is not finite
-        norm = math.inf if self.optimizer.overflow else self.model.get_global_grad_norm()
+        if self.optimizer.overflow:
+            norm = math.inf
+        elif norm is None:
+            norm = self.model.get_global_grad_norm()
         return torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
+    def _clip_apart(self, limits: dict[str, float]) -> torch.Tensor:
+        """Clips each clipping group, over all ranks, before DeepSpeed's own step; the norm of all gradients before.
+
+        Gradients that are not finite are left alone: DeepSpeed looks at them itself and drops the step.
+        """
+        optimizer, third = self.optimizer, self.config.zero_stage == 3
+        # DeepSpeed's groups are the optimizer's, at stage 3 in pieces: what of each lies here.
+        parts = optimizer.fp16_groups if third else optimizer.params_in_partition
+        gradients: dict[str, list[torch.Tensor]] = {name: [] for name in limits}
+        squares = {name: torch.zeros((), device=self.device) for name in limits}
+        for index, part in enumerate(parts):
+            group = optimizer.param_groups[optimizer.sub_group_to_group_id[index] if third else index]
+            name = group.get("clip_group", OTHERS)
+            tensors = optimizer.averaged_gradients[index]
+            gradients[name] += tensors
+            norm = optimizer.get_grad_norm_direct(tensors, part)  # over all ranks; -1 where it is not finite
+            squares[name] += torch.where(norm < 0, math.inf, norm.square())
+        norms = torch.stack(list(squares.values())).sqrt()
+        norm = total_norm(norms)
+        self.clip_norms = by_name(limits, norms)
+        if math.isfinite(norm.item()):
+            clip_to(gradients, norms, limits)
+        return norm
+
     def _step_of_copies(self, max_norm: float) -> torch.Tensor:
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        groups = self.optimizer.param_groups
+        gradients = gradients_by_clip_group(groups, self.module.parameters())
+        norms, limits = norms_of(gradients, self.device), clip_limits(groups, max_norm)
+        norm = total_norm(norms)
+        self.clip_norms = by_name(limits, norms)
         if not math.isfinite(norm.item()):
             self.discard()
             return norm
-        if max_norm > 0:
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        clip_to(gradients, norms, limits)
         self.model.step()
         return norm
 

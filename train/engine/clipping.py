@@ -1,0 +1,68 @@
+"""Clipping by groups: parameters that a rule clips apart, and all others together.
+
+The optimizer's groups say in "clip_group" which parameters are clipped together, and in "clip" to which norm; where
+they do not, all are clipped to the norm of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+OTHERS = "others"
+"""Those that no rule clips apart."""
+
+Gradients = Mapping[str, Sequence[torch.Tensor]]
+"""Name of a clipping group -> this rank's part of its gradients."""
+
+
+def clip_limits(param_groups: Iterable[Mapping[str, Any]], max_norm: float) -> dict[str, float]:
+    """Name of each clipping group -> the norm that it is clipped to (0 = not), in the order of the optimizer's groups,
+    which is the same on all ranks. max_norm: of those that no rule clips apart."""
+    limits = {}
+    for group in param_groups:
+        name = group.get("clip_group", OTHERS)
+        limits[name] = max_norm if name == OTHERS else group["clip"]
+    return limits
+
+
+def gradients_by_clip_group(
+    param_groups: Iterable[Mapping[str, Any]], parameters: Iterable[torch.Tensor]
+) -> dict[str, list[torch.Tensor]]:
+    """The gradients that there are, in the order of `parameters`; a group may have none."""
+    groups = {p: group.get("clip_group", OTHERS) for group in param_groups for p in group["params"]}
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in groups.values()}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found[groups[parameter]].append(parameter.grad)
+    return found
+
+
+def norms_of(gradients: Gradients, device: torch.device) -> torch.Tensor:
+    """The norm of each group, (groups,)."""
+    return torch.stack([_norm(tensors, device) for tensors in gradients.values()])
+
+
+def _norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+
+
+def total_norm(norms: torch.Tensor) -> torch.Tensor:
+    """The norm over all groups from theirs, 0-dim."""
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms)
+
+
+def clip_to(gradients: Gradients, norms: torch.Tensor, limits: Mapping[str, float]) -> None:
+    """Scales the gradients of each group, in place, so that its norm is within its limit."""
+    for (name, tensors), norm in zip(gradients.items(), norms, strict=True):
+        if tensors and limits[name] > 0:
+            torch._foreach_mul_(tensors, torch.clamp(limits[name] / (norm + 1e-6), max=1.0))
+
+
+def by_name(limits: Mapping[str, float], norms: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The norms for a record, where there is more than one."""
+    return dict(zip(limits, norms, strict=True)) if len(limits) > 1 else {}
