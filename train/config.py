@@ -105,9 +105,7 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         _require(self.every >= 0, f"evaluation.every must be >= 0, got {self.every}")
         _require(self.batches >= 0, f"evaluation.batches must be >= 0, got {self.batches}")
-        _require(
-            self.ablation_batches >= 0, f"evaluation.ablation_batches must be >= 0, got {self.ablation_batches}"
-        )
+        _require(self.ablation_batches >= 0, f"evaluation.ablation_batches must be >= 0, got {self.ablation_batches}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

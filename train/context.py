@@ -91,8 +91,9 @@ def context_words(metrics: dict[str, float]) -> list[str]:
         )
     lines = [f"Context: {'; '.join(parts)}."] if parts else []
     if gain is not None and gain < NOTHING:
+        so = "; what differs between the positions is the text, not what is known of it" if len(parts) > 1 else ""
         lines.append(
-            f"Warning: the mixers contribute nothing: constants in their place change the loss by {gain:+.3f} nats."
+            f"Warning: the mixers contribute nothing: constants in their place change the loss by {gain:+.3f} nats{so}."
         )
     return lines
 

@@ -124,7 +124,7 @@ class RowCrossEntropy(NamedTuple):
 def row_cross_entropy(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> RowCrossEntropy:
     """The cross-entropy of each row of ``features @ weight.T + bias``; arguments as of `linear_cross_entropy`."""
     if features.is_cuda and features.shape[0]:
-        output = _liger(features.detach(), weight.detach(), bias, targets, reduction="none")
+        output = _liger(features, weight, bias, targets, reduction="none")
         return RowCrossEntropy(output.loss.float(), output.token_accuracy.float())
     loss, correct = features.new_zeros(2, features.shape[0], dtype=torch.float32)
     for chunk in _chunks(features, weight, bias, targets):

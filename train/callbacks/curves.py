@@ -71,8 +71,9 @@ def draw(records: list[dict[str, Any]]) -> bytes:
                 label += f": context gain {record['context_gain']:.2f}"
             if "mixing_gain" in record:
                 label += f", without mixing {record['mixing_gain']:+.2f}"
-            # By the beginnings of the bins: they stand at equal distances.
-            axes.plot([begin.bit_length() - 1 for begin, _, _ in found], [loss for *_, loss in found], look, label=label)
+            # By the beginnings of the bins, which then stand at equal distances.
+            places = [begin.bit_length() - 1 for begin, _, _ in found]
+            axes.plot(places, [loss for *_, loss in found], look, label=label)
         ticks = {begin.bit_length() - 1: name for record in shown for begin, name, _ in position_losses(record)}
         axes.set_xticks(list(ticks), list(ticks.values()))
         axes.set_xlabel("tokens of the document up to the predicting one")
