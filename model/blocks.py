@@ -72,9 +72,14 @@ class Block(nn.Module):
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
         if self.mixer is not None:
-            y = self.mixer(self.norm_mixer(x) if self.pre else x, cu_seqlens, max_seqlen)
-            x = self.add(x, y, self.norm_mixer)
+            x = self.add(x, self.mix(x, cu_seqlens, max_seqlen), self.norm_mixer)
         return self.after_mixer(x)
+
+    def mix(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        """What the mixer adds to the stream x (B, L, d_model), same shape."""
+        return self.mixer(self.norm_mixer(x) if self.pre else x, cu_seqlens, max_seqlen)
 
     def after_mixer(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP half."""

@@ -96,6 +96,8 @@ def _closing_words(config: RunConfig, result: Result) -> str:
             )
         how = f"at step {result.step} of {config.steps} as stop_step says, saved"
         return f"Stopped {how}. Without stop_step it goes on from there."
+    from matmix.train.context import context_words
+
     metrics = result.metrics
     done = "Finished" if result.steps_done else "Nothing to do, the run finished"
     lines = [f"{done} at step {result.step}: {config.run_dir}"]
@@ -105,6 +107,9 @@ def _closing_words(config: RunConfig, result: Result) -> str:
     else:
         lines.append(f"{line}, {metrics['bits_per_byte']:.3f} bits per byte.")
     lines.append(f"Unigram entropy of the corpus {result.unigram_entropy:.4f} nats per token.")
+    lines += context_words(metrics)
+    if (run := RunDirectory(config.run_dir)).curves.is_file():
+        lines.append(f"Curves: {run.where}/{run.curves.name}")
     # Prompts rarely have the one length that some mixers take.
     look = "show-mixer {} --text TEXT" if config.model.fixed_length_mixers() else "generate {} --prompt TEXT"
     lines.append(f"Next: matmix {look.format(config.run_dir)}, or matmix export {config.run_dir} --out DIR")

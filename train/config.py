@@ -150,10 +150,14 @@ class EvaluationConfig:
     """Steps between evaluations; 0 = only after the last step."""
     batches: int = 0
     """Global batches of each evaluation; 0 = the whole split."""
+    ablation_batches: int = 1
+    """Global batches, the first of the split, on which the mixers' outputs are also replaced by their means, to see
+    what they contribute; 0 = none."""
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, f"evaluation.every must be >= 0, got {self.every}")
         _require(self.batches >= 0, f"evaluation.batches must be >= 0, got {self.batches}")
+        _require(self.ablation_batches >= 0, f"evaluation.ablation_batches must be >= 0, got {self.ablation_batches}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +190,8 @@ class LoggingConfig:
     """Write TensorBoard events into the run directory."""
     progress: bool = True
     """Show a progress bar (plain lines when the output is not a terminal)."""
+    picture: bool = True
+    """Draw the losses into RUN/curves.png at the end of the run."""
     profile_start: int = 0
     """First step of a profiler trace written to RUN/profile; 0 = no trace."""
     profile_steps: int = 3

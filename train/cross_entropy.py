@@ -6,7 +6,8 @@ gradient is known (the gradient of a sum is linear in the incoming scalar, so it
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,35 +24,51 @@ class CrossEntropy(NamedTuple):
     correct: Tensor  # rows whose most likely class is the target
 
 
+class _Chunk(NamedTuple):
+    """Some of the rows, with their float32 logits (rows, vocab)."""
+
+    rows: slice
+    kept: Tensor  # which of them have a target
+    index: Tensor  # (rows, 1), the target, 0 where there is none
+    logits: Tensor
+    partition: Tensor
+    loss: Tensor  # 0 without a target
+    correct: Tensor
+
+
+def _chunks(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Iterator[_Chunk]:
+    step = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
+    for start in range(0, features.shape[0], step):
+        rows = slice(start, start + step)
+        target = targets[rows]
+        kept, index = target != IGNORED, target.clamp(min=0)[:, None]
+        logits = torch.nn.functional.linear(features[rows], weight, bias).float()
+        partition = torch.logsumexp(logits, dim=1)
+        loss = (partition - logits.gather(1, index)[:, 0]) * kept
+        yield _Chunk(rows, kept, index, logits, partition, loss, (logits.argmax(dim=1) == target) & kept)
+
+
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, features, weight, bias, targets, z_loss):
-        rows, vocab = features.shape[0], weight.shape[0]
         wants = any(ctx.needs_input_grad[:3])
         grad_features = torch.empty_like(features) if wants else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants and bias is not None else None
         total, loss, correct = (features.new_zeros((), dtype=torch.float32) for _ in range(3))
-        step = max(1, _CHUNK_BYTES // (4 * vocab))
-        for start in range(0, rows, step):
-            chunk, target = features[start : start + step], targets[start : start + step]
-            kept = target != IGNORED
-            logits = torch.nn.functional.linear(chunk, weight, bias).float()
-            partition = torch.logsumexp(logits, dim=1)
-            index = target.clamp(min=0)[:, None]
-            row_loss = (partition - logits.gather(1, index)[:, 0]) * kept
-            loss += row_loss.sum()
-            total += row_loss.sum() + z_loss * (partition.square() * kept).sum()
-            correct += ((logits.argmax(dim=1) == target) & kept).sum()
+        for chunk in _chunks(features, weight, bias, targets):
+            loss += chunk.loss.sum()
+            total += chunk.loss.sum() + z_loss * (chunk.partition.square() * chunk.kept).sum()
+            correct += chunk.correct.sum()
             if wants:
-                grad = logits.sub_(partition[:, None]).exp_()
+                grad = chunk.logits.sub_(chunk.partition[:, None]).exp_()
                 if z_loss:
-                    grad *= (1 + 2 * z_loss * partition)[:, None]
-                grad.scatter_add_(1, index, grad.new_full(index.shape, -1.0))
-                grad *= kept[:, None]
+                    grad *= (1 + 2 * z_loss * chunk.partition)[:, None]
+                grad.scatter_add_(1, chunk.index, grad.new_full(chunk.index.shape, -1.0))
+                grad *= chunk.kept[:, None]
                 low = grad.to(weight.dtype)
-                grad_features[start : start + step] = low @ weight
-                grad_weight += low.t() @ chunk.to(weight.dtype)
+                grad_features[chunk.rows] = low @ weight
+                grad_weight += low.t() @ features[chunk.rows].to(weight.dtype)
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
         ctx.save_for_backward(grad_features, grad_weight, grad_bias)
@@ -96,23 +113,52 @@ def chunked_linear_cross_entropy(
     return CrossEntropy(*_ChunkedLinearCrossEntropy.apply(features, weight, bias, targets, z_loss))
 
 
-def _fused(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, z_loss: float) -> CrossEntropy:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # imports Triton: CUDA only
+class RowCrossEntropy(NamedTuple):
+    """What each row costs, without gradients. Rows without a target have zeros."""
 
-    output = liger_fused_linear_cross_entropy(
+    loss: Tensor  # (n,) float32, nats
+    correct: Tensor  # (n,) float32, 1 where the most likely class is the target
+
+
+@torch.no_grad()
+def row_cross_entropy(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> RowCrossEntropy:
+    """The cross-entropy of each row of ``features @ weight.T + bias``; arguments as of `linear_cross_entropy`."""
+    if features.is_cuda and features.shape[0]:
+        output = _liger(features, weight, bias, targets, reduction="none")
+        return RowCrossEntropy(output.loss.float(), output.token_accuracy.float())
+    loss, correct = features.new_zeros(2, features.shape[0], dtype=torch.float32)
+    for chunk in _chunks(features, weight, bias, targets):
+        loss[chunk.rows], correct[chunk.rows] = chunk.loss, chunk.correct.float()
+    return RowCrossEntropy(loss, correct)
+
+
+def _fused(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, z_loss: float) -> CrossEntropy:
+    output = _liger(
         features,
-        weight.to(features.dtype),
+        weight,
+        bias,
         targets,
-        bias=None if bias is None else bias.to(features.dtype),
-        ignore_index=IGNORED,
         lse_square_scale=z_loss,
         reduction="sum",
         return_z_loss=True,
         accum_dtype=torch.float32,
-        return_token_accuracy=True,
     )
     count = (targets != IGNORED).sum()
     loss = (output.loss - output.z_loss).detach().float()
     # The kernel reports accuracy as a mean over the rows that have a target; without any it is 0/0.
     correct = torch.where(count > 0, output.token_accuracy.detach().float() * count, 0.0)
     return CrossEntropy(output.loss.float(), loss, correct)
+
+
+def _liger(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **options: Any) -> Any:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # imports Triton: CUDA only
+
+    return liger_fused_linear_cross_entropy(
+        features,
+        weight.to(features.dtype),
+        targets,
+        bias=None if bias is None else bias.to(features.dtype),
+        ignore_index=IGNORED,
+        return_token_accuracy=True,
+        **options,
+    )

@@ -6,13 +6,14 @@ number of targets of the whole global batch, wherever its pieces were computed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from matmix.data.batch import Batch
 from matmix.train.config import ObjectiveConfig
-from matmix.train.cross_entropy import IGNORED, linear_cross_entropy
+from matmix.train.cross_entropy import IGNORED, RowCrossEntropy, linear_cross_entropy, row_cross_entropy
 
 
 class Loss(NamedTuple):
@@ -34,14 +35,31 @@ def compute_loss(model: nn.Module, batch: Batch, config: ObjectiveConfig) -> Los
     Labels come aligned with the position that predicts them. Masked batches carry `select`, the flat positions with a
     label, so that the head runs on those only.
     """
-    labels = batch.labels.flatten()
-    targets = labels if batch.select is None else labels[batch.select]
+    targets = _targets(batch)
 
     def readout(features: Tensor, weight: Tensor, bias: Tensor | None):
         return linear_cross_entropy(features, weight, bias, targets, z_loss=config.z_loss)
 
     # Unpacked by position: some engines hand a named tuple back as a plain one.
-    total, loss, correct = model(
+    total, loss, correct = _run(model, batch, readout)
+    return Loss(total, loss, correct)
+
+
+def row_losses(model: nn.Module, batch: Batch) -> RowCrossEntropy:
+    """Cross-entropy of each position of a micro-batch that goes through the readout, without gradients: of all B * L
+    of them, or of those that `select` names."""
+    targets = _targets(batch)
+    loss, correct = _run(model, batch, lambda *arguments: row_cross_entropy(*arguments, targets))
+    return RowCrossEntropy(loss, correct)
+
+
+def _targets(batch: Batch) -> Tensor:
+    labels = batch.labels.flatten()
+    return labels if batch.select is None else labels[batch.select]
+
+
+def _run(model: nn.Module, batch: Batch, readout: Callable[..., Any]) -> Any:
+    return model(
         batch.input_ids,
         cu_seqlens=batch.cu_seqlens,
         attention_mask=batch.attention_mask,
@@ -49,4 +67,3 @@ def compute_loss(model: nn.Module, batch: Batch, config: ObjectiveConfig) -> Los
         select=batch.select,
         readout=readout,
     )
-    return Loss(total, loss, correct)

@@ -1,4 +1,5 @@
-"""The run directory: config.toml, checkpoints/, tensorboard/, metrics.jsonl, summary.json, export/."""
+"""The run directory: config.toml, checkpoints/, tensorboard/, metrics.jsonl, curves.png, summary.json,
+export/."""
 
 from __future__ import annotations
 
@@ -68,6 +69,11 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def curves(self) -> Path:
+        """The picture of the run, once it has ended."""
+        return self.path / "curves.png"
 
     def read_config(self) -> RunConfig:
         """The config of an existing run. Raises FileNotFoundError or ValueError."""

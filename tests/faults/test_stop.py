@@ -74,7 +74,7 @@ def test_in_an_evaluation_on_one_rank_of_two(make_run, two_ranks):
     """It is given up without a record, and the next start begins with it; interrupted again, the one after that."""
     run = make_run(ranks=2)
     for _ in range(2):
-        stop_at(run, {"kind": "pause_in", "function": f"{EVALUATE}:compute_loss"}, rank=0)
+        stop_at(run, {"kind": "pause_in", "function": f"{EVALUATE}:row_losses"}, rank=0)
         assert run.records("validation") == []
         assert run.steps() == 15
     run.finish()
@@ -84,7 +84,7 @@ def test_in_an_evaluation_on_one_rank_of_two(make_run, two_ranks):
 def test_in_the_final_evaluation(make_run, one_rank):
     run = make_run()
     run.finish("--stop-step", "20")
-    stop_at(run, {"kind": "pause_in", "function": f"{EVALUATE}:compute_loss"})
+    stop_at(run, {"kind": "pause_in", "function": f"{EVALUATE}:row_losses"})
     assert not (run.path / "summary.json").exists()
     assert len(run.records("validation")) == 1
     run.finish()

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from matmix.train import cross_entropy
-from matmix.train.cross_entropy import linear_cross_entropy
+from matmix.train.cross_entropy import linear_cross_entropy, row_cross_entropy
 
 
 def _inputs(rows: int, d_model: int, vocab: int, with_bias: bool):
@@ -41,11 +41,33 @@ def test_equals_pytorch_in_value_and_gradient(monkeypatch, rows, z_loss, with_bi
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("form", ["chunked", "fused"])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_rows_cost_what_pytorch_says(form, with_bias, monkeypatch, request):
+    monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", 4 * 50 * 16)
+    features, weight, bias, targets = _inputs(65, 12, 50, with_bias)
+    expected = F.cross_entropy(F.linear(features, weight, bias), targets, ignore_index=-100, reduction="none")
+    correct = F.linear(features, weight, bias).argmax(1) == targets
+    if form == "fused":
+        device = request.getfixturevalue("interpreter")
+        tensors = [None if x is None else x.to(device) for x in (features, weight, bias, targets)]
+        with torch.no_grad():
+            output = cross_entropy._liger(*tensors, reduction="none")
+        found = output.loss.cpu(), output.token_accuracy.cpu()
+    else:
+        found = row_cross_entropy(features, weight, bias, targets)
+        torch.testing.assert_close(found.loss.sum(), linear_cross_entropy(features, weight, bias, targets).loss)
+    assert not found[0].requires_grad
+    torch.testing.assert_close(found[0], expected.detach(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(found[1] > 0, correct)
+
+
 def test_no_rows_give_zero_loss_and_zero_gradients():
     weight = torch.randn(5, 3, requires_grad=True)
     result = linear_cross_entropy(torch.zeros(0, 3, requires_grad=True), weight, None, torch.zeros(0, dtype=torch.long))
     assert result.total.item() == 0
     (gradient,) = torch.autograd.grad(result.total, [weight])
+    assert row_cross_entropy(torch.zeros(0, 3), weight, None, torch.zeros(0, dtype=torch.long)).loss.shape == (0,)
     assert torch.equal(gradient, torch.zeros_like(weight))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from matmix.train.callbacks.base import Callback, Callbacks, StepRecord
+from matmix.train.callbacks.curves import Curves
 from matmix.train.callbacks.data_wait import DataWait
 from matmix.train.callbacks.garbage import GarbageCollection
 from matmix.train.callbacks.launcher import LauncherGone, under_torchrun
@@ -26,6 +27,8 @@ def make_callbacks(config: RunConfig, rank: int) -> Callbacks:
         callbacks.append(Progress())
     if config.logging.tensorboard:
         callbacks.append(TensorBoard())
+    if config.logging.picture:
+        callbacks.append(Curves())
     if config.logging.profile_start:
         callbacks.append(Profiler(config.logging.profile_start, config.logging.profile_steps))
     if config.gc_every:

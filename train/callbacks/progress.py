@@ -69,6 +69,9 @@ class Progress(Callback):
             parts.append(f"masked accuracy {metrics['masked_accuracy']:.1%}")
         if "bits_per_byte" in metrics:
             parts.append(f"{metrics['bits_per_byte']:.3f} bits per byte")
+        for name in ("context_gain", "mixing_gain"):
+            if name in metrics:
+                parts.append(f"{name.replace('_', ' ')} {metrics[name]:.3f}")
         self._write(f"step {trainer.state.step}: {', '.join(parts)}")
 
     def on_rewind(self, trainer, spike: int) -> None:

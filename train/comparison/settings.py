@@ -21,6 +21,7 @@ _MAY_DIFFER = (
     *("logging.", "checkpoint.", "faults.", "engine."),
     *("data.path", "data.validation_path", "data.workers", "data.worker_start", "data.prefetch", "data.verify"),
     *("data.cache_dir", "data.cache_gigabytes"),
+    "evaluation.ablation_batches",
 )
 _MAY_NOT_DIFFER = ("engine.precision",)
 

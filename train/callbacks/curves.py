@@ -1,0 +1,98 @@
+"""curves.png: the picture of a run, drawn from metrics.jsonl when it has ended."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from matmix.train.callbacks.base import Callback
+from matmix.train.context import PREFIX
+from matmix.train.files import write_whole
+
+_SMOOTH = 0.05  # share of the records over which the training loss is averaged
+
+
+class Curves(Callback):
+    """Draws once, after the last step. matplotlib is loaded then; until then this costs nothing."""
+
+    records = True
+
+    def __init__(self) -> None:
+        self.evaluated = False
+
+    def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
+        self.evaluated = True
+
+    def on_end(self, trainer) -> None:
+        # What has failed is not drawn, nor what has to make room quickly, nor what is drawn already.
+        ended = trainer.state.step == trainer.config.last_step and not trainer.stop_agreed
+        if ended and (self.evaluated or not trainer.run.curves.exists()):
+            write_whole(trainer.run.curves, draw(read_records(trainer.run.path / "metrics.jsonl")))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, without lines that a full disk cut off."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def draw(records: list[dict[str, Any]]) -> bytes:
+    """A PNG of the records of a run: losses over the steps and, where evaluations say so, over the position."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    training = [record for record in records if record["kind"] == "train"]
+    validation = [record for record in records if record["kind"] == "validation"]
+    measured = [record for record in validation if position_losses(record)]
+    figure = Figure(figsize=(12 if measured else 7, 4.5), layout="constrained", dpi=110)
+    left, *rest = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
+
+    steps, losses = [record["step"] for record in training], [record["loss"] for record in training]
+    left.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+    left.plot(steps, _running_mean(losses), color="tab:blue", label="training, running mean")
+    places, evaluated = [record["step"] for record in validation], [record["loss"] for record in validation]
+    left.plot(places, evaluated, "o-", color="tab:red", markersize=5, label="validation")
+    left.set_xlabel("step")
+    left.set_ylabel("loss (nats per target)")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in rest:
+        shown = [measured[0], measured[-1]] if len(measured) > 1 else measured
+        for record, look in zip(shown, ("o--", "o-")[-len(shown) :], strict=True):
+            found = position_losses(record)
+            label = f"step {record['step']}"
+            if "context_gain" in record:
+                label += f": context gain {record['context_gain']:.2f}"
+            if "mixing_gain" in record:
+                label += f", without mixing {record['mixing_gain']:+.2f}"
+            # By the beginnings of the bins, which then stand at equal distances.
+            places = [begin.bit_length() - 1 for begin, _, _ in found]
+            axes.plot(places, [loss for *_, loss in found], look, label=label)
+        ticks = {begin.bit_length() - 1: name for record in shown for begin, name, _ in position_losses(record)}
+        axes.set_xticks(list(ticks), list(ticks.values()))
+        axes.set_xlabel("tokens of the document up to the predicting one")
+        axes.set_ylabel("validation loss (nats per target)")
+    for axes in (left, *rest):
+        axes.grid(True, alpha=0.3, linewidth=0.6)
+        axes.legend(fontsize=9)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    return png.getvalue()
+
+
+def position_losses(record: dict[str, Any]) -> list[tuple[int, str, float]]:
+    """(first position, its bin as it is named, loss) of an evaluation."""
+    names = [name.removeprefix(PREFIX) for name in record if name.startswith(PREFIX)]
+    return [(int(name.partition("-")[0]), name, record[PREFIX + name]) for name in names]
+
+
+def _running_mean(values: list[float]) -> list[float]:
+    window = max(1, round(_SMOOTH * len(values)))
+    parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+    return [sum(part) / len(part) for part in parts]
