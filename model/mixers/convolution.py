@@ -1,4 +1,4 @@
-"""The block of the matrix mixers without a matrix (a control): what its short convolution and its gate do by themselves.
+"""The block of the matrix mixers without a matrix, a control: what its short convolution and gate do by themselves.
 
 A comparison of mixers with a convolution in front shows by it what the matrices add.
 """
@@ -32,8 +32,7 @@ class ConvolutionConfig:
 
 
 class Convolution(Mixer):
-    """in_proj -> [z | v] -> conv + silu -> gated norm -> out_proj: M is the identity, and tokens meet in the convolution
-    alone."""
+    """in_proj -> [z | v] -> conv + silu -> gated norm -> out_proj: M is the identity; only the convolution mixes."""
 
     Config = ConvolutionConfig
     causal_form = True

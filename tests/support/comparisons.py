@@ -33,6 +33,7 @@ ENTRIES = """
 [comparison]
 seeds = [0, 1]
 tolerance = 0.1
+controls = false
 [[comparison.entry]]
 name = "attention"
 [[comparison.entry]]

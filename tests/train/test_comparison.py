@@ -91,7 +91,7 @@ def test_overrides_may_repair_a_recipe_and_set_the_comparison(recipe):
     assert (settings.seeds, settings.parameters, settings.tolerance) == ((4, 5), 9000, 0.2)
     for wrong, text in (
         (["--model.d-model", "8"], "follow from comparison.parameters = 9,000"),
-        (["--comparison.entry", "x"], "seeds, parameters, tolerance can be given"),
+        (["--comparison.entry", "x"], "seeds, parameters, tolerance, controls can be given"),
         (["--steps", "x"], "steps"),
         (["--seed", "1"], "comparison.seeds"),
     ):
