@@ -203,7 +203,10 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
     if settings.controls:
         missing = missing_controls([entry.config.model for entry in entries])
         rows = tuple(EntryConfig(name=name, overrides=overrides) for name, overrides in missing.items())
-        settings = dataclasses.replace(settings, entry=(*settings.entry, *rows))
+        try:
+            settings = dataclasses.replace(settings, entry=(*settings.entry, *rows))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}, or leave out the controls (comparison.controls = false)") from None
         entries = _entries(plain, settings, settings.entry, where)
     run_dir = entries[0].config.run_dir or f"runs/{path.stem}"
     _require(not is_url(run_dir), f"--run-dir {run_dir}: a comparison lies in a folder of this machine")

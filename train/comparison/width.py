@@ -35,7 +35,7 @@ def matched(comparison: Comparison) -> Comparison:
         try:
             model = match_width(entry.config.model, target, settings.tolerance)
         except ValueError as error:
-            advice = "; or compare without controls (--comparison.controls false)" if entry.control else ""
+            advice = "; or compare without controls (--comparison.controls False)" if entry.control else ""
             raise ValueError(f'entry "{entry.title}": {error}{advice}') from None
         found.append(
             dataclasses.replace(
