@@ -118,9 +118,9 @@ def summary_text(parts: Sequence[Comparison], results: Sequence[Sequence[EntryRe
     for part, found in zip(parts, results, strict=True):
         variant, by_name = part.entries[0].variant, {result.entry.name: result for result in found}
         accuracies = accuracy_metrics(found)
-        own = dict(_accuracy_columns({length: accuracies[length] for length in sorted({1, max(accuracies)})}))
-        if not accuracies:
-            own = {"loss": lambda result: _mean(result, "loss", 4), **_gain_column(found)}
+        own = {"loss": lambda result: _mean(result, "loss", 4), **_gain_column(found)}
+        if accuracies:
+            own = _accuracy_columns({length: accuracies[length] for length in sorted({1, max(accuracies)})})
         for heading, cell in own.items():
             columns[f"{variant}: {heading}"] = lambda name, cell=cell, by_name=by_name: cell(by_name[name])
         for name, result in by_name.items():
