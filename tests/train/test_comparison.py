@@ -240,7 +240,7 @@ def test_all_entries_of_the_bundled_comparisons_have_equally_many_parameters(nam
         target = comparison.settings.parameters or count_parameters(part.entries[0].config.model)
         for entry in part.entries:
             config = entry.config
-            assert abs(count_parameters(config.model) / target - 1) <= 0.01, entry.title
+            assert abs(count_parameters(config.model) / target - 1) <= comparison.settings.tolerance, entry.title
             assert config_from_dict(config_to_dict(config), "again") == config
         assert "no mixer" in {entry.control for entry in part.entries}
         assert not differing_keys(part.entries)

@@ -77,11 +77,11 @@ def _draw_accuracies(axes: Any, results: Sequence[EntryResult], looks: Sequence[
         accuracies = [100 * mean for mean in found.values()]
         axes.plot(list(found), accuracies, **line(place, result, len(results)), **look)
     chance = [value for result in results for value in result.values("chance_accuracy")]
-    axes.axhline(100 * sum(chance) / len(chance), color="0.5", linewidth=1, linestyle=":", label="chance")
+    axes.axhline(100 * sum(chance) / len(chance), color="0.5", linewidth=1, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(lengths), [f"{length}x" for length in lengths])
     axes.set_ylim(-2, 102)
-    axes.set_xlabel("length, as a multiple of that in training")
+    axes.set_xlabel("length, as a multiple of that in training\n(dotted: chance)")
     axes.set_ylabel("accuracy (%), mean over seeds")
 
 
