@@ -14,9 +14,9 @@ from matmix.train.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 
 _DESCRIPTION = "Train the entries of a comparison at equal parameters, data and steps, and tabulate what they came to."
 _EPILOG = """RECIPE is a TOML file with a table [comparison], or the name of a bundled one: {recipes}. Any field of a
-recipe can be given too, as in --steps 100, and goes to all entries; so can --comparison.seeds, --comparison.parameters
-and --comparison.tolerance; --run-dir is the folder of the comparison. The same command again goes on where it was
-stopped, and so does `matmix compare FOLDER`."""
+recipe can be given too, as in --steps 100, and goes to all entries; so can --comparison.seeds, --comparison.parameters,
+--comparison.tolerance and --comparison.controls; --run-dir is the folder of the comparison. The same command again goes
+on where it was stopped, and so does `matmix compare FOLDER`."""
 
 
 def _parser(*, slurm: bool) -> Parser:

@@ -28,6 +28,9 @@ _WORDS = {
 MLP_LAYER = "mlp"
 """In `layers`: a layer that is an MLP and no mixer."""
 
+NO_MIXER = "none"
+"""In `layers`: a layer whose mixer is taken out (a control); where MLPs follow mixers, its MLP stays."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
@@ -45,7 +48,7 @@ class ModelConfig:
     layers: tuple[str, ...] = ("mru",)
     """Pattern of mixers, repeated over the depth: ("hydra", "hydra", "attention") has attention in every
     third layer. With "mlp" in the pattern the MLPs stand exactly there, as layers of their own; otherwise one
-    follows each mixer."""
+    follows each mixer. "none" stands for a mixer that is taken out, a control in comparisons."""
     causal_mixers: bool = False
     """encoder: allow mixers that see earlier tokens only, as controls in comparisons."""
     mlp_ratio: float = 4.0
@@ -103,10 +106,10 @@ class ModelConfig:
             raise ValueError('model.layers places "mlp" layers, but model.mlp_ratio is 0; set one of the two')
 
     def _check_layer(self, name: str) -> None:
-        if name == MLP_LAYER:
+        if name in (MLP_LAYER, NO_MIXER):
             return
         if name not in MIXERS:
-            known = [*MIXERS, MLP_LAYER]
+            known = [*MIXERS, MLP_LAYER, NO_MIXER]
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise ValueError(f"model.layers names {name!r}, which is no mixer; {hint}")
@@ -145,10 +148,11 @@ class ModelConfig:
         return [name for name in self.mixer_names() if MIXERS[name].fixed_length]
 
     def layer_kinds(self) -> list[tuple[str | None, bool]]:
-        """For each layer: its mixer (None for an "mlp" layer) and whether it has an MLP."""
+        """For each layer: its mixer (None for an "mlp" or "none" layer) and whether it has an MLP."""
         names = [self.layers[index % len(self.layers)] for index in range(self.n_layers)]
         follows = MLP_LAYER not in self.layers and self.mlp_ratio > 0
-        return [(None, True) if name == MLP_LAYER else (name, follows) for name in names]
+        kinds = {MLP_LAYER: (None, True), NO_MIXER: (None, follows)}
+        return [kinds.get(name, (name, follows)) for name in names]
 
     def check_seqlen(self, seqlen: int) -> None:
         """Raise a one-line ValueError when the model cannot take documents of `seqlen` tokens."""

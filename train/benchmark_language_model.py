@@ -2,11 +2,10 @@
 
     python -P -m matmix.kernels.benchmarks language_model
 
-Two sizes: `tinystories`, that of mru_tinystories (4 blocks of width 768, 12 heads with 8 x 8 states, 8,192 words), and
-`small`, like GPT-2 small (12 blocks of width 768, 50,304 words) with 3 heads of 16 x 16 states. The GPT has flash
-attention and rotary positions in the MRU's place, and MLPs as wide as gives it the same number of parameters. The loss
-is next-token prediction on full sequences. Weights are float32 and products run in bfloat16 under autocast, as in
-training.
+Two sizes: `tinystories` (4 blocks of width 768, 12 heads with 8 x 8 states, 8,192 words) and `small`, like GPT-2 small
+(12 blocks of width 768, 50,304 words) with 3 heads of 16 x 16 states. The GPT has flash attention and rotary positions
+in the MRU's place, and MLPs as wide as gives it the same number of parameters. The loss is next-token prediction on
+full sequences. Weights are float32 and products run in bfloat16 under autocast, as in training.
 """
 
 from __future__ import annotations
@@ -34,10 +33,12 @@ MLP_STEP = 64
 
 
 def mru_model(size: str, settings: Settings) -> ModelConfig:
-    """The recipe's model with the size's depth, states and vocabulary, in the width and depth asked for."""
+    """The model of mru_tinystories with orthogonal state matrices and the size's depth, states and vocabulary, in the
+    width and depth asked for."""
     model = load_config("mru_tinystories").model
     order, layers, words = SIZES[size]
-    mru = dataclasses.replace(model.mixers.mru, order=order, nheads=max(1, settings.d_model // order**2))
+    nheads = max(1, settings.d_model // order**2)
+    mru = dataclasses.replace(model.mixers.mru, order=order, nheads=nheads, construction="cayley")
     return dataclasses.replace(
         model,
         d_model=settings.d_model,

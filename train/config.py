@@ -130,7 +130,9 @@ class ScheduleConfig:
     name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Shape after warm-up; wsd = warm-up, stable, decay (arXiv 2404.06395)."""
     warmup: float = 0.02
-    """Linear warm-up from 0: a share of all steps if below 1, else a number of steps."""
+    """Linear warm-up: a share of all steps if below 1, else a number of steps."""
+    start: float = 0.0
+    """Share of the peak that the warm-up starts from, at step 0."""
     final: float = 0.1
     """Share of the peak that is left at the last step."""
     decay: float = 0.1
@@ -138,6 +140,7 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         _require(self.warmup >= 0, f"schedule.warmup must be >= 0, got {self.warmup}")
+        _require(0 <= self.start <= 1, f"schedule.start must lie in [0, 1], got {self.start}")
         _require(0 <= self.final <= 1, f"schedule.final must lie in [0, 1], got {self.final}")
         _require(self.decay >= 0, f"schedule.decay must be >= 0, got {self.decay}")
 

@@ -88,14 +88,17 @@ def check_no_comparison(source: str) -> None:
 
 def _runs_in(folder: Path) -> list[Path]:
     """The runs of a comparison's folder, or of an entry's folder in one."""
-    found = {*folder.glob("seed-*/config.toml"), *folder.glob("*/seed-*/config.toml")}
-    return sorted(path.parent for path in found)
+    return sorted({path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}seed-*/config.toml")})
 
 
 def _name(source: str) -> str:
-    """The last part of a path; of a comparison's runs, all of which end in a seed, the last two."""
-    parts = source.rstrip("/").split("/") if is_url(source) else Path(source).resolve().parts
-    return "-".join(parts[-2:] if re.fullmatch(r"seed-\d+", parts[-1]) else parts[-1:])
+    """The last part of a path; of a comparison's runs, all of which end in a seed, what is below its folder."""
+    path = Path(source).resolve()
+    parts = source.rstrip("/").split("/") if is_url(source) else path.parts
+    if not re.fullmatch(r"seed-\d+", parts[-1]):
+        return parts[-1]
+    with_variants = not is_url(source) and len(path.parts) > 3 and (path.parents[2] / "comparison.toml").is_file()
+    return "-".join(parts[-3:] if with_variants else parts[-2:])
 
 
 def _where(source: str) -> str:

@@ -15,7 +15,7 @@ def rate_share(step: int, steps: int, config: ScheduleConfig) -> float:
     """Share of the peak learning rate used by optimizer step `step` (1-based) of `steps`."""
     warmup = min(_length(config.warmup, steps), steps)
     if step < warmup:
-        return step / warmup
+        return config.start + (1 - config.start) * (step / warmup)
     if config.name == "constant" or steps <= warmup:
         return 1.0
     if config.name == "wsd":

@@ -101,7 +101,7 @@ def _check_layers(subject: Subject, layers: Sequence[int] | None) -> list[int]:
             raise ValueError(f"{subject.name} has no layer {layer}; its layers are 0 to {len(blocks) - 1}")
         if blocks[layer].mixer is None:
             listed = ", ".join(map(str, mixing))
-            raise ValueError(f"layer {layer} of {subject.name} is an MLP and has no mixer; layers with one: {listed}")
+            raise ValueError(f"layer {layer} of {subject.name} has no mixer; layers with one: {listed}")
     return mixing if layers is None else sorted(set(layers))
 
 

@@ -215,7 +215,7 @@ def model_card(config: ModelConfig, has_tokenizer: bool, notes: str) -> str:
     paragraphs = [
         f"---\nlibrary_name: transformers\npipeline_tag: {_PIPELINES[config.architecture]}\n---",
         f"# matmix {config.architecture.replace('_', ' ')}",
-        f"{config.n_layers} layers ({', '.join(sorted(used_mixers(config)))}), width {config.d_model}, "
+        f"{config.n_layers} layers ({', '.join(sorted(used_mixers(config))) or 'no mixer'}), width {config.d_model}, "
         f"{config.vocab_size:,} tokens.",
         f"It takes sequences of exactly {config.max_seqlen} tokens and no padding, having parameters for every\n"
         f"position ({', '.join(fixed)}): cut or fill texts to that length."

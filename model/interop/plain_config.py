@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from matmix.model.config import MLP_LAYER, MixerOptions, ModelConfig
+from matmix.model.config import MixerOptions, ModelConfig
 from matmix.model.mixers import MIXERS
 
 
 def used_mixers(config: ModelConfig) -> frozenset[str]:
     """Names of the mixers in the model's pattern of layers."""
-    return frozenset(name for name in config.layers if name != MLP_LAYER)
+    return frozenset(name for name in config.layers if name in MIXERS)
 
 
 def model_config_to_dict(config: ModelConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from matmix.model.mixers.bidirectional import (
 )
 from matmix.model.mixers.butterfly import Butterfly, Monarch
 from matmix.model.mixers.cauchy import CauchyDD, CauchyDI
+from matmix.model.mixers.convolution import Convolution
 from matmix.model.mixers.dense import Dense
 from matmix.model.mixers.dft import DFT
 from matmix.model.mixers.gated_delta import GatedDelta
@@ -43,6 +44,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "butterfly": Butterfly,
     "cauchy_dd": CauchyDD,
     "cauchy_di": CauchyDI,
+    "convolution": Convolution,
     "dense": Dense,
     "dft": DFT,
     "gated_delta": GatedDelta,

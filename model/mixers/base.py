@@ -99,6 +99,16 @@ class Mixer(nn.Module):
         return 0
 
     @classmethod
+    def has_convolution(cls, config: Any) -> bool:
+        """Whether a short convolution, whose width is the option `d_conv`, stands in front of M."""
+        return getattr(config, "d_conv", 1) > 1
+
+    @classmethod
+    def reach(cls, config: Any, causal: bool) -> int | None:
+        """How many tokens away from its own an output sees at most; None = the whole document, or all before it."""
+        return None
+
+    @classmethod
     def flops_per_token(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
         """Forward floating-point operations (2 per multiply-add) for one token of a document of `seqlen`."""
         raise NotImplementedError

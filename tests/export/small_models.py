@@ -42,6 +42,7 @@ def training_text() -> list[str]:
 
 MODELS = {
     "mru": ModelConfig(vocab_size=448, d_model=32, n_layers=2, layers=("mru",), mixers=MIXERS),
+    "without_mixers": ModelConfig(vocab_size=448, d_model=32, n_layers=2, layers=("none",), mlp_ratio=0.0),
     "mru_padded": ModelConfig(vocab_size=448, d_model=32, n_layers=2, layers=("mru",), mixers=PADDED),
     "mixed": ModelConfig(
         vocab_size=448,

@@ -17,6 +17,7 @@ from matmix.model import build_model, initialize
 from matmix.model.interop import bundle as bundling
 from matmix.model.interop.bundle import bundle
 from matmix.model.interop.huggingface import write_code
+from matmix.model.interop.plain_config import used_mixers
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -42,17 +43,17 @@ def test_only_what_the_layers_need_is_there(code):
 
 
 def test_matmix_is_imported_only_where_it_may_be_absent(code):
-    _, text = code
+    config, text = code
     tree = ast.parse(text)
-    (guarded,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "_installed_kernels"]
+    guards = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "_installed_kernels"]
     project = [
         node.lineno
         for node in ast.walk(tree)
         if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("matmix"))
         or (isinstance(node, ast.Import) and any(alias.name.startswith("matmix") for alias in node.names))
     ]
-    assert project
-    assert all(guarded.lineno <= line <= guarded.end_lineno for line in project)
+    assert bool(project) == bool(guards) == bool(config.mixer_names())  # without mixers no kernel is called
+    assert all(guard.lineno <= line <= guard.end_lineno for guard in guards for line in project)
 
 
 def test_transformers_asks_for_nothing_but_torch(code, tmp_path):
@@ -235,7 +236,7 @@ def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
         "encoder": ("matmix.model.encoder", "Encoder"),
         "language_model": ("matmix.model.language_model", "LanguageModel"),
     }[architecture]
-    registries = {"MIXERS": frozenset(config.layers)}
+    registries = {"MIXERS": used_mixers(config)}
     roots = [(source, name), ("matmix.model.config", "ModelConfig"), ("matmix.model.config", "MixerOptions")]
     text = bundle(roots, header='"""All."""', version="0.1.0" if installed else "0.0.0", registries=registries)
     module = types.ModuleType("bundled")
@@ -244,7 +245,7 @@ def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
     assert (module._KERNELS is not None) is installed
     options = {
         mixer: module.MIXERS[mixer].Config(**dataclasses.asdict(getattr(config.mixers, mixer)))
-        for mixer in config.layers
+        for mixer in used_mixers(config)
     }
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     copy = getattr(module, name)(module.ModelConfig(**fields | {"mixers": module.MixerOptions(**options)})).eval()

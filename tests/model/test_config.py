@@ -5,6 +5,7 @@ import pytest
 
 from matmix.model import MixerOptions, ModelConfig, count_parameters
 from matmix.model.mixers.attention import AttentionConfig
+from matmix.model.mixers.convolution import ConvolutionConfig
 from matmix.model.mixers.hydra import HydraConfig
 from matmix.model.mixers.mru import MRUConfig
 
@@ -42,6 +43,20 @@ def test_mlp_layers_stand_where_the_pattern_says():
     assert config.layer_kinds() == [("mru", False), ("mru", False), (None, True), ("mru", False)]
     implicit = ModelConfig(d_model=64, n_layers=2, layers=("mru",))
     assert implicit.layer_kinds() == [("mru", True), ("mru", True)]
+
+
+def test_where_a_mixer_is_taken_out_its_mlp_stays():
+    config = ModelConfig(d_model=64, n_layers=3, layers=("mru", "none"))
+    assert config.layer_kinds() == [("mru", True), (None, True), ("mru", True)]
+    assert config.mixer_names() == ["mru"]
+    explicit = dataclasses.replace(config, layers=("none", "mlp"))
+    assert explicit.layer_kinds() == [(None, False), (None, True), (None, False)]
+    assert not explicit.mixer_names()
+
+
+def test_a_model_of_empty_layers_is_its_embedding_and_readout():
+    config = ModelConfig(d_model=8, n_layers=3, layers=("none",), mlp_ratio=0.0, vocab_size=11)
+    assert count_parameters(config) == count_parameters(dataclasses.replace(config, n_layers=1)) == 8 * 11 + 8
 
 
 def test_a_config_survives_json():
@@ -92,6 +107,11 @@ def test_a_config_survives_json():
             },
             ["d_conv = 4", "odd"],
         ),
+        (
+            {"layers": ("convolution",), "mixers": MixerOptions(convolution=ConvolutionConfig(d_conv=1))},
+            ["from 2 to 9"],
+        ),
+        ({"layers": ("nune",)}, ["did you mean 'none'"]),
         ({"d_model": 0}, ["model.d_model = 0"]),
         ({"dropout": 1.0}, ["model.dropout = 1.0"]),
         ({"norm": "sandwich"}, ["'sandwich'", "pre, post"]),

@@ -15,6 +15,8 @@ KINDS = {
     "mru-mixed": ("language_model", ("mru", "mru", "attention")),
     "mru-explicit-mlp": ("language_model", ("mru", "mlp", "attention")),
     "hydra": ("encoder", ("hydra",)),
+    "mru-and-controls": ("language_model", ("none", "convolution", "mru")),
+    "hydra-and-controls": ("encoder", ("none", "hydra", "convolution")),
     "bert": ("encoder", ("attention",)),
     "hydra-mixed": ("encoder", ("hydra", "hydra", "attention")),
 }

@@ -1,4 +1,5 @@
-"""A comparison of two encoders that train in a second: a plain recipe, and what makes a comparison of it."""
+"""A comparison of two encoders that train in a second: a plain recipe, and what makes a comparison of it, also in two
+variants."""
 
 TINY = """
 steps = 4
@@ -33,9 +34,19 @@ ENTRIES = """
 [comparison]
 seeds = [0, 1]
 tolerance = 0.1
+controls = false
 [[comparison.entry]]
 name = "attention"
 [[comparison.entry]]
 name = "Hydra, 2 x"
 model.layers = ["hydra"]
+"""
+VARIANTS = """
+[[comparison.variant]]
+name = "short rows"
+data.seqlen = 16
+steps = 3
+[[comparison.variant]]
+name = "deep"
+model.n_layers = 3
 """

@@ -1,10 +1,11 @@
-"""One model of each architecture with every registered mixer that it can hold, one a layer."""
+"""One model of each architecture with every registered mixer that it can hold, one a layer, and a layer of nothing."""
 
 from __future__ import annotations
 
 from mixer_cases import small_config
 
 from matmix.model import MixerOptions, ModelConfig
+from matmix.model.config import NO_MIXER
 from matmix.model.mixers import MIXERS
 
 SEQLEN = 12
@@ -23,8 +24,8 @@ def language_model_of_all() -> ModelConfig:
 def _model(architecture: str, layers: list[str]) -> ModelConfig:
     return ModelConfig(
         architecture=architecture,
-        layers=tuple(layers),
-        n_layers=len(layers),
+        layers=(*layers, NO_MIXER),
+        n_layers=len(layers) + 1,
         mixers=MixerOptions(**{name: small_config(name) for name in layers}),
         d_model=16,
         vocab_size=29,

@@ -35,6 +35,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention-xpos": ("attention", {"position": "xpos"}),
     "attention-without-positions": ("attention", {"position": "none"}),
     "gated_delta-without-gate": ("gated_delta", {"gate": False, "expand": 2, "bias": True}),
+    "convolution-wide": ("convolution", {"d_conv": 5, "expand": 1, "bias": True, "conv_bias": False}),
     "s4d-inverse": ("s4d", {"spectrum": "inv"}),
     "mlp_mixer-without-biases": ("mlp_mixer", {"bias": False}),
     "lion_s-published-gates": ("lion_s", {"gate_offset": 0, "forward_gate_offset": 1, "qkv_bias": True}),

@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 import torch
-from comparisons import ENTRIES, TINY
+from comparisons import ENTRIES, TINY, VARIANTS
 
 from matmix.model.build import count_parameters
-from matmix.model.config import ModelConfig
+from matmix.model.config import MixerOptions, ModelConfig
+from matmix.model.mixers import MIXERS
 from matmix.train.command import main as train_command
 from matmix.train.comparison.config import keep_recipe, read_comparison
+from matmix.train.comparison.controls import missing_controls
 from matmix.train.comparison.runs import tasks_of
 from matmix.train.comparison.settings import differing_keys, words_on_differences
 from matmix.train.comparison.width import headdims, match_width, matched
@@ -71,6 +73,21 @@ def test_entries_and_the_command_line_may_have_rules(recipe, tmp_path):
         ("[comparison]\n[[comparison.entry]]\nname = 'a b'\n[[comparison.entry]]\nname = 'A-b'", ["share the folder"]),
         ("[comparison]\n[[comparison.entry]]\nname = 'report'", ["taken"]),
         ("[comparison]\n[[comparison.entry]]\nname = 'a'\nseed = 3", ["seed", "comparison.seeds"]),
+        ("[comparison]\ncontrols = 'no'\n[[comparison.entry]]\nname = 'a'", ["comparison.controls", "true or false"]),
+        ("[comparison]\n[[comparison.entry]]\nname = 'No mixer'", ["share the folder", "comparison.controls"]),
+        (
+            "[comparison]\n[[comparison.entry]]\nname = 'a'\n[[comparison.variant]]\ndata.seqlen = 8",
+            ["comparison.variant number 1", "name"],
+        ),
+        (
+            "[comparison]\n[[comparison.entry]]\nname = 'a'\n[[comparison.variant]]\nname = 'b'\nrun_dir = 'c'",
+            ['comparison.variant "b" sets run_dir'],
+        ),
+        (
+            "[comparison]\n[[comparison.entry]]\nname = 'a'\n[[comparison.variant]]\nname = 'b'\ndata.seqlem = 8",
+            ['"a"', 'variant "b"', "seqlem", "data.seqlen"],
+        ),
+        ("[comparison]\nvariant = 3\n[[comparison.entry]]\nname = 'a'", ["[[comparison.variant]]"]),
         (
             "[comparison]\n[[comparison.entry]]\nname = 'a'\nmodel.layer = ['mru']",
             ['"a"', "model.layer", "model.layers"],
@@ -107,7 +124,7 @@ def test_overrides_may_repair_a_recipe_and_set_the_comparison(recipe):
     assert (settings.seeds, settings.parameters, settings.tolerance) == ((4, 5), 9000, 0.2)
     for wrong, text in (
         (["--model.d-model", "8"], "follow from comparison.parameters = 9,000"),
-        (["--comparison.entry", "x"], "seeds, parameters, tolerance can be given"),
+        (["--comparison.entry", "x"], "seeds, parameters, tolerance, controls can be given"),
         (["--steps", "x"], "steps"),
         (["--seed", "1"], "comparison.seeds"),
     ):
@@ -135,18 +152,114 @@ def test_comparisons_are_not_offered_for_training(capsys):
     assert "matrix_mixers" not in capsys.readouterr().out
 
 
+# -- controls and variants ----------------------------------------------------------------------------------------
+
+CONTROLLED = ENTRIES.replace("controls = false", "")
+
+
+def test_controls_come_by_themselves_and_have_equally_many_parameters(recipe):
+    words = ["--model.vocab-size", "64"]
+    comparison = matched(read_comparison(recipe(TINY + CONTROLLED), words))
+    assert [entry.control for entry in comparison.entries] == [None, None, "no mixer", "convolution only"]
+    assert [entry.folder for entry in comparison.entries[2:]] == ["no-mixer", "convolution-only"]
+    first, _, empty, convolution = comparison.entries
+    assert empty.config.model.mixer_names() == []
+    assert convolution.config.model.mixer_names() == ["convolution"]
+    assert convolution.config.model.mixers.convolution.d_conv == 7  # Hydra's
+    for control in (empty, convolution):
+        assert abs(control.parameters / first.parameters - 1) <= 0.1
+        assert control.config.data == first.config.data
+        assert control.config.optimizer == first.config.optimizer
+    without = read_comparison(recipe(TINY + CONTROLLED), [*words, "--comparison.controls", "False"])
+    assert len(without.entries) == 2
+    assert without.entries[0].title == "attention"
+
+
+def test_a_control_that_the_recipe_has_is_not_added(recipe):
+    own = '[[comparison.entry]]\nname = "empty"\nmodel.layers = ["none", "mlp"]\nmodel.mlp_ratio = 1.0\n'
+    comparison = read_comparison(recipe(TINY + CONTROLLED + own))
+    assert [entry.name for entry in comparison.entries] == ["attention", "Hydra, 2 x", "empty", "convolution only"]
+    only_attention = TINY + CONTROLLED.split('[[comparison.entry]]\nname = "Hydra')[0]
+    assert [entry.name for entry in read_comparison(recipe(only_attention)).entries] == ["attention", "no mixer"]
+
+
+def test_a_control_that_cannot_be_matched_says_how_to_do_without(recipe):
+    text = TINY.replace("[model]", "[model]\nvocab_size = 64") + CONTROLLED.replace(
+        "tolerance = 0.1", "tolerance = 0.001"
+    )
+    text = text.split('[[comparison.entry]]\nname = "Hydra')[0]
+    with pytest.raises(ValueError, match=r'entry "no mixer": no width .*--comparison\.controls False\)$'):
+        matched(read_comparison(recipe(text)))
+
+
+@pytest.mark.parametrize(
+    ("d_conv", "causal", "taken"),
+    [(5, True, 5), (4, True, 4), (3, False, 3), (11, False, 0)],
+)
+def test_the_convolution_by_itself_is_that_of_the_first_entry_it_can_be(d_conv, causal, taken):
+    """A wider one than it knows is left for its own."""
+    layer = "semiseparable" if causal else "toeplitz_dd"
+    options = MIXERS[layer].Config(d_conv=d_conv, expand=1, conv_bias=False)
+    model = ModelConfig(
+        architecture="language_model" if causal else "encoder",
+        layers=(layer,),
+        mixers=MixerOptions(**{layer: options}),
+    )
+    found = missing_controls([model])["convolution only"]["model"]["mixers"]["convolution"]
+    assert found.get("d_conv", 0) == taken
+    assert "headdim" not in found
+    MIXERS["convolution"].Config(**found)
+
+
+def test_a_causal_convolution_is_not_taken_for_an_encoder():
+    causal = ModelConfig(architecture="encoder", layers=("semiseparable",), causal_mixers=True)
+    hydra = ModelConfig(architecture="encoder", layers=("hydra",))
+    found = missing_controls([causal, hydra])["convolution only"]["model"]["mixers"]["convolution"]
+    assert found["d_conv"] == 7
+    assert missing_controls([causal])["convolution only"]["model"]["mixers"] == {"convolution": {}}
+    assert "convolution only" not in missing_controls([ModelConfig(layers=("mru",), d_model=64)])
+
+
+def test_every_entry_meets_every_variant(recipe, tmp_path):
+    own = '\n[[comparison.entry]]\nname = "long"\nsteps = 9\n'
+    arguments = ["--model.vocab-size", "64", "--run-dir", str(tmp_path / "home"), "--comparison.tolerance", "0.2"]
+    comparison = matched(read_comparison(recipe(TINY + ENTRIES + own + VARIANTS), arguments))
+    assert [(entry.name, entry.variant) for entry in comparison.entries] == [
+        (name, variant) for variant in ("short rows", "deep") for name in ("attention", "Hydra, 2 x", "long")
+    ]
+    facts = {
+        entry.title: (c.data.seqlen, c.steps, c.model.n_layers) for entry in comparison.entries for c in [entry.config]
+    }
+    assert facts["attention, short rows"] == (16, 3, 2)
+    assert facts["Hydra, 2 x, deep"] == (32, 4, 3)
+    assert facts["long, short rows"] == (16, 9, 2)  # an entry's own value counts
+    short, deep = comparison.by_variant()
+    for part in (short, deep):  # parameters are equal within a variant
+        assert {entry.target for entry in part.entries} == {part.entries[0].parameters}
+    assert deep.entries[0].target > short.entries[0].target
+    tasks = tasks_of(comparison)
+    assert len({task.config.run_dir for task in tasks}) == len(tasks) == 12
+    assert str(tasks[0].run.path) == str(tmp_path / "home/attention/short-rows/seed-0")
+    given = read_comparison(recipe(TINY + ENTRIES + own + VARIANTS), [*arguments, "--steps", "7", "--data.seqlen", "8"])
+    assert {(entry.config.steps, entry.config.data.seqlen) for entry in given.entries} == {(7, 8)}
+    keep_recipe(comparison)
+    assert read_comparison(str(tmp_path / "home")).settings == comparison.settings
+
+
 # -- equal parameters ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list(bundled_comparisons()))
 def test_all_entries_of_the_bundled_comparisons_have_equally_many_parameters(name):
     comparison = matched(read_comparison(name))
-    target = comparison.settings.parameters or count_parameters(comparison.entries[0].config.model)
-    for entry in comparison.entries:
-        config = entry.config
-        assert abs(count_parameters(config.model) / target - 1) <= 0.01, entry.name
-        assert config_from_dict(config_to_dict(config), "again") == config
-    assert not differing_keys(comparison.entries)
+    for part in comparison.by_variant():
+        target = comparison.settings.parameters or count_parameters(part.entries[0].config.model)
+        for entry in part.entries:
+            config = entry.config
+            assert abs(count_parameters(config.model) / target - 1) <= comparison.settings.tolerance, entry.title
+            assert config_from_dict(config_to_dict(config), "again") == config
+        assert "no mixer" in {entry.control for entry in part.entries}
+        assert not differing_keys(part.entries)
 
 
 def test_a_headdim_is_kept_where_it_fits_and_else_the_nearest_is_taken():

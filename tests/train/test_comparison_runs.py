@@ -11,7 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from comparisons import ENTRIES, TINY
+from comparisons import ENTRIES, TINY, VARIANTS
 from runs import records
 
 from matmix.launch.cli import main
@@ -210,6 +210,26 @@ def test_a_comparison_through_a_stop_a_resume_and_a_failure(tmp_path, dataset, c
     check_runs_with_other_settings_are_refused_and_not_averaged(compared, capsys)
 
 
+def test_controls_are_trained_in_every_variant(recipe, dataset, tmp_path, capsys):
+    """Also the one that is left with nothing but embeddings and readout."""
+    text = TINY + ENTRIES.replace("controls = false", "").replace("[0, 1]", "[0]") + VARIANTS
+    words = ["--data.path", dataset, "--run-dir", str(tmp_path / "home")]
+    path = recipe(text)
+    comparison = matched(read_comparison(path, words))
+    tasks = {task.entry: task for task in tasks_of(comparison)}
+    for title in ("no mixer, short rows", "convolution only, short rows", "no mixer, deep"):
+        train(tasks[title].config)
+        assert tasks[title].is_finished()
+    assert (tmp_path / "home/no-mixer/short-rows/seed-0/summary.json").is_file()
+    check_directories(list(tasks.values()))
+    capsys.readouterr()
+    assert main(["compare", path, *words, "--report"]) == 0
+    text = capsys.readouterr().out
+    assert "no mixer (control)" in text
+    assert "Not finished: convolution only seed 0 (missing)" not in text.split("## deep")[0]
+    assert "convolution only seed 0 (missing)" in text.split("## deep")[1]
+
+
 # -- speed --------------------------------------------------------------------------------------------------------
 
 
@@ -267,6 +287,19 @@ def test_a_measurement_counts_tokens_and_bytes_of_training_steps(recipe, packing
 
 
 # -- Slurm --------------------------------------------------------------------------------------------------------
+
+
+def test_the_runs_of_all_variants_are_one_job_array(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MATMIX_CLUSTERS", str(tmp_path / "clusters.toml"))
+    (tmp_path / "clusters.toml").write_text("")
+    words = ["--model.vocab-size", "64", "--run-dir", str(tmp_path / "home"), "--comparison.tolerance", "0.2"]
+    path = recipe(TINY + ENTRIES + VARIANTS)
+    assert main(["compare", path, *words, "--slurm", "--tasks-per-node", "1", "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    tasks = tasks_of(matched(read_comparison(path, words)))
+    assert f"#SBATCH --array=0-{len(tasks) - 1}\n" in script
+    assert len(tasks) == 8
+    assert all(f"  {task.run.path}\n" in script for task in tasks)
 
 
 def test_the_runs_as_a_job_array(recipe, dataset, tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ from matmix.train.arguments import field_names, parse_arguments, unknown_key
 from matmix.train.config import RunConfig
 
 Path = tuple[str, ...]
-_SETTINGS: dict[str, Any] = {"seeds": tuple[int, ...], "parameters": int, "tolerance": float}
+_SETTINGS: dict[str, Any] = {"seeds": tuple[int, ...], "parameters": int, "tolerance": float, "controls": bool}
 PREFIX = "--comparison."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,11 @@ class EntryResult:
         """A validation metric of the finished runs, by seed."""
         return [run.validation[metric] for run in self.runs if metric in run.validation]
 
+    def mean(self, metric: str) -> float | None:
+        """Its mean over seeds; None where no finished run has it."""
+        found = spread(self.values(metric))
+        return None if found is None else found.mean
+
     @property
     def is_finished(self) -> bool:
         return all(run.state == "finished" for run in self.runs)
@@ -64,7 +70,8 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def collect(comparison: Comparison) -> list[EntryResult]:
-    """All entries, the one with the lowest mean validation loss first, those without a finished run last."""
+    """All entries of a comparison without variants, or of one of them: the best first, those without a finished run
+    last. The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss."""
     speeds = current_rows(comparison)
     tasks = tasks_of(comparison)
     found = []
@@ -72,23 +79,54 @@ def collect(comparison: Comparison) -> list[EntryResult]:
         speed = speeds.get(entry.name, {})
         result = EntryResult(
             entry=entry,
-            runs=[read_run(task) for task in tasks if task.entry == entry.name],
+            runs=[read_run(task) for task in tasks if task.entry == entry.title],
             tokens_per_second=speed.get("tokens_per_second"),
             peak_bytes=speed.get("peak_bytes"),
         )
         found.append(result)
-    return sorted(found, key=_by_loss)
+    accuracies = accuracy_metrics(found).values()
+
+    def place(result: EntryResult) -> tuple[float, ...]:
+        if not result.values("loss"):
+            return (1.0,)
+        return 0.0, *(-(result.mean(metric) or 0.0) for metric in accuracies), result.mean("loss")
+
+    return sorted(found, key=place)
 
 
-def _by_loss(result: EntryResult) -> tuple[bool, float]:
-    loss = spread(result.values("loss"))
-    return (True, 0.0) if loss is None else (False, loss.mean)
+def accuracy_metrics(results: Sequence[EntryResult]) -> dict[int, str]:
+    """Length as a multiple of the training length -> accuracy there, of generated tasks; {} for what is no such task,
+    where chance is not known."""
+    metrics = metrics_of(results)
+    if "chance_accuracy" not in metrics:
+        return {}
+    found = {int(match[1] or 1): match[0] for name in metrics if (match := re.fullmatch(r"accuracy(?:_x(\d+))?", name))}
+    return dict(sorted(found.items()))
+
+
+def position_metrics(results: Sequence[EntryResult]) -> dict[str, str]:
+    """Bin of positions in the document, such as "4-7" -> loss there, the first bin first."""
+    found = {name.removeprefix("position_loss/"): name for name in metrics_of(results) if "position_loss/" in name}
+    return dict(sorted(found.items(), key=lambda item: int(re.match(r"\d+", item[0])[0])))
+
+
+def metrics_of(results: Sequence[EntryResult]) -> list[str]:
+    """All validation metrics of the finished runs, in the order in which they are recorded."""
+    return list(dict.fromkeys(name for result in results for run in result.runs for name in run.validation))
+
+
+def gain_over_no_mixer(result: EntryResult, results: Sequence[EntryResult]) -> float | None:
+    """Mean loss of the control without mixers minus the entry's own; None of a control and where either is missing."""
+    without = next((other.mean("loss") for other in results if other.entry.control == "no mixer"), None)
+    own = result.mean("loss")
+    return None if without is None or own is None or result.entry.control == "no mixer" else without - own
 
 
 def unnamed_folders(comparison: Comparison) -> list[str]:
     """Folders of runs that lie there and that the recipe does not name: other entries, other seeds."""
     named = {task.run.path for task in tasks_of(comparison)}
-    found = {path.parent for path in comparison.home.glob("*/seed-*/config.toml")} - named
+    depths = ("*/seed-*/config.toml", "*/*/seed-*/config.toml")
+    found = {path.parent for depth in depths for path in comparison.home.glob(depth)} - named
     return sorted(str(path.relative_to(comparison.home)) for path in found)
 
 

@@ -1,4 +1,5 @@
-"""The runs of a comparison: each entry with each seed, as processes of their own, some at a time.
+"""The runs of a comparison: each entry with each seed, in each variant (COMPARISON/<entry>/<variant>/seed-0 and so on),
+as processes of their own, some at a time.
 
 COMPARISON/<entry>/seed-0.toml        what the process is given
 COMPARISON/<entry>/seed-0/            an ordinary run directory, and in it
@@ -33,6 +34,7 @@ class Task:
     """One run."""
 
     entry: str
+    """The entry's title: its name and, with variants, that of the variant."""
     seed: int
     config: RunConfig
 
@@ -96,7 +98,7 @@ def tasks_of(comparison: Comparison) -> list[Task]:
     """All runs, seed by seed, so that every entry has a first result early."""
     return [
         Task(
-            entry=entry.name,
+            entry=entry.title,
             seed=seed,
             config=dataclasses.replace(
                 entry.config, seed=seed, run_dir=str(comparison.home / entry.folder / f"seed-{seed}")

@@ -132,15 +132,18 @@ def current_rows(comparison: Comparison) -> dict[str, dict[str, Any]]:
 
 
 def is_measured(comparison: Comparison) -> bool:
-    """Whether speed.json has all the entries as they are now."""
-    return len(current_rows(comparison)) == len(comparison.entries)
+    """Whether speed.json has all the entries as they are now, with variants those of the first."""
+    first = comparison.by_variant()[0]
+    return len(current_rows(first)) == len(first.entries)
 
 
 def measure_all(comparison: Comparison, tell: Tell = print) -> bool:
-    """Measures all entries and writes speed.json, where rows of entries that the recipe no longer has are kept.
+    """Measures all entries, with variants those of the first, and writes speed.json, where rows of entries that the
+    recipe no longer has are kept.
 
     An entry whose process fails is told of and has no numbers. False where a signal stopped it: nothing is written.
     """
+    comparison = comparison.by_variant()[0]
     found: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in comparison.entries}
     load = []
     with listening():

@@ -20,24 +20,33 @@ HEADDIM_FACTOR = 1.5
 
 
 def matched(comparison: Comparison) -> Comparison:
-    """The comparison with the widths at which all entries have `target` parameters.
+    """The comparison with the widths at which all entries of a variant have equally many parameters: those that the
+    recipe names, else those of the first entry there.
 
     Raises ValueError (one line) for an entry that has no such width, FileNotFoundError and ValueError where the
     vocabulary is left to data that cannot be opened.
     """
     settings = comparison.settings
     entries = with_vocabularies(comparison.entries)
-    target = settings.parameters or count_parameters(entries[0].config.model)
+    targets: dict[str, int] = {}
     found = []
     for entry in entries:
+        target = targets.setdefault(entry.variant, settings.parameters or count_parameters(entry.config.model))
         try:
             model = match_width(entry.config.model, target, settings.tolerance)
         except ValueError as error:
-            raise ValueError(f'entry "{entry.name}": {error}') from None
-        config = dataclasses.replace(entry.config, model=model)
-        own = headdims(entry.config.model)
-        found.append(dataclasses.replace(entry, config=config, parameters=count_parameters(model), own_headdims=own))
-    return dataclasses.replace(comparison, entries=tuple(found), target=target)
+            advice = "; or compare without controls (--comparison.controls False)" if entry.control else ""
+            raise ValueError(f'entry "{entry.title}": {error}{advice}') from None
+        found.append(
+            dataclasses.replace(
+                entry,
+                config=dataclasses.replace(entry.config, model=model),
+                parameters=count_parameters(model),
+                target=target,
+                own_headdims=headdims(entry.config.model),
+            )
+        )
+    return dataclasses.replace(comparison, entries=tuple(found))
 
 
 def with_vocabularies(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
