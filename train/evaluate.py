@@ -12,6 +12,7 @@ from matmix.data.loader import Loader
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.heartbeat import beat
+from matmix.train.lengths import chance_accuracy
 from matmix.train.objectives import compute_loss, count_targets
 
 
@@ -19,7 +20,8 @@ from matmix.train.objectives import compute_loss, count_targets
 def evaluate(
     engine: Engine, loader: Loader, config: RunConfig, interrupted: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
-    """Mean loss (nats per target), perplexity, and accuracy of masked tokens or bits per byte.
+    """Mean loss (nats per target), perplexity, and accuracy of masked tokens or bits per byte; for a generated task the
+    accuracy of a constant guess instead of the latter.
 
     loader: a one-pass loader that gives each rank the same number of micro-batches (rows without data have no
     targets), so that sharded models can gather their weights together.
@@ -47,5 +49,8 @@ def evaluate(
         metrics["masked_accuracy"] = correct / count
     else:
         metrics["accuracy"] = correct / count
+    if config.data.synthetic.task:
+        metrics |= {"accuracy": correct / count, "chance_accuracy": chance_accuracy(loader)}
+    elif config.objective.name == "causal_lm":
         metrics["bits_per_byte"] = loss / math.log(2) / loader.bytes_per_target
     return metrics
