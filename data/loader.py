@@ -35,8 +35,8 @@ from matmix.data.assembly import (
 )
 from matmix.data.batch import Batch
 from matmix.data.config import DataConfig
-from matmix.data.masking import MaskingConfig
 from matmix.data.facts import DataFacts, PreparedFacts, TaskFacts
+from matmix.data.masking import MaskingConfig
 from matmix.data.micro_batches import Failure, MicroBatches
 from matmix.data.mixture import Mixture
 from matmix.data.reading_processes import reading_context, worker_beginning
@@ -231,8 +231,8 @@ def build_loader(
     """Opens the data, or readies the task that generates them, and makes the loader of one rank.
 
     global_batch_size: sequences in one optimizer step over all ranks; micro_batch_size: sequences in one
-    `Batch`. masking: masked-LM batches (a generated task has masks of its own); None = causal ones. one_pass: read the split once, in order.
-    tokenizer_sha256: refuse data prepared with another tokenizer than this.
+    `Batch`. masking: masked-LM batches (a generated task puts its own masks); None = causal ones. one_pass:
+    read the split once, in order. tokenizer_sha256: refuse data prepared with another tokenizer than this.
 
     Raises FileNotFoundError where files are missing, ValueError where something is damaged, does not fit
     together, or there are too few tokens for one sequence.
