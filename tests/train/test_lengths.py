@@ -56,6 +56,8 @@ RECALL = [
     *("--model.mixers.hydra.headdim", "8", "--model.mixers.hydra.d-state", "4"),
     *("--data.synthetic.task", "mqar", "--data.synthetic.items", "2", "--data.seqlen", "8"),
 ]
+FIXED = ["--model.layers", "dense", "--model.mixers.dense.headdim", "8", "--model.max-seqlen", "8"]
+POSITIONS = ["--model.position-embeddings", "True", "--model.max-seqlen", "16"]
 
 
 @pytest.fixture
@@ -150,12 +152,10 @@ def test_encoders_are_scored_where_the_masks_are(parity, tmp_path):
 
 
 def test_lengths_are_those_that_the_model_takes(parity, tmp_path):
-    fixed = ["--model.layers", "dense", "--model.mixers.dense.headdim", "8", "--model.max-seqlen", "8"]
     assert multiples(config_of(parity, tmp_path)) == [1, 2, 4, 8]
     assert multiples(config_of(parity, tmp_path, "--data.synthetic.eval-lengths", "3", "1")) == [1, 3]
-    encoder = [*RECALL, "--model.position-embeddings", "True", "--model.max-seqlen", "16"]
-    assert multiples(config_of(parity, tmp_path, *encoder)) == [1, 2]
-    assert multiples(config_of(parity, tmp_path, *RECALL[:4], *RECALL[-6:], *fixed)) == [1]
+    assert multiples(config_of(parity, tmp_path, *RECALL, *POSITIONS)) == [1, 2]
+    assert multiples(config_of(parity, tmp_path, *RECALL, *FIXED)) == [1]
 
 
 def test_words():
@@ -182,13 +182,11 @@ def test_a_recipe_shows_its_initial_mixers_on_the_tokens_of_its_task(parity):
         (["--model.vocab-size", "4"], ["model.vocab_size = 4", "5 pieces"]),
         ([*RECALL, "--data.synthetic.task", "parity"], ['"parity" has no form for encoders', "objective.name"]),
         (
-            [*RECALL, "--model.layers", "dense", "--model.mixers.dense.headdim", "8", "--model.max-seqlen", "8"]
-            + ["--data.synthetic.eval-lengths", "1", "2"],
+            [*RECALL, *FIXED, "--data.synthetic.eval-lengths", "1", "2"],
             ["data.synthetic.eval_lengths: 2 x data.seqlen", "dense", "model.max_seqlen = 8", "16"],
         ),
         (
-            [*RECALL, "--model.position-embeddings", "True", "--model.max-seqlen", "16"]
-            + ["--data.synthetic.eval-lengths", "4"],
+            [*RECALL, *POSITIONS, "--data.synthetic.eval-lengths", "4"],
             ["data.synthetic.eval_lengths: 4 x data.seqlen", "32", "16"],
         ),
     ],
