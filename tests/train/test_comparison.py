@@ -128,9 +128,11 @@ def test_all_entries_of_the_bundled_comparisons_have_equally_many_parameters(nam
     target = comparison.settings.parameters or count_parameters(comparison.entries[0].config.model)
     for entry in comparison.entries:
         config = entry.config
-        assert abs(count_parameters(config.model) / target - 1) <= 0.01, entry.name
+        assert abs(count_parameters(config.model) / target - 1) <= comparison.settings.tolerance, entry.name
         assert config_from_dict(config_to_dict(config), "again") == config
     assert not differing_keys(comparison.entries)
+    # A step of the width is a few percent of a model as narrow as those of the generated tasks.
+    assert comparison.settings.tolerance <= (0.06 if comparison.entries[0].config.data.synthetic.task else 0.01)
 
 
 def test_a_headdim_is_kept_where_it_fits_and_else_the_nearest_is_taken():
