@@ -70,6 +70,16 @@ def masked_batch(
     return _batch(input_ids, labels, begins, counts, packing, np.flatnonzero(labels != IGNORED))
 
 
+def row_batch(input_ids: np.ndarray, labels: np.ndarray, *, n_tokens: int, causal: bool) -> Batch:
+    """Batch of rows that are one document each, with labels as they are; both int64 (B, L), n_tokens without padding.
+
+    Batches that are not causal come with `select`.
+    """
+    counts = np.full(len(input_ids), input_ids.shape[1])
+    select = None if causal else np.flatnonzero(labels != IGNORED)
+    return replace(_batch(input_ids, labels, labels == IGNORED, counts, "rows", select), n_tokens=n_tokens)
+
+
 def _batch(
     input_ids: np.ndarray,
     labels: np.ndarray,

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from matmix.data.synthetic import SyntheticConfig, make_task
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
@@ -18,6 +20,8 @@ class DataConfig:
     mixture: dict[str, float] = field(default_factory=dict)
     """Several prepared datasets instead of `path`: folder or URL -> weight, the share of its sequences
     (any scale)."""
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    """A generated task instead of `path` or `mixture`."""
     validation_path: str = ""
     """Prepared dataset whose validation split is used instead of that of `path` or `mixture`."""
     seqlen: int = 1024
@@ -65,6 +69,8 @@ class DataConfig:
             raise ValueError(f"data.cache_gigabytes must be 0 or more, got {self.cache_gigabytes}")
         if self.workers < 0:
             raise ValueError(f"data.workers must be 0 or more, got {self.workers}")
+        if self.synthetic.task:
+            self._check_synthetic()
         choices = {
             "packing": ("concat", "document", "rows"),
             "prefix": ("none", "bos", "cls"),
@@ -74,3 +80,17 @@ class DataConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"data.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+
+    def _check_synthetic(self) -> None:
+        for name in ("path", "mixture", "validation_path"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"data.{name} and data.synthetic.task are both given: keep one of them "
+                    '(data.synthetic.task = "" generates nothing)'
+                )
+        if self.packing != "rows":
+            raise ValueError(
+                f'the samples of data.synthetic.task are rows of one document each: set data.packing = "rows", '
+                f'not "{self.packing}"'
+            )
+        make_task(self.synthetic).check(self.seqlen)

@@ -20,7 +20,6 @@ has the same number of micro-batches and every token counts once.
 import math
 import weakref
 from collections.abc import Iterator
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,17 +30,19 @@ from matmix.data.assembly import (
     check_batch_sizes,
     check_same_tokenizer,
     data_digest,
-    load_tokenizer,
     make_masker,
     make_packing,
 )
 from matmix.data.batch import Batch
 from matmix.data.config import DataConfig
+from matmix.data.facts import DataFacts, PreparedFacts, TaskFacts
 from matmix.data.masking import MaskingConfig
 from matmix.data.micro_batches import Failure, MicroBatches
 from matmix.data.mixture import Mixture
 from matmix.data.reading_processes import reading_context, worker_beginning
-from matmix.data.streams import TokenShards, open_dataset
+from matmix.data.streams import open_dataset
+from matmix.data.synthetic import make_task
+from matmix.data.synthetic.rows import TaskRows
 
 if TYPE_CHECKING:
     from matmix.data.tokenizer import Tokenizer
@@ -80,8 +81,8 @@ class Loader:
 
     def __init__(
         self,
-        dataset: MicroBatches,
-        shards: list[TokenShards],
+        dataset: MicroBatches | TaskRows,
+        facts: DataFacts,
         config: DataConfig,
         *,
         fingerprint: dict[str, Any],
@@ -91,7 +92,7 @@ class Loader:
         world_size: int,
     ) -> None:
         self.dataset = dataset
-        self.shards = shards
+        self.facts = facts
         self.config = config
         self.fingerprint = fingerprint
         self.global_batch_size = global_batch_size
@@ -113,7 +114,7 @@ class Loader:
 
     @property
     def samples_per_epoch(self) -> int:
-        return self.dataset.mixture.samples_per_epoch
+        return self.dataset.samples_per_epoch
 
     @property
     def micro_batches_per_step(self) -> int:
@@ -129,25 +130,21 @@ class Loader:
 
     @property
     def vocab_size(self) -> int:
-        return self.shards[0].manifest.tokenizer.vocab_size
+        return self.facts.vocab_size
 
     @property
-    def bytes_per_target(self) -> float:
-        """UTF-8 bytes of the text for each token that a causal pass over the split predicts: bits per byte = loss in
-        nats per token / ln 2 / this. Special tokens around a document are predicted, its very first token is not."""
-        extra = (self.config.prefix != "none") + (self.config.suffix != "none") - 1
-        targets = sum(s.info.tokens + extra * s.info.documents for s in self.shards)
-        return sum(s.info.bytes for s in self.shards) / max(1, targets)
+    def bytes_per_target(self) -> float | None:
+        """See `PreparedFacts`; None for generated samples, which are no text."""
+        return self.facts.bytes_per_target
 
     @property
     def token_histogram(self) -> np.ndarray:
-        """int64 (vocab_size,): how often each id occurs in the training split (all datasets of a mixture)."""
-        files = [s.storage.file(s.manifest.token_histogram) for s in self.shards]
-        return np.sum([np.load(file, allow_pickle=False) for file in files], axis=0)
+        """int64 (vocab_size,): how often each id is a target in the training split."""
+        return self.facts.token_histogram
 
-    @cached_property
+    @property
     def tokenizer(self) -> "Tokenizer":
-        return load_tokenizer(self.shards[0])
+        return self.facts.tokenizer
 
     def __iter__(self) -> Iterator[Batch]:
         if self.limit is not None and not self._loaded:
@@ -231,22 +228,74 @@ def build_loader(
     one_pass: bool = False,
     tokenizer_sha256: str | None = None,
 ) -> Loader:
-    """Opens the data and makes the loader of one rank.
+    """Opens the data, or readies the task that generates them, and makes the loader of one rank.
 
     global_batch_size: sequences in one optimizer step over all ranks; micro_batch_size: sequences in one
-    `Batch`. masking: masked-LM batches; None = causal ones. one_pass: read the split once, in order.
-    tokenizer_sha256: refuse data prepared with another tokenizer than this.
+    `Batch`. masking: masked-LM batches (a generated task puts its own masks); None = causal ones. one_pass:
+    read the split once, in order. tokenizer_sha256: refuse data prepared with another tokenizer than this.
 
     Raises FileNotFoundError where files are missing, ValueError where something is damaged, does not fit
     together, or there are too few tokens for one sequence.
     """
     check_batch_sizes(global_batch_size, micro_batch_size, world_size)
     assert 0 <= rank < world_size
+    if config.synthetic.task:
+        parts = _generated(config, split, seed, masking is None, one_pass)
+    else:
+        parts = _prepared(config, split, seed, masking, one_pass, tokenizer_sha256)
+    dataset, facts, fingerprint = parts
+    return Loader(
+        dataset,
+        facts,
+        config,
+        fingerprint=fingerprint,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+_Parts = tuple[MicroBatches | TaskRows, DataFacts, dict[str, Any]]
+"""What makes rows, what is known about them, and what a saved position belongs to."""
+
+
+def _generated(config: DataConfig, split: str, seed: int, causal: bool, one_pass: bool) -> _Parts:
+    options, task = config.synthetic, make_task(config.synthetic)
+    facts = TaskFacts(task, config.seqlen)
+    dataset = TaskRows(
+        task,
+        config.seqlen,
+        seed=seed,
+        split=split,
+        pad_id=facts.tokenizer.special["pad"],
+        mask_id=None if causal else facts.tokenizer.special["mask"],
+        limit=options.validation_samples if one_pass else None,
+    )
+    fingerprint = {
+        "task": options.task,
+        **{name: getattr(options, name) for name in ("symbols", "items", "depth", "arguments")},
+        "split": split,
+        "seqlen": config.seqlen,
+        "seed": seed,
+        "objective": "causal" if causal else "masked",
+    }
+    return dataset, facts, fingerprint
+
+
+def _prepared(
+    config: DataConfig,
+    split: str,
+    seed: int,
+    masking: MaskingConfig | None,
+    one_pass: bool,
+    tokenizer_sha256: str | None,
+) -> _Parts:
     sources = dict(config.mixture) or {config.path: 1.0}
     if split == "validation" and config.validation_path:
         sources = {config.validation_path: 1.0}
     if "" in sources:
-        raise ValueError("no data given: set data.path to a prepared dataset, or data.mixture")
+        raise ValueError("no data given: set data.path to a prepared dataset, or data.mixture, or data.synthetic.task")
     shards = [
         open_dataset(
             path,
@@ -289,13 +338,4 @@ def build_loader(
         "seed": seed,
         "objective": "causal" if masking is None else "masked",
     }
-    return Loader(
-        dataset,
-        shards,
-        config,
-        fingerprint=fingerprint,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        rank=rank,
-        world_size=world_size,
-    )
+    return dataset, PreparedFacts(shards, config), fingerprint

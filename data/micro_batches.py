@@ -47,6 +47,10 @@ class MicroBatches(Dataset):
         self.limit = limit
         self.skip_damaged = skip_damaged
 
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.mixture.samples_per_epoch
+
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
         try:
             return self.batch(np.asarray(samples, dtype=np.int64))

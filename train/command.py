@@ -102,11 +102,16 @@ def _closing_words(config: RunConfig, result: Result) -> str:
     done = "Finished" if result.steps_done else "Nothing to do, the run finished"
     lines = [f"{done} at step {result.step}: {config.run_dir}"]
     line = f"Validation loss {metrics['loss']:.4f} nats per token"
-    if "masked_accuracy" in metrics:
+    if "chance_accuracy" in metrics:
+        from matmix.train.lengths import words_on_accuracy
+
+        lines.append(words_on_accuracy(metrics, config.data.seqlen))
+    elif "masked_accuracy" in metrics:
         lines.append(f"{line} (masked), accuracy of masked tokens {metrics['masked_accuracy']:.1%}.")
     else:
         lines.append(f"{line}, {metrics['bits_per_byte']:.3f} bits per byte.")
-    lines.append(f"Unigram entropy of the corpus {result.unigram_entropy:.4f} nats per token.")
+    if "chance_accuracy" not in metrics:
+        lines.append(f"Unigram entropy of the corpus {result.unigram_entropy:.4f} nats per token.")
     lines += context_words(metrics)
     if (run := RunDirectory(config.run_dir)).curves.is_file():
         lines.append(f"Curves: {run.where}/{run.curves.name}")

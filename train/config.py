@@ -13,6 +13,7 @@ from typing import Literal
 
 from matmix.data.config import DataConfig
 from matmix.data.masking import MaskingConfig
+from matmix.data.synthetic import TASKS
 from matmix.model.config import ModelConfig
 from matmix.model.parameter_rules import ParameterRule
 from matmix.train.engine.config import EngineConfig
@@ -293,12 +294,29 @@ class RunConfig:
             f'but the model is "{self.model.architecture}"; change one of the two',
         )
         self.model.check_seqlen(self.data.seqlen)
+        if self.data.synthetic.task:
+            self._check_task()
         if fixed := self.model.fixed_length_mixers():
             _require(
                 self.data.packing == "rows",
                 f"{fixed[0]} takes sequences of exactly model.max_seqlen tokens and no shorter documents, which "
                 f'data.packing = "{self.data.packing}" makes; set data.packing = "rows"',
             )
+
+    def _check_task(self) -> None:
+        name = self.data.synthetic.task
+        fits = TASKS[name].causal_form if self.objective.name == "causal_lm" else TASKS[name].bidirectional_form
+        models = "language models" if self.objective.name == "causal_lm" else "encoders"
+        _require(
+            fits,
+            f'data.synthetic.task = "{name}" has no form for {models} (objective.name = "{self.objective.name}"); '
+            "change one of the two",
+        )
+        for multiple in self.data.synthetic.eval_lengths:
+            try:
+                self.model.check_seqlen(multiple * self.data.seqlen)
+            except ValueError as error:
+                raise ValueError(f"data.synthetic.eval_lengths: {multiple} x data.seqlen: {error}") from None
 
     @property
     def last_step(self) -> int:

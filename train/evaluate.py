@@ -15,6 +15,7 @@ from matmix.train.config import RunConfig
 from matmix.train.context import position_metrics, position_sums
 from matmix.train.engine.base import Engine
 from matmix.train.heartbeat import beat
+from matmix.train.lengths import chance_accuracy
 from matmix.train.objectives import count_targets, row_losses
 
 
@@ -26,8 +27,9 @@ class _Interrupted(Exception):
 def evaluate(
     engine: Engine, loader: Loader, config: RunConfig, interrupted: Callable[[], bool] = lambda: False
 ) -> dict[str, float] | None:
-    """Mean loss (nats per target), perplexity, accuracy of masked tokens or bits per byte, and what context bought:
-    `position_metrics` of the split, `mixing_metrics` of its first global batches.
+    """Mean loss (nats per target), perplexity, accuracy of masked tokens or bits per byte (for a generated task the
+    accuracy of a constant guess), and what context bought: `position_metrics` of the split, `mixing_metrics` of its
+    first global batches.
 
     loader: a one-pass loader that gives each rank the same number of micro-batches (rows without data have no
     targets), so that sharded models can gather their weights together.
@@ -76,6 +78,9 @@ def _evaluate(
         metrics["masked_accuracy"] = correct / count
     else:
         metrics["accuracy"] = correct / count
+    if config.data.synthetic.task:
+        metrics |= {"accuracy": correct / count, "chance_accuracy": chance_accuracy(loader)}
+    elif config.objective.name == "causal_lm":
         metrics["bits_per_byte"] = loss / math.log(2) / loader.bytes_per_target
     metrics |= position_metrics(reduced[3:].view_as(by_position), seqlen)
     if first:

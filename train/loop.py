@@ -23,6 +23,7 @@ from matmix.train.engine import Engine, build_engine
 from matmix.train.evaluate import evaluate
 from matmix.train.failures import explaining
 from matmix.train.health import tell_health
+from matmix.train.lengths import score_lengths
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.monitor import Monitor
 from matmix.train.objectives import compute_loss, count_targets
@@ -250,7 +251,11 @@ class Trainer:
             if self.validation is None:
                 ranks, sha256 = (self.engine.rank, self.engine.world_size), self.loader.tokenizer.sha256
                 self.validation = make_loader(self.config, "validation", *ranks, sha256)
-            metrics = evaluate(self.engine, self.validation, self.config, interrupted=lambda: bool(stop.received()))
+            interrupted = {"interrupted": lambda: bool(stop.received())}
+            metrics = evaluate(self.engine, self.validation, self.config, **interrupted)
+            if metrics is not None and self.config.data.synthetic.task and self.state.step == self.config.steps:
+                longer = score_lengths(self.engine, self.config, **interrupted)
+                metrics = None if longer is None else metrics | longer
             if metrics is None:
                 self.stop_agreed = True
                 return False

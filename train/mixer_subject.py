@@ -11,6 +11,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from matmix.data.remote import is_url
 from matmix.data.streams import Storage
+from matmix.data.synthetic import make_task
+from matmix.data.synthetic.vocabulary import TaskTokenizer
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.model.initialization import initialize
@@ -141,14 +143,18 @@ def _dataset_tokenizer(config: RunConfig) -> tuple[FastTokenizer, int | None, in
     """The tokenizer of a recipe's dataset, putting special tokens around as in training, its mask and its size; None
     without the dataset."""
     path = config.data.path or next(iter(config.data.mixture), "")
-    if not path:
+    if config.data.synthetic.task:
+        info = TaskTokenizer(make_task(config.data.synthetic))
+        fast = info.backend
+    elif not path:
         return None
-    try:
-        storage = Storage(path, config.data.cache_dir)
-    except FileNotFoundError:
-        return None
-    info = storage.manifest.tokenizer
-    fast = load_fast_tokenizer(storage.file(info.file), info.special)
+    else:
+        try:
+            storage = Storage(path, config.data.cache_dir)
+        except FileNotFoundError:
+            return None
+        info = storage.manifest.tokenizer
+        fast = load_fast_tokenizer(storage.file(info.file), info.special)
     suffix = None if config.model.causal else info.special.get(config.data.suffix)
     fast.post_processor = special_tokens_around(fast, info.special.get(config.data.prefix), suffix)
     fast.encode_special_tokens = config.model.causal

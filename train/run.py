@@ -33,6 +33,7 @@ _MAY_CHANGE = (
     *("data.cache_gigabytes", "data.skip_damaged"),
     # The checkpoint knows its data by their contents, wherever they lie.
     *("data.path", "data.validation_path"),
+    *("data.synthetic.validation_samples", "data.synthetic.eval_lengths"),
 )
 _STEERING = (
     *("steps", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),

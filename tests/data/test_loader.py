@@ -402,7 +402,7 @@ def test_mixture_read_once_over(mixture):
 def test_targets_of_a_causal_pass_times_bytes_a_target_are_the_bytes_of_the_text(small, prefix, suffix):
     loader = loader_of(small, one_pass=True, prefix=prefix, suffix=suffix)
     targets = sum(int((batch.labels != IGNORED).sum()) for batch in loader)
-    assert targets * loader.bytes_per_target == pytest.approx(loader.shards[0].info.bytes)
+    assert targets * loader.bytes_per_target == pytest.approx(loader.facts.shards[0].info.bytes)
 
 
 def test_facts(small, data):

@@ -67,6 +67,8 @@ class Progress(Callback):
         parts = [f"validation loss {metrics['loss']:.4f}", f"perplexity {metrics['perplexity']:.2f}"]
         if "masked_accuracy" in metrics:
             parts.append(f"masked accuracy {metrics['masked_accuracy']:.1%}")
+        if "chance_accuracy" in metrics:
+            parts.append(f"accuracy {metrics['accuracy']:.1%} (chance {metrics['chance_accuracy']:.1%})")
         if "bits_per_byte" in metrics:
             parts.append(f"{metrics['bits_per_byte']:.3f} bits per byte")
         for name in ("context_gain", "mixing_gain"):

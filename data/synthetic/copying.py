@@ -1,0 +1,39 @@
+"""Selective copying (Mamba, Gu and Dao 2023, arXiv 2312.00752): tokens among noise, then the tokens in their order.
+
+    . s4 . . s1 . > >        causal: s4 is predicted at the first >, s1 at the second
+    . s4 . . s1 . _ _        bidirectional: masks in their place
+
+Where the tokens stand is drawn anew for every sample, so that no fixed convolution finds them. Longer samples have as
+many tokens and more noise.
+"""
+
+import numpy as np
+
+from matmix.data.synthetic.config import SyntheticConfig
+from matmix.data.synthetic.task import Task
+
+
+class SelectiveCopying(Task):
+    """Tokens are uniform, so a constant guess is right once in `symbols` times."""
+
+    bidirectional_form = True
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        super().__init__(config)
+        self.tokens = (*(f"s{i}" for i in range(config.symbols)), ".", ">")
+        self.answers = range(config.symbols)
+
+    def check(self, seqlen: int) -> None:
+        if seqlen < 2 * self.config.items:
+            raise ValueError(
+                f"data.seqlen = {seqlen} is too short for selective_copying with data.synthetic.items = "
+                f"{self.config.items} tokens, which need {2 * self.config.items}; raise data.seqlen or lower items"
+            )
+
+    def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
+        n, items = self.config.symbols, self.config.items
+        symbols = draw.integers(n, size=items)
+        ids[:-items] = n
+        ids[np.sort(draw.permutation(len(ids) - items)[:items])] = symbols
+        ids[-items:] = n + 1 if mask is None else mask
+        labels[-items:] = symbols

@@ -1,0 +1,102 @@
+"""ListOps (Nangia and Bowman 2018, arXiv 1804.06028): the value of nested operations on digits.
+
+    . . [MAX 2 9 [MIN 4 7 ] 0 ] =        causal: 9 is predicted at the =
+    . . [MAX 2 9 [MIN 4 7 ] 0 ] _        bidirectional: the mask _ at the end is to be filled in
+
+Operators are MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10). An expression grows until it fills
+the sample, or until `depth` and `arguments` allow no more; fillers stand before it.
+"""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from matmix.data.rng import GENERATED_ANSWERS, generator
+from matmix.data.synthetic.task import Task
+
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: (sorted(values)[(len(values) - 1) // 2] + sorted(values)[len(values) // 2]) // 2,
+    "[SM": lambda values: sum(values) % 10,
+}
+END, FILLER, EQUALS = "]", ".", "="
+_SHORTEST = 4  # tokens of an operation: operator, two digits, end
+_COUNTED = 2000  # samples by which answers are counted
+
+
+def evaluate(tokens: Iterable[str]) -> int:
+    """The value of an expression. Raises ValueError (one line) for tokens that are none."""
+    open_: list[tuple[str, list[int]]] = [("", [])]
+    for place, token in enumerate(tokens, 1):
+        if token in OPERATORS:
+            open_.append((token, []))
+        elif token.isdecimal() and len(token) == 1:
+            open_[-1][1].append(int(token))
+        elif token == END and len(open_) > 1:
+            operator, values = open_.pop()
+            if not values:
+                raise ValueError(f"not a ListOps expression: {operator} has no arguments where token {place} ends it")
+            open_[-1][1].append(OPERATORS[operator](values))
+        else:
+            raise ValueError(f"not a ListOps expression: token {place} is {token!r}")
+    if len(open_) > 1:
+        raise ValueError(f"not a ListOps expression: {open_[-1][0]} is not closed")
+    if len(open_[0][1]) != 1:
+        raise ValueError(f"not a ListOps expression: it has {len(open_[0][1])} values where one belongs")
+    return open_[0][1][0]
+
+
+def expression(draw: np.random.Generator, size: int, depth: int, arguments: int) -> list[str]:
+    """An operation of at most `size` tokens (4 or more), with up to `depth` operators inside one another."""
+    names = list(OPERATORS)
+    tokens: list[str] = []
+    shares = iter(draw.random(3 * size).tolist())  # drawn at once: one by one costs more than all the rest
+
+    def below(n: int) -> int:
+        return int(next(shares) * n)
+
+    def grow(room: int, depth: int) -> None:
+        if depth == 0 or room < _SHORTEST:
+            tokens.append(str(below(10)))
+            return
+        tokens.append(names[below(len(names))])
+        count = 2 + below(min(arguments, room - 2) - 1)
+        # What is left after one token for each argument is cut at random places.
+        left = room - 2 - count
+        cuts = sorted(below(left + 1) for _ in range(count - 1))
+        for begin, end in zip([0, *cuts], [*cuts, left], strict=True):
+            grow(1 + end - begin, depth - 1)
+        tokens.append(END)
+
+    grow(size, depth)
+    return tokens
+
+
+class ListOps(Task):
+    """Minima are often 0 and maxima often 9, so the best constant guess is right more often than once in ten times."""
+
+    bidirectional_form = True
+    tokens = (*map(str, range(10)), *OPERATORS, END, FILLER, EQUALS)
+    answers = range(10)
+
+    def check(self, seqlen: int) -> None:
+        if seqlen < _SHORTEST + 1:
+            raise ValueError(
+                f"data.seqlen = {seqlen} is too short for listops: the shortest sample has {_SHORTEST + 1} tokens; "
+                "raise data.seqlen"
+            )
+
+    def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
+        names = expression(draw, len(ids) - 1, self.config.depth, self.config.arguments)
+        ids[:] = _IDS[FILLER]
+        ids[-1 - len(names) : -1] = [_IDS[name] for name in names]
+        ids[-1] = _IDS[EQUALS] if mask is None else mask
+        labels[-1] = evaluate(names)
+
+    def answer_counts(self, seqlen: int) -> np.ndarray:
+        last = [self.sample(generator(0, 0, GENERATED_ANSWERS, n), seqlen, None)[1][-1] for n in range(_COUNTED)]
+        return np.bincount(last, minlength=len(self.tokens)).astype(np.int64)
+
+
+_IDS = {name: index for index, name in enumerate(ListOps.tokens)}

@@ -1,0 +1,28 @@
+"""A tokenizer for a task: its tokens are words between spaces."""
+
+from pathlib import Path
+
+import tokenizers
+
+from matmix.data.synthetic.task import Task
+from matmix.data.tokenizer import FastTokenizer
+
+_UNKNOWN, _PADDING, _MASK = "<unk>", "<pad>", "<mask>"
+
+
+class TaskTokenizer(FastTokenizer):
+    """The tokens of the task by their ids, then <unk>, <pad> and <mask>."""
+
+    def __init__(self, task: Task) -> None:
+        vocabulary = {name: index for index, name in enumerate((*task.tokens, _UNKNOWN))}
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=_UNKNOWN))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        backend.add_special_tokens([_UNKNOWN, _PADDING, _MASK])
+        self._raw = backend.to_str(pretty=True).encode()
+        super().__init__(Path(f"the tokens of {task.name}"), self._raw)
+
+    def save(self, directory: str | Path) -> Path:
+        target = Path(directory) / self.file_name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(self._raw)
+        return target

@@ -1,0 +1,90 @@
+"""Word problems of groups: after every element, the product of all elements so far.
+
+State tracking as in "The Illusion of State in State-Space Models" (Merrill et al. 2024, arXiv 2404.08819): elements are
+drawn uniformly from the whole group, and the label of position t is x_1 x_2 ... x_t, read from left to right. S3 and
+S5 are all permutations of 3 and 5 things, A5 the even ones of 5. S3 is solvable; A5 and S5 are not, and constant-depth
+circuits (attention, recurrences whose matrices commute) cannot compute their products at any length.
+"""
+
+from functools import cache
+from itertools import permutations
+from typing import ClassVar
+
+import numpy as np
+
+from matmix.data.synthetic.config import SyntheticConfig
+from matmix.data.synthetic.task import Task
+
+Permutation = tuple[int, ...]
+
+
+def compose(first: Permutation, second: Permutation) -> Permutation:
+    """The permutation that does `first`, then `second`."""
+    return tuple(second[image] for image in first)
+
+
+def is_even(permutation: Permutation) -> bool:
+    """Whether it is a product of an even number of swaps."""
+    n = len(permutation)
+    return sum(permutation[i] > permutation[j] for i in range(n) for j in range(i + 1, n)) % 2 == 0
+
+
+def cycles(permutation: Permutation) -> str:
+    """(1, 0, 2, 4, 3) -> "(12)(45)"; "()" moves nothing."""
+    seen: set[int] = set()
+    text = ""
+    for start in range(len(permutation)):
+        cycle = []
+        while start not in seen:
+            seen.add(start)
+            cycle.append(str(start + 1))
+            start = permutation[start]
+        if len(cycle) > 1:
+            text += f"({''.join(cycle)})"
+    return text or "()"
+
+
+@cache
+def group(degree: int, even: bool) -> tuple[tuple[Permutation, ...], np.ndarray]:
+    """Its elements, the one that moves nothing first, and int64 (n, n): the number of each product."""
+    elements = tuple(p for p in permutations(range(degree)) if not even or is_even(p))
+    number = {element: index for index, element in enumerate(elements)}
+    return elements, np.array([[number[compose(p, q)] for q in elements] for p in elements], dtype=np.int64)
+
+
+class WordProblem(Task):
+    """Any length; products of uniform elements are uniform, so a constant guess is right once in `order` times."""
+
+    bidirectional_form = False
+    degree: ClassVar[int]
+    even: ClassVar[bool] = False
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        super().__init__(config)
+        elements, table = group(self.degree, self.even)
+        self.tokens = tuple(cycles(element) for element in elements)
+        self.answers = range(len(elements))
+        self._products = table.tolist()
+
+    def check(self, seqlen: int) -> None:
+        pass
+
+    def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
+        ids[:] = draw.integers(len(self.tokens), size=len(ids))
+        product, products = 0, []
+        for element in ids.tolist():
+            product = self._products[product][element]
+            products.append(product)
+        labels[:] = products
+
+
+class S3(WordProblem):
+    degree = 3
+
+
+class A5(WordProblem):
+    degree, even = 5, True
+
+
+class S5(WordProblem):
+    degree = 5
