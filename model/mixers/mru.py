@@ -14,6 +14,7 @@ from torch import nn
 from matmix.kernels import matrix_product_scan, mru_mixer, mru_mixer_is_fused, mru_step
 from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import state_matrices
+from matmix.kernels.mru.chunks import elements_from_chunks
 from matmix.kernels.mru.constructions import (
     BOUNDED_CONSTRUCTIONS,
     CONSTRUCTIONS,
@@ -21,6 +22,7 @@ from matmix.kernels.mru.constructions import (
     state_elements,
 )
 from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
+from matmix.kernels.precision import working
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers.base import Mixer
 
@@ -37,18 +39,28 @@ class MRUConfig:
     """How state matrices come from their elements. cayley and householder are orthogonal and ldu_newton_schulz has norm
     at most 1: their states cannot overflow. ldu (mru-lm's choice) and qr have determinant 1 and identity_plus is
     unconstrained: their states can, at higher learning rates or in longer documents."""
+    input: Literal["dense", "chunked"] = "dense"
+    """How elements come from a token. dense: a full projection. chunked: mru-lm's first form, in which row i of a
+    head's M is a chunk of d_model / (nheads order) numbers of the token times a small matrix of the head; d_model
+    weights in all. Constructions that take a triangle take that of (M - M^T) / sqrt(2)."""
+    element_scale: float = 0.0
+    """The elements are multiplied by this; 0 = automatic: 1 for dense, 0.08 nheads for chunked, where the factor stands
+    in for a learning rate of its own (muP)."""
+    output_scale: float = 0.0
+    """What is read from the states is multiplied by this; 0 = automatic: 1 for dense, d_model / order for chunked,
+    whose initial read-out is smaller by this."""
     decay: bool = False
     """Multiply every state matrix of a head by a learned number from (0, 1], about 1 at first: log-norms fall by a
     constant per token, which can hold the growth of an unbounded construction. It scales old and new alike, as the
     state is one product, so that nothing is forgotten faster; with a bounded construction states only shrink."""
     bias: bool = False
-    """Biases in the input and output projections."""
+    """Biases in the dense input projection and in the output projection."""
     dropout: float = 0.0
     """Dropout on the elements of the state matrices."""
 
 
 class MRU(Mixer):
-    """x W_up -> state matrices X_t -> H_t = H_{t-1} X_t -> H_t W_down[head] -> output projection.
+    """Elements of x -> state matrices X_t -> H_t = H_{t-1} X_t -> H_t W_down[head] -> output projection.
 
     States are float32 (bfloat16 states lose 29 % over 1,024 steps). After a forward, `monitor` gives the largest
     and the mean log-norm of the states: the thing to watch with a construction that does not bound them.
@@ -73,8 +85,16 @@ class MRU(Mixer):
         self.nheads = self.head_count(d_model, config)
         self.state_size = self.nheads * self.order**2
         d_chunk = d_model // (self.nheads * self.order)
-        elements = self.nheads * state_elements(config.construction, config.order)
-        self.in_proj = nn.Linear(d_model, elements, bias=config.bias)
+        self.element_scale, self.output_scale = config.element_scale or 1.0, config.output_scale or 1.0
+        if config.input == "dense":
+            elements = self.nheads * state_elements(config.construction, config.order)
+            self.in_proj = nn.Linear(d_model, elements, bias=config.bias)
+        else:
+            # 0.08 (1 / order) (d_model / d_chunk), as mru-lm writes it.
+            self.element_scale = config.element_scale or 0.08 * self.nheads
+            self.output_scale = config.output_scale or d_model / self.order
+            self.state_up = nn.Parameter(torch.empty(self.nheads, d_chunk, self.order))
+        fan_in = self.order if config.input == "dense" else self.state_size
         self.state_down = nn.Parameter(torch.empty(self.nheads, self.order, d_chunk))
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
         self.element_dropout = nn.Dropout(config.dropout)
@@ -85,7 +105,8 @@ class MRU(Mixer):
             # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 /
             # order.
             "in_proj.weight": constant_init(0.0),
-            "state_down": normal_init(0.02 * self.order**0.5),
+            "state_up": constant_init(0.0),
+            "state_down": normal_init(0.02 * fan_in**0.5 / self.output_scale),
             "out_proj.weight": normal_init(output_std),
             # A decay of 0.9999: 1 itself would have no gradient.
             "decay_root": constant_init(0.01),
@@ -102,6 +123,11 @@ class MRU(Mixer):
             raise ValueError(
                 f"model.mixers.mru.construction = {config.construction!r}; known: {', '.join(CONSTRUCTIONS)}"
             )
+        if config.input not in ("dense", "chunked"):
+            raise ValueError(f"model.mixers.mru.input = {config.input!r}; known: dense, chunked")
+        for name in ("element_scale", "output_scale"):
+            if not 0 <= getattr(config, name) < math.inf:
+                raise ValueError(f"model.mixers.mru.{name} = {getattr(config, name)}: must be 0 (automatic) or more")
         least = 1 if state_elements(config.construction, 1) else 2
         if not least <= config.order <= ORDERS[-1]:
             raise ValueError(
@@ -127,14 +153,40 @@ class MRU(Mixer):
         nheads, order = cls.head_count(d_model, config), config.order
         state_size = nheads * order**2
         d_chunk = d_model // (nheads * order)
-        elements = nheads * state_elements(config.construction, order)
+        inputs = d_model * nheads * state_elements(config.construction, order)
+        if config.input == "chunked":
+            inputs = state_size * d_chunk
         read = min(state_size * d_model, state_size * d_chunk + d_model**2)
         products = 1 + construction_products(config.construction)
-        return 2.0 * (d_model * elements + products * nheads * order**3 + read)
+        return 2.0 * (inputs + products * nheads * order**3 + read)
+
+    def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """From x (..., d_model): elements of the state matrices (..., H, E) and None; or, in the chunked form and where
+        no dropout comes between, the chunks (..., H, order, d_chunk) and their weights (H, d_chunk, order)."""
+        if self.config.input == "dense":
+            elements = self.in_proj(x).unflatten(-1, (self.nheads, -1))
+            if self.element_scale != 1:
+                elements = elements * self.element_scale
+        else:
+            chunks = x.unflatten(-1, (self.nheads, self.order, -1))
+            w_up = working(self.state_up) * self.element_scale
+            if not (self.training and self.config.dropout):
+                return chunks, w_up
+            elements = self.from_chunks(chunks, w_up)
+        return self.element_dropout(elements), None
+
+    def from_chunks(self, chunks: torch.Tensor, w_up: torch.Tensor) -> torch.Tensor:
+        """Elements (..., H, E), typed like the chunks."""
+        return elements_from_chunks(chunks, w_up, self.config.construction).to(chunks.dtype)
 
     def elements(self, x: torch.Tensor) -> torch.Tensor:
         """Elements of the state matrices (..., H, E) from x (..., d_model)."""
-        return self.element_dropout(self.in_proj(x)).unflatten(-1, (self.nheads, -1))
+        inputs, w_up = self.inputs(x)
+        return inputs if w_up is None else self.from_chunks(inputs, w_up)
+
+    def read_out(self) -> torch.Tensor:
+        """W_down (H, order, d_chunk) as states are multiplied by it."""
+        return self.state_down if self.output_scale == 1 else self.state_down * self.output_scale
 
     def build(self, elements: torch.Tensor) -> torch.Tensor:
         """X (..., H, order, order) in float32 (float64 for float64) from elements (..., H, E)."""
@@ -169,11 +221,11 @@ class MRU(Mixer):
         """States (..., H, order, order) -> outputs (..., d_model)."""
         states = mixed.to(x.dtype)
         if self.state_size > self.d_model:
-            return self.out_proj((states @ self.state_down).flatten(-3))
+            return self.out_proj((states @ self.read_out()).flatten(-3))
         # Both maps are linear: folded into one, the tokens see a single large product instead of many tiny
         # ones.
         out = self.out_proj.weight.unflatten(1, (self.nheads, self.order, -1))
-        folded = torch.einsum("hjc,dhic->dhij", self.state_down, out)
+        folded = torch.einsum("hjc,dhic->dhij", self.read_out(), out)
         return F.linear(states.flatten(-3), folded.flatten(1), self.out_proj.bias)
 
     def forward(
@@ -185,11 +237,12 @@ class MRU(Mixer):
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, state: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs (B, L, d_model) and the last states, by the fused op or its parts; takes note of the norms."""
-        elements = self.elements(x)
-        if self.is_fused(elements):
+        inputs, w_up = self.inputs(x)
+        if self.is_fused(inputs, w_up):
             y, final, self.log_norms = mru_mixer(
-                elements,
-                self.state_down,
+                inputs,
+                self.read_out(),
+                w_up=w_up,
                 construction=self.config.construction,
                 initial_state=state,
                 return_final_state=True,
@@ -197,13 +250,15 @@ class MRU(Mixer):
                 cu_seqlens=cu_seqlens,
             )
             return self.out_proj(y.flatten(-3)), final
+        elements = inputs if w_up is None else self.from_chunks(inputs, w_up)
         states, final = self.mixed(elements, cu_seqlens, state)
         return self.combine(states, x), final
 
-    def is_fused(self, elements: torch.Tensor) -> bool:
-        """Whether kernels take elements to outputs without states in memory. On the CPU the parts are faster, as
+    def is_fused(self, inputs: torch.Tensor, w_up: torch.Tensor | None) -> bool:
+        """Whether kernels take `inputs` to outputs without states in memory. On the CPU the parts are faster, as
         `combine` folds two projections into one."""
-        return self.decay_root is None and mru_mixer_is_fused(elements, self.state_down, self.config.construction)
+        construction = self.config.construction
+        return self.decay_root is None and mru_mixer_is_fused(inputs, self.state_down, construction, w_up)
 
     def monitor(self) -> dict[str, torch.Tensor]:
         """Largest and mean log-norm of the states of the last forward; infinite or NaN after an overflow."""
@@ -223,12 +278,12 @@ class MRU(Mixer):
         return y, final
 
     def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        elements = self.elements(x)
-        if self.is_fused(elements):
-            y, state = mru_step(elements, state, self.state_down, construction=self.config.construction)
+        inputs, w_up = self.inputs(x)
+        if self.is_fused(inputs, w_up):
+            y, state = mru_step(inputs, state, self.read_out(), w_up=w_up, construction=self.config.construction)
             y = self.out_proj(y.flatten(-3))
         else:
-            matrices = self.build(elements)
+            matrices = self.build(inputs if w_up is None else self.from_chunks(inputs, w_up))
             with torch.autocast(matrices.device.type, enabled=False):
                 state = state.to(matrices.dtype) @ matrices
             y = self.combine(state, x)
