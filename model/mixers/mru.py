@@ -4,6 +4,7 @@ token."""
 from __future__ import annotations
 
 import math
+import typing
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -45,20 +46,23 @@ class MRUConfig:
     """How state matrices come from their elements. affine has a memory that fades and is added to, cayley and
     householder are orthogonal, ldu_newton_schulz has norm at most 1: their states cannot overflow. ldu (mru-lm's
     newest choice) and qr have determinant 1 and identity_plus (its first) is unconstrained: their states can."""
-    input: Literal["dense", "chunked"] = "chunked"
+    input: Literal["auto", "dense", "chunked"] = "auto"
     """How elements come from a token. dense: a full projection. chunked: mru-lm's first form, in which row i of a
     head's M is a chunk of d_model / (nheads order) numbers of the token times a small matrix of the head; d_model
-    weights in all. Constructions that take a triangle take that of (M - M^T) / sqrt(2)."""
+    weights in all. Constructions that take a triangle take that of (M - M^T) / sqrt(2). auto: chunked with affine, else
+    dense."""
     element_scale: float = 0.0
     """The elements are multiplied by this; 0 = automatic: 1 for dense, 0.08 nheads for chunked (with affine 0.8), where
     the factor stands in for a learning rate of its own (muP)."""
     output_scale: float = 0.0
     """What is read from the states is multiplied by this; 0 = automatic: 1 for dense, d_model / order for chunked,
     whose initial read-out is smaller by this."""
-    shift: bool = True
-    """Make elements from a learned blend of each token with the one before it in its document."""
-    gate: bool = True
-    """Multiply what is read from the states by silu of a projection of the token."""
+    shift: Literal["auto", "none", "blend"] = "auto"
+    """blend: elements come from a learned blend of each token with the one before it in its document. auto: blend with
+    affine, else none."""
+    gate: Literal["auto", "none", "silu"] = "auto"
+    """silu: what is read from the states is multiplied by silu of a projection of the token. auto: silu with affine,
+    else none."""
     decay: bool = False
     """Multiply every state matrix of a head by a learned number from (0, 1], about 1 at first: log-norms fall by a
     constant per token, which can hold the growth of an unbounded construction. It scales old and new alike, as the
@@ -67,6 +71,14 @@ class MRUConfig:
     """Biases in the dense input projection and in the output projection."""
     dropout: float = 0.0
     """Dropout on the elements of the state matrices."""
+
+    def chosen(self, field: str) -> str:
+        """The value of input, shift or gate, automatic or not."""
+        value = getattr(self, field)
+        if value != "auto":
+            return value
+        affine, other = {"input": ("chunked", "dense"), "shift": ("blend", "none"), "gate": ("silu", "none")}[field]
+        return affine if self.construction == "affine" else other
 
 
 class MRU(Mixer):
@@ -96,7 +108,7 @@ class MRU(Mixer):
         self.state_size = self.nheads * self.order**2
         d_chunk = d_model // (self.nheads * self.order)
         self.element_scale, self.output_scale = config.element_scale or 1.0, config.output_scale or 1.0
-        if config.input == "dense":
+        if config.chosen("input") == "dense":
             elements = self.nheads * state_elements(config.construction, config.order)
             self.in_proj = nn.Linear(d_model, elements, bias=config.bias)
         else:
@@ -106,13 +118,13 @@ class MRU(Mixer):
             self.output_scale = config.output_scale or d_model / self.order
             columns = element_columns(config.construction, self.order)
             self.state_up = nn.Parameter(torch.empty(self.nheads, d_chunk, columns))
-        fan_in = self.order if config.input == "dense" else self.state_size
+        fan_in = self.order if config.chosen("input") == "dense" else self.state_size
         self.state_down = nn.Parameter(torch.empty(self.nheads, self.order, d_chunk))
-        self.shift_share = nn.Parameter(torch.empty(d_model)) if config.shift else None
+        self.shift_share = nn.Parameter(torch.empty(d_model)) if config.chosen("shift") == "blend" else None
         self.state_base = None
         if config.construction == "affine":
             self.state_base = nn.Parameter(torch.empty(self.nheads, state_elements("affine", self.order)))
-        self.gate_proj = nn.Linear(d_model, d_model, bias=config.bias) if config.gate else None
+        self.gate_proj = nn.Linear(d_model, d_model, bias=config.bias) if config.chosen("gate") == "silu" else None
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
         self.element_dropout = nn.Dropout(config.dropout)
         # The square root of 1 / decay - 1: any value gives a decay in (0, 1].
@@ -142,8 +154,10 @@ class MRU(Mixer):
             raise ValueError(
                 f"model.mixers.mru.construction = {config.construction!r}; known: {', '.join(CONSTRUCTIONS)}"
             )
-        if config.input not in ("dense", "chunked"):
-            raise ValueError(f"model.mixers.mru.input = {config.input!r}; known: dense, chunked")
+        for name in ("input", "shift", "gate"):
+            known = typing.get_args(typing.get_type_hints(MRUConfig)[name])
+            if getattr(config, name) not in known:
+                raise ValueError(f"model.mixers.mru.{name} = {getattr(config, name)!r}; known: {', '.join(known)}")
         for name in ("element_scale", "output_scale"):
             if not 0 <= getattr(config, name) < math.inf:
                 raise ValueError(f"model.mixers.mru.{name} = {getattr(config, name)}: must be 0 (automatic) or more")
@@ -175,11 +189,12 @@ class MRU(Mixer):
         state_size = nheads * order**2
         d_chunk = d_model // (nheads * order)
         elements = state_elements(config.construction, order)
-        inputs = nheads * (d_model * elements if config.input == "dense" else d_chunk * elements)
-        if config.input == "chunked" and config.construction in TRIANGLES:
+        dense = config.chosen("input") == "dense"
+        inputs = nheads * (d_model if dense else d_chunk) * elements
+        if not dense and config.construction in TRIANGLES:
             inputs = state_size * d_chunk
         read = state_size * d_chunk + d_model**2
-        read = read + d_model**2 if config.gate else min(state_size * d_model, read)
+        read = read + d_model**2 if config.chosen("gate") == "silu" else min(state_size * d_model, read)
         products = 1 + construction_products(config.construction)
         return 2.0 * (inputs + products * nheads * order**3 + read)
 
@@ -193,7 +208,7 @@ class MRU(Mixer):
         order)."""
         if before is not None:
             x = torch.lerp(x, before.to(x.dtype), self.shift_share.to(x.dtype))
-        if self.config.input == "dense":
+        if self.config.chosen("input") == "dense":
             elements = self.in_proj(x).unflatten(-1, (self.nheads, -1))
             if self.element_scale != 1:
                 elements = elements * self.element_scale
