@@ -24,3 +24,8 @@ def outside_autocast(function: Callable) -> Callable:
             return function(*arguments, **options)
 
     return run
+
+
+def working(x: torch.Tensor) -> torch.Tensor:
+    """float32, or float64 for float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

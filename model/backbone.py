@@ -14,6 +14,13 @@ from matmix.model.config import ModelConfig
 from matmix.model.positions import pad_back, unpad_indices
 
 
+def final_norm(config: ModelConfig) -> nn.Module:
+    """What the residual stream goes through before the output: a LayerNorm in pre-norm models that end with one."""
+    if config.norm == "pre" and config.final_norm:
+        return nn.LayerNorm(config.d_model, eps=config.final_norm_eps, bias=config.norm_bias)
+    return nn.Identity()
+
+
 class Backbone(nn.Module):
     """Embeddings -> blocks -> features -> logits. Subclasses give `embed`, `features` and
     `output_projection`."""

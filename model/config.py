@@ -63,6 +63,8 @@ class ModelConfig:
     """Epsilon of the LayerNorms in the layers."""
     norm_bias: bool = False
     """Biases in the LayerNorms of the layers and in the final one."""
+    final_norm: bool = True
+    """A LayerNorm before the output (norm = "pre"); the first mru-lm has none."""
     final_norm_eps: float = 1e-5
     """Epsilon of the final LayerNorm (norm = "pre")."""
     dropout: float = 0.0

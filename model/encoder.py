@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from matmix.model.backbone import Backbone
+from matmix.model.backbone import Backbone, final_norm
 from matmix.model.blocks import activate
 from matmix.model.config import ModelConfig
 from matmix.model.positions import document_positions
@@ -58,8 +58,7 @@ class Encoder(Backbone):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.embeddings = EncoderEmbeddings(config)
-        if config.norm == "pre":
-            self.norm = nn.LayerNorm(config.d_model, eps=config.final_norm_eps, bias=config.norm_bias)
+        self.norm = final_norm(config)
         self.head = MaskedLMHead(config)
         if not config.tie_embeddings:
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -70,7 +69,7 @@ class Encoder(Backbone):
         return self.embeddings(input_ids, token_type_ids, cu_seqlens)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(x) if self.config.norm == "pre" else x)
+        return self.head(self.norm(x))
 
     def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return (self.embeddings.word if self.config.tie_embeddings else self.output).weight, self.head.bias

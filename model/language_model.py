@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from matmix.model.backbone import Backbone
+from matmix.model.backbone import Backbone, final_norm
 from matmix.model.config import ModelConfig
 
 
@@ -20,8 +20,7 @@ class LanguageModel(Backbone):
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
-        if config.norm == "pre":
-            self.norm = nn.LayerNorm(config.d_model, eps=config.final_norm_eps, bias=config.norm_bias)
+        self.norm = final_norm(config)
         if not config.tie_embeddings:
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
@@ -33,7 +32,7 @@ class LanguageModel(Backbone):
         return self.embedding_dropout(self.embedding(input_ids))
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) if self.config.norm == "pre" else x
+        return self.norm(x)
 
     def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return (self.embedding if self.config.tie_embeddings else self.output).weight, None

@@ -10,14 +10,10 @@ from torch import Tensor
 from matmix.kernels.matrix_product.backward import product_backward
 from matmix.kernels.matrix_product.chunked import matrix_product_chunked
 from matmix.kernels.matrix_product.forward import product_forward
+from matmix.kernels.mru.chunks import elements_from_chunks
 from matmix.kernels.mru.constructions import CayleyTransform, UnitDeterminantProduct, build_state_matrices
 from matmix.kernels.mru.norms import sampled_log_norms, scan_log_norms
-from matmix.kernels.precision import outside_autocast
-
-
-def working(x: Tensor) -> Tensor:
-    """float32, or float64 for float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+from matmix.kernels.precision import outside_autocast, working
 
 
 @outside_autocast
@@ -92,6 +88,7 @@ def mru_mixer_torch(
     elements: Tensor,
     w_down: Tensor,
     *,
+    w_up: Tensor | None = None,
     construction: str = "cayley",
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
@@ -99,16 +96,23 @@ def mru_mixer_torch(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`mru_mixer` in PyTorch, without argument checks; see there."""
+    if w_up is not None:
+        elements = elements_from_chunks(elements, w_up, construction).to(elements.dtype)
     y, final, norms = composed_mixer(matrix_product_chunked, elements, w_down, construction, initial_state, cu_seqlens)
     return chosen(y, final, norms, return_final_state, return_log_norms)
 
 
 def mru_step_torch(
-    elements: Tensor, state: Tensor, w_down: Tensor, *, construction: str = "cayley"
+    elements: Tensor, state: Tensor, w_down: Tensor, *, w_up: Tensor | None = None, construction: str = "cayley"
 ) -> tuple[Tensor, Tensor]:
     """`mru_step` with a projection, in PyTorch."""
     y, state = mru_mixer_torch(
-        elements.unsqueeze(1), w_down, construction=construction, initial_state=state, return_final_state=True
+        elements.unsqueeze(1),
+        w_down,
+        w_up=w_up,
+        construction=construction,
+        initial_state=state,
+        return_final_state=True,
     )
     return y.squeeze(1), state
 

@@ -10,20 +10,35 @@ from __future__ import annotations
 
 import torch
 
+from matmix.kernels.mru.constructions_affine import AffineMap
 from matmix.kernels.mru.constructions_cayley import CayleyTransform, OrthogonalTimesUpper
 from matmix.kernels.mru.constructions_householder import ReflectionProduct
 from matmix.kernels.mru.constructions_ldu import NEWTON_SCHULZ_STEPS, NearestOrthogonal, UnitDeterminantProduct
 
-CONSTRUCTIONS = ("identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz")
+CONSTRUCTIONS = ("affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz")
 """Known ways to make a state matrix."""
 
-BOUNDED_CONSTRUCTIONS = ("cayley", "householder", "ldu_newton_schulz")
-"""Those of spectral norm at most 1, whose products cannot leave the range of numbers."""
+NORMED_CONSTRUCTIONS = ("cayley", "householder", "ldu_newton_schulz")
+"""Those of spectral norm at most 1: products stay there."""
+
+BOUNDED_CONSTRUCTIONS = ("affine", *NORMED_CONSTRUCTIONS)
+"""Those whose products cannot leave the range of numbers; of affine ones they grow linearly at worst."""
+
+
+TRIANGLES = ("cayley", "householder")
+"""Those whose elements are a strictly lower triangle."""
+
+
+def element_columns(construction: str, order: int) -> int:
+    """Columns of M, `order` rows of which hold the elements before a triangle is taken of them."""
+    return order // 2 if construction == "affine" else order
 
 
 def state_elements(construction: str, order: int) -> int:
     """How many elements per head and token the construction takes."""
-    return order * (order - 1) // 2 if construction in ("cayley", "householder") else order * order
+    if construction in TRIANGLES:
+        return order * (order - 1) // 2
+    return order * element_columns(construction, order)
 
 
 def construction_products(construction: str) -> int:
@@ -35,6 +50,8 @@ def build_state_matrices(elements: torch.Tensor, construction: str, order: int) 
     """(..., state_elements) -> (..., order, order).
 
     With the elements as a matrix M, row by row, or as its strictly lower triangle:
+    "affine": [[A, 0], [B, I]], A = I + M's upper half with rows of absolute sum at most 1, B its lower half; M has o/2
+        columns. Products grow linearly at worst, and forget.
     "identity_plus": I + M; nothing bounds it.
     "ldu": (tril(M) + D)(triu(M) + D), D = exp((diag - mean diag) / 2); determinant 1, which does not bound products.
     "cayley": (I - S)^-1 (I + S), S skew with that lower triangle; orthogonal: products keep norm sqrt(order) for ever.
@@ -42,6 +59,8 @@ def build_state_matrices(elements: torch.Tensor, construction: str, order: int) 
     "qr": Q R, Q = cayley of M's lower triangle, R = triu(M) with exp(diag - mean diag) as its diagonal; determinant 1.
     "ldu_newton_schulz": ldu, scaled and brought near the orthogonal matrix next to it; spectral norm at most 1.
     """
+    if construction == "affine":
+        return AffineMap.apply(elements, order)
     if construction == "cayley":
         return CayleyTransform.apply(elements, order)
     if construction == "householder":

@@ -27,16 +27,28 @@ def state_matrices_definition(elements: Tensor, construction: str, order: int) -
     return (m.tril(-1) + scale) @ (m.triu(1) + scale)
 
 
+def elements_definition(chunks: Tensor, w_up: Tensor, construction: str) -> Tensor:
+    """Elements from a token's chunks, as `chunks.elements_from_chunks` says them."""
+    m = torch.einsum("blhic,hcj->blhij", chunks.double(), w_up.double())
+    if construction not in ("cayley", "householder"):
+        return m.flatten(-2)
+    rows, columns = torch.tril_indices(m.shape[-1], m.shape[-1], -1, device=m.device)
+    return ((m - m.mT) / 2**0.5)[..., rows, columns]
+
+
 def mru_mixer_definition(
     elements: Tensor,
     w_down: Tensor,
     *,
+    w_up: Tensor | None = None,
     construction: str = "cayley",
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y_t = H_t w_down[head], H_t = H_{t-1} X_t; arguments as in `matmix.kernels.mru_mixer`."""
+    if w_up is not None:
+        elements = elements_definition(elements, w_up, construction)
     x = state_matrices_definition(elements, construction, w_down.shape[1])
     h, final = matrix_product_definition(x, initial_state=initial_state, return_final_state=True, cu_seqlens=cu_seqlens)
     y = torch.einsum("blhij,hjc->blhic", h, w_down.double())

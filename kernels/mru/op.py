@@ -11,6 +11,7 @@ from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, 
 from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
 from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import chosen, composed_mixer, mixer_backward, mixer_forward
+from matmix.kernels.mru.chunks import elements_from_chunks
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, state_elements
 from matmix.kernels.mru.norms import EVERY, summary
 
@@ -27,6 +28,7 @@ def mru_mixer(
     elements: Tensor,
     w_down: Tensor,
     *,
+    w_up: Tensor | None = None,
     construction: str = "cayley",
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
@@ -43,8 +45,11 @@ def mru_mixer(
     long.
 
     Args:
-        elements: (batch, seqlen, nheads, E), E = `state_elements(construction, o)`.
+        elements: (batch, seqlen, nheads, E), E = `state_elements(construction, o)`; with `w_up` the tokens' chunks
+            (batch, seqlen, nheads, o, d_chunk).
         w_down: (nheads, o, d_c); o is 4, 8, 16 or 32.
+        w_up: (nheads, d_chunk, o), what makes elements of chunks, as `chunks.elements_from_chunks` says; None where
+            elements are given.
         construction: one of `CONSTRUCTIONS`; see `build_state_matrices`.
         initial_state: H_0, (batch, nheads, o, o) float32, or (documents, ...) with `cu_seqlens`; None for the
             identity.
@@ -63,11 +68,13 @@ def mru_mixer(
     Raises:
         ValueError: a shape, dtype, device or option does not fit.
     """
-    order = check_mixer(elements, w_down, construction, initial_state)
+    order = check_mixer(elements, w_down, w_up, construction, initial_state)
     check_cu_seqlens("mru_mixer", cu_seqlens, elements.shape[0], elements.shape[1], elements)
     rows = elements.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_state("mru_mixer", initial_state, elements, (rows, elements.shape[2], order, order))
-    check_finite("mru_mixer", elements=elements, w_down=w_down, initial_state=initial_state)
+    check_finite("mru_mixer", elements=elements, w_down=w_down, w_up=w_up, initial_state=initial_state)
+    if w_up is not None:
+        elements = elements_from_chunks(elements, w_up, construction).to(elements.dtype)
     why_not = no_kernel(elements, w_down, construction)
     check_backend("mru_mixer", backend, elements, why_not)
     # Where there is no kernel for it, recomputing costs more time than keeping the states: that is for those who ask.
@@ -81,14 +88,16 @@ def mru_mixer(
     return chosen(y, final, norms, return_final_state, return_log_norms)
 
 
-def mru_mixer_is_fused(elements: Tensor, w_down: Tensor, construction: str) -> bool:
+def mru_mixer_is_fused(elements: Tensor, w_down: Tensor, construction: str, w_up: Tensor | None = None) -> bool:
     """Whether `mru_mixer` would run its fused kernels on these by itself."""
-    return not no_kernel(elements, w_down, construction) and takes_triton("auto", elements)
+    return not no_kernel(elements, w_down, construction, w_up) and takes_triton("auto", elements)
 
 
-def no_kernel(elements: Tensor, w_down: Tensor, construction: str) -> str:
+def no_kernel(elements: Tensor, w_down: Tensor, construction: str, w_up: Tensor | None = None) -> str:
     """Why the fused kernels cannot be had; empty if they can."""
     _, order, width = w_down.shape
+    if w_up is not None:
+        return "takes elements"
     if construction not in FUSED:
         return f"knows the constructions {', '.join(FUSED)}, not {construction}"
     if order > LARGEST_ORDER or order not in ORDERS:
@@ -97,9 +106,11 @@ def no_kernel(elements: Tensor, w_down: Tensor, construction: str) -> str:
     return "" if width <= largest else f"projects to at most {largest} columns a head, not {width}"
 
 
-def check_mixer(elements: Tensor, w_down: Tensor, construction: str, initial_state: Tensor | None) -> int:
+def check_mixer(
+    elements: Tensor, w_down: Tensor, w_up: Tensor | None, construction: str, initial_state: Tensor | None
+) -> int:
     """Check what needs no boundaries; returns the order."""
-    check_floating("mru_mixer", elements=elements, w_down=w_down, initial_state=initial_state)
+    check_floating("mru_mixer", elements=elements, w_down=w_down, w_up=w_up, initial_state=initial_state)
     check_choice("mru_mixer", "construction", construction, CONSTRUCTIONS)
     if w_down.dim() != 3 or w_down.shape[1] not in ORDERS or 0 in w_down.shape:
         allowed = ", ".join(map(str, ORDERS))
@@ -107,13 +118,23 @@ def check_mixer(elements: Tensor, w_down: Tensor, construction: str, initial_sta
             f"mru_mixer: w_down has shape {tuple(w_down.shape)}; expected (nheads, o, d_c), o one of {allowed}"
         )
     heads, order, _ = w_down.shape
-    expected = (*elements.shape[:2], heads, state_elements(construction, order))
-    if tuple(elements.shape) != expected or 0 in expected:
+    expected = token_shape("mru_mixer", heads, order, w_up, construction)
+    if tuple(elements.shape[2:]) != expected or 0 in elements.shape:
         raise ValueError(
-            f"mru_mixer: elements have shape {tuple(elements.shape)}; expected (batch, seqlen, {heads}, "
-            f"{expected[-1]}), as w_down is {tuple(w_down.shape)} and the construction {construction}"
+            f"mru_mixer: elements have shape {tuple(elements.shape)}; expected (batch, seqlen, "
+            f"{', '.join(map(str, expected))}), as w_down is {tuple(w_down.shape)} and "
+            + (f"the construction {construction}" if w_up is None else f"w_up {tuple(w_up.shape)}")
         )
     return order
+
+
+def token_shape(op: str, heads: int, order: int, w_up: Tensor | None, construction: str) -> tuple[int, ...]:
+    """What a token's elements, or with `w_up` its chunks, are shaped like."""
+    if w_up is None:
+        return heads, state_elements(construction, order)
+    if w_up.dim() != 3 or (w_up.shape[0], w_up.shape[2]) != (heads, order) or 0 in w_up.shape:
+        raise ValueError(f"{op}: w_up has shape {tuple(w_up.shape)}; expected ({heads}, d_chunk, {order})")
+    return heads, order, w_up.shape[1]
 
 
 @torch.library.custom_op("matmix::mru_mixer", mutates_args=())

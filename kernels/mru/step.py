@@ -9,8 +9,9 @@ from matmix.kernels.checks import check_choice, check_finite, check_floating
 from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
 from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import state_matrices
-from matmix.kernels.mru.constructions import CONSTRUCTIONS, state_elements
-from matmix.kernels.mru.op import mru_mixer
+from matmix.kernels.mru.chunks import elements_from_chunks
+from matmix.kernels.mru.constructions import CONSTRUCTIONS
+from matmix.kernels.mru.op import mru_mixer, token_shape
 
 
 def mru_step(
@@ -18,6 +19,7 @@ def mru_step(
     state: Tensor,
     w_down: Tensor | None = None,
     *,
+    w_up: Tensor | None = None,
     construction: str = "cayley",
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -27,9 +29,11 @@ def mru_step(
     on how many came before.
 
     Args:
-        elements: (batch, nheads, E), E = `state_elements(construction, o)`.
+        elements: (batch, nheads, E), E = `state_elements(construction, o)`; with `w_up` the token's chunks
+            (batch, nheads, o, d_chunk).
         state: H_{t-1}, (batch, nheads, o, o) float32; left as it is.
         w_down: (nheads, o, d_c), or None.
+        w_up: (nheads, d_chunk, o), or None.
         construction: as in `mru_mixer`.
         backend: "auto", "torch" or "triton".
 
@@ -43,7 +47,7 @@ def mru_step(
     op = "mru_step"
     if state is None:
         raise ValueError(f"{op}: state is None; give the identity, torch.eye(o), for the first token")
-    check_floating(op, elements=elements, state=state, w_down=w_down)
+    check_floating(op, elements=elements, state=state, w_down=w_down, w_up=w_up)
     check_backend(op, backend, elements)
     check_choice(op, "construction", construction, CONSTRUCTIONS)
     if state.dim() != 4 or state.shape[-1] != state.shape[-2] or state.shape[-1] not in ORDERS:
@@ -52,7 +56,7 @@ def mru_step(
             f"{op}: state has shape {tuple(state.shape)}; expected (batch, nheads, o, o), o one of {allowed}"
         )
     batch, heads, order, _ = state.shape
-    expected = (batch, heads, state_elements(construction, order))
+    expected = (batch, *token_shape(op, heads, order, w_up, construction))
     if tuple(elements.shape) != expected:
         raise ValueError(
             f"{op}: elements have shape {tuple(elements.shape)}; expected {expected}, as the state is "
@@ -67,12 +71,15 @@ def mru_step(
         y, state = mru_mixer(
             elements.unsqueeze(1),
             w_down,
+            w_up=w_up,
             construction=construction,
             initial_state=state,
             return_final_state=True,
             backend=backend,
         )
         return y.squeeze(1), state
-    check_finite(op, elements=elements, state=state)
+    check_finite(op, elements=elements, state=state, w_up=w_up)
+    if w_up is not None:
+        elements = elements_from_chunks(elements, w_up, construction).to(elements.dtype)
     x = state_matrices(elements, construction, order).unsqueeze(1)
     return matrix_product_scan(x, initial_state=state, return_final_state=True, backend=backend)[1]

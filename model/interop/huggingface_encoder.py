@@ -29,7 +29,7 @@ class EncoderTrunk(Encoder):
             del self.output
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x) if self.config.norm == "pre" else x
+        return self.norm(x)
 
     def output_projection(self) -> tuple[torch.Tensor, None]:
         return self.embeddings.word.weight, None

@@ -59,6 +59,7 @@ def read_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[Mo
 
 _MRU_KEYS = frozenset(
     {
+        "form",
         "vocab_size",
         "embedding_size",
         "dropout_rate",

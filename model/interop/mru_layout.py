@@ -1,7 +1,8 @@
-"""mru-lm's models: constructor arguments, parameter names, in both of its arrangements.
+"""mru-lm's models: constructor arguments, parameter names, in all of its arrangements.
 
 "layers": a list of "mru", "attn" and "mlp" layers, each behind a LayerNorm of its own (`pre_lns`). "blocks":
-mixer and MLP in one block (`first_ln`, `second_ln`), attention without positions.
+mixer and MLP in one block (`first_ln`, `second_ln`), attention without positions. The first form, of December 2024:
+such blocks, all of them MRUs with chunked input, and no norm at the end.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
 
     Beyond the reference's keys, `state_construction` names the construction of state matrices, which that
     code has chosen by editing: one of ours, by default ldu, or cayley where the up projection has no more rows
-    than a triangle has elements.
+    than a triangle has elements; and `form` = "first" says that it is the network of December 2024, whose
+    construction is identity_plus. Where it is left out, the names of the state tell.
     """
     config = ForeignConfig("mru-lm", values)
+    first = is_first_form(state, config)
     d_model = config.require("embedding_size", int)
     nheads, state_size = config.require("n_state_heads", int), config.get("state_size", d_model)
     order = math.isqrt(state_size // nheads) if nheads > 0 else 0
@@ -37,7 +40,7 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
         raise ValueError(
             f"mru-lm: state_size = {state_size} is not n_state_heads = {nheads} times the square of a whole number"
         )
-    blocks = "layers" not in values and any(name.startswith("blocks.") for name in state)
+    blocks = first or ("layers" not in values and any(name.startswith("blocks.") for name in state))
     kinds = block_kinds(state, config) if blocks else layer_kinds(config)
     attention_heads = config.get("n_attn_heads", nheads)
     key_size, value_size = config.get("key_size", d_model), config.get("value_size", d_model)
@@ -47,7 +50,8 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
             f"and value_size = {value_size}"
         )
     dropout = config.get("dropout_rate", 0.0)
-    tied = is_tied("mru-lm", state, "lm_head.weight", "wte.weight")
+    head = "lm_head_weights" if first else "lm_head.weight"
+    tied = is_tied("mru-lm", state, head, "wte.weight")
     model = ModelConfig(
         architecture="language_model",
         vocab_size=config.require("vocab_size", int),
@@ -58,12 +62,14 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
         dropout=dropout,
         embedding_dropout=dropout,
         max_seqlen=config.get("max_sequence_length", 1024),
+        final_norm=not first,
         tie_embeddings=tied,
         mixers=MixerOptions(
             mru=MRUConfig(
                 order=order,
                 nheads=nheads,
-                construction=construction_of(state, config, nheads, order),
+                construction=construction_of(state, config, nheads, order, first),
+                input="chunked" if first else "dense",
                 dropout=dropout,
             ),
             attention=AttentionConfig(
@@ -76,23 +82,29 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
         ),
     )
     config.refuse_unknown(frozenset({"create_state_matrix", "n_blocks", "layers"}))
-    names = {"embedding.weight": "wte.weight", "norm.weight": "final_ln.weight"}
+    # A matrix of two names goes by that under which the reference's named_parameters() has it.
+    embedding, twin = (head, "wte.weight") if first and tied and head in state else ("wte.weight", head)
+    names = {"embedding.weight": embedding}
+    if not first:
+        names["norm.weight"] = "final_ln.weight"
     if not tied:
-        names["output.weight"] = "lm_head.weight"
+        names["output.weight"] = head
     for index, kind in enumerate(kinds):
         ours = f"blocks.{index}."
-        theirs = f"blocks.{index}.{'' if kind == 'mlp' else kind + '.'}" if blocks else f"layers.{index}."
+        inner = "" if first or kind == "mlp" else f"{kind}."
+        theirs = f"blocks.{index}.{inner}" if blocks else f"layers.{index}."
         norm = f"blocks.{index}.first_ln" if blocks else f"pre_lns.{index}"
-        names |= layer_names(kind, ours, theirs, norm)
+        names |= layer_names("first" if first else kind, ours, theirs, norm)
         if blocks:
             names |= layer_names("mlp", ours, f"blocks.{index}.", f"blocks.{index}.second_ln")
-    ignored = _POSITION_TABLES | ({"lm_head.weight"} if tied else set())
+    ignored = _POSITION_TABLES | ({twin} if tied else set())
     return model, Layout(kind="mru-lm", names=names, ignored=frozenset(ignored))
 
 
 def layer_names(kind: str, ours: str, theirs: str, norm: str) -> dict[str, str]:
-    """Names of one mixer or MLP and of the LayerNorm before it."""
+    """Names of one mixer ("first": an MRU of the first form) or MLP and of the LayerNorm before it."""
     modules = {
+        "first": {"mixer.out_proj": "mru_out"},
         "mru": {"mixer.in_proj": "state_matrices_up", "mixer.out_proj": "mru_out"},
         "attn": {
             "mixer.q_proj": "query_layer",
@@ -103,10 +115,20 @@ def layer_names(kind: str, ours: str, theirs: str, norm: str) -> dict[str, str]:
         "mlp": {"mlp.up": "mlp.0", "mlp.down": "mlp.2"},
     }[kind]
     names = {f"{ours}{our}.weight": f"{theirs}{their}.weight" for our, their in modules.items()}
-    if kind == "mru":
+    if kind == "first":
+        names[f"{ours}mixer.state_up"] = f"{theirs}state_matrices_up"
+    if kind in ("first", "mru"):
         names[f"{ours}mixer.state_down"] = f"{theirs}state_matrices_down"
     names[f"{ours}{'norm_mlp' if kind == 'mlp' else 'norm_mixer'}.weight"] = f"{norm}.weight"
     return names
+
+
+def is_first_form(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> bool:
+    """Whether the network is that of December 2024: as configured, or by the name of an input's weights."""
+    form = config.get("form", "")
+    if form not in ("", "first"):
+        raise ValueError(f'mru-lm: form = {form!r}; known: "first" (of December 2024), or leave it out')
+    return form == "first" or "blocks.0.state_matrices_up" in state
 
 
 def layer_kinds(config: ForeignConfig) -> list[str]:
@@ -121,17 +143,21 @@ def layer_kinds(config: ForeignConfig) -> list[str]:
 def block_kinds(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> list[str]:
     """The mixer of every block of the "blocks" arrangement, from the names in the state."""
     found = {int(name.split(".")[1]) for name in state if name.startswith("blocks.")}
-    count = config.get("n_blocks", 1 + max(found))
+    count = config.get("n_blocks", 1 + max(found, default=0))
     return ["attn" if any(name.startswith(f"blocks.{i}.attn.") for name in state) else "mru" for i in range(count)]
 
 
-def construction_of(state: Mapping[str, torch.Tensor], config: ForeignConfig, nheads: int, order: int) -> str:
-    """The configured construction, or the one that the shape of an up projection allows."""
+def construction_of(
+    state: Mapping[str, torch.Tensor], config: ForeignConfig, nheads: int, order: int, first: bool
+) -> str:
+    """The configured construction, or that of the first form, or the one that the shape of an up projection allows."""
     wanted = config.get("state_construction", config.get("construction", ""))
     if wanted:
         if wanted not in CONSTRUCTIONS:
             raise ValueError(f"mru-lm: state_construction = {wanted!r}; known: {', '.join(CONSTRUCTIONS)}")
         return wanted
+    if first:
+        return "identity_plus"
     for name, tensor in state.items():
         if name.endswith("state_matrices_up.weight"):
             full, triangle = nheads * order**2, nheads * order * (order - 1) // 2
@@ -147,12 +173,13 @@ def construction_of(state: Mapping[str, torch.Tensor], config: ForeignConfig, nh
 def mru_lm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What the shapes of a state say about its configuration, for checkpoints that come without one."""
     downs = [tensor for name, tensor in state.items() if name.endswith("state_matrices_down")]
-    if "wte.weight" not in state or not downs or downs[0].dim() != 3:
+    embedding = state.get("wte.weight", state.get("lm_head_weights"))
+    if embedding is None or not downs or downs[0].dim() != 3:
         raise ValueError(
             "mru-lm: the state lacks key 'wte.weight' or a 'state_matrices_down' of shape (heads, order, c)"
         )
     nheads, order, _ = downs[0].shape
-    vocab_size, d_model = state["wte.weight"].shape
+    vocab_size, d_model = embedding.shape
     values: dict[str, Any] = {
         "vocab_size": vocab_size,
         "embedding_size": d_model,

@@ -4,6 +4,7 @@ token."""
 from __future__ import annotations
 
 import math
+import typing
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,18 +13,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import matrix_product_scan, mru_mixer, mru_mixer_is_fused, mru_step
+from matmix.kernels.documents import shift_right
 from matmix.kernels.matrix_product.spans import ORDERS
-from matmix.kernels.mru.chunked import state_matrices
+from matmix.kernels.mru.chunked import project, state_matrices
+from matmix.kernels.mru.chunks import elements_from_chunks
 from matmix.kernels.mru.constructions import (
     BOUNDED_CONSTRUCTIONS,
     CONSTRUCTIONS,
+    TRIANGLES,
     construction_products,
+    element_columns,
     state_elements,
 )
 from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
-from matmix.model.initialization import constant_init, normal_init
+from matmix.kernels.precision import working
+from matmix.model.initialization import InitRule, constant_init, normal_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.parameter_rules import ParameterRule
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,23 +39,51 @@ class MRUConfig:
     order: int = 8
     """States are order x order matrices, order from 1 to 32; 4, 8, 16 and 32 waste nothing."""
     nheads: int = 0
-    """Number of states; 0 means d_model / order^2, so that all states together are as wide as the model."""
-    construction: Literal["identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz"] = "cayley"
-    """How state matrices come from their elements. cayley and householder are orthogonal and ldu_newton_schulz has norm
-    at most 1: their states cannot overflow. ldu (mru-lm's choice) and qr have determinant 1 and identity_plus is
-    unconstrained: their states can, at higher learning rates or in longer documents."""
+    """Number of states; 0 means that what they remember is together as wide as the model: d_model / order^2 states,
+    and four times as many with affine, which remembers in a quarter of each."""
+    construction: Literal["affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz"] = (
+        "affine"
+    )
+    """How state matrices come from their elements. affine has a memory that fades and is added to, cayley and
+    householder are orthogonal, ldu_newton_schulz has norm at most 1: their states cannot overflow. ldu (mru-lm's
+    newest choice) and qr have determinant 1 and identity_plus (its first) is unconstrained: their states can."""
+    input: Literal["auto", "dense", "chunked"] = "auto"
+    """How elements come from a token. dense: a full projection. chunked: mru-lm's first form, in which row i of a
+    head's M is a chunk of d_model / (nheads order) numbers of the token times a small matrix of the head; d_model
+    weights in all. Constructions that take a triangle take that of (M - M^T) / sqrt(2). auto: chunked with affine, else
+    dense."""
+    element_scale: float = 0.0
+    """The elements are multiplied by this; 0 = automatic: 1 for dense, 0.08 nheads for chunked (with affine 0.8), where
+    the factor stands in for a learning rate of its own (muP)."""
+    output_scale: float = 0.0
+    """What is read from the states is multiplied by this; 0 = automatic: 1 for dense, d_model / order for chunked,
+    whose initial read-out is smaller by this."""
+    shift: Literal["auto", "none", "blend"] = "auto"
+    """blend: elements come from a learned blend of each token with the one before it in its document. auto: blend with
+    affine, else none."""
+    gate: Literal["auto", "none", "silu"] = "auto"
+    """silu: what is read from the states is multiplied by silu of a projection of the token. auto: silu with affine,
+    else none."""
     decay: bool = False
     """Multiply every state matrix of a head by a learned number from (0, 1], about 1 at first: log-norms fall by a
     constant per token, which can hold the growth of an unbounded construction. It scales old and new alike, as the
     state is one product, so that nothing is forgotten faster; with a bounded construction states only shrink."""
     bias: bool = False
-    """Biases in the input and output projections."""
+    """Biases in the dense input projection and in the output projection."""
     dropout: float = 0.0
     """Dropout on the elements of the state matrices."""
 
+    def chosen(self, field: str) -> str:
+        """The value of input, shift or gate, automatic or not."""
+        value = getattr(self, field)
+        if value != "auto":
+            return value
+        affine, other = {"input": ("chunked", "dense"), "shift": ("blend", "none"), "gate": ("silu", "none")}[field]
+        return affine if self.construction == "affine" else other
+
 
 class MRU(Mixer):
-    """x W_up -> state matrices X_t -> H_t = H_{t-1} X_t -> H_t W_down[head] -> output projection.
+    """Elements of x -> state matrices X_t -> H_t = H_{t-1} X_t -> H_t W_down[head] -> gate -> output projection.
 
     States are float32 (bfloat16 states lose 29 % over 1,024 steps). After a forward, `monitor` gives the largest
     and the mean log-norm of the states: the thing to watch with a construction that does not bound them.
@@ -74,9 +108,24 @@ class MRU(Mixer):
         self.nheads = self.head_count(d_model, config)
         self.state_size = self.nheads * self.order**2
         d_chunk = d_model // (self.nheads * self.order)
-        elements = self.nheads * state_elements(config.construction, config.order)
-        self.in_proj = nn.Linear(d_model, elements, bias=config.bias)
+        self.element_scale, self.output_scale = config.element_scale or 1.0, config.output_scale or 1.0
+        if config.chosen("input") == "dense":
+            elements = self.nheads * state_elements(config.construction, config.order)
+            self.in_proj = nn.Linear(d_model, elements, bias=config.bias)
+        else:
+            # 0.08 (1 / order) (d_model / d_chunk), as mru-lm writes it.
+            scale = 0.8 if config.construction == "affine" else 0.08
+            self.element_scale = config.element_scale or scale * self.nheads
+            self.output_scale = config.output_scale or d_model / self.order
+            columns = element_columns(config.construction, self.order)
+            self.state_up = nn.Parameter(torch.empty(self.nheads, d_chunk, columns))
+        fan_in = self.order if config.chosen("input") == "dense" else self.state_size
         self.state_down = nn.Parameter(torch.empty(self.nheads, self.order, d_chunk))
+        self.shift_share = nn.Parameter(torch.empty(d_model)) if config.chosen("shift") == "blend" else None
+        self.state_base = None
+        if config.construction == "affine":
+            self.state_base = nn.Parameter(torch.empty(self.nheads, state_elements("affine", self.order)))
+        self.gate_proj = nn.Linear(d_model, d_model, bias=config.bias) if config.chosen("gate") == "silu" else None
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
         self.element_dropout = nn.Dropout(config.dropout)
         # The square root of 1 / decay - 1: any value gives a decay in (0, 1].
@@ -86,7 +135,10 @@ class MRU(Mixer):
             # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 /
             # order.
             "in_proj.weight": constant_init(0.0),
-            "state_down": normal_init(0.02 * self.order**0.5),
+            "state_up": constant_init(0.0),
+            "state_base": fading_init(self.order),
+            "shift_share": constant_init(0.5),
+            "state_down": normal_init(0.02 * fan_in**0.5 / self.output_scale),
             "out_proj.weight": normal_init(output_std),
             # A decay of 0.9999: 1 itself would have no gradient.
             "decay_root": constant_init(0.01),
@@ -95,12 +147,14 @@ class MRU(Mixer):
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         # mru-lm's rule: each token acts on all later ones, by matrices of fan-in `order`.
         rule = ParameterRule(lr=(2 / seqlen) ** 0.5 / self.order, clip=(seqlen / 2) ** 0.5)
-        return {name: rule for name, _ in self.named_parameters() if name.startswith("in_proj.")}
+        rules = {name: rule for name, _ in self.named_parameters() if name.startswith("in_proj.")}
+        # Rates of fading: smaller ones are another memory, not a simpler one.
+        return rules if self.state_base is None else rules | {"state_base": NOT_DECAYED}
 
     @staticmethod
     def head_count(d_model: int, config: MRUConfig) -> int:
         """The number of states per token."""
-        return config.nheads or d_model // config.order**2
+        return config.nheads or d_model * heads_per_square(config) // config.order**2
 
     @classmethod
     def check(cls, d_model: int, config: MRUConfig) -> None:
@@ -108,6 +162,13 @@ class MRU(Mixer):
             raise ValueError(
                 f"model.mixers.mru.construction = {config.construction!r}; known: {', '.join(CONSTRUCTIONS)}"
             )
+        for name in ("input", "shift", "gate"):
+            known = typing.get_args(typing.get_type_hints(MRUConfig)[name])
+            if getattr(config, name) not in known:
+                raise ValueError(f"model.mixers.mru.{name} = {getattr(config, name)!r}; known: {', '.join(known)}")
+        for name in ("element_scale", "output_scale"):
+            if not 0 <= getattr(config, name) < math.inf:
+                raise ValueError(f"model.mixers.mru.{name} = {getattr(config, name)}: must be 0 (automatic) or more")
         least = 1 if state_elements(config.construction, 1) else 2
         if not least <= config.order <= ORDERS[-1]:
             raise ValueError(
@@ -117,10 +178,12 @@ class MRU(Mixer):
         if config.nheads < 0:
             raise ValueError(f"model.mixers.mru.nheads = {config.nheads}: must be 0 (automatic) or more")
         nheads = cls.head_count(d_model, config)
-        if nheads == 0 or (not config.nheads and d_model % config.order**2):
+        square = config.order**2
+        if nheads == 0 or (not config.nheads and d_model * heads_per_square(config) % square):
+            quarter = " / 4" if heads_per_square(config) > 1 else ""
             raise ValueError(
-                f"model.mixers.mru: d_model = {d_model} is not a multiple of order^2 = {config.order**2}; "
-                "change order, or give nheads"
+                f"model.mixers.mru: d_model = {d_model} is not a multiple of order^2{quarter} = "
+                f"{square / heads_per_square(config):g}; change order, or give nheads"
             )
         if d_model % (nheads * config.order):
             raise ValueError(
@@ -133,14 +196,51 @@ class MRU(Mixer):
         nheads, order = cls.head_count(d_model, config), config.order
         state_size = nheads * order**2
         d_chunk = d_model // (nheads * order)
-        elements = nheads * state_elements(config.construction, order)
-        read = min(state_size * d_model, state_size * d_chunk + d_model**2)
+        elements = state_elements(config.construction, order)
+        dense = config.chosen("input") == "dense"
+        inputs = nheads * (d_model if dense else d_chunk) * elements
+        if not dense and config.construction in TRIANGLES:
+            inputs = state_size * d_chunk
+        read = state_size * d_chunk + d_model**2
+        read = read + d_model**2 if config.chosen("gate") == "silu" else min(state_size * d_model, read)
         products = 1 + construction_products(config.construction)
-        return 2.0 * (d_model * elements + products * nheads * order**3 + read)
+        return 2.0 * (inputs + products * nheads * order**3 + read)
+
+    def before(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The token before each of x (B, L, d_model) in its document, where one is asked for."""
+        return None if self.shift_share is None else shift_right(x, cu_seqlens)
+
+    def inputs(self, x: torch.Tensor, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """From x (..., d_model) and the tokens before: elements of the state matrices (..., H, E) and None; or, in the
+        chunked form and where nothing comes between, the chunks (..., H, order, d_chunk) and their weights (H, d_chunk,
+        order)."""
+        if before is not None:
+            x = torch.lerp(x, before.to(x.dtype), self.shift_share.to(x.dtype))
+        if self.config.chosen("input") == "dense":
+            elements = self.in_proj(x).unflatten(-1, (self.nheads, -1))
+            if self.element_scale != 1:
+                elements = elements * self.element_scale
+        else:
+            chunks = x.unflatten(-1, (self.nheads, self.order, -1))
+            w_up = working(self.state_up) * self.element_scale
+            if self.state_base is None and not (self.training and self.config.dropout):
+                return chunks, w_up
+            elements = self.from_chunks(chunks, w_up)
+        elements = self.element_dropout(elements)
+        return elements if self.state_base is None else working(elements) + working(self.state_base), None
+
+    def from_chunks(self, chunks: torch.Tensor, w_up: torch.Tensor) -> torch.Tensor:
+        """Elements (..., H, E), typed like the chunks."""
+        return elements_from_chunks(chunks, w_up, self.config.construction).to(chunks.dtype)
 
     def elements(self, x: torch.Tensor) -> torch.Tensor:
         """Elements of the state matrices (..., H, E) from x (..., d_model)."""
-        return self.element_dropout(self.in_proj(x)).unflatten(-1, (self.nheads, -1))
+        inputs, w_up = self.inputs(x, self.before(x))
+        return inputs if w_up is None else self.from_chunks(inputs, w_up)
+
+    def read_out(self) -> torch.Tensor:
+        """W_down (H, order, d_chunk) as states are multiplied by it."""
+        return self.state_down if self.output_scale == 1 else self.state_down * self.output_scale
 
     def build(self, elements: torch.Tensor) -> torch.Tensor:
         """X (..., H, order, order) in float32 (float64 for float64) from elements (..., H, E)."""
@@ -174,42 +274,57 @@ class MRU(Mixer):
     def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """States (..., H, order, order) -> outputs (..., d_model)."""
         states = mixed.to(x.dtype)
-        if self.state_size > self.d_model:
-            return self.out_proj((states @ self.state_down).flatten(-3))
+        if self.gate_proj is not None or self.state_size > self.d_model:
+            read_out = self.read_out().to(x.dtype)
+            return self.finish(project(states, read_out) if states.dim() == 5 else states @ read_out, x)
         # Both maps are linear: folded into one, the tokens see a single large product instead of many tiny
         # ones.
         out = self.out_proj.weight.unflatten(1, (self.nheads, self.order, -1))
-        folded = torch.einsum("hjc,dhic->dhij", self.state_down, out)
+        folded = torch.einsum("hjc,dhic->dhij", self.read_out(), out)
         return F.linear(states.flatten(-3), folded.flatten(1), self.out_proj.bias)
+
+    def finish(self, read: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Gate and output projection of what was read from the states, (..., H, order, d_chunk)."""
+        y = read.flatten(-3)
+        if self.gate_proj is not None:
+            y = y * F.silu(self.gate_proj(x))
+        return self.out_proj(y)
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
-        return self.run(x, cu_seqlens)[0]
+        return self.run(x, self.before(x, cu_seqlens), cu_seqlens)[0]
 
     def run(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, state: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        before: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs (B, L, d_model) and the last states, by the fused op or its parts; takes note of the norms."""
-        elements = self.elements(x)
-        if self.is_fused(elements):
+        inputs, w_up = self.inputs(x, before)
+        if self.is_fused(inputs, w_up):
             y, final, self.log_norms = mru_mixer(
-                elements,
-                self.state_down,
+                inputs,
+                self.read_out(),
+                w_up=w_up,
                 construction=self.config.construction,
                 initial_state=state,
                 return_final_state=True,
                 return_log_norms=True,
                 cu_seqlens=cu_seqlens,
             )
-            return self.out_proj(y.flatten(-3)), final
+            return self.finish(y, x), final
+        elements = inputs if w_up is None else self.from_chunks(inputs, w_up)
         states, final = self.mixed(elements, cu_seqlens, state)
         return self.combine(states, x), final
 
-    def is_fused(self, elements: torch.Tensor) -> bool:
-        """Whether kernels take elements to outputs without states in memory. On the CPU the parts are faster, as
+    def is_fused(self, inputs: torch.Tensor, w_up: torch.Tensor | None) -> bool:
+        """Whether kernels take `inputs` to outputs without states in memory. On the CPU the parts are faster, as
         `combine` folds two projections into one."""
-        return self.decay_root is None and mru_mixer_is_fused(elements, self.state_down, self.config.construction)
+        construction = self.config.construction
+        return self.decay_root is None and mru_mixer_is_fused(inputs, self.state_down, construction, w_up)
 
     def monitor(self) -> dict[str, torch.Tensor]:
         """Largest and mean log-norm of the states of the last forward; infinite or NaN after an overflow."""
@@ -217,30 +332,38 @@ class MRU(Mixer):
             return {}
         return {"log_norm_max": self.log_norms[0], "log_norm_mean": self.log_norms[1]}
 
-    def initial_state(self, batch_size: int) -> torch.Tensor:
-        """The identity, (batch_size, H, order, order) float32."""
-        device = self.state_down.device
-        return torch.eye(self.order, device=device).expand(batch_size, self.nheads, -1, -1).contiguous()
+    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
+        """The identity, (batch_size, H, order, order) float32; with `shift` after it the token before, zeros
+        (batch_size, d_model)."""
+        weight = self.state_down
+        states = torch.eye(self.order, device=weight.device).expand(batch_size, self.nheads, -1, -1).contiguous()
+        return (states,) if self.shift_share is None else (states, weight.new_zeros(batch_size, self.d_model))
 
-    def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_with_state(
+        self, x: torch.Tensor, state: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Continue from a state; raises OverflowError when the states stop being finite."""
-        y, final = self.run(x, state=state)
+        states, *last = state
+        before = torch.cat([last[0].to(x.dtype).unsqueeze(1), x[:, :-1]], 1) if last else None
+        y, final = self.run(x, before, state=states)
         self.refuse_overflow()
-        return y, final
+        # A copy, or else the last token would keep all of a long prompt in memory.
+        return y, (final, *(x[:, -1].clone() for _ in last))
 
-    def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        elements = self.elements(x)
-        if self.is_fused(elements):
-            y, state = mru_step(elements, state, self.state_down, construction=self.config.construction)
-            y = self.out_proj(y.flatten(-3))
+    def step(self, x: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        states, *last = state
+        inputs, w_up = self.inputs(x, last[0] if last else None)
+        if self.is_fused(inputs, w_up):
+            y, states = mru_step(inputs, states, self.read_out(), w_up=w_up, construction=self.config.construction)
+            y = self.finish(y, x)
         else:
-            matrices = self.build(elements)
+            matrices = self.build(inputs if w_up is None else self.from_chunks(inputs, w_up))
             with torch.autocast(matrices.device.type, enabled=False):
-                state = state.to(matrices.dtype) @ matrices
-            y = self.combine(state, x)
-        self.log_norms = summary(log_norms(state))
+                states = states.to(matrices.dtype) @ matrices
+            y = self.combine(states, x)
+        self.log_norms = summary(log_norms(states))
         self.refuse_overflow()
-        return y, state
+        return y, (states, *(x for _ in last))
 
     def refuse_overflow(self) -> None:
         """Raise OverflowError when a state of the last forward is so large that norms of it overflow, or NaN."""
@@ -249,7 +372,7 @@ class MRU(Mixer):
         if self.config.construction in BOUNDED_CONSTRUCTIONS:
             reason = "is bounded, so that its input was not finite already"
         else:
-            reason = "does not bound products of state matrices; use 'cayley', or shorter sequences"
+            reason = "does not bound products of state matrices; use 'affine', or shorter sequences"
         raise OverflowError(
             f"an MRU state or its square left the range of float32 (log-norm {float(self.log_norms[0]):.4g}): "
             f"construction {self.config.construction!r} {reason}"
@@ -282,7 +405,7 @@ class MRU(Mixer):
     def overflow_advice(self) -> str:
         if self.config.construction in BOUNDED_CONSTRUCTIONS:  # only NaNs that came in do that
             return "its construction is bounded, so its input was not finite already; try a lower optimizer.lr"
-        return 'use construction "cayley", which is bounded, or a lower optimizer.lr'
+        return 'use construction "affine", which is bounded, or a lower optimizer.lr'
 
 
 def pad_order(matrices: torch.Tensor) -> torch.Tensor:
@@ -295,3 +418,22 @@ def pad_order(matrices: torch.Tensor) -> torch.Tensor:
     padded = F.pad(matrices, (0, extra, 0, extra))
     padded.diagonal(dim1=-2, dim2=-1)[..., order:] = 1
     return padded
+
+
+def heads_per_square(config: MRUConfig) -> int:
+    """States of order^2 numbers for every order^2 numbers of the model's width, where their number is automatic."""
+    return 4 if config.construction == "affine" else 1
+
+
+def fading_init(order: int) -> InitRule:
+    """Elements (H, E) whose A is diag(1 - rate) and whose B is 0: rates from 1/2 to 0.003 per token, evenly spread in
+    logarithm over the heads and, within each, from fast to slow."""
+
+    def draw(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        k = order // 2
+        rates = torch.logspace(math.log10(0.5), math.log10(0.003), shape[0] * k).view(k, shape[0]).mT
+        elements = torch.zeros(shape[0], order, k)
+        elements.diagonal(dim1=-2, dim2=-1).copy_(-rates)
+        return elements.flatten(-2)
+
+    return draw

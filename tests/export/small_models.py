@@ -14,6 +14,8 @@ MIXERS = MixerOptions(
     mru=MRUConfig(order=4), hydra=HydraConfig(d_state=8, headdim=8), attention=AttentionConfig(headdim=8)
 )
 
+FIRST = MixerOptions(mru=MRUConfig(order=4, construction="identity_plus", input="chunked"))
+
 PADDED = MixerOptions(mru=MRUConfig(order=2, nheads=8, construction="qr", decay=True))
 
 MULTILINGUAL = (
@@ -43,6 +45,7 @@ def training_text() -> list[str]:
 MODELS = {
     "mru": ModelConfig(vocab_size=448, d_model=32, n_layers=2, layers=("mru",), mixers=MIXERS),
     "without_mixers": ModelConfig(vocab_size=448, d_model=32, n_layers=2, layers=("none",), mlp_ratio=0.0),
+    "mru_first": ModelConfig(vocab_size=448, d_model=32, n_layers=2, layers=("mru",), final_norm=False, mixers=FIRST),
     "mru_padded": ModelConfig(vocab_size=448, d_model=32, n_layers=2, layers=("mru",), mixers=PADDED),
     "mixed": ModelConfig(
         vocab_size=448,

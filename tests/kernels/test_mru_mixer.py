@@ -12,8 +12,9 @@ from mru_inputs import FUSED, mixer_inputs
 
 from matmix.kernels import matrix_product_scan, mru_mixer, mru_mixer_is_fused, mru_step
 from matmix.kernels.mru.chunked import mru_mixer_torch
+from matmix.kernels.mru.chunks import chunks_gradient, elements_from_chunks
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, build_state_matrices
-from matmix.kernels.mru.definition import mru_mixer_definition
+from matmix.kernels.mru.definition import elements_definition, mru_mixer_definition
 from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
 
 recomputing = functools.partial(mru_mixer, backend="torch")
@@ -42,6 +43,42 @@ def test_packed_documents(construction, lengths, states):
     options = {"cu_seqlens": packed(lengths), "return_final_state": True, "construction": construction}
     for op in (mru_mixer, recomputing):
         assert_matches(op, mru_mixer_definition, inputs, **options)
+
+
+@pytest.mark.parametrize("op", [mru_mixer, recomputing, mru_mixer_torch], ids=["parts", "recomputing", "exported"])
+@pytest.mark.parametrize("construction", FUSED)
+@pytest.mark.parametrize(("seqlen", "order", "d_chunk"), [(1, 8, 8), (2, 4, 1), (31, 16, 7), (97, 8, 12)])
+def test_chunks(op, construction, seqlen, order, d_chunk):
+    inputs = mixer_inputs(seqlen, construction, order=order, width=5, states=2, d_chunk=d_chunk)
+    assert_matches(op, mru_mixer_definition, inputs, construction=construction, return_final_state=True)
+
+
+@pytest.mark.parametrize("construction", FUSED)
+def test_packed_chunks(construction):
+    lengths = [1, 5, 64, 3, 0, 130]
+    inputs = mixer_inputs(sum(lengths), construction, batch=1, states=len(lengths), d_chunk=3)
+    options = {"cu_seqlens": packed(lengths), "return_final_state": True, "construction": construction}
+    for op in (mru_mixer, recomputing):
+        assert_matches(op, mru_mixer_definition, inputs, **options)
+
+
+@pytest.mark.parametrize("construction", CONSTRUCTIONS)
+def test_every_construction_takes_chunks(construction):
+    """Elements are M row by row, or the strictly lower triangle of (M - M^T) / sqrt(2)."""
+    chunks, w_up = torch.randn(2, 5, 3, 6, 4, dtype=torch.float64), torch.randn(3, 4, 6, dtype=torch.float64)
+    m = torch.einsum("blhic,hcj->blhij", chunks, w_up)
+    if construction in ("cayley", "householder"):
+        wanted = torch.stack([(m[..., i, j] - m[..., j, i]) / 2**0.5 for i in range(6) for j in range(i)], -1)
+    else:
+        wanted = m.flatten(-2)
+    torch.testing.assert_close(elements_from_chunks(chunks, w_up, construction), wanted)
+    torch.testing.assert_close(elements_definition(chunks, w_up, construction), wanted)
+    chunks.requires_grad_()
+    w_up.requires_grad_()
+    found = elements_from_chunks(chunks, w_up, construction)
+    cotangent = torch.randn_like(found)
+    expected = torch.autograd.grad(found, (chunks, w_up), cotangent)
+    torch.testing.assert_close(chunks_gradient(cotangent, chunks, w_up, construction), expected)
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
@@ -123,17 +160,18 @@ def test_autocast_does_not_reach_the_states():
 
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
-@pytest.mark.parametrize("projected", [False, True])
-def test_steps_are_the_sequence(construction, projected):
-    """512 tokens one by one, from the identity."""
-    inputs = mixer_inputs(512, construction, order=8)
+@pytest.mark.parametrize(("projected", "d_chunk"), [(False, 0), (True, 0), (False, 3), (True, 3)])
+def test_steps_are_the_sequence(construction, projected, d_chunk):
+    """Tokens one by one, from the identity."""
+    inputs = mixer_inputs(32 if d_chunk else 512, construction, order=8, d_chunk=d_chunk)
+    weights = {"w_up": inputs["w_up"]} if d_chunk else {}
     y, final = mru_mixer(**inputs, construction=construction, return_final_state=True)
     state, steps = torch.eye(8).expand(2, 3, 8, 8).contiguous(), []
     for elements in inputs["elements"].unbind(1):
         if projected:
-            y_t, state = mru_step(elements, state, inputs["w_down"], construction=construction)
+            y_t, state = mru_step(elements, state, inputs["w_down"], construction=construction, **weights)
         else:
-            state = mru_step(elements, state, construction=construction)
+            state = mru_step(elements, state, construction=construction, **weights)
             y_t = torch.einsum("bhij,hjc->bhic", state, inputs["w_down"])
         steps.append(y_t)
     # Either way rounds each state, sums of 8 products, by 2^-24 times a few: 512 of them in a row are 1e-4 at worst.

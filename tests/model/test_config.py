@@ -79,6 +79,9 @@ def test_a_config_survives_json():
         ({"layers": ("mru",), "d_model": 72}, ["72", "order^2 = 64"]),
         ({"mixers": MixerOptions(mru=MRUConfig(nheads=5))}, ["5 * 8", "256"]),
         ({"mixers": MixerOptions(mru=MRUConfig(construction="svd"))}, ["'svd'", "cayley"]),
+        ({"mixers": MixerOptions(mru=MRUConfig(input="first"))}, ["'first'", "dense, chunked"]),
+        ({"mixers": MixerOptions(mru=MRUConfig(element_scale=-1.0))}, ["element_scale = -1.0"]),
+        ({"mixers": MixerOptions(mru=MRUConfig(output_scale=float("nan")))}, ["output_scale = nan"]),
         ({"mixers": MixerOptions(mru=MRUConfig(order=1, construction="cayley"))}, ["from 2 to 32"]),
         ({"mixers": MixerOptions(mru=MRUConfig(order=1, construction="householder"))}, ["from 2 to 32"]),
         (

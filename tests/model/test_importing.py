@@ -10,7 +10,11 @@ from matmix.model import build_model
 from matmix.model.interop import read_checkpoint
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-FILES = {"hydra": "hydra_mlm_postnorm.safetensors", "mru-lm": "mru_lm_a.safetensors"}
+FILES = {
+    "hydra": "hydra_mlm_postnorm.safetensors",
+    "mru-lm": "mru_lm_a.safetensors",
+    "mru-lm, first form": "mru_lm_first_a.safetensors",
+}
 
 
 def _golden(source):
@@ -22,7 +26,7 @@ def _golden(source):
 
 def _matches(source, path, **overrides):
     _, _, ids, logits = _golden(source)
-    config, state = read_checkpoint(source, path, **overrides)
+    config, state = read_checkpoint(source.split(",")[0], path, **overrides)
     model = build_model(config).eval()
     model.load_state_dict(state)
     torch.testing.assert_close(model(ids), logits, rtol=1e-4, atol=1e-4)
@@ -59,6 +63,15 @@ def test_a_directory_with_config_json_and_shards(source, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "config.json").write_text(json.dumps(metadata))
     _matches(source, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["wte.weight", "lm_head_weights"])
+def test_the_first_forms_tied_matrix_under_either_name(name, tmp_path):
+    state, _, _, _ = _golden("mru-lm, first form")
+    del state[name]
+    torch.save(state, tmp_path / "checkpoint.pt")
+    config = _matches("mru-lm, first form", tmp_path / "checkpoint.pt")
+    assert (config.final_norm, config.mixers.mru.input, config.tie_embeddings) == (False, "chunked", True)
 
 
 def test_overrides_take_precedence(tmp_path):

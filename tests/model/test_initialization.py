@@ -9,6 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from matmix.model import build_model, initialize
 from matmix.model.initialization import clean_parameter_name
 from matmix.model.mixers.hydra import HydraConfig
+from matmix.model.mixers.mru import MRUConfig
 
 ENCODER = {"architecture": "encoder", "layers": ("hydra", "attention"), "norm": "post", "norm_bias": True}
 
@@ -57,6 +58,10 @@ def test_starting_values_are_the_published_ones(small_config):
     assert mru["blocks.3.mixer.state_down"].std().item() == pytest.approx(0.02 * 2, rel=0.15)
     assert mru["blocks.3.mixer.out_proj.weight"].std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
     assert mru["blocks.3.mlp.down.weight"].std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
+    chunked = _initialized(small_config(d_model=512, mru=MRUConfig(order=8, nheads=16, input="chunked")))
+    assert chunked["blocks.0.mixer.state_up"].abs().max() == 0
+    # 0.02 sqrt(state size) / (d_model / order)
+    assert chunked["blocks.0.mixer.state_down"].std().item() == pytest.approx(0.02 * 32 / 64, rel=0.05)
     assert mru["embedding.weight"].std().item() == pytest.approx(0.02, rel=0.05)
 
 

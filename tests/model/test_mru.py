@@ -31,10 +31,11 @@ def _train(model, steps, length=64):
         optimizer.step()
 
 
-@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize(("form", "decay"), [("dense", False), ("dense", True), ("chunked", False)])
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
-def test_every_construction_trains_all_its_parameters(small_config, construction, decay):
-    model = build_model(small_config(mru=MRUConfig(order=4, construction=construction, decay=decay)))
+def test_every_construction_trains_all_its_parameters(small_config, construction, form, decay):
+    mru = MRUConfig(order=4, construction=construction, decay=decay, input=form)
+    model = build_model(small_config(mru=mru))
     initialize(model, 0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     assert sum(name.endswith("decay_root") for name in before) == (3 if decay else 0)
@@ -95,6 +96,49 @@ def test_newton_schulzs_states_never_grow():
     layer = _layer(order=8, nheads=2, construction="ldu_newton_schulz")
     layer.mixed(torch.randn(1, 8192, 2, 64) * torch.linspace(0, 1, 8192)[:, None, None])
     assert layer.monitor()["log_norm_max"] < math.log(8) / 2 + 0.01
+
+
+def test_the_chunked_form_has_few_weights_and_factors_in_its_place():
+    """X = I + s (chunks W_up), outputs (H W_down) d_model / order; state matrices start as the identity."""
+    layer, dense = _layer(input="chunked", construction="identity_plus"), _layer(construction="identity_plus")
+    assert sum(p.numel() for p in layer.parameters()) == sum(p.numel() for p in dense.parameters()) - 32 * 32 + 2 * 16
+    x = torch.randn(2, 9, D_MODEL)
+    assert torch.equal(layer.state_matrices(x), torch.eye(4).expand(2, 9, 2, 4, 4))
+    torch.nn.init.normal_(layer.state_up)
+    m = torch.einsum("blhic,hcj->blhij", x.unflatten(-1, (2, 4, 4)), layer.state_up)
+    factor = 0.08 * (1 / 4) * (D_MODEL / 4)
+    torch.testing.assert_close(layer.state_matrices(x), torch.eye(4) + factor * m)
+    states, _ = layer.mixed(layer.elements(x))
+    y = layer.out_proj(((states @ layer.state_down) * (D_MODEL / 4)).flatten(-3))
+    torch.testing.assert_close(layer(x), y)
+    scaled = _layer(input="chunked", construction="identity_plus", element_scale=3 * factor, output_scale=5.0)
+    scaled.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(scaled.state_matrices(x), torch.eye(4) + 3 * factor * m)
+    states, _ = scaled.mixed(scaled.elements(x))
+    torch.testing.assert_close(scaled(x), scaled.out_proj(((states @ layer.state_down) * 5).flatten(-3)))
+
+
+def test_the_dense_form_is_scaled_on_request():
+    layer, twice = _layer(), _layer(element_scale=2.0, output_scale=0.5)
+    torch.nn.init.normal_(layer.in_proj.weight)
+    twice.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 9, D_MODEL)
+    torch.testing.assert_close(twice.elements(x), 2 * layer.elements(x))
+    states, _ = twice.mixed(twice.elements(x))
+    torch.testing.assert_close(twice(x), layer.combine(states, x) / 2)
+
+
+@pytest.mark.parametrize("form", ["dense", "chunked"])
+def test_dropout_is_on_the_elements_of_either_form(form):
+    layer = _layer(input=form, construction="identity_plus", dropout=0.5, element_scale=1.0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(1, 200, D_MODEL)
+    kept = layer.eval().elements(x)
+    dropped = layer.train().elements(x)
+    zero = dropped == 0
+    assert 0.4 < zero.float().mean() < 0.6
+    torch.testing.assert_close(dropped[~zero], 2 * kept[~zero])
 
 
 def test_the_monitor_is_the_log_of_the_frobenius_norm():

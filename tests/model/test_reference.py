@@ -75,6 +75,18 @@ def test_golden_mru_language_model():
         assert (final - expected).abs().max() / expected.abs().max() < 1e-4
 
 
+def test_golden_first_mru_language_model():
+    golden, state, gradients, metadata = _golden("mru_lm_first_a")
+    model = from_reference("mru-lm", state, **metadata)
+    ids = golden["input_ids"]
+    logits = model(ids)
+    torch.testing.assert_close(logits, golden["logits"], rtol=1e-4, atol=1e-4)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss, golden["loss"], rtol=1e-5, atol=1e-5)
+    loss.backward()
+    _compare_gradients(model, gradients)
+
+
 def _scan(x, dt, decay, b, c, state):
     """h_t = exp(dt A) h_{t-1} + dt x b^T; y_t = h_t c, one document, (L, H, P), (L, H), (L, H), (L, H, N),
     (L, H, N)."""
@@ -368,6 +380,60 @@ def test_mru_lm_in_blocks_equals_the_same_layers_one_by_one():
     assert torch.equal(blocks(ids), layers(ids))
 
 
+def _first_mru_lm_by_definition(state, ids, *, heads, order, blocks):
+    """mru-lm's network of December 2024 for ids (L,)."""
+    embedding = state["lm_head_weights"]
+    x = embedding[ids]
+    d_model = x.shape[-1]
+    d_chunk = d_model // (heads * order)
+    for index in range(blocks):
+        w = _below(state, f"blocks.{index}.")
+        chunks = F.layer_norm(x, (d_model,), w["first_ln.weight"]).unflatten(-1, (heads, order, d_chunk))
+        scale = 0.08 * (1 / order) * (d_model / d_chunk)
+        h, states = torch.eye(order, dtype=torch.float64), []
+        for token in chunks:
+            h = h @ (torch.eye(order) + scale * (token @ w["state_matrices_up"]))
+            states.append(h)
+        y = (torch.stack(states) @ w["state_matrices_down"]) * (d_model / order)
+        x = x + y.flatten(1) @ w["mru_out.weight"].T
+        n = F.layer_norm(x, (d_model,), w["second_ln.weight"])
+        x = x + F.gelu(n @ w["mlp.0.weight"].T) @ w["mlp.2.weight"].T
+    return x @ embedding.T
+
+
+@pytest.mark.parametrize(
+    ("d_model", "heads", "order", "blocks"), [(48, 4, 4, 1), (24, 2, 3, 4), (32, 1, 8, 2), (30, 5, 2, 2)]
+)
+def test_first_mru_language_models_of_other_shapes(d_model, heads, order, blocks):
+    """States are as wide as the model, narrower, and wider."""
+    shapes = {"lm_head_weights": (19, d_model)}
+    for index in range(blocks):
+        shapes |= {
+            f"blocks.{index}.state_matrices_up": (heads, d_model // (heads * order), order),
+            f"blocks.{index}.state_matrices_down": (heads, order, d_model // (heads * order)),
+            f"blocks.{index}.mru_out.weight": (d_model, d_model),
+            f"blocks.{index}.first_ln.weight": (d_model,),
+            f"blocks.{index}.second_ln.weight": (d_model,),
+            f"blocks.{index}.mlp.0.weight": (4 * d_model, d_model),
+            f"blocks.{index}.mlp.2.weight": (d_model, 4 * d_model),
+        }
+    state = {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()}
+    sizes = {"embedding_size": d_model, "n_state_heads": heads, "state_size": heads * order**2, "n_blocks": blocks}
+    values = {name: str(value) for name, value in sizes.items()}
+    full = state | {"wte.weight": state["lm_head_weights"]}
+    model = from_reference("mru-lm", full, form="first", vocab_size=19, dropout_rate="0.1", **values)
+    ids = torch.randint(19, (2, 14))
+    weights = {name: tensor.double().requires_grad_() for name, tensor in state.items()}
+    options = {"heads": heads, "order": order, "blocks": blocks}
+    expected = torch.stack([_first_mru_lm_by_definition(weights, row, **options) for row in ids])
+    logits = model(ids)
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
+    cotangent = torch.randn_like(logits)
+    (logits * cotangent).sum().backward()
+    (expected * cotangent).sum().backward()
+    _compare_gradients(model, {name: weight.grad for name, weight in weights.items()}, tolerance=1e-3)
+
+
 def _broken_layer(change):
     state = _random_hydra_state(16, 4, 8, 1)
     config = {"d_model": 16, "d_state": 4, "headdim": 8}
@@ -405,5 +471,11 @@ def test_unknown_kinds_and_options_are_named():
         from_reference("hydra-mlm", {}, matrix_mixer_type="toeplitz")
     with pytest.raises(ValueError, match="layers names 'conv'"):
         from_reference("mru-lm", {}, embedding_size=32, n_state_heads=2, layers=["conv"])
+    with pytest.raises(ValueError, match=r"form = 'second'; known: \"first\""):
+        from_reference("mru-lm", {}, form="second")
+    with pytest.raises(ValueError, match=r"lacks key 'wte\.weight' of shape \(7, 32\)"):
+        from_reference("mru-lm", {}, form="first", vocab_size=7, embedding_size=32, n_state_heads=2, n_blocks=1)
+    with pytest.raises(ValueError, match=r"nheads \* order = 2 \* 4 does not divide"):
+        from_reference("mru-lm", {}, form="first", vocab_size=7, embedding_size=36, state_size=32, n_state_heads=2)
     with pytest.raises(ValueError, match="times the square"):
         from_reference("mru-lm", {}, embedding_size=32, n_state_heads=2, state_size=30)
