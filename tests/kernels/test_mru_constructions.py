@@ -1,9 +1,12 @@
+import math
+
 import pytest
 import torch
 
 from matmix.kernels.mru.constructions import (
     BOUNDED_CONSTRUCTIONS,
     CONSTRUCTIONS,
+    NORMED_CONSTRUCTIONS,
     build_state_matrices,
     state_elements,
 )
@@ -39,6 +42,12 @@ def _definition(elements, construction, order):
     if construction == "householder":
         vectors = _lower(elements, order) + identity
         return -torch.linalg.householder_product(vectors, 2 / vectors.square().sum(-2))
+    if construction == "affine":
+        m, k = elements.unflatten(-1, (order, order // 2)), order // 2
+        a = m[..., :k, :] + identity[:k, :k]
+        a = a / torch.maximum(a.abs().sum(-1, keepdim=True), torch.ones(()))
+        right = torch.cat([torch.zeros_like(identity[:k, k:]), identity[k:, k:]]).expand(*m.shape[:-2], -1, -1)
+        return torch.cat([torch.cat([a, m[..., k:, :]], -2), right], -1)
     m = elements.unflatten(-1, (order, order))
     if construction == "identity_plus":
         return m + identity
@@ -98,16 +107,37 @@ def test_orthogonal_whatever_the_elements(construction, size):
     assert ((x @ x.mT) - torch.eye(order)).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("construction", BOUNDED_CONSTRUCTIONS)
+@pytest.mark.parametrize("construction", NORMED_CONSTRUCTIONS)
 @pytest.mark.parametrize("size", [0.01, 1.0, 10.0, 30.0, 1e3, 1e4])
 @pytest.mark.parametrize("order", [2, 8, 32])
-def test_bounded_constructions_are_bounded_and_have_finite_gradients(construction, size, order):
+def test_normed_constructions_are_bounded_and_have_finite_gradients(construction, size, order):
     elements = (torch.randn(200, state_elements(construction, order)) * size).requires_grad_()
     x = build_state_matrices(elements, construction, order)
     (grad,) = torch.autograd.grad(x, elements, torch.randn_like(x))
     # Float32 leaves it open to 32 reflections, or sums of 32 terms, with 2^-24 of rounding in each: 2e-6.
     assert torch.linalg.matrix_norm(x.double(), 2).max() < 1 + 2e-5
     assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("construction", BOUNDED_CONSTRUCTIONS)
+@pytest.mark.parametrize("size", [0.01, 1.0, 100.0, 1e4])
+@pytest.mark.parametrize("order", [2, 5, 8])
+def test_products_of_bounded_constructions_grow_linearly_at_worst(construction, size, order):
+    tokens = 1000
+    elements = torch.randn(tokens, 4, state_elements(construction, order)) * size
+    product = torch.eye(order).expand(4, -1, -1)
+    for x in build_state_matrices(elements, construction, order):
+        product = product @ x
+    # Rows of B, absolute, sum to order / 2 elements at most; the factor is for rounding.
+    largest = math.sqrt(order) + tokens * order * float(elements.abs().max())
+    assert float(product.abs().sum(-1).max()) <= 1.01 * largest
+
+
+def test_rows_of_an_affine_map_spread_no_more_than_they_are_given():
+    order = 9
+    x = build_state_matrices(torch.randn(300, state_elements("affine", order)) * 3, "affine", order)
+    assert x[:, :4, :4].abs().sum(-1).max() < 1 + 1e-6
+    assert torch.equal(x[:, :, 4:], torch.eye(order)[:, 4:].expand(300, -1, -1))
 
 
 @pytest.mark.parametrize("order", [2, 8, 32])

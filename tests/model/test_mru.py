@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, CONSTRUCTIONS
+from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, CONSTRUCTIONS, state_elements
 from matmix.model import build_model, initialize
 from matmix.model.mixers.mru import MRU, MRUConfig
 
@@ -119,7 +119,9 @@ def test_the_chunked_form_has_few_weights_and_factors_in_its_place():
 
 
 def test_the_dense_form_is_scaled_on_request():
-    layer, twice = _layer(), _layer(element_scale=2.0, output_scale=0.5)
+    layer, twice = (
+        _layer(construction="ldu", **scales) for scales in ({}, {"element_scale": 2.0, "output_scale": 0.5})
+    )
     torch.nn.init.normal_(layer.in_proj.weight)
     twice.load_state_dict(layer.state_dict())
     x = torch.randn(2, 9, D_MODEL)
@@ -190,7 +192,7 @@ def test_orders_between_those_of_the_scan_are_padded(construction, order):
     layer = MRU(
         4 * order, MRUConfig(order=order, nheads=2, construction=construction), causal=True, max_seqlen=9, output_std=1
     ).double()
-    elements = torch.randn(2, 9, 2, layer.in_proj.out_features // 2, dtype=torch.float64) * 0.3
+    elements = torch.randn(2, 9, 2, state_elements(construction, order), dtype=torch.float64) * 0.3
     start = torch.randn(2, 2, order, order, dtype=torch.float64)
     states, final = layer.mixed(elements, initial_state=start)
     matrices, expected = layer.build(elements), [start]
@@ -199,6 +201,40 @@ def test_orders_between_those_of_the_scan_are_padded(construction, order):
     torch.testing.assert_close(states, torch.stack(expected[1:], 1))
     torch.testing.assert_close(final, expected[-1])
     assert states.shape[-1] == order
+
+
+def test_affine_layers_give_finite_outputs_and_gradients_after_4096_tokens_whatever_their_weights():
+    layer = _layer(nheads=2)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=10.0)
+    x = torch.randn(1, 4096, D_MODEL, requires_grad=True)
+    y = layer(x)
+    y.square().mean().backward()
+    assert y.isfinite().all()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+
+
+def test_affine_states_forget_at_first():
+    """With the rates that a new layer has, what the first token wrote is gone in some coordinates and kept in others."""
+    layer = _layer(order=8, nheads=4)
+    torch.nn.init.zeros_(layer.state_up)
+    x = torch.zeros(1, 300, 4, state_elements("affine", 8))
+    x[:, 0] = torch.randn(4, state_elements("affine", 8))
+    states, _ = layer.mixed(x + layer.state_base)
+    left = (states[0, -1, :, 4:, :4].norm(dim=1) / states[0, 0, :, 4:, :4].norm(dim=1)).flatten()
+    assert left.min() < 1e-3
+    assert left.max() > 0.3
+
+
+def test_elements_see_the_token_before_and_no_other():
+    layer = _layer(dtype=torch.float64)
+    torch.nn.init.normal_(layer.state_up)
+    torch.nn.init.uniform_(layer.shift_share, 0.2, 0.8)
+    x = torch.randn(1, 6, D_MODEL, dtype=torch.float64)
+    change = torch.autograd.functional.jacobian(lambda x: layer.elements(x)[0].flatten(1), x)[:, :, 0].norm(dim=(1, 3))
+    seen = change > 0
+    assert torch.equal(seen, torch.ones(6, 6).tril().triu(-1).bool())
 
 
 def test_order_one_is_a_running_product():
