@@ -1,6 +1,5 @@
 """What evaluations say of the context is the same on any engine and number of ranks, and changes no later step."""
 
-
 import pytest
 import scenarios
 from harness import run_distributed
