@@ -76,7 +76,7 @@ def test_a_config_survives_json():
         ({"layers": ()}, ["model.layers is empty"]),
         ({"layers": ("hydra",)}, ["'hydra'", "language_model", "encoder"]),
         ({"layers": ("mru",), "architecture": "encoder"}, ["'mru'", "encoder cannot use it"]),
-        ({"layers": ("mru",), "d_model": 72}, ["72", "order^2 = 64"]),
+        ({"layers": ("mru",), "d_model": 72}, ["72", "order^2 / 4 = 16"]),
         ({"mixers": MixerOptions(mru=MRUConfig(nheads=5))}, ["5 * 8", "256"]),
         ({"mixers": MixerOptions(mru=MRUConfig(construction="svd"))}, ["'svd'", "cayley"]),
         ({"mixers": MixerOptions(mru=MRUConfig(input="first"))}, ["'first'", "dense, chunked"]),

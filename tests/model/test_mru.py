@@ -119,9 +119,8 @@ def test_the_chunked_form_has_few_weights_and_factors_in_its_place():
 
 
 def test_the_dense_form_is_scaled_on_request():
-    layer, twice = (
-        _layer(construction="ldu", **scales) for scales in ({}, {"element_scale": 2.0, "output_scale": 0.5})
-    )
+    layer = _layer(construction="cayley")
+    twice = _layer(construction="cayley", element_scale=2.0, output_scale=0.5)
     torch.nn.init.normal_(layer.in_proj.weight)
     twice.load_state_dict(layer.state_dict())
     x = torch.randn(2, 9, D_MODEL)
@@ -216,7 +215,7 @@ def test_affine_layers_give_finite_outputs_and_gradients_after_4096_tokens_whate
 
 
 def test_affine_states_forget_at_first():
-    """With the rates that a new layer has, what the first token wrote is gone in some coordinates and kept in others."""
+    """With the rates of a new layer, what the first token wrote is gone in some coordinates and kept in others."""
     layer = _layer(order=8, nheads=4)
     torch.nn.init.zeros_(layer.state_up)
     x = torch.zeros(1, 300, 4, state_elements("affine", 8))
