@@ -71,9 +71,12 @@ def sentencepiece_to_fast(path: str | Path, *, mask: str | None = None) -> Token
     proto = _read_proto(path)
     _refuse_unsupported(proto, path)
     pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
-    tokenizer = Tokenizer(_unigram(proto, pieces) if proto.trainer_spec.model_type == 1 else _bpe(proto, pieces))
+    model = _unigram(proto, pieces) if proto.trainer_spec.model_type == 1 else _bpe(proto, pieces)
+    tokenizer = Tokenizer(model)
     tokenizer.normalizer = _normalizer(proto.normalizer_spec)
-    tokenizer.pre_tokenizer = _pre_tokenizer(proto.normalizer_spec, pieces)
+    tokenizer.pre_tokenizer = _pre_tokenizer(
+        proto.normalizer_spec, pieces, whole=isinstance(model, Unigram) or model.ignore_merges
+    )
     tokenizer.decoder = _decoder(proto.normalizer_spec)
     tokenizer.add_special_tokens(
         [
@@ -173,7 +176,8 @@ def _normalizer(spec) -> normalizers.Normalizer:
     return normalizers.Sequence(steps)
 
 
-def _pre_tokenizer(spec, pieces: list[tuple[str, float, int]]) -> pre_tokenizers.PreTokenizer:
+def _pre_tokenizer(spec, pieces: list[tuple[str, float, int]], *, whole: bool) -> pre_tokenizers.PreTokenizer:
+    """whole: whether the model may look up several characters at once, and so find pieces that text must not give."""
     steps: list[pre_tokenizers.PreTokenizer] = []
     if spec.add_dummy_prefix:
         # "first" prepends its mark unless the text starts with it. Sentencepiece with whitespace kept
@@ -187,7 +191,8 @@ def _pre_tokenizer(spec, pieces: list[tuple[str, float, int]]) -> pre_tokenizers
     split = not any(SPACE_MARK in piece[1:] for piece in normal + user_defined)
     steps.append(pre_tokenizers.Metaspace(replacement=SPACE_MARK, prepend_scheme="never", split=split))
     patterns = [re.escape(piece) for piece in user_defined]
-    patterns += _cuts_in_forbidden_pieces(pieces, set("".join(normal)))
+    if whole:
+        patterns += _cuts_in_forbidden_pieces(pieces, set("".join(normal)))
     if patterns:
         steps.append(pre_tokenizers.Split(Regex("|".join(patterns)), behavior="isolated"))
     return pre_tokenizers.Sequence(steps)

@@ -67,6 +67,14 @@ def test_prepared_tokenizers_agree_on_any_text(prepared):
     assert [text for text in texts if fast.decode(prepared.encode(text)) != text and "▁" not in text] == []
 
 
+def test_characters_without_bytes_make_one_unknown_token_of_neighbours_that_are_unknown(tmp_path):
+    """Also where the text spells a control symbol, as "</s>" with neither "<" nor "/" in the vocabulary."""
+    options = {"vocab_size": 440, "model_type": "char", "byte_fallback": False}
+    path = train_sentencepiece(["no such sign here", "nor here"], tmp_path / "tokenizer.model", **options).path
+    texts = [*PROBE_TEXTS, *MULTILINGUAL, *random_texts(300), "</s></s>", "a</s>//"]
+    assert mismatches(sentencepiece_to_fast(path), str(path), texts) == []
+
+
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=40))
 def test_hypothesis_finds_no_text_with_other_ids(tokenizer, text):
