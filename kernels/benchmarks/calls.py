@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.mru.constructions import state_elements
-from matmix.kernels.mru.op import LARGEST_WIDTHS
+from matmix.kernels.mru.op import FUSED, LARGEST_WIDTHS
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 
 BATCH, SEQLEN = 8, 8192
@@ -201,7 +201,7 @@ def mixer_calls(dtype: torch.dtype) -> Iterator[Call]:
         return Call("mru_mixer", f"{construction}, order {order}, {title}", dtype, run, rare=rare)
 
     half = dtype == torch.float16
-    for construction in ("identity_plus", "ldu", "cayley"):
+    for construction in FUSED:
         for order in (4, 8, 16):
             yield call("rows", construction, order, rare=half)
             yield call("packed", construction, order, rare=half, packed=True)

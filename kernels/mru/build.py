@@ -27,6 +27,8 @@ def element_offsets(head, row, column, ORDER: tl.constexpr, CONSTRUCTION: tl.con
     if CONSTRUCTION == "cayley":
         low, high = tl.minimum(row, column), tl.maximum(row, column)
         offsets = head * (ORDER * (ORDER - 1) // 2) + high * (high - 1) // 2 + low
+    elif CONSTRUCTION == "affine":
+        offsets = head * (ORDER * (ORDER // 2)) + row * (ORDER // 2) + column
     else:
         offsets = head * (ORDER * ORDER) + row * ORDER + column
     return offsets
@@ -85,6 +87,24 @@ def cayley(elements, row, column, same, ORDER: tl.constexpr):
 
 
 @triton.jit
+def affine_rows(elements, row, column, same, ORDER: tl.constexpr):
+    """The rows of [I + M_1; 0] and, at each row, the sum of absolute values that it is divided by, 1 or more."""
+    k: tl.constexpr = ORDER // 2
+    one = tl.where(same & (row == column), 1.0, 0.0)
+    rows = tl.where(same & (row < k) & (column < k), elements + one, 0.0)
+    return rows, tl.maximum(tl.sum(tl.abs(rows), axis=1), 1.0)
+
+
+@triton.jit
+def affine(elements, row, column, same, ORDER: tl.constexpr):
+    """[[A, 0], [B, I]]: A the scaled rows of I + M_1, B = M_2."""
+    k: tl.constexpr = ORDER // 2
+    rows, sizes = affine_rows(elements, row, column, same, ORDER)
+    rest = tl.where(column < k, elements, tl.where(same & (row == column), 1.0, 0.0))
+    return tl.where(row < k, rows / sizes[:, None], rest)
+
+
+@triton.jit
 def build(
     elements, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr, CONSTRUCTION: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -95,6 +115,8 @@ def build(
     elif CONSTRUCTION == "ldu":
         lower, upper, _ = ldu_factors(elements, row, column, same, ORDER, TILE)
         x = tl.dot(lower, upper, input_precision=PRECISION)
+    elif CONSTRUCTION == "affine":
+        x = affine(elements, row, column, same, ORDER)
     else:
         x = elements + identity(TILE)
     return x
@@ -119,18 +141,36 @@ def build_gradient(
         mean = block_sums(tl.sum(both, axis=0), same) / ORDER
         on = both - mean[:, None]
         gradient = tl.where(row > column, of_lower, tl.where(row < column, of_upper, on))
+    elif CONSTRUCTION == "affine":
+        _, sizes = affine_rows(elements, row, column, same, ORDER)
+        a = tl.where(same & (row < ORDER // 2) & (column < ORDER // 2), x, 0.0)
+        along = tl.where(sizes > 1.0, tl.sum(a * dx, axis=1), 0.0)[:, None]
+        signs = tl.where(a > 0.0, 1.0, tl.where(a < 0.0, -1.0, 0.0))
+        gradient = tl.where(row < ORDER // 2, (dx - signs * along) / sizes[:, None], dx)
     else:
         gradient = dx
     return gradient
 
 
 @triton.jit
-def loaded_places(row, column, inside, CONSTRUCTION: tl.constexpr):
+def loaded_places(row, column, inside, ORDER: tl.constexpr, CONSTRUCTION: tl.constexpr):
     """The places of a tile that have an element."""
-    return inside & (row != column) if CONSTRUCTION == "cayley" else inside
+    if CONSTRUCTION == "cayley":
+        places = inside & (row != column)
+    elif CONSTRUCTION == "affine":
+        places = inside & (column < ORDER // 2)
+    else:
+        places = inside
+    return places
 
 
 @triton.jit
-def stored_places(row, column, inside, CONSTRUCTION: tl.constexpr):
+def stored_places(row, column, inside, ORDER: tl.constexpr, CONSTRUCTION: tl.constexpr):
     """The places of a tile that stand for one element each."""
-    return inside & (row > column) if CONSTRUCTION == "cayley" else inside
+    if CONSTRUCTION == "cayley":
+        places = inside & (row > column)
+    elif CONSTRUCTION == "affine":
+        places = inside & (column < ORDER // 2)
+    else:
+        places = inside
+    return places

@@ -11,7 +11,7 @@ from matmix.kernels.matrix_product.backward import product_backward
 from matmix.kernels.matrix_product.chunked import matrix_product_chunked
 from matmix.kernels.matrix_product.forward import product_forward
 from matmix.kernels.mru.chunks import elements_from_chunks
-from matmix.kernels.mru.constructions import CayleyTransform, UnitDeterminantProduct, build_state_matrices
+from matmix.kernels.mru.constructions import AffineMap, CayleyTransform, UnitDeterminantProduct, build_state_matrices
 from matmix.kernels.mru.norms import sampled_log_norms, scan_log_norms
 from matmix.kernels.precision import outside_autocast, working
 
@@ -65,6 +65,8 @@ def mixer_backward(
         dx = CayleyTransform.gradient(x, dx)
     elif construction == "ldu":
         dx = UnitDeterminantProduct.gradient(working(elements).reshape(x.shape), dx)
+    elif construction == "affine":
+        dx = AffineMap.gradient(working(elements), dx)
     return dx.to(elements.dtype).reshape(elements.shape), dw_down, dinitial
 
 

@@ -18,6 +18,14 @@ def state_matrices_definition(elements: Tensor, construction: str, order: int) -
         skew[..., rows, columns] = elements
         skew = skew - skew.mT
         return torch.linalg.solve(identity - skew, identity + skew)
+    if construction == "affine":
+        k = order // 2
+        m = elements.unflatten(-1, (order, k))
+        a = m[..., :k, :] + identity[:k, :k]
+        x = identity.repeat(*m.shape[:-2], 1, 1)
+        x[..., :k, :k] = a / a.abs().sum(-1, keepdim=True).clamp(min=1)
+        x[..., k:, :k] = m[..., k:, :]
+        return x
     m = elements.unflatten(-1, (order, order))
     if construction == "identity_plus":
         return identity + m

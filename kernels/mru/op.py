@@ -12,11 +12,14 @@ from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
 from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import chosen, composed_mixer, mixer_backward, mixer_forward
 from matmix.kernels.mru.chunks import elements_from_chunks
-from matmix.kernels.mru.constructions import CONSTRUCTIONS, state_elements
+from matmix.kernels.mru.constructions import CONSTRUCTIONS, element_columns, state_elements
 from matmix.kernels.mru.norms import EVERY, summary
 
-FUSED = ("identity_plus", "ldu", "cayley")
+FUSED = ("affine", "identity_plus", "ldu", "cayley")
 """Constructions that the fused form knows."""
+
+PRODUCTLESS = ("affine", "identity_plus")
+"""Those of them that are built without a product of matrices."""
 
 LARGEST_ORDER = 16
 """Of the fused kernels: one tile of a matrix unit."""
@@ -38,7 +41,7 @@ def mru_mixer(
 ) -> Tensor | tuple[Tensor, ...]:
     """The MRU between its two large projections: y_t = H_t w_down[head], H_t = H_{t-1} X_t, X_t from its elements.
 
-    On GPUs, for identity_plus, ldu and cayley with o <= 16 and d_c <= 32 (16 for float32), neither X nor H is written
+    On GPUs, for affine, identity_plus, ldu and cayley with o <= 16 and d_c <= 32 (16 for float32), neither X nor H is written
     to memory; what is kept for the backward pass are the elements and two matrices per 64 tokens. Other
     constructions, sizes and devices run `build_state_matrices`, `matrix_product_scan` and a product, with all states
     kept; backend="torch" keeps the elements alone and computes the rest again, which on a CPU takes 1.5 to 2 times as
@@ -132,8 +135,9 @@ def token_shape(op: str, heads: int, order: int, w_up: Tensor | None, constructi
     """What a token's elements, or with `w_up` its chunks, are shaped like."""
     if w_up is None:
         return heads, state_elements(construction, order)
-    if w_up.dim() != 3 or (w_up.shape[0], w_up.shape[2]) != (heads, order) or 0 in w_up.shape:
-        raise ValueError(f"{op}: w_up has shape {tuple(w_up.shape)}; expected ({heads}, d_chunk, {order})")
+    columns = element_columns(construction, order)
+    if w_up.dim() != 3 or (w_up.shape[0], w_up.shape[2]) != (heads, columns) or 0 in w_up.shape:
+        raise ValueError(f"{op}: w_up has shape {tuple(w_up.shape)}; expected ({heads}, d_chunk, {columns})")
     return heads, order, w_up.shape[1]
 
 
@@ -220,7 +224,7 @@ def _(elements_shape, w_down_shape, initial, cu_seqlens, construction, *args, **
 def _(dy, dfinal, elements_shape, w_down_shape, edges, initial, cu_seqlens, construction, *args, **kwargs) -> int:
     """Chunk products and sums, states, cotangents and gradients of X, of which those of the elements take two more;
     the projection back twice, and its own gradient."""
-    products = 5 + (0 if construction == "identity_plus" else 2)
+    products = 5 + (0 if construction in PRODUCTLESS else 2)
     return _per_token(elements_shape, w_down_shape, construction, built=2, products=products, projections=3)
 
 
@@ -228,5 +232,5 @@ def _per_token(elements_shape, w_down_shape, construction: str, *, built: int, p
     batch, seqlen, heads, _ = elements_shape
     _, order, width = w_down_shape
     # An elimination takes order^3 multiply-adds, a product of triangles is counted as a dense one.
-    products += 0 if construction == "identity_plus" else built
+    products += 0 if construction in PRODUCTLESS else built
     return 2 * batch * seqlen * heads * order**2 * (products * order + projections * width)

@@ -68,7 +68,7 @@ def products_pass(
     h0 = tl.program_id(1) * (TILE // ORDER)
     _, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
-    loaded = loaded_places(row, column, inside, CONSTRUCTION)
+    loaded = loaded_places(row, column, inside, ORDER, CONSTRUCTION)
     start = chunk * CHUNK
     at = elements + row_.to(tl.int64) * e_b + (begin + start).to(tl.int64) * e_l
     at += element_offsets(head, row, column, ORDER, CONSTRUCTION)
@@ -98,7 +98,7 @@ def outputs_pass(
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
     size = heads * ORDER * ORDER
     matrix = (head * ORDER + row) * ORDER + column
-    loaded = loaded_places(row, column, inside, CONSTRUCTION)
+    loaded = loaded_places(row, column, inside, ORDER, CONSTRUCTION)
     start = chunk * CHUNK
     at = elements + row_.to(tl.int64) * e_b + (begin + start).to(tl.int64) * e_l
     at += element_offsets(head, row, column, ORDER, CONSTRUCTION)
@@ -139,7 +139,7 @@ def collect_pass(
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
     size = heads * ORDER * ORDER
     matrix = (head * ORDER + row) * ORDER + column
-    loaded = loaded_places(row, column, inside, CONSTRUCTION)
+    loaded = loaded_places(row, column, inside, ORDER, CONSTRUCTION)
     start = chunk * CHUNK
     token = (begin + start).to(tl.int64)
     # One pointer advances and small offsets stay: tiles of pointers would take twice the registers.
@@ -194,15 +194,19 @@ def gradients_pass(
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
     size = heads * ORDER * ORDER
     matrix = (head * ORDER + row) * ORDER + column
-    loaded = loaded_places(row, column, inside, CONSTRUCTION)
-    kept = stored_places(row, column, inside, CONSTRUCTION)
+    loaded = loaded_places(row, column, inside, ORDER, CONSTRUCTION)
+    kept = stored_places(row, column, inside, ORDER, CONSTRUCTION)
     start = chunk * CHUNK
     steps = tl.minimum(CHUNK, length - start)
     groups = (steps + GROUP - 1) // GROUP
     token = (begin + start).to(tl.int64)
     # One pointer advances and small offsets stay: tiles of pointers would take twice the registers.
     places = element_offsets(head, row, column, ORDER, CONSTRUCTION)
-    e_size = heads * (ORDER * (ORDER - 1) // 2 if CONSTRUCTION == "cayley" else ORDER * ORDER)
+    e_size = heads * ORDER * ORDER
+    if CONSTRUCTION == "cayley":
+        e_size = heads * (ORDER * (ORDER - 1) // 2)
+    elif CONSTRUCTION == "affine":
+        e_size = heads * (ORDER * (ORDER // 2))
     at = elements + row_.to(tl.int64) * e_b + token * e_l
     at_out = out + (row_.to(tl.int64) * seqlen + token) * e_size
     i = tl.arange(0, TILE)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, state_elements
+from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, element_columns, state_elements
 
-FUSED = ("identity_plus", "ldu", "cayley")
+FUSED = ("affine", "identity_plus", "ldu", "cayley")
 
 
 def mixer_inputs(
@@ -22,7 +22,7 @@ def mixer_inputs(
     }
     if d_chunk:
         inputs["elements"] = torch.randn(batch, seqlen, heads, order, d_chunk)
-        inputs["w_up"] = torch.randn(heads, d_chunk, order) * size * d_chunk**-0.5
+        inputs["w_up"] = torch.randn(heads, d_chunk, element_columns(construction, order)) * size * d_chunk**-0.5
     if states:
         inputs["initial_state"] = torch.randn(states, heads, order, order)
     return inputs
