@@ -23,18 +23,18 @@ help:
 
 # Each command says so and does nothing where its work is already done, so a second `make pretrain` resumes or ends.
 pretrain: .venv/installed
-	@$(BIN)/matmix prepare bundled:shakespeare --out datasets/shakespeare --vocab-size 2048 \
-	  --max-document-chars 4000 --validation-fraction 0.03
+	@$(BIN)/matmix prepare bundled:shakespeare --out datasets/shakespeare_char --model-type char \
+	  --byte-fallback False --max-document-chars 4000 --validation-fraction 0.03
 	@$(BIN)/matmix train mru_shakespeare
-	@echo && $(BIN)/matmix generate $(RUN) --prompt "ROMEO:" --max-new-tokens 150
+	@echo && $(BIN)/matmix generate $(RUN) --prompt "ROMEO:" --max-new-tokens 300
 	@echo; if [ -d exports/mru_shakespeare ]; then echo "Already exported to exports/mru_shakespeare."; \
 	  else $(BIN)/matmix export $(RUN) --out exports/mru_shakespeare; fi
 	@echo
 	@echo "All done. What you can do next:"
 	@echo "  more text:               $(BIN)/matmix generate $(RUN) --prompt 'To be'"
 	@echo "  the curves:              $(BIN)/tensorboard --logdir runs"
-	@echo "  a Hydra encoder:         $(BIN)/matmix train hydra_shakespeare"
-	@echo "  the attention baseline:  $(BIN)/matmix train mru_shakespeare --model.layers attention --run-dir runs/gpt"
+	@echo "  against its peers:       $(BIN)/matmix compare language_models_small --dry-run"
+	@echo "  the same without mixers: $(BIN)/matmix train mru_shakespeare --model.layers none --run-dir runs/no_mixer"
 
 test: .venv/installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" tests
