@@ -105,7 +105,7 @@ def test_the_first_layer_that_overflows_is_named_and_checkpoints_stay(monkeypatc
     with pytest.raises(NonFiniteError) as error:
         run_recipe("debug_mru", dataset, tmp_path / "run", "--max-bad-steps", "2", *LDU)
     where = "the states of layer 1 (mru, construction ldu) left the range of float32"
-    advice = 'use construction "cayley", which is bounded, or a lower optimizer.lr'
+    advice = 'use construction "affine", which is bounded, or a lower optimizer.lr'
     text = str(error.value)
     assert text.startswith("2 steps in a row")
     assert f"(last: step 7, where {where})" in text

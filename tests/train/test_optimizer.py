@@ -19,6 +19,7 @@ NOT_DECAYED_MATRICES = {
     **{f"bidirectional_{kind}": DIRECTIONS for kind in ("add", "add_diagonal", "add_shift", "concat", "mult")},
     "hyena": [*(f"filter.layers.{layer}.weight" for layer in range(3)), "filter.out.weight"],
     "hydra": ["init_states"],
+    "mru": ["state_base"],
     "vandermonde_di": ["matrix_mixer.q_bias", "matrix_mixer.k_bias"],
 }
 """Of each mixer what is not decayed although it is no vector: rates, states, frequencies and functions."""
