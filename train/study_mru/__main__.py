@@ -13,9 +13,9 @@
 
 Parts: `grid`, every variant on both datasets at three learning rates, and further seeds of the best rate; `growth` of
 norms along random tokens in layers that were not trained; `beyond`, the best models on characters along 8,192 tokens of
-whole plays; `speed` of one layer; `report`, which gathers what is there into one JSON, draws pictures and writes tables.
-Every result is a file in the folder `--work`; what is there is not measured again, except times. Processes that work at
-the same time are given a shard each.
+whole plays; `speed` of one layer; `report`, which gathers what is there into one JSON, draws pictures and writes
+tables. Every result is a file in the folder `--work`; what is there is not measured again, except times. Processes that
+work at the same time are given a shard each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from matmix.train.console import begin_process, guarded
+from matmix.train.console import guarded
 from matmix.train.study_mru.results import Result, Results
 from matmix.train.study_mru.variants import MRU_VARIANTS, VARIANTS
 
@@ -40,7 +40,7 @@ def run_grid(results: Results, options: argparse.Namespace) -> None:
 
 
 def run_growth(results: Results, options: argparse.Namespace) -> None:
-    from matmix.train.study_mru import growth, grid
+    from matmix.train.study_mru import grid, growth
 
     for name, case in grid.share(list(growth.CASES.items()), options.shard):
         _tell(results, "growth", name, lambda case=case: growth.growth(case))
@@ -100,7 +100,6 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    begin_process()
     parser = argparse.ArgumentParser(
         prog="python -P -m matmix.train.study_mru",
         description=__doc__,
@@ -119,7 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=400, help="steps of a run of `grid`")
     parser.add_argument("--seeds", type=int, default=1, help="of `grid`: 1 + those that run at the best rate only")
-    parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="do the I-th of N parts of the work")
+    parser.add_argument(
+        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="do the I-th of N parts of the work"
+    )
     options = parser.parse_args(arguments)
 
     def run() -> int:

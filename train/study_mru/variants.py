@@ -87,9 +87,7 @@ def configs(data: str, overrides: Mapping[str, Any]) -> dict[str, RunConfig]:
     cannot be read, and for a variant that cannot have so many parameters.
     """
     values = merged(merged(base(), {"data": {"path": data}}), overrides)
-    found = {
-        name: config_from_dict(merged(values, changes), f'variant "{name}"') for name, changes in VARIANTS.items()
-    }
+    found = {name: config_from_dict(merged(values, changes), f'variant "{name}"') for name, changes in VARIANTS.items()}
     loader = make_loader(found[ATTENTION], "train", 0, 1)
     try:
         found = {name: with_data_facts(config, loader) for name, config in found.items()}
