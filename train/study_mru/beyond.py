@@ -22,7 +22,7 @@ from matmix.train.study_mru.runs import finite
 LENGTH = 8192
 """Tokens that are predicted."""
 
-ROWS = 4
+ROWS = 8
 """Stretches of text, over which losses are averaged."""
 
 BIN = 256

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from matmix.train.study_mru.beyond import BIN
 from matmix.train.study_mru.grid import PART, best_runs
 from matmix.train.study_mru.runs import CURVE
 from matmix.train.study_mru.tables import datasets, ranked, seeds_of
@@ -98,7 +99,10 @@ def draw_losses(found: dict[str, Any]) -> Any:
                 one.axvline(sum(losses) / len(losses), color="black", linewidth=1, linestyle=line, label=control)
         one.set_title(name)
         one.set_xlabel("validation loss, each seed (nats per token)")
-        one.legend(fontsize=9, loc="lower left")
+    handles = {
+        line.get_label(): line for one in axes for line in one.get_lines() if line.get_label() in (NONE, ATTENTION)
+    }
+    figure.legend(handles.values(), handles.keys(), fontsize=9, loc="outside lower center", ncols=2)
     axes[0].set_yticks(range(len(order)), order, fontsize=9)
     axes[0].set_ylim(len(order) - 0.5, -0.5)
     return figure
@@ -176,10 +180,10 @@ def draw_beyond(found: dict[str, Any]) -> Any:
             continue
         tokens = result["tokens"]
         values = [math.nan if value is None else value for value in result["loss"]]
-        left.plot(tokens, values, **_style(variant))
+        left.plot([token - BIN / 2 for token in tokens], values, **_style(variant))
         if result["log_norm_max"]:
             right.plot(*_to_the_limit(tokens, result["log_norm_max"]), **_style(variant))
-    left.set_ylabel("loss, mean of 256 tokens (nats per token)")
+    left.set_ylabel(f"loss, mean of {BIN} tokens (nats per token)")
     _limits(right, "largest log-norm of any state")
     for one in (left, right):
         one.axvline(64, color="black", linewidth=0.8, linestyle=":")
