@@ -99,10 +99,10 @@ def draw_losses(found: dict[str, Any]) -> Any:
                 one.axvline(sum(losses) / len(losses), color="black", linewidth=1, linestyle=line, label=control)
         one.set_title(name)
         one.set_xlabel("validation loss, each seed (nats per token)")
-    handles = {
-        line.get_label(): line for one in axes for line in one.get_lines() if line.get_label() in (NONE, ATTENTION)
-    }
-    figure.legend(handles.values(), handles.keys(), fontsize=9, loc="outside lower center", ncols=2)
+    drawn = {line.get_label(): line for one in axes for line in one.get_lines()}
+    lines = [drawn[control] for control in (NONE, ATTENTION) if control in drawn]
+    if lines:
+        figure.legend(handles=lines, fontsize=9, loc="outside lower center", ncols=2)
     axes[0].set_yticks(range(len(order)), order, fontsize=9)
     axes[0].set_ylim(len(order) - 0.5, -0.5)
     return figure
