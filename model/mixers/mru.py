@@ -31,6 +31,9 @@ from matmix.model.initialization import InitRule, constant_init, normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
+State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""States (batch, H, order, order), and with `shift` the token before (batch, d_model)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MRUConfig:
@@ -332,27 +335,33 @@ class MRU(Mixer):
             return {}
         return {"log_norm_max": self.log_norms[0], "log_norm_mean": self.log_norms[1]}
 
-    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, ...]:
-        """The identity, (batch_size, H, order, order) float32; with `shift` after it the token before, zeros
+    def initial_state(self, batch_size: int) -> State:
+        """The identity, (batch_size, H, order, order) float32; with `shift` beside it the token before, zeros
         (batch_size, d_model)."""
         weight = self.state_down
         states = torch.eye(self.order, device=weight.device).expand(batch_size, self.nheads, -1, -1).contiguous()
-        return (states,) if self.shift_share is None else (states, weight.new_zeros(batch_size, self.d_model))
+        return self.joined(states, weight.new_zeros(batch_size, self.d_model))
 
-    def forward_with_state(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    def joined(self, states: torch.Tensor, last: torch.Tensor) -> State:
+        """What generation carries."""
+        return states if self.shift_share is None else (states, last)
+
+    def parted(self, state: State) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The states, and the token before where it is carried."""
+        return (state, None) if isinstance(state, torch.Tensor) else state
+
+    def forward_with_state(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """Continue from a state; raises OverflowError when the states stop being finite."""
-        states, *last = state
-        before = torch.cat([last[0].to(x.dtype).unsqueeze(1), x[:, :-1]], 1) if last else None
+        states, last = self.parted(state)
+        before = None if last is None else torch.cat([last.to(x.dtype).unsqueeze(1), x[:, :-1]], 1)
         y, final = self.run(x, before, state=states)
         self.refuse_overflow()
         # A copy, or else the last token would keep all of a long prompt in memory.
-        return y, (final, *(x[:, -1].clone() for _ in last))
+        return y, self.joined(final, x[:, -1].clone())
 
-    def step(self, x: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        states, *last = state
-        inputs, w_up = self.inputs(x, last[0] if last else None)
+    def step(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        states, last = self.parted(state)
+        inputs, w_up = self.inputs(x, last)
         if self.is_fused(inputs, w_up):
             y, states = mru_step(inputs, states, self.read_out(), w_up=w_up, construction=self.config.construction)
             y = self.finish(y, x)
@@ -363,7 +372,7 @@ class MRU(Mixer):
             y = self.combine(states, x)
         self.log_norms = summary(log_norms(states))
         self.refuse_overflow()
-        return y, (states, *(x for _ in last))
+        return y, self.joined(states, x)
 
     def refuse_overflow(self) -> None:
         """Raise OverflowError when a state of the last forward is so large that norms of it overflow, or NaN."""

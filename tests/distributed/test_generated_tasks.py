@@ -44,7 +44,7 @@ def test_two_ranks_read_and_score_what_one_does(tmp_path):
         assert together == alone
     one, two = (json.loads((tmp_path / name / "summary.json").read_text())["validation"] for name in ("one", "two"))
     # A guess could only change where two tokens are as likely as one another to six digits.
-    assert two == pytest.approx(one, rel=1e-4)
+    assert two == pytest.approx(one, rel=1e-4, abs=1e-6)  # gains are differences of losses, and may be 0
     assert {"accuracy", "accuracy_x8", "sequence_accuracy_x8"} <= set(one)
     for first, second in zip(records(tmp_path / "one"), records(tmp_path / "two"), strict=True):
         assert second["loss"] == pytest.approx(first["loss"], rel=2e-5)

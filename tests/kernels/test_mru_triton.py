@@ -233,7 +233,7 @@ def test_what_has_no_kernel(interpreter):
     with pytest.raises(ValueError, match="takes matrices of order 4, 8 or 16, not 32"):
         mru_mixer(elements, torch.randn(2, 32, 4).to(interpreter), backend="triton")
     elements = torch.randn(1, 5, 2, 6).to(interpreter)
-    with pytest.raises(ValueError, match="knows the constructions identity_plus, ldu, cayley, not householder"):
+    with pytest.raises(ValueError, match="knows the constructions affine, identity_plus, ldu, cayley, not householder"):
         mru_mixer(elements, torch.randn(2, 4, 4).to(interpreter), construction="householder", backend="triton")
     with pytest.raises(ValueError, match="at most 16 columns"):
         mru_mixer(elements, torch.randn(2, 4, 65).to(interpreter), backend="triton")

@@ -341,7 +341,9 @@ BAD = {
     "mru_mixer: w_down has shape (1, 5, 4); expected (nheads, o, d_c), o one of 4, 8, 16, 32": lambda: mixer(
         (2, 3, 1, 10), (1, 5, 4)
     ),
-    "mru_mixer: construction is 'orthogonal'; use 'identity_plus' or 'ldu'": lambda: mixer(construction="orthogonal"),
+    "mru_mixer: construction is 'orthogonal'; use 'affine' or 'identity_plus' or 'ldu'": lambda: mixer(
+        construction="orthogonal"
+    ),
     "mru_mixer: initial_state has dtype torch.float16; states are torch.float32": lambda: mixer(
         initial_state=torch.ones(2, 1, 4, 4).half()
     ),
