@@ -162,7 +162,7 @@ def draw_growth(found: dict[str, Any]) -> Any:
         one.set_xscale("log", base=2)
         last = next(iter(found["growth"].values()))["tokens"][-1]
         one.set_xlim(1, last)
-        one.set_ylim(-LIMIT - 5, LIMIT + 10)
+        one.set_ylim(top=LIMIT + 10)
         ticks = [tick for tick in (1, 8, 64, 512, 8192) if tick <= last]
         one.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         one.set_xlabel("position (tokens)")
