@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.mru.constructions import state_elements
+from matmix.kernels.mru.constructions import element_columns, state_elements
 from matmix.kernels.mru.op import FUSED, LARGEST_WIDTHS
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 
@@ -213,6 +213,14 @@ def mixer_calls(dtype: torch.dtype) -> Iterator[Call]:
             yield call("final states alone", construction, order, rare=True, states=True, outputs=False)
             yield call("one head, one column", construction, order, rare=True, width=1, heads=1)
         yield call("wide projection", construction, 16, packed=True, width=LARGEST_WIDTHS[dtype])
+        for order in (4, 8, 16):
+            yield call("rows of chunks", construction, order, rare=half or order == 4, chunked=True)
+            packed = {"packed": True, "states": True, "chunked": True}
+            yield call("packed chunks, from states", construction, order, rare=half or order != 8, **packed)
+            yield call("odd chunks", construction, order, rare=True, width=LARGEST_WIDTHS[dtype] - 3, **packed)
+        yield call("wide chunks", construction, 16, rare=half, width=LARGEST_WIDTHS[dtype], **packed)
+        yield call("one token's chunks", construction, 8, rare=True, states=True, seqlen=1, chunked=True)
+        yield call("final states alone, chunks", construction, 8, rare=True, states=True, outputs=False, chunked=True)
 
 
 def _run_mixer(
@@ -227,17 +235,21 @@ def _run_mixer(
     width: int | None = None,
     heads: int | None = None,
     outputs: bool = True,
+    chunked: bool = False,
 ) -> None:
     batch, seqlen = (1, BATCH * SEQLEN) if packed else (BATCH, seqlen)
     heads = heads or 48 // order
-    elements = _empty(batch, seqlen, heads, state_elements(construction, order), dtype=dtype)
-    w_down = _empty(heads, order, width or order, dtype=dtype)
+    width = width or order
+    token = (order, width) if chunked else (state_elements(construction, order),)
+    elements = _empty(batch, seqlen, heads, *token, dtype=dtype)
+    w_down = _empty(heads, order, width, dtype=dtype)
+    w_up = _empty(heads, width, element_columns(construction, order)) if chunked else None
     cu_seqlens = _documents() if packed else None
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     options = (_empty(rows, heads, order, order) if states else None, cu_seqlens, construction)
-    y, final, _, edges = module.forward(elements, w_down, *options)
+    y, final, _, edges = module.forward(elements, w_down, w_up, *options)
     dy = torch.empty_like(y) if outputs else None
-    module.backward(dy, final if states else None, elements, w_down, edges, *options)
+    module.backward(dy, final if states else None, elements, w_down, w_up, edges, *options)
 
 
 def _documents() -> Tensor:

@@ -1,5 +1,5 @@
 """State matrices in registers: a tile whose diagonal blocks are the matrices of neighbouring heads, from their
-elements, and the gradient of the elements from that of the tile."""
+elements or a token's chunks, and the gradient of these from that of the tile."""
 
 from __future__ import annotations
 
@@ -32,6 +32,54 @@ def element_offsets(head, row, column, ORDER: tl.constexpr, CONSTRUCTION: tl.con
     else:
         offsets = head * (ORDER * ORDER) + row * ORDER + column
     return offsets
+
+
+@triton.jit
+def row_places(heads, h0, columns, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the rows of the tile's heads lie below each other, `columns` numbers each, and which places (TILE, WIDTH)
+    are there."""
+    i, c = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    there = (h0 + i // ORDER < heads)[:, None] & (c < columns)[None, :]
+    return (h0 * ORDER + i)[:, None] * columns + c[None, :], there
+
+
+@triton.jit
+def load_weights(weights, heads, h0, columns, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Weights (nheads, o, columns) of the tile's heads below each other, (TILE, WIDTH) float32."""
+    places, there = row_places(heads, h0, columns, ORDER, TILE, WIDTH)
+    return tl.load(weights + places, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def token_places(
+    head, row, column, inside, heads, h0, d_c, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    CONSTRUCTION: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """Where a tile's numbers of a token lie from the token's first, which of them are read, and which are written as
+    gradients: elements at their places of the tile, or chunks (TILE, WIDTH)."""
+    if CHUNKED:
+        places, read = row_places(heads, h0, d_c, ORDER, TILE, WIDTH)
+        written = read
+    else:
+        places = element_offsets(head, row, column, ORDER, CONSTRUCTION)
+        read = loaded_places(row, column, inside, ORDER, CONSTRUCTION)
+        written = stored_places(row, column, inside, ORDER, CONSTRUCTION)
+    return places, read, written
+
+
+@triton.jit
+def elements_of(
+    given, up, row, column, same, CONSTRUCTION: tl.constexpr, CHUNKED: tl.constexpr, PROJECTION: tl.constexpr
+):  # fmt: skip
+    """Elements at their places of the tile, 0 outside the blocks, from what a token gives: these, or chunks and the
+    weights by column, both (TILE, WIDTH); for a triangle's M - M^T the weights come divided by sqrt(2)."""
+    elements = given
+    if CHUNKED:
+        elements = tl.where(same, tl.dot(given, tl.trans(up), input_precision=PROJECTION), 0.0)
+        if CONSTRUCTION == "cayley":
+            skew = elements - tl.trans(elements)
+            elements = tl.where(row > column, skew, -skew)
+    return elements
 
 
 @triton.jit

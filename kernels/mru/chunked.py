@@ -1,4 +1,5 @@
-"""The MRU mixer in PyTorch: state matrices, scan, projection, and their gradients from the elements alone."""
+"""The MRU mixer in PyTorch: state matrices, scan, projection, and their gradients from the elements, or the tokens'
+chunks, alone."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from matmix.kernels.matrix_product.backward import product_backward
 from matmix.kernels.matrix_product.chunked import matrix_product_chunked
 from matmix.kernels.matrix_product.forward import product_forward
-from matmix.kernels.mru.chunks import elements_from_chunks
+from matmix.kernels.mru.chunks import chunks_gradient, elements_from_chunks
 from matmix.kernels.mru.constructions import AffineMap, CayleyTransform, UnitDeterminantProduct, build_state_matrices
 from matmix.kernels.mru.norms import sampled_log_norms, scan_log_norms
 from matmix.kernels.precision import outside_autocast, working
@@ -29,13 +30,23 @@ def project(states: Tensor, w_down: Tensor) -> Tensor:
     return (rows @ w_down).view(heads, batch, seqlen, order, -1).permute(1, 2, 0, 3, 4)
 
 
+def made_elements(given: Tensor, w_up: Tensor | None, construction: str) -> Tensor:
+    """The elements as given, or from chunks."""
+    return given if w_up is None else elements_from_chunks(given, w_up, construction)
+
+
 @outside_autocast
 def mixer_forward(
-    elements: Tensor, w_down: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, construction: str
+    elements: Tensor,
+    w_down: Tensor,
+    w_up: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    construction: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs (batch, seqlen, nheads, o, d_c) typed like the elements, final states, log-norms (n, nheads) of some
     states, and what the backward pass wants to see again (here nothing)."""
-    x = state_matrices(elements, construction, w_down.shape[1])
+    x = state_matrices(made_elements(elements, w_up, construction), construction, w_down.shape[1])
     h, final, _ = product_forward(x, initial_state, cu_seqlens, None)
     y = project(h, w_down.to(h.dtype)).to(elements.dtype).contiguous()
     return y, final, sampled_log_norms(h, final).float(), y.new_empty(0, dtype=torch.float32)
@@ -47,13 +58,16 @@ def mixer_backward(
     dfinal: Tensor | None,
     elements: Tensor,
     w_down: Tensor,
+    w_up: Tensor | None,
     edges: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     construction: str,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of elements, projection and initial state. State matrices and states are computed again."""
-    x = state_matrices(elements, construction, w_down.shape[1])
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of elements (or chunks), both weights and initial state. State matrices and states are computed
+    again."""
+    made = made_elements(elements, w_up, construction)
+    x = state_matrices(made, construction, w_down.shape[1])
     h, _, products = product_forward(x, initial_state, cu_seqlens, None)
     dh, dw_down = None, torch.zeros_like(w_down)
     if dy is not None:
@@ -64,10 +78,14 @@ def mixer_backward(
     if construction == "cayley":
         dx = CayleyTransform.gradient(x, dx)
     elif construction == "ldu":
-        dx = UnitDeterminantProduct.gradient(working(elements).reshape(x.shape), dx)
+        dx = UnitDeterminantProduct.gradient(working(made).reshape(x.shape), dx)
     elif construction == "affine":
-        dx = AffineMap.gradient(working(elements), dx)
-    return dx.to(elements.dtype).reshape(elements.shape), dw_down, dinitial
+        dx = AffineMap.gradient(working(made), dx)
+    dmade = dx.reshape(made.shape)
+    if w_up is None:
+        return dmade.to(elements.dtype), dw_down, None, dinitial
+    delements, dw_up = chunks_gradient(dmade, elements, w_up, construction)
+    return delements, dw_down, dw_up, dinitial
 
 
 @outside_autocast
@@ -75,12 +93,13 @@ def composed_mixer(
     scan: Callable,
     elements: Tensor,
     w_down: Tensor,
+    w_up: Tensor | None,
     construction: str,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final states and (2,) log-norms from autograd's own parts: any construction, all states in memory."""
-    x = state_matrices(elements, construction, w_down.shape[1])
+    x = state_matrices(made_elements(elements, w_up, construction), construction, w_down.shape[1])
     h, final = scan(x, initial_state=initial_state, return_final_state=True, cu_seqlens=cu_seqlens)
     y = project(h, w_down.to(h.dtype)).to(elements.dtype)
     return y, final, scan_log_norms(h, final).float()
@@ -98,9 +117,9 @@ def mru_mixer_torch(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`mru_mixer` in PyTorch, without argument checks; see there."""
-    if w_up is not None:
-        elements = elements_from_chunks(elements, w_up, construction).to(elements.dtype)
-    y, final, norms = composed_mixer(matrix_product_chunked, elements, w_down, construction, initial_state, cu_seqlens)
+    y, final, norms = composed_mixer(
+        matrix_product_chunked, elements, w_down, w_up, construction, initial_state, cu_seqlens
+    )
     return chosen(y, final, norms, return_final_state, return_log_norms)
 
 

@@ -4,9 +4,12 @@ Forward: the product of every chunk; the states at the chunks' edges, by the mat
 then all chunks from their edges, each state projected at once, so that neither X nor H is ever in memory. A single
 chunk needs the last step alone.
 
+Where elements come from chunks of the tokens (`w_up`), they are made in registers too, and nothing else of a token is
+read. The gradients of both weights are sums of one share per chunk, added up in one order.
+
 Backward: from the left, every chunk's own products at every eighth token, and what the chunk adds to the cotangent
 of the state before it; what arrives at each chunk from its right, by the scan over those sums; then from the right,
-eight tokens at a time: states again from the kept products, gradients of elements and projection. The elements are
+eight tokens at a time: states again from the kept products, gradients of elements and weights. The elements are
 read twice forward and twice backward (by ldu three times), and what is kept between the two is a state and a product
 per chunk.
 
@@ -16,8 +19,11 @@ other, whatever they hold; the heads of a tile can by a NaN, as it times the zer
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from matmix.kernels.launching import blocks_in_place, dot_precision, launch
 from matmix.kernels.matrix_product import fused as scan
@@ -30,7 +36,7 @@ GROUP = 8
 
 def level_of(elements: Tensor, w_down: Tensor, cu_seqlens: Tensor | None) -> Product:
     """The chunks of the tokens."""
-    batch, seqlen, heads, _ = elements.shape
+    batch, seqlen, heads = elements.shape[:3]
     return Product(batch, seqlen, heads, w_down.shape[1], cu_seqlens, seqlen)
 
 
@@ -42,38 +48,69 @@ def edges_like(elements: Tensor, w_down: Tensor, cu_seqlens: Tensor | None) -> t
     return norms, elements.new_empty(shape, dtype=torch.float32)
 
 
-def options_of(level: Product, construction: str) -> dict:
-    return {**level.options(), "CONSTRUCTION": construction, "maxnreg": 255}
+def options_of(level: Product, elements: Tensor, w_down: Tensor, w_up: Tensor | None, construction: str) -> dict:
+    """What the kernels of this form take at the end. WIDTH: of a tile of outputs or chunks, at least what small
+    products take."""
+    return {
+        **level.options(),
+        "CONSTRUCTION": construction,
+        "CHUNKED": w_up is not None,
+        "WIDTH": max(16, 1 << (w_down.shape[2] - 1).bit_length()),
+        "PROJECTION": dot_precision(elements.dtype),
+        "maxnreg": 255,
+    }
 
 
-def projection_options(elements: Tensor, w_down: Tensor) -> dict:
-    """Width of a tile of outputs, at least what small products take, and how exactly to project."""
-    width = max(16, 1 << (w_down.shape[2] - 1).bit_length())
-    return {"WIDTH": width, "PROJECTION": dot_precision(elements.dtype)}
+def gradient_warps(construction: str, chunked: bool, dtype: torch.dtype) -> int:
+    """Of the program with the most to keep in registers: with fewer it spills."""
+    if construction == "cayley" or not chunked:
+        return 2 if construction == "cayley" else 1
+    return (2 if dtype == torch.float32 else 1) * (2 if construction == "ldu" else 1)
+
+
+def input_of(elements: Tensor, w_up: Tensor | None, construction: str) -> tuple:
+    """What a token gives, as the kernels take it: elements, or chunks and their weights, by column like those of the
+    projection and in float32."""
+    elements = blocks_in_place(elements, elements.dim() - 2)
+    weights = None
+    if w_up is not None:
+        # A construction with fewer columns is given columns of zeros, whose places of the tile nothing reads.
+        weights = pad(w_up.float(), (0, elements.shape[3] - w_up.shape[2])).mT.mul(factor_of(construction))
+    return elements, *elements.stride()[:2], None if weights is None else weights.contiguous()
+
+
+def factor_of(construction: str) -> float:
+    """What multiplies the weights of chunks: a triangle is that of (M - M^T) / sqrt(2)."""
+    return math.sqrt(0.5) if construction == "cayley" else 1.0
 
 
 def forward(
-    elements: Tensor, w_down: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, construction: str
+    elements: Tensor,
+    w_down: Tensor,
+    w_up: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    construction: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `mixer_forward` of the PyTorch form."""
     level = level_of(elements, w_down, cu_seqlens)
-    elements, w_down = blocks_in_place(elements, 2), w_down.contiguous()
+    given, w_down = input_of(elements, w_up, construction), w_down.contiguous()
     initial = None if initial_state is None else initial_state.float().contiguous()
-    options = options_of(level, construction)
+    options = options_of(level, elements, w_down, w_up, construction)
     norms, edges = edges_like(elements, w_down, cu_seqlens)
     entering = None
     if level.longest > scan.CHUNK:
         products, entering = edges.unbind(0)
-        launch(products_pass, level.grid, elements, *elements.stride()[:2], products, *level.place, **options)
+        launch(products_pass, level.grid, *given, w_down.shape[2], products, *level.place, **options)
         above, size = level.chunks(), level.heads * level.order**2
         scan.scan_level(above, products, (above.seqlen * size, size), initial, entering, None)
     y = torch.empty(*elements.shape[:3], *w_down.shape[1:], dtype=elements.dtype, device=elements.device)
     final = level.empty(level.documents, elements)
     # One warp multiplies tiles of 16 x 16 without waiting for another; exact projections need the registers of two.
     launch(
-        outputs_pass, level.grid, elements, *elements.stride()[:2], w_down, w_down.shape[2], y, final, norms, initial,
-        entering, *level.place, INITIAL=initial is not None, ENTERING=entering is not None,
-        **options | projection_options(elements, w_down) | {"num_warps": 2 if elements.dtype == torch.float32 else 1},
+        outputs_pass, level.grid, *given, w_down, w_down.shape[2], y, final, norms, initial, entering, *level.place,
+        INITIAL=initial is not None, ENTERING=entering is not None,
+        **options | {"num_warps": 2 if elements.dtype == torch.float32 else 1},
     )  # fmt: skip
     return y, final, norms, edges
 
@@ -83,21 +120,21 @@ def backward(
     dfinal: Tensor | None,
     elements: Tensor,
     w_down: Tensor,
+    w_up: Tensor | None,
     edges: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     construction: str,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """See `mixer_backward` of the PyTorch form. Incoming gradients are read only."""
     level = level_of(elements, w_down, cu_seqlens)
-    elements, w_down = blocks_in_place(elements, 2), w_down.contiguous()
+    given, w_down = input_of(elements, w_up, construction), w_down.contiguous()
     dy = None if dy is None else blocks_in_place(dy, 3)
     dfinal = None if dfinal is None else dfinal.contiguous()
     initial = None if initial_state is None else initial_state.float().contiguous()
-    given = (w_down, w_down.shape[2], dy, *((0, 0) if dy is None else dy.stride()[:2]), dfinal)
+    given += (w_down, w_down.shape[2], dy, *((0, 0) if dy is None else dy.stride()[:2]), dfinal)
     options = {
-        **options_of(level, construction),
-        **projection_options(elements, w_down),
+        **options_of(level, elements, w_down, w_up, construction),
         "GROUP": GROUP,
         "GIVEN": dy is not None,
         "DFINAL": dfinal is not None,
@@ -105,30 +142,27 @@ def backward(
     several = level.longest > scan.CHUNK
     inner = level.empty(level.slots * -(-scan.CHUNK // GROUP), elements)
     sums = level.empty(level.slots, elements) if several else None
-    launch(
-        collect_pass,
-        level.grid,
-        elements,
-        *elements.stride()[:2],
-        *given,
-        inner,
-        sums,
-        *level.place,
-        SUMS=several,
-        **options,
-    )
+    launch(collect_pass, level.grid, *given, inner, sums, *level.place, SUMS=several, **options)
     arriving = entering = None
     if several:
         products, entering = edges.unbind(0)
         arriving = scan.arriving_cotangents(level.chunks(), sums, products)
     delements = torch.empty(elements.shape, dtype=elements.dtype, device=elements.device)
-    shares = torch.empty((level.slots, *w_down.shape), dtype=torch.float32, device=elements.device)
+    down, up = (
+        None if w is None else torch.empty((level.slots, *w_down.shape), dtype=torch.float32, device=elements.device)
+        for w in (w_down, w_up)
+    )
     work = level.empty(level.slots * 2 * GROUP, elements)
     dinitial = None if initial is None else torch.empty_like(initial)
     launch(
-        gradients_pass, level.grid, elements, *elements.stride()[:2], *given, arriving, inner, work, initial, entering,
-        delements, shares, dinitial, *level.place, ARRIVING=several, INITIAL=initial is not None, ENTERING=several,
-        **options | {"num_warps": 2 if construction == "cayley" else 1},
+        gradients_pass, level.grid, *given, arriving, inner, work, initial, entering, delements, up, down, dinitial,
+        *level.place, ARRIVING=several, INITIAL=initial is not None, ENTERING=several,
+        **options | {"num_warps": gradient_warps(construction, w_up is not None, elements.dtype)},
     )  # fmt: skip
-    dw_down = torch.zeros_like(w_down) if dy is None else shares.sum(0).to(w_down.dtype)
-    return delements, dw_down, None if dinitial is None else dinitial.to(initial_state.dtype)
+    dw_down = torch.zeros_like(w_down) if dy is None else down.sum(0).to(w_down.dtype)
+    dw_up = (
+        None
+        if w_up is None
+        else up.sum(0).mT[..., : w_up.shape[2]].mul(factor_of(construction)).to(w_up.dtype).contiguous()
+    )
+    return delements, dw_down, dw_up, None if dinitial is None else dinitial.to(initial_state.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -11,7 +13,6 @@ from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, 
 from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
 from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import chosen, composed_mixer, mixer_backward, mixer_forward
-from matmix.kernels.mru.chunks import elements_from_chunks
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, element_columns, state_elements
 from matmix.kernels.mru.norms import EVERY, summary
 
@@ -24,7 +25,7 @@ PRODUCTLESS = ("affine", "identity_plus")
 LARGEST_ORDER = 16
 """Of the fused kernels: one tile of a matrix unit."""
 LARGEST_WIDTHS = {torch.bfloat16: 32, torch.float16: 32, torch.float32: 16}
-"""Columns of a head's projection that stay in registers beside the states, by dtype of the elements."""
+"""Columns of a head's weights that stay in registers beside the states, by dtype of the elements or chunks."""
 
 
 def mru_mixer(
@@ -41,11 +42,11 @@ def mru_mixer(
 ) -> Tensor | tuple[Tensor, ...]:
     """The MRU between its two large projections: y_t = H_t w_down[head], H_t = H_{t-1} X_t, X_t from its elements.
 
-    On GPUs, for affine, identity_plus, ldu and cayley with o <= 16 and d_c <= 32 (16 for float32), neither X nor H is
-    written to memory; what is kept for the backward pass are the elements and two matrices per 64 tokens. Other
-    constructions, sizes and devices run `build_state_matrices`, `matrix_product_scan` and a product, with all states
-    kept; backend="torch" keeps the elements alone and computes the rest again, which on a CPU takes 1.5 to 2 times as
-    long.
+    On GPUs, for affine, identity_plus, ldu and cayley with o <= 16 and d_c = d_chunk <= 32 (16 for float32), neither
+    X nor H is written to memory, nor elements that come from chunks; what is kept for the backward pass are the
+    elements or chunks and two matrices per 64 tokens. Other constructions, sizes and devices run
+    `build_state_matrices`, `matrix_product_scan` and a product, with all states kept; backend="torch" keeps what is
+    given alone and computes the rest again, which on a CPU takes 1.5 to 2 times as long.
 
     Args:
         elements: (batch, seqlen, nheads, E), E = `state_elements(construction, o)`; with `w_up` the tokens' chunks
@@ -76,18 +77,18 @@ def mru_mixer(
     rows = elements.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_state("mru_mixer", initial_state, elements, (rows, elements.shape[2], order, order))
     check_finite("mru_mixer", elements=elements, w_down=w_down, w_up=w_up, initial_state=initial_state)
-    if w_up is not None:
-        elements = elements_from_chunks(elements, w_up, construction).to(elements.dtype)
-    why_not = no_kernel(elements, w_down, construction)
+    why_not = no_kernel(elements, w_down, construction, w_up)
     check_backend("mru_mixer", backend, elements, why_not)
     # Where there is no kernel for it, recomputing costs more time than keeping the states: that is for those who ask.
     if construction in FUSED and (backend == "torch" or (takes_triton(backend, elements) and not why_not)):
         y, final, norms, _ = torch.ops.matmix.mru_mixer(
-            elements, w_down, initial_state, cu_seqlens, construction, backend
+            elements, w_down, w_up, initial_state, cu_seqlens, construction, backend
         )
         norms = summary(norms) if return_log_norms else norms
     else:
-        y, final, norms = composed_mixer(matrix_product_scan, elements, w_down, construction, initial_state, cu_seqlens)
+        y, final, norms = composed_mixer(
+            matrix_product_scan, elements, w_down, w_up, construction, initial_state, cu_seqlens
+        )
     return chosen(y, final, norms, return_final_state, return_log_norms)
 
 
@@ -99,14 +100,16 @@ def mru_mixer_is_fused(elements: Tensor, w_down: Tensor, construction: str, w_up
 def no_kernel(elements: Tensor, w_down: Tensor, construction: str, w_up: Tensor | None = None) -> str:
     """Why the fused kernels cannot be had; empty if they can."""
     _, order, width = w_down.shape
-    if w_up is not None:
-        return "takes elements"
     if construction not in FUSED:
         return f"knows the constructions {', '.join(FUSED)}, not {construction}"
     if order > LARGEST_ORDER or order not in ORDERS:
         return f"takes matrices of order 4, 8 or 16, not {order}"
     largest = LARGEST_WIDTHS.get(elements.dtype, width)
-    return "" if width <= largest else f"projects to at most {largest} columns a head, not {width}"
+    if width > largest:
+        return f"projects to at most {largest} columns a head, not {width}"
+    if w_up is not None and w_up.shape[1] != width:
+        return f"takes chunks of {width} numbers, as many as it projects to, not {w_up.shape[1]}"
+    return ""
 
 
 def check_mixer(
@@ -145,25 +148,26 @@ def token_shape(op: str, heads: int, order: int, w_up: Tensor | None, constructi
 def _mru_mixer(
     elements: Tensor,
     w_down: Tensor,
+    w_up: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     construction: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    why_not = no_kernel(elements, w_down, construction)
+    why_not = no_kernel(elements, w_down, construction, w_up)
     run = implementation("mru_mixer", "forward", mixer_forward, backend, elements, why_not)
-    return run(elements, w_down, initial_state, cu_seqlens, construction)
+    return run(elements, w_down, w_up, initial_state, cu_seqlens, construction)
 
 
 @_mru_mixer.register_fake
-def _(elements, w_down, initial_state, cu_seqlens, construction, backend):
-    batch, seqlen, heads, _ = elements.shape
+def _(elements, w_down, w_up, initial_state, cu_seqlens, construction, backend):
+    batch, seqlen, heads = elements.shape[:3]
     _, order, width = w_down.shape
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = elements.new_empty((batch, seqlen, heads, order, width))
     dtype = torch.promote_types(elements.dtype, torch.float32)
     final = elements.new_empty((rows, heads, order, order), dtype=dtype)
-    if not no_kernel(elements, w_down, construction) and takes_triton(backend, elements):
+    if not no_kernel(elements, w_down, construction, w_up) and takes_triton(backend, elements):
         from matmix.kernels.mru.fused import edges_like
 
         return y, final, *edges_like(elements, w_down, cu_seqlens)
@@ -177,60 +181,74 @@ def _mru_mixer_backward(
     dfinal: Tensor | None,
     elements: Tensor,
     w_down: Tensor,
+    w_up: Tensor | None,
     edges: Tensor,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     construction: str,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    why_not = no_kernel(elements, w_down, construction)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    why_not = no_kernel(elements, w_down, construction, w_up)
     run = implementation("mru_mixer", "backward", mixer_backward, backend, elements, why_not)
-    delements, dw_down, dinitial = run(dy, dfinal, elements, w_down, edges, initial_state, cu_seqlens, construction)
-    return delements, dw_down, elements.new_empty(0) if dinitial is None else dinitial
+    delements, dw_down, *optional = run(
+        dy, dfinal, elements, w_down, w_up, edges, initial_state, cu_seqlens, construction
+    )
+    return delements, dw_down, *(elements.new_empty(0) if x is None else x for x in optional)
 
 
 @_mru_mixer_backward.register_fake
-def _(dy, dfinal, elements, w_down, edges, initial_state, cu_seqlens, construction, backend):
-    like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (elements, w_down)]
-    return *like, elements.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
+def _(dy, dfinal, elements, w_down, w_up, edges, initial_state, cu_seqlens, construction, backend):
+    def like(x: Tensor | None) -> Tensor:
+        return elements.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    return like(elements), like(w_down), like(w_up), like(initial_state)
 
 
 def _setup(ctx, inputs, output):
-    elements, w_down, initial_state, cu_seqlens, ctx.construction, ctx.backend = inputs
+    elements, w_down, w_up, initial_state, cu_seqlens, ctx.construction, ctx.backend = inputs
     _, _, norms, edges = output
-    ctx.save_for_backward(elements, w_down, edges, initial_state, cu_seqlens)
+    ctx.save_for_backward(elements, w_down, w_up, edges, initial_state, cu_seqlens)
     ctx.mark_non_differentiable(norms, edges)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx, dy, dfinal, *_):
-    elements, w_down, edges, initial_state, cu_seqlens = ctx.saved_tensors
-    delements, dw_down, dinitial = torch.ops.matmix.mru_mixer_backward(
-        dy, dfinal, elements, w_down, edges, initial_state, cu_seqlens, ctx.construction, ctx.backend
+    elements, w_down, w_up, edges, initial_state, cu_seqlens = ctx.saved_tensors
+    delements, dw_down, dw_up, dinitial = torch.ops.matmix.mru_mixer_backward(
+        dy, dfinal, elements, w_down, w_up, edges, initial_state, cu_seqlens, ctx.construction, ctx.backend
     )
-    return delements, dw_down, None if initial_state is None else dinitial, None, None, None
+    dw_up, dinitial = None if w_up is None else dw_up, None if initial_state is None else dinitial
+    return delements, dw_down, dw_up, dinitial, None, None, None
 
 
 _mru_mixer.register_autograd(_gradient, setup_context=_setup)
 
 
 @register_flop_formula(torch.ops.matmix.mru_mixer)
-def _(elements_shape, w_down_shape, initial, cu_seqlens, construction, *args, **kwargs) -> int:
+def _(elements_shape, w_down_shape, w_up_shape, initial, cu_seqlens, construction, *args, **kwargs) -> int:
     """Chunk products, states and the projection; each builds X once."""
-    return _per_token(elements_shape, w_down_shape, construction, built=2, products=2, projections=1)
+    made = _per_token(elements_shape, w_down_shape, construction, built=2, products=2, projections=1)
+    return made + _from_chunks(elements_shape, w_up_shape, products=2)
 
 
 @register_flop_formula(torch.ops.matmix.mru_mixer_backward)
-def _(dy, dfinal, elements_shape, w_down_shape, edges, initial, cu_seqlens, construction, *args, **kwargs) -> int:
+def _(
+    dy, dfinal, elements_shape, w_down_shape, w_up_shape, edges, initial, cu_seqlens, construction, *args, **kwargs
+) -> int:
     """Chunk products and sums, states, cotangents and gradients of X, of which those of the elements take two more;
-    the projection back twice, and its own gradient."""
+    the projection back twice, and its own gradient; elements from chunks twice, and the two gradients of that."""
     products = 5 + (0 if construction in PRODUCTLESS else 2)
-    return _per_token(elements_shape, w_down_shape, construction, built=2, products=products, projections=3)
+    made = _per_token(elements_shape, w_down_shape, construction, built=2, products=products, projections=3)
+    return made + _from_chunks(elements_shape, w_up_shape, products=4)
 
 
 def _per_token(elements_shape, w_down_shape, construction: str, *, built: int, products: int, projections: int) -> int:
-    batch, seqlen, heads, _ = elements_shape
+    batch, seqlen, heads = elements_shape[:3]
     _, order, width = w_down_shape
     # An elimination takes order^3 multiply-adds, a product of triangles is counted as a dense one.
     products += 0 if construction in PRODUCTLESS else built
     return 2 * batch * seqlen * heads * order**2 * (products * order + projections * width)
+
+
+def _from_chunks(chunks_shape, w_up_shape, *, products: int) -> int:
+    return 0 if w_up_shape is None else 2 * products * math.prod(chunks_shape) * w_up_shape[2]

@@ -11,20 +11,13 @@ from matmix.kernels.mru.build import (
     block_sums,
     build,
     build_gradient,
-    element_offsets,
+    elements_of,
     identity,
-    loaded_places,
-    stored_places,
+    load_weights,
+    row_places,
+    token_places,
 )
 from matmix.kernels.slots import locate
-
-
-@triton.jit
-def load_projection(w_down, heads, h0, d_c, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """The projections of the tile's heads below each other, (TILE, WIDTH) float32."""
-    i, c = tl.arange(0, TILE), tl.arange(0, WIDTH)
-    there = (h0 + i // ORDER < heads)[:, None] & (c < d_c)[None, :]
-    return tl.load(w_down + (h0 * ORDER + i)[:, None] * d_c + c[None, :], mask=there, other=0.0).to(tl.float32), there
 
 
 @triton.jit
@@ -59,22 +52,24 @@ def block_log_norms(state, same):
 
 @triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
 def products_pass(
-    elements, e_b, e_l, products, cu_seqlens, documents, seqlen, per_row, heads,
+    elements, e_b, e_l, w_up, d_c, products, cu_seqlens, documents, seqlen, per_row, heads,
     ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    CONSTRUCTION: tl.constexpr,
+    CONSTRUCTION: tl.constexpr, CHUNKED: tl.constexpr, WIDTH: tl.constexpr, PROJECTION: tl.constexpr,
 ):  # fmt: skip
     """The product of a chunk's state matrices, by slot."""
     slot = tl.program_id(0)
     h0 = tl.program_id(1) * (TILE // ORDER)
     _, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
-    loaded = loaded_places(row, column, inside, ORDER, CONSTRUCTION)
     start = chunk * CHUNK
     at = elements + row_.to(tl.int64) * e_b + (begin + start).to(tl.int64) * e_l
-    at += element_offsets(head, row, column, ORDER, CONSTRUCTION)
+    places, read, _ = token_places(head, row, column, inside, heads, h0, d_c, ORDER, TILE, WIDTH, CONSTRUCTION, CHUNKED)
+    at += places
+    up = load_weights(w_up, heads, h0, d_c, ORDER, TILE, WIDTH) if CHUNKED else 0
     product = identity(TILE)
     for _ in range(tl.minimum(CHUNK, length - start)):
-        m = tl.load(at, mask=loaded, other=0.0).to(tl.float32)
+        given = tl.load(at, mask=read, other=0.0).to(tl.float32)
+        m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
         x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
         product = tl.dot(product, x, input_precision=PRECISION)
         at += e_l
@@ -85,10 +80,11 @@ def products_pass(
 
 @triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
 def outputs_pass(
-    elements, e_b, e_l, w_down, d_c, y, final, norms, initial, entering, cu_seqlens, documents, seqlen, per_row, heads,
+    elements, e_b, e_l, w_up, w_down, d_c, y, final, norms, initial, entering, cu_seqlens, documents, seqlen,
+    per_row, heads,
     ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    CONSTRUCTION: tl.constexpr, WIDTH: tl.constexpr, INITIAL: tl.constexpr, ENTERING: tl.constexpr,
-    PROJECTION: tl.constexpr,
+    CONSTRUCTION: tl.constexpr, CHUNKED: tl.constexpr, WIDTH: tl.constexpr, INITIAL: tl.constexpr,
+    ENTERING: tl.constexpr, PROJECTION: tl.constexpr,
 ):  # fmt: skip
     """A chunk's states, each projected by `w_down` as soon as it is there; log-norms of the last one by slot and head,
     -inf where a slot has no tokens."""
@@ -98,20 +94,22 @@ def outputs_pass(
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
     size = heads * ORDER * ORDER
     matrix = (head * ORDER + row) * ORDER + column
-    loaded = loaded_places(row, column, inside, ORDER, CONSTRUCTION)
     start = chunk * CHUNK
     at = elements + row_.to(tl.int64) * e_b + (begin + start).to(tl.int64) * e_l
-    at += element_offsets(head, row, column, ORDER, CONSTRUCTION)
-    w, there = load_projection(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
-    i = tl.arange(0, TILE)
+    places, read, _ = token_places(head, row, column, inside, heads, h0, d_c, ORDER, TILE, WIDTH, CONSTRUCTION, CHUNKED)
+    at += places
+    up = load_weights(w_up, heads, h0, d_c, ORDER, TILE, WIDTH) if CHUNKED else 0
+    w = load_weights(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
+    flat, there = row_places(heads, h0, d_c, ORDER, TILE, WIDTH)
     width = heads * ORDER * d_c
     at_y = y + (row_.to(tl.int64) * seqlen + begin + start) * width
-    at_y += (h0 * ORDER + i)[:, None] * d_c + tl.arange(0, WIDTH)[None, :]
+    at_y += flat
     state = entering_state(
         entering, initial, document, slot, chunk, start, length, size, matrix, inside, TILE, INITIAL, ENTERING
     )
     for _ in range(tl.minimum(CHUNK, length - start)):
-        m = tl.load(at, mask=loaded, other=0.0).to(tl.float32)
+        given = tl.load(at, mask=read, other=0.0).to(tl.float32)
+        m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
         x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
         state = tl.dot(state, x, input_precision=PRECISION)
         tl.store(at_y, tl.dot(state, w, input_precision=PROJECTION).to(y.dtype.element_ty), mask=there)
@@ -120,16 +118,18 @@ def outputs_pass(
     if last_chunk(chunk, start, length, CHUNK):
         tl.store(final + document.to(tl.int64) * size + matrix, state, mask=inside)
     log_norm = tl.where(start < length, block_log_norms(state, same), float("-inf"))
+    i = tl.arange(0, TILE)
     of_head = h0 + i // ORDER
     tl.store(norms + slot.to(tl.int64) * heads + of_head, log_norm, mask=(i % ORDER == 0) & (of_head < heads))
 
 
 @triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
 def collect_pass(
-    elements, e_b, e_l, w_down, d_c, dy, dy_b, dy_l, dfinal, inner, sums, cu_seqlens, documents, seqlen, per_row, heads,
+    elements, e_b, e_l, w_up, w_down, d_c, dy, dy_b, dy_l, dfinal, inner, sums, cu_seqlens, documents, seqlen,
+    per_row, heads,
     ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    CONSTRUCTION: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GIVEN: tl.constexpr, DFINAL: tl.constexpr,
-    SUMS: tl.constexpr, PROJECTION: tl.constexpr,
+    CONSTRUCTION: tl.constexpr, CHUNKED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GIVEN: tl.constexpr,
+    DFINAL: tl.constexpr, SUMS: tl.constexpr, PROJECTION: tl.constexpr,
 ):  # fmt: skip
     """A chunk's own products before every GROUP-th token, into `inner` by slot and group, and with SUMS what its tokens
     add to the cotangent of the state before it: sum of dH_t (X_1 ... X_t)^T, into `sums` by slot."""
@@ -139,24 +139,25 @@ def collect_pass(
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
     size = heads * ORDER * ORDER
     matrix = (head * ORDER + row) * ORDER + column
-    loaded = loaded_places(row, column, inside, ORDER, CONSTRUCTION)
     start = chunk * CHUNK
     token = (begin + start).to(tl.int64)
     # One pointer advances and small offsets stay: tiles of pointers would take twice the registers.
-    places = element_offsets(head, row, column, ORDER, CONSTRUCTION)
+    places, read, _ = token_places(head, row, column, inside, heads, h0, d_c, ORDER, TILE, WIDTH, CONSTRUCTION, CHUNKED)
+    up = load_weights(w_up, heads, h0, d_c, ORDER, TILE, WIDTH) if CHUNKED else 0
     at = elements + row_.to(tl.int64) * e_b + token * e_l
     at_inner = inner + slot.to(tl.int64) * ((CHUNK + GROUP - 1) // GROUP) * size
     product = identity(TILE)
     total = tl.zeros((TILE, TILE), tl.float32)
     if SUMS:
-        w, there = load_projection(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
-        flat = (h0 * ORDER + tl.arange(0, TILE))[:, None] * d_c + tl.arange(0, WIDTH)[None, :]
+        w = load_weights(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
+        flat, there = row_places(heads, h0, d_c, ORDER, TILE, WIDTH)
         at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l if GIVEN else dy
     for step in range(tl.minimum(CHUNK, length - start)):
         if step % GROUP == 0:
             tl.store(at_inner + matrix, product, mask=inside)
             at_inner += size
-        m = tl.load(at + places, mask=loaded, other=0.0).to(tl.float32)
+        given = tl.load(at + places, mask=read, other=0.0).to(tl.float32)
+        m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
         x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
         product = tl.dot(product, x, input_precision=PRECISION)
         at += e_l
@@ -175,18 +176,20 @@ def collect_pass(
 
 @triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
 def gradients_pass(
-    elements, e_b, e_l, w_down, d_c, dy, dy_b, dy_l, dfinal, arriving, inner, work, initial, entering, out, dw_down,
-    dinitial, cu_seqlens, documents, seqlen, per_row, heads,
+    elements, e_b, e_l, w_up, w_down, d_c, dy, dy_b, dy_l, dfinal, arriving, inner, work, initial, entering,
+    out, dw_up, dw_down, dinitial, cu_seqlens, documents, seqlen, per_row, heads,
     ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    CONSTRUCTION: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GIVEN: tl.constexpr, DFINAL: tl.constexpr,
-    ARRIVING: tl.constexpr, INITIAL: tl.constexpr, ENTERING: tl.constexpr, PROJECTION: tl.constexpr,
+    CONSTRUCTION: tl.constexpr, CHUNKED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GIVEN: tl.constexpr,
+    DFINAL: tl.constexpr, ARRIVING: tl.constexpr, INITIAL: tl.constexpr, ENTERING: tl.constexpr,
+    PROJECTION: tl.constexpr,
 ):  # fmt: skip
-    """A chunk from the right: gradients of its elements, its share of the projection's by slot, and at a document's
-    first chunk that of the initial state.
+    """A chunk from the right: gradients of its elements (or its tokens' chunks), its share of the weights' by slot, and
+    at a document's first chunk that of the initial state.
 
     States are computed again, GROUP tokens at a time, from the products that `collect_pass` left; they and the state
     matrices of a group wait in `work` (slots, 2 GROUP, nheads, o, o), of which a program reads what it wrote while it
-    is in the cache.
+    is in the cache. Registers are short: hence weights that are loaded for every group, and a loop of its own for the
+    gradients of chunks.
     """
     slot = tl.program_id(0)
     h0 = tl.program_id(1) * (TILE // ORDER)
@@ -194,24 +197,28 @@ def gradients_pass(
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
     size = heads * ORDER * ORDER
     matrix = (head * ORDER + row) * ORDER + column
-    loaded = loaded_places(row, column, inside, ORDER, CONSTRUCTION)
-    kept = stored_places(row, column, inside, ORDER, CONSTRUCTION)
     start = chunk * CHUNK
     steps = tl.minimum(CHUNK, length - start)
     groups = (steps + GROUP - 1) // GROUP
     token = (begin + start).to(tl.int64)
     # One pointer advances and small offsets stay: tiles of pointers would take twice the registers.
-    places = element_offsets(head, row, column, ORDER, CONSTRUCTION)
-    e_size = heads * ORDER * ORDER
-    if CONSTRUCTION == "cayley":
-        e_size = heads * (ORDER * (ORDER - 1) // 2)
-    elif CONSTRUCTION == "affine":
-        e_size = heads * (ORDER * (ORDER // 2))
+    places, read, written = token_places(
+        head, row, column, inside, heads, h0, d_c, ORDER, TILE, WIDTH, CONSTRUCTION, CHUNKED
+    )
+    if CHUNKED:
+        e_size = heads * ORDER * d_c
+    else:
+        e_size = heads * ORDER * ORDER
+        if CONSTRUCTION == "cayley":
+            e_size = heads * (ORDER * (ORDER - 1) // 2)
+        elif CONSTRUCTION == "affine":
+            e_size = heads * (ORDER * (ORDER // 2))
+    up = load_weights(w_up, heads, h0, d_c, ORDER, TILE, WIDTH) if CHUNKED else 0
+    dup = tl.zeros((TILE, WIDTH), tl.float32) if CHUNKED else 0
     at = elements + row_.to(tl.int64) * e_b + token * e_l
     at_out = out + (row_.to(tl.int64) * seqlen + token) * e_size
-    i = tl.arange(0, TILE)
-    w, there = load_projection(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
-    flat = (h0 * ORDER + i)[:, None] * d_c + tl.arange(0, WIDTH)[None, :]
+    w = load_weights(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
+    flat, there = row_places(heads, h0, d_c, ORDER, TILE, WIDTH)
     at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l if GIVEN else dy
     at_inner = inner + slot.to(tl.int64) * ((CHUNK + GROUP - 1) // GROUP) * size
     at_work = work + slot.to(tl.int64) * (2 * GROUP) * size
@@ -234,7 +241,8 @@ def gradients_pass(
         own = tl.load(at_inner + group * size + matrix, mask=inside, other=0.0)
         state = tl.dot(state, own, input_precision=PRECISION)
         for step in range(count):
-            m = tl.load(at + (first + step).to(tl.int64) * e_l + places, mask=loaded, other=0.0).to(tl.float32)
+            given = tl.load(at + (first + step).to(tl.int64) * e_l + places, mask=read, other=0.0).to(tl.float32)
+            m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
             x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
             tl.store(at_work + step * size + matrix, state, mask=inside)
             tl.store(at_work + (GROUP + step) * size + matrix, x, mask=inside)
@@ -254,12 +262,23 @@ def gradients_pass(
             dx = tl.dot(tl.trans(state), b, input_precision=PRECISION)
             b = tl.dot(b, tl.trans(x), input_precision=PRECISION)
             tl.debug_barrier()
-            m = tl.load(at + place * e_l + places, mask=loaded, other=0.0).to(tl.float32)
-            dm = build_gradient(dx, x, m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
-            tl.store(at_out + place * e_size + places, dm.to(out.dtype.element_ty), mask=kept)
+            given = tl.load(at + place * e_l + places, mask=read, other=0.0).to(tl.float32)
+            m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
+            gradient = build_gradient(dx, x, m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+            if CHUNKED:
+                # That of M; a triangle's is antisymmetric already. Outside the blocks only L D U's diagonal is not 0.
+                if CONSTRUCTION == "ldu":
+                    gradient = tl.where(same, gradient, 0.0)
+                tl.debug_barrier()
+                given = tl.load(at + place * e_l + places, mask=read, other=0.0).to(tl.float32)
+                dup = tl.dot(tl.trans(gradient), given, acc=dup, input_precision=PROJECTION)
+                gradient = tl.dot(gradient, up, input_precision=PROJECTION)
+            tl.store(at_out + place * e_size + places, gradient.to(out.dtype.element_ty), mask=written)
         tl.debug_barrier()
     if INITIAL:
         if chunk == 0:
             tl.store(dinitial + document.to(tl.int64) * size + matrix, b, mask=inside)
     if GIVEN:
         tl.store(dw_down + slot.to(tl.int64) * heads * ORDER * d_c + flat, dw, mask=there)
+    if CHUNKED:
+        tl.store(dw_up + slot.to(tl.int64) * heads * ORDER * d_c + places, dup, mask=written)

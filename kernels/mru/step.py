@@ -8,8 +8,7 @@ from matmix.kernels.backend import check_backend
 from matmix.kernels.checks import check_choice, check_finite, check_floating
 from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
 from matmix.kernels.matrix_product.spans import ORDERS
-from matmix.kernels.mru.chunked import state_matrices
-from matmix.kernels.mru.chunks import elements_from_chunks
+from matmix.kernels.mru.chunked import made_elements, state_matrices
 from matmix.kernels.mru.constructions import CONSTRUCTIONS
 from matmix.kernels.mru.op import mru_mixer, token_shape
 
@@ -79,7 +78,5 @@ def mru_step(
         )
         return y.squeeze(1), state
     check_finite(op, elements=elements, state=state, w_up=w_up)
-    if w_up is not None:
-        elements = elements_from_chunks(elements, w_up, construction).to(elements.dtype)
-    x = state_matrices(elements, construction, order).unsqueeze(1)
+    x = state_matrices(made_elements(elements, w_up, construction), construction, order).unsqueeze(1)
     return matrix_product_scan(x, initial_state=state, return_final_state=True, backend=backend)[1]

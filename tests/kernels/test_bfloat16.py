@@ -102,3 +102,9 @@ def test_mru(interpreter, construction):
     inputs = mixer_inputs(139, construction, batch=1, heads=2, order=8, states=3)
     options = {"cu_seqlens": packed([1, 130, 8]), "return_final_state": True, "construction": construction}
     assert_close(mru_mixer, mru_mixer_definition, inputs, interpreter, **options)
+
+
+def test_mru_from_chunks(interpreter):
+    inputs = mixer_inputs(70, "identity_plus", batch=1, heads=2, order=8, d_chunk=8)
+    options = {"cu_seqlens": packed([1, 66, 3]), "construction": "identity_plus"}
+    assert_close(mru_mixer, mru_mixer_definition, inputs, interpreter, **options)

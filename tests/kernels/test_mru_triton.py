@@ -16,6 +16,7 @@ from matmix.kernels import mru_mixer, mru_step
 from matmix.kernels.launching import record_launches
 from matmix.kernels.matrix_product import fused as scan
 from matmix.kernels.mru import fused
+from matmix.kernels.mru.chunked import made_elements
 from matmix.kernels.mru.constructions import build_state_matrices, state_elements
 from matmix.kernels.mru.definition import mru_mixer_definition
 
@@ -70,6 +71,23 @@ def test_orders_heads_and_widths_that_do_not_fill_a_tile(interpreter, short, con
 
 
 @pytest.mark.parametrize("construction", FUSED)
+@pytest.mark.parametrize(
+    ("seqlen", "order", "heads", "d_chunk"), [(1, 8, 2, 8), (7, 4, 5, 1), (5, 16, 2, 7), (11, 8, 3, 16)]
+)
+def test_chunks(interpreter, short, construction, seqlen, order, heads, d_chunk):
+    inputs = mixer_inputs(seqlen, construction, batch=1, order=order, heads=heads, states=1, d_chunk=d_chunk)
+    assert_matches(interpreter, inputs, construction=construction, return_final_state=True)
+
+
+@pytest.mark.parametrize("construction", FUSED)
+def test_packed_chunks(interpreter, short, construction):
+    lengths = [1, 5, 0, 9, 1]
+    inputs = mixer_inputs(sum(lengths), construction, batch=1, heads=2, order=8, states=len(lengths), d_chunk=3)
+    options = {"cu_seqlens": packed(lengths), "return_final_state": True, "construction": construction}
+    assert_matches(interpreter, inputs, **options)
+
+
+@pytest.mark.parametrize("construction", FUSED)
 @pytest.mark.parametrize("lengths", [[1, 5, 14, 3, 0, 6], [1] * 9, [0, 17, 0, 1, 0], [19, 1]])
 @pytest.mark.parametrize("states", [False, True])
 def test_packed_documents(interpreter, short, construction, lengths, states):
@@ -78,9 +96,10 @@ def test_packed_documents(interpreter, short, construction, lengths, states):
     assert_matches(interpreter, inputs, **options)
 
 
+@pytest.mark.parametrize("d_chunk", [0, 3])
 @pytest.mark.parametrize("construction", FUSED)
-def test_final_state_alone_has_a_gradient(interpreter, short, construction):
-    inputs = mixer_inputs(30, construction, batch=1, states=1)
+def test_final_state_alone_has_a_gradient(interpreter, short, construction, d_chunk):
+    inputs = mixer_inputs(11 if d_chunk else 30, construction, batch=1, states=1, d_chunk=d_chunk)
 
     cotangent = torch.randn(1, 3, 4, 4)
 
@@ -91,7 +110,7 @@ def test_final_state_alone_has_a_gradient(interpreter, short, construction):
         return {name: x.grad for name, x in leaves.items()}
 
     got, wanted = final(on(interpreter), torch.float32), final(mru_mixer_definition, torch.float64)
-    for name in ("elements", "initial_state"):
+    for name in inputs.keys() - {"w_down"}:
         assert rmse_ratio(got[name], wanted[name]) <= 1e-5
     assert got["w_down"] is None or not got["w_down"].any()
 
@@ -190,15 +209,45 @@ def test_half_precision_elements_keep_a_float32_state(interpreter):
     assert rmse_ratio(got[1], wanted[1]) < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+def test_documents_of_chunks_are_bit_independent(interpreter, short):
+    before = mixer_inputs(12, "ldu", batch=1, heads=2, d_chunk=3)
+    after = {**before, "elements": before["elements"].clone()}
+    after["elements"][:, 5:6] = torch.nan
+    options = {"cu_seqlens": packed([5, 1, 6]), "construction": "ldu"}
+    plain, changed = (run(on(interpreter), inputs, torch.float32, **options) for inputs in (before, after))
+    for name in ("output 0", "d elements"):
+        assert torch.equal(plain[name][:, :5], changed[name][:, :5])
+        assert torch.equal(plain[name][:, 6:], changed[name][:, 6:])
+        assert changed[name][:, 5:6].isnan().any()
+
+
+def test_chunks_are_read_as_they_lie_and_give_the_same_bits_twice(interpreter, short):
+    """A slice of a wider tensor, as a layer's input may be; sums over tokens have one order."""
+    inputs = mixer_inputs(9, "identity_plus", d_chunk=4)
+    wide = torch.randn(2, 9, 3 * 16 + 8)
+    wide[..., :48] = inputs["elements"].flatten(2)
+    view = wide[..., :48].unflatten(-1, (3, 4, 4))
+    first, *others = (
+        run(on(interpreter), inputs | {"elements": x}, torch.float32, construction="identity_plus")
+        for x in (inputs["elements"], inputs["elements"], view)
+    )
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("packed_row", [False, True])
-def test_no_value_is_looked_at_and_no_state_stored(packed_row):
+def test_no_value_is_looked_at_and_no_state_stored(packed_row, chunks):
     """Tensors without values are enough to launch everything, and all that is allocated is smaller than X or H."""
-    elements = torch.empty(1, 100_000, 6, 28, device="meta", dtype=torch.bfloat16)
+    token = (8, 8) if chunks else (28,)
+    elements = torch.empty(1, 100_000, 6, *token, device="meta", dtype=torch.bfloat16)
+    w_up = torch.empty(6, 8, 8, device="meta") if chunks else None
     w_down = torch.empty(6, 8, 8, device="meta", dtype=torch.bfloat16)
     cu_seqlens = torch.empty(90, dtype=torch.int32, device="meta") if packed_row else None
     with record_launches() as launches:
-        y, final, _, edges = fused.forward(elements, w_down, None, cu_seqlens, "cayley")
-        fused.backward(torch.empty_like(y), final, elements, w_down, edges, None, cu_seqlens, "cayley")
+        y, final, _, edges = fused.forward(elements, w_down, w_up, None, cu_seqlens, "cayley")
+        fused.backward(torch.empty_like(y), final, elements, w_down, w_up, edges, None, cu_seqlens, "cayley")
     assert len(launches) == 5 + 6
     states = 100_000 * 6 * 64 * 4
     # Elements, outputs and their gradients are bfloat16.
@@ -208,23 +257,25 @@ def test_no_value_is_looked_at_and_no_state_stored(packed_row):
     assert kept_from_forward < 0.04 * states
 
 
+@pytest.mark.parametrize("d_chunk", [0, 5])
 @pytest.mark.parametrize("construction", FUSED)
-def test_step(interpreter, construction):
+def test_step(interpreter, construction, d_chunk):
     """Token by token, from state to state, the outputs are those of the whole sequence."""
-    inputs = mixer_inputs(9, construction, order=8)
+    inputs = mixer_inputs(4 if d_chunk else 9, construction, order=8, d_chunk=d_chunk)
+    w_up = inputs.get("w_up")
     y, final = on(interpreter)(**inputs, construction=construction, return_final_state=True)
     state = torch.eye(8).expand(2, 3, 8, 8).contiguous()
     step = on(interpreter, mru_step)
-    for t in range(9):
-        inputs_t = {"elements": inputs["elements"][:, t], "w_down": inputs["w_down"]}
+    for t in range(y.shape[1]):
+        inputs_t = {"elements": inputs["elements"][:, t], "w_down": inputs["w_down"], "w_up": w_up}
         before = state.clone()
         y_t, after = step(**inputs_t, state=state, construction=construction)
         assert torch.equal(state, before)
         torch.testing.assert_close(y_t, y[:, t], rtol=1e-5, atol=1e-5)
         state = after
     torch.testing.assert_close(state, final, rtol=1e-5, atol=1e-5)
-    alone = step(elements=inputs["elements"][:, 0], state=state, construction=construction)
-    x = build_state_matrices(inputs["elements"][:, 0], construction, 8)
+    alone = step(elements=inputs["elements"][:, 0], w_up=w_up, state=state, construction=construction)
+    x = build_state_matrices(made_elements(inputs["elements"][:, 0], w_up, construction), construction, 8)
     torch.testing.assert_close(alone, state @ x, rtol=1e-5, atol=1e-5)
 
 
@@ -238,3 +289,6 @@ def test_what_has_no_kernel(interpreter):
     with pytest.raises(ValueError, match="at most 16 columns"):
         mru_mixer(elements, torch.randn(2, 4, 65).to(interpreter), backend="triton")
     mru_mixer(elements, torch.randn(2, 4, 65).to(interpreter))
+    chunks, w_up = torch.randn(1, 5, 2, 4, 7).to(interpreter), torch.randn(2, 7, 4).to(interpreter)
+    with pytest.raises(ValueError, match="takes chunks of 4 numbers, as many as it projects to, not 7"):
+        mru_mixer(chunks, torch.randn(2, 4, 4).to(interpreter), w_up=w_up, backend="triton")

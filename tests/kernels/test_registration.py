@@ -64,6 +64,12 @@ def samples():
             partial(mru_mixer, return_final_state=True, return_log_norms=True, cu_seqlens=cu_seqlens, backend="torch"),
             (draw(1, 40, 3, 6), draw(3, 4, 5)),
         ),
+        "mru mixer of chunks": (
+            lambda chunks, w_down, w_up: mru_mixer(
+                chunks, w_down, w_up=w_up, return_final_state=True, cu_seqlens=cu_seqlens, backend="torch"
+            ),
+            (draw(1, 40, 3, 4, 2), draw(3, 4, 5), draw(3, 2, 4)),
+        ),
         "mru step": (
             lambda elements, state, w_down: mru_step(elements, state, w_down, construction="ldu", backend="torch"),
             (draw(2, 3, 16), draw(2, 3, 4, 4), draw(3, 4, 5)),
@@ -78,7 +84,7 @@ def samples():
 
 NAMES = [
     *("semiseparable", "with states", "quasiseparable", "row sums", "product", "both"),
-    *("matrix product", "mru mixer", "mru step", "short conv", "gated norm"),
+    *("matrix product", "mru mixer", "mru mixer of chunks", "mru step", "short conv", "gated norm"),
 ]
 
 
@@ -163,6 +169,21 @@ def test_flops_of_the_mru():
         with FlopCounterMode(display=False) as counter:
             y.sum().backward()
         assert counter.get_total_flops() == cost * (backward[0] * 8 + backward[1] * 5)
+
+
+def test_flops_of_the_mru_from_chunks():
+    """Forward: elements twice; backward: twice again, and the gradients of chunks and weights."""
+    chunks, w_down, w_up = draw(2, 50, 3, 8, 7), draw(3, 8, 5), draw(3, 7, 8)
+    elements = draw(2, 50, 3, 64)
+    found = []
+    for given, weights in ((chunks, w_up), (elements, None)):
+        with FlopCounterMode(display=False) as forward:
+            y = mru_mixer(given, w_down, w_up=weights, construction="ldu", backend="torch")
+        with FlopCounterMode(display=False) as backward:
+            y.sum().backward()
+        found.append((forward.get_total_flops(), backward.get_total_flops()))
+    once = 2 * 2 * 50 * 3 * 8 * 7 * 8
+    assert [a - b for a, b in zip(*found, strict=True)] == [2 * once, 4 * once]
 
 
 FORMS = [
@@ -338,6 +359,10 @@ BAD = {
     ),
     "mru_mixer: elements have shape (2, 3, 1, 16); expected (batch, seqlen, 1, 6)": lambda: mixer((2, 3, 1, 16)),
     "mru_mixer: elements have shape (2, 3, 6); expected (batch, seqlen, 1, 6)": lambda: mixer((2, 3, 6)),
+    "mru_mixer: elements have shape (2, 3, 1, 6); expected (batch, seqlen, 1, 4, 3)": lambda: mixer(
+        w_up=torch.ones(1, 3, 4)
+    ),
+    "mru_mixer: w_up has shape (1, 4); expected (1, d_chunk, 4)": lambda: mixer(w_up=torch.ones(1, 4)),
     "mru_mixer: w_down has shape (1, 5, 4); expected (nheads, o, d_c), o one of 4, 8, 16, 32": lambda: mixer(
         (2, 3, 1, 10), (1, 5, 4)
     ),

@@ -38,12 +38,14 @@ def on_triton(interpreter, monkeypatch):
         {"construction": "cayley", "order": 4},
         {"construction": "ldu", "order": 4, "nheads": 2, "bias": True},
         {"construction": "identity_plus", "order": 8, "nheads": 1},
+        {"construction": "identity_plus", "order": 4, "input": "chunked", "element_scale": 4.0},
+        {"construction": "ldu", "order": 4, "nheads": 4, "input": "chunked", "element_scale": 5.0, "output_scale": 2.0},
     ],
 )
 def test_layer(on_triton, launched, randomize, options, cu_seqlens):
     layer = randomize(MRU(32, MRUConfig(**options), causal=True, max_seqlen=64, output_std=0.02))
     with torch.no_grad():
-        layer.in_proj.weight.mul_(0.1)
+        (layer.in_proj.weight if layer.config.input == "dense" else layer.state_up).mul_(0.1)
     x = torch.randn(1 if cu_seqlens is not None else 2, 40, 32)
     wanted = results(layer, "cpu", x, cu_seqlens=cu_seqlens)
     norms = layer.log_norms
@@ -63,6 +65,17 @@ def test_what_has_no_kernel_takes_the_parts(on_triton, launched, randomize, opti
     found = results(layer, on_triton(), x)
     assert "outputs_pass" not in names(launched)
     assert_close(found, wanted)
+
+
+def test_dropout_in_training_takes_elements(on_triton, launched, randomize):
+    """Chunked input with dropout has elements in memory in training, and the fused kernels take those."""
+    options = MRUConfig(order=4, input="chunked", construction="identity_plus", dropout=0.5)
+    layer = randomize(MRU(32, options, causal=True, max_seqlen=64, output_std=0.02)).to(on_triton())
+    x = torch.randn(1, 5, 32).to(next(layer.parameters()).device)
+    layer.train()(x)
+    layer.eval()(x)
+    assert names(launched) == ["outputs_pass", "outputs_pass"]
+    assert [launch.constants["CHUNKED"] for launch in launched] == [False, True]
 
 
 def test_language_model_with_recomputed_blocks(on_triton, launched, small_model):
