@@ -176,9 +176,13 @@ def test_many_tokens_are_what_each_is_by_itself(construction):
         torch.testing.assert_close(x[token], alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("construction", CONSTRUCTIONS)
-def test_layers_compile_as_a_whole(construction):
-    layer = MRU(32, MRUConfig(order=4, construction=construction), causal=True, max_seqlen=16, output_std=0.02)
+@pytest.mark.parametrize(
+    ("construction", "form"),
+    [*((name, "dense") for name in CONSTRUCTIONS), ("identity_plus", "chunked"), ("cayley", "chunked")],
+)
+def test_layers_compile_as_a_whole(construction, form):
+    options = MRUConfig(order=4, construction=construction, input=form)
+    layer = MRU(32, options, causal=True, max_seqlen=16, output_std=0.02)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     torch.compiler.reset()

@@ -118,6 +118,14 @@ def test_the_chunked_form_has_few_weights_and_factors_in_its_place():
     torch.testing.assert_close(scaled(x), scaled.out_proj(((states @ layer.state_down) * 5).flatten(-3)))
 
 
+def test_the_chunked_form_costs_less_arithmetic():
+    dense, chunked = (
+        MRU.flops_per_token(512, MRUConfig(order=8, input=form, construction="ldu"), 100, True)
+        for form in ("dense", "chunked")
+    )
+    assert dense - chunked == 2 * (512 * 512 - 512 * 8)
+
+
 def test_the_dense_form_is_scaled_on_request():
     layer = _layer(construction="cayley")
     twice = _layer(construction="cayley", element_scale=2.0, output_scale=0.5)
