@@ -20,7 +20,6 @@ from matmix.kernels.mru.chunks import elements_from_chunks
 from matmix.kernels.mru.constructions import (
     BOUNDED_CONSTRUCTIONS,
     CONSTRUCTIONS,
-    TRIANGLES,
     construction_products,
     element_columns,
     state_elements,
@@ -199,11 +198,10 @@ class MRU(Mixer):
         nheads, order = cls.head_count(d_model, config), config.order
         state_size = nheads * order**2
         d_chunk = d_model // (nheads * order)
-        elements = state_elements(config.construction, order)
-        dense = config.chosen("input") == "dense"
-        inputs = nheads * (d_model if dense else d_chunk) * elements
-        if not dense and config.construction in TRIANGLES:
-            inputs = state_size * d_chunk
+        if config.chosen("input") == "dense":
+            inputs = d_model * nheads * state_elements(config.construction, order)
+        else:
+            inputs = d_chunk * nheads * order * element_columns(config.construction, order)
         read = state_size * d_chunk + d_model**2
         read = read + d_model**2 if config.chosen("gate") == "silu" else min(state_size * d_model, read)
         products = 1 + construction_products(config.construction)
