@@ -16,12 +16,23 @@ from hypothesis import HealthCheck, settings
 # bit for bit are only so with as many threads.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
-# The same examples everywhere, and no verdict on how fast a machine makes or tries them.
-settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+# No verdict on how fast a machine makes or tries examples.
+_ANY_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("the same everywhere", derandomize=True, **_ANY_MACHINE)
+settings.register_profile("others", derandomize=False, **_ANY_MACHINE)
 
 if not torch.cuda.is_available():
     triton_on_cpu.import_kernels()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--seed", type=int, default=0, help="what tests draw starts from; other than 0: other examples too"
+    )
+
+
+def pytest_configure(config):
+    settings.load_profile("others" if config.getoption("--seed") else "the same everywhere")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -39,9 +50,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _seed(request):
     """Every test draws the same numbers, whichever tests ran before it in the same process."""
-    torch.manual_seed(0)
+    torch.manual_seed(request.config.getoption("--seed"))
 
 
 @pytest.fixture

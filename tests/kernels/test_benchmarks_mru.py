@@ -45,7 +45,6 @@ def settings(**changed) -> Settings:
 @pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
 @pytest.mark.parametrize("seqlen", [1, 2, 3, 5, 13, 64, 100])
 def test_public_scans_are_the_product_at_any_length(scan, seqlen):
-    torch.manual_seed(0)
     x = torch.linalg.qr(torch.randn(2, seqlen, 3, 4, 4, dtype=torch.float64))[0].requires_grad_()
     cotangent = torch.randn_like(x)
     wanted = both_passes(on_leaves("definition", matrix_product_definition, [x], cotangent))
@@ -65,7 +64,6 @@ def test_public_scans_leave_their_inputs_alone():
 
 @pytest.mark.parametrize("construction", CONSTRUCTIONS)
 def test_the_mixer_from_parts_is_the_mixer(construction):
-    torch.manual_seed(0)
     elements = 0.1 * torch.randn(2, 21, 3, state_elements(construction, 4))
     leaves = [elements.requires_grad_(), torch.randn(3, 4, 5, requires_grad=True)]
     cotangent = torch.randn(2, 21, 3, 4, 5)
@@ -146,7 +144,6 @@ def test_the_gpt_has_as_many_parameters(size):
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", ["Brent-Kung", "Hillis-Steele"])
 def test_compiled_scans_are_compiled_as_a_whole(scan):
-    torch.manual_seed(0)
     x = torch.linalg.qr(torch.randn(2, 2, 13, 4, 4))[0].requires_grad_()
     cotangent = torch.randn_like(x)
     compiled = torch.compile(SCANS[scan], dynamic=False, fullgraph=True)

@@ -83,7 +83,6 @@ def test_causal_scan_from_state_to_state(interpreter):
 
 @pytest.mark.parametrize(("width", "causal"), [(7, False), (4, True)])
 def test_convolution(interpreter, width, causal):
-    torch.manual_seed(0)
     inputs = {"x": torch.randn(1, 203, 48), "weight": torch.randn(48, width), "bias": torch.randn(48)}
     options = {"causal": causal, "activation": "silu", "cu_seqlens": packed([1, 5, 64, 3, 130])}
     assert_close(short_conv, short_conv_definition, inputs, interpreter, **options)
@@ -91,7 +90,6 @@ def test_convolution(interpreter, width, causal):
 
 @pytest.mark.parametrize("group_size", [None, 16])
 def test_norm(interpreter, group_size):
-    torch.manual_seed(0)
     inputs = {"x": torch.randn(90, 96), "weight": torch.randn(96), "gate": torch.randn(90, 96)}
     assert_close(gated_norm, gated_norm_definition, inputs, interpreter, group_size=group_size)
 

@@ -66,7 +66,6 @@ def recurrent_form(q, k, v, log_gate, gate_offset):
 
 def draw(length: int, batch: int = 2, heads: int = 3):
     """Positive q and k, as LION's feature maps make them, values and selective gates, in float64."""
-    torch.manual_seed(length)
     q, k = torch.rand(2, batch, length, heads, 5, dtype=torch.float64).unbind(0)
     v = torch.randn(batch, length, heads, 4, dtype=torch.float64)
     return q, k, v, logsigmoid(torch.randn(batch, length, heads, dtype=torch.float64) + 2)

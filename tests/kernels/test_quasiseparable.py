@@ -49,7 +49,6 @@ def make(
     positive=False,
 ):
     """`positive`: everything that mixer weights are made of, for row sums that are far from zero."""
-    torch.manual_seed(seqlen)
 
     def weight(*shape):
         return torch.rand(*shape) + 0.1 if positive else torch.randn(*shape)

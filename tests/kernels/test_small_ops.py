@@ -15,7 +15,6 @@ from matmix.kernels.short_conv.definition import short_conv_definition
 
 
 def conv_inputs(seqlen, width, *, batch=2, d=12, bias=True):
-    torch.manual_seed(seqlen)
     inputs = {"x": torch.randn(batch, seqlen, d), "weight": torch.randn(d, width)}
     if bias:
         inputs["bias"] = torch.randn(d)
@@ -70,20 +69,17 @@ def test_conv_of_strided_and_bfloat16_inputs():
 @pytest.mark.parametrize("seqlen", [1, 7, 129])
 @pytest.mark.parametrize("group_size", [None, 4])
 def test_gated_norm(seqlen, group_size):
-    torch.manual_seed(seqlen)
     inputs = {"x": torch.randn(2, seqlen, 12), "weight": torch.randn(12), "gate": torch.randn(2, seqlen, 12)}
     for op in (gated_norm, gated_norm_torch):
         assert_matches(op, gated_norm_definition, inputs, group_size=group_size)
 
 
 def test_gated_norm_over_several_slabs():
-    torch.manual_seed(0)
     inputs = {"x": torch.randn(300, 640), "weight": torch.randn(640), "gate": torch.randn(300, 640)}
     assert_matches(gated_norm, gated_norm_definition, inputs)
 
 
 def test_gradchecks():
-    torch.manual_seed(0)
     x, gate = (torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight, bias = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     taps = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
@@ -111,7 +107,6 @@ def flops(op, inputs):
 @pytest.mark.parametrize("op", ["short_conv", "gated_norm", "quasiseparable", "matrix product"])
 def test_autocast_does_not_reach_into_the_ops(op):
     """Products inside an op stay float32, forward and backward."""
-    torch.manual_seed(0)
     x = torch.randn(1, 40, 4, 6)
     calls = {
         "short_conv": (lambda t: short_conv(t.flatten(2), torch.linspace(-1, 1, 24 * 7).view(24, 7)), x),

@@ -14,7 +14,6 @@ def mixer_inputs(
 ) -> dict[str, torch.Tensor]:
     """elements (with `d_chunk` chunks and w_up, and w_down as wide unless `width` is given), w_down and with `states`
     an initial state per row or document: small elements, but for orthogonal matrices."""
-    torch.manual_seed(seqlen)
     size = 0.7 if construction in BOUNDED_CONSTRUCTIONS else 0.3 / max(seqlen, 16) ** 0.5
     inputs = {
         "elements": torch.randn(batch, seqlen, heads, state_elements(construction, order)) * size,

@@ -35,7 +35,6 @@ def prepared(recipe, dataset, *overrides):
     config = load_config(recipe, arguments)
     loader = make_loader(config, "validation", 0, 1)
     config = with_data_facts(config, loader)
-    torch.manual_seed(0)
     model = build_model(config.model, device="cpu")
     initialize(model, 0)
     with torch.no_grad():

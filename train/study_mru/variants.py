@@ -16,7 +16,7 @@ from matmix.train.config import RunConfig
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.recipe import config_from_dict, read_toml
 
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 """Learning rates, the same for all."""
 
 FIRST_FORM_SCALE = 0.08
