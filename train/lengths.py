@@ -72,7 +72,8 @@ def _at_multiple(config: RunConfig, multiple: int, world_size: int) -> RunConfig
     micro = config.micro_batch(world_size)
     fitting = [size for size in range(1, micro + 1) if micro % size == 0 and size * multiple <= micro]
     # Reading processes would take longer to start than the samples to make.
-    data = dataclasses.replace(config.data, seqlen=multiple * config.data.seqlen, workers=0)
+    alone = dataclasses.replace(config.data.synthetic, eval_lengths=())  # which are multiples of the length of training
+    data = dataclasses.replace(config.data, seqlen=multiple * config.data.seqlen, synthetic=alone, workers=0)
     return dataclasses.replace(config, data=data, micro_batch_size=max(fitting, default=1))
 
 

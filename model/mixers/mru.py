@@ -60,6 +60,9 @@ class MRUConfig:
     output_scale: float = 0.0
     """What is read from the states is multiplied by this; 0 = automatic: 1 for dense, d_model / order for chunked,
     whose initial read-out is smaller by this."""
+    output_std: float = 0.0
+    """Standard deviation of the initial output projection; 0 = automatic: by the depth, as in all mixers. mru-lm's
+    first form has 0.02 / sqrt(number of blocks)."""
     shift: Literal["auto", "none", "blend"] = "auto"
     """blend: elements come from a learned blend of each token with the one before it in its document. auto: blend with
     affine, else none."""
@@ -141,7 +144,7 @@ class MRU(Mixer):
             "state_base": fading_init(self.order),
             "shift_share": constant_init(0.5),
             "state_down": normal_init(0.02 * fan_in**0.5 / self.output_scale),
-            "out_proj.weight": normal_init(output_std),
+            "out_proj.weight": normal_init(config.output_std or output_std),
             # A decay of 0.9999: 1 itself would have no gradient.
             "decay_root": constant_init(0.01),
         }
@@ -168,7 +171,7 @@ class MRU(Mixer):
             known = typing.get_args(typing.get_type_hints(MRUConfig)[name])
             if getattr(config, name) not in known:
                 raise ValueError(f"model.mixers.mru.{name} = {getattr(config, name)!r}; known: {', '.join(known)}")
-        for name in ("element_scale", "output_scale"):
+        for name in ("element_scale", "output_scale", "output_std"):
             if not 0 <= getattr(config, name) < math.inf:
                 raise ValueError(f"model.mixers.mru.{name} = {getattr(config, name)}: must be 0 (automatic) or more")
         least = 1 if state_elements(config.construction, 1) else 2

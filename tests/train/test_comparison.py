@@ -183,6 +183,20 @@ def test_a_control_that_the_recipe_has_is_not_added(recipe):
     assert [entry.name for entry in read_comparison(recipe(only_attention)).entries] == ["attention", "no mixer"]
 
 
+def test_rules_are_held_against_every_entry_before_any_is_trained(recipe):
+    """Controls have them as far as they have the parameters."""
+    words = ["--model.vocab-size", "64", "--model.mlp-ratio", "1.0"]
+    rules = "[[optimizer.rule]]\nmatch = ['*.out_proj.weight', '*norm*']\nlr = 0.5\n"
+    rules += "[[optimizer.rule]]\nmatch = '*.out_proj.weight'\nclip = 0.5\n"
+    comparison = matched(read_comparison(recipe(TINY + rules + CONTROLLED), words))
+    *entries, empty, convolution = [entry.config.optimizer.rule for entry in comparison.entries]
+    assert entries == [convolution] * 2
+    assert [len(rule.patterns) for rule in convolution] == [2, 1]
+    assert empty == (RuleConfig(match=("*norm*",), lr=0.5),)
+    with pytest.raises(ValueError, match=r'entry "attention": .*"\*\.in_proj\.weight" matches no parameter'):
+        matched(read_comparison(recipe(TINY + rules.replace("out_proj", "in_proj") + CONTROLLED), words))
+
+
 def test_a_control_that_cannot_be_matched_says_how_to_do_without(recipe):
     text = TINY.replace("[model]", "[model]\nvocab_size = 64") + CONTROLLED.replace(
         "tolerance = 0.1", "tolerance = 0.001"

@@ -10,6 +10,7 @@ from runs import losses, records, weights
 from matmix.data.masking import IGNORED
 from matmix.launch.cli import main
 from matmix.model import build_model, initialize
+from matmix.model.mixers.mru import MRUConfig
 from matmix.train.distributed import Distributed
 from matmix.train.engine import build_engine
 from matmix.train.lengths import multiples, score_lengths, words_on_accuracy
@@ -113,6 +114,21 @@ def test_a_model_without_mixers_stays_at_chance(parity, tmp_path):
     assert metrics["loss"] > math.log(2) * (15 / 16) - 0.05
 
 
+COPYING = [
+    *("--data.synthetic.task", "selective_copying", "--data.synthetic.items", "2", "--data.synthetic.symbols", "4"),
+    *("--data.seqlen", "8", "--model.d-model", "32", "--steps", "150", "--evaluation.every", "0"),
+]
+
+
+def test_the_default_mru_copies_what_a_model_without_mixers_cannot(parity, tmp_path):
+    default = ["--model.mixers.mru.construction", MRUConfig().construction]
+    mixing = train(config_of(parity, tmp_path / "mru", *COPYING, *default)).metrics
+    without = train(config_of(parity, tmp_path / "none", *COPYING, "--model.layers", "none")).metrics
+    assert mixing["loss"] < without["loss"] - 0.5
+    assert mixing["accuracy"] > 0.6
+    assert without["accuracy"] < 0.4  # chance is a quarter
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("batches", [0, 1])
 def test_scores_are_those_of_single_samples(masked, batches, parity, tmp_path):
@@ -150,6 +166,13 @@ def test_encoders_are_scored_where_the_masks_are(parity, tmp_path):
     assert metrics["accuracy"] == metrics["masked_accuracy"]
     assert metrics["chance_accuracy"] == 1 / 32
     assert {"accuracy_x2", "accuracy_x4", "accuracy_x8"} <= set(metrics)
+
+
+def test_lengths_that_are_given_are_multiples_of_the_length_of_training(parity, tmp_path):
+    """Up to the last position that the model knows."""
+    given = [*RECALL, *POSITIONS, "--data.synthetic.eval-lengths", "1", "2", "--steps", "2"]
+    metrics = train(config_of(parity, tmp_path / "run", *given)).metrics
+    assert {name for name in metrics if name.startswith("accuracy")} == {"accuracy", "accuracy_x2"}
 
 
 def test_lengths_are_those_that_the_model_takes(parity, tmp_path):

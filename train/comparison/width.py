@@ -13,6 +13,7 @@ from matmix.model.build import build_model, count_parameters
 from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.train.comparison.config import Comparison, Entry
+from matmix.train.comparison.rules import with_checked_rules
 from matmix.train.loaders import make_loader, with_data_facts
 
 HEADDIM_FACTOR = 1.5
@@ -37,15 +38,14 @@ def matched(comparison: Comparison) -> Comparison:
         except ValueError as error:
             advice = "; or compare without controls (--comparison.controls False)" if entry.control else ""
             raise ValueError(f'entry "{entry.title}": {error}{advice}') from None
-        found.append(
-            dataclasses.replace(
-                entry,
-                config=dataclasses.replace(entry.config, model=model),
-                parameters=count_parameters(model),
-                target=target,
-                own_headdims=headdims(entry.config.model),
-            )
+        fitted = dataclasses.replace(
+            entry,
+            config=dataclasses.replace(entry.config, model=model),
+            parameters=count_parameters(model),
+            target=target,
+            own_headdims=headdims(entry.config.model),
         )
+        found.append(with_checked_rules(fitted))
     return dataclasses.replace(comparison, entries=tuple(found))
 
 

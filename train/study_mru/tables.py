@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def ranked(found: dict[str, Any], data: str) -> list[str]:
 
 
 def losses_text(losses: Sequence[float | None]) -> str:
-    """Mean and half the range over seeds, and each."""
+    """Mean and sample standard deviation over seeds, and each."""
     known = [loss for loss in losses if loss is not None]
     if len(losses) < 2:
         return number(mean(losses), missing="NaN")
@@ -72,7 +73,7 @@ def losses_text(losses: Sequence[float | None]) -> str:
     average = mean(losses)
     if average is None:
         return f"NaN ({each})"
-    return f"{average:.3f} ± {(max(known) - min(known)) / 2:.3f} ({each})"
+    return f"{average:.3f} ± {statistics.stdev(known):.3f} ({each})"
 
 
 def table_of_grid(found: dict[str, Any], data: str) -> str:

@@ -48,16 +48,21 @@ def _forms(construction: str) -> dict[str, dict[str, Any]]:
 NONE = "no mixer"
 ATTENTION = "attention"
 
+FIRST_FORM = {"input": "chunked", "output_std": 0.02 / 2**0.5}  # by the number of blocks, of which there are two
+GATED_LARGE = {"input": "chunked", "gate": "silu", "shift": "blend", "element_scale": 10 * FIRST_FORM_SCALE}
+
 MRU_VARIANTS: dict[str, dict[str, Any]] = {
     **{name: overrides for construction in CONSTRUCTIONS for name, overrides in _forms(construction).items()},
     "affine, chunked, gate": mru("affine", input="chunked", gate="silu"),
     "affine, chunked, shift": mru("affine", input="chunked", shift="blend"),
-    # The variant "identity_plus, chunked" is mru-lm's first form as it was published.
+    # mru-lm's first form as it was published, and with larger elements.
+    "identity_plus, chunked": mru("identity_plus", **FIRST_FORM),
+    "identity_plus, chunked, elements x 3": mru("identity_plus", **FIRST_FORM, element_scale=3 * FIRST_FORM_SCALE),
+    "identity_plus, chunked, elements x 10": mru("identity_plus", **FIRST_FORM, element_scale=10 * FIRST_FORM_SCALE),
     **{
-        f"identity_plus, chunked, elements x {factor}": mru(
-            "identity_plus", input="chunked", element_scale=factor * FIRST_FORM_SCALE
-        )
-        for factor in (3, 10)
+        f"{construction}, chunked, gate and shift, elements x 10": mru(construction, **GATED_LARGE)
+        for construction in CONSTRUCTIONS
+        if construction != "affine"  # which has such elements by itself
     },
 }
 
