@@ -74,13 +74,11 @@ def _evaluate(
         raise ValueError("the validation split holds no target to evaluate; prepare more validation data")
     loss = total / count
     metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-    if config.objective.name == "masked_lm":
-        metrics["masked_accuracy"] = correct / count
-    else:
-        metrics["accuracy"] = correct / count
+    masked = config.objective.name == "masked_lm"
+    metrics["masked_accuracy" if masked else "accuracy"] = correct / count
     if config.data.synthetic.task:
         metrics |= {"accuracy": correct / count, "chance_accuracy": chance_accuracy(loader)}
-    elif config.objective.name == "causal_lm":
+    elif not masked:
         metrics["bits_per_byte"] = loss / math.log(2) / loader.bytes_per_target
     metrics |= position_metrics(reduced[3:].view_as(by_position), seqlen)
     if first:

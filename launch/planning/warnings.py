@@ -17,7 +17,9 @@ MANY_EPOCHS = 4  # up to about four passes repeated data are nearly as good as n
 
 
 def data_tokens(config: RunConfig) -> int | None:
-    """Tokens of the training split; None where it is not on this machine."""
+    """Tokens of the training split; None where it is not on this machine, or generated."""
+    if config.data.synthetic.task:
+        return None
     paths = list(dict(config.data.mixture)) or [config.data.path]
     total = 0
     for path in paths:

@@ -13,11 +13,18 @@ from matmix.train.command import main as train_command
 from matmix.train.comparison.config import keep_recipe, read_comparison
 from matmix.train.comparison.controls import missing_controls
 from matmix.train.comparison.runs import tasks_of
-from matmix.train.comparison.settings import differing_keys, words_on_differences
+from matmix.train.comparison.settings import differing_keys, matters, words_on_differences
 from matmix.train.comparison.width import headdims, match_width, matched
 from matmix.train.config import RuleConfig
 from matmix.train.loaders import make_loader
-from matmix.train.recipe import bundled_comparisons, bundled_recipes, config_from_dict, config_to_dict
+from matmix.train.recipe import (
+    bundled_comparisons,
+    bundled_recipes,
+    config_from_dict,
+    config_to_dict,
+    differences,
+    load_config,
+)
 
 
 @pytest.fixture
@@ -276,6 +283,14 @@ def test_all_entries_of_the_bundled_comparisons_have_equally_many_parameters(nam
         assert not differing_keys(part.entries)
     # A step of the width is a few percent of a model as narrow as those of the generated tasks.
     assert comparison.settings.tolerance <= (0.06 if comparison.entries[0].config.data.synthetic.task else 0.015)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "language_models_small"])
+def test_the_quickstart_is_compared_as_it_is_trained(name):
+    """Their first entry is the model, the data and the schedule of the recipe that newcomers train."""
+    trained, first = load_config("mru_shakespeare", []), read_comparison(name).entries[0].config
+    found = {key for key, _, _ in differences(trained, first) if matters(key)}
+    assert found <= {"model.vocab_size", "evaluation.every"}
 
 
 def test_a_headdim_is_kept_where_it_fits_and_else_the_nearest_is_taken():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from matmix.train.callbacks.curves import read_records
 from matmix.train.comparison.config import Comparison, Entry
 from matmix.train.comparison.runs import Task, tasks_of
 from matmix.train.comparison.settings import other_settings
@@ -141,20 +141,10 @@ def read_run(task: Task) -> RunResult:
         seed=task.seed,
         state="finished" if finished else "unfinished" if begun else "missing",
         validation={} if summary is None else summary["validation"],
-        curve=[(record["step"], record["loss"]) for record in read_records(task.run.path / "metrics.jsonl")],
+        curve=[(record["step"], record["loss"]) for record in training_records(task.run.path / "metrics.jsonl")],
     )
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of training steps, in order; [] where there are none."""
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # the last line of a process that was killed while writing it
-            continue
-        if record.get("kind") == "train":
-            found.append(record)
-    return found
+def training_records(path: Path) -> list[dict[str, Any]]:
+    """The records of training steps in a metrics.jsonl, in order; [] where there is none."""
+    return [record for record in read_records(path) if record["kind"] == "train"] if path.is_file() else []
