@@ -38,11 +38,14 @@ def everything(engines: dict[str, Any], resumed: list[str], directory: str) -> d
 
 def resume(names: list[str], directory: str, out: str) -> dict[str, Any]:
     """What follows the checkpoints of `everything`; and they once more, taken up by engines whose optimizers have no
-    rules and saved to `out`."""
+    rules and saved to `out`/without, and taken up from there by those that have, and saved to `out`/with."""
     found = scenarios.resume_all(names, directory, STOP, 6, 1, ruled=True)
     for name in names:
-        engine = make_engine(EngineConfig(**ENGINES[name]))
-        manager = CheckpointManager(Path(directory) / name)
-        manager.load(manager.latest_valid(), engine)
-        CheckpointManager(Path(out) / name).save(STOP, engine, {})
+        source = Path(directory)
+        for ruled, folder in ((False, "without"), (True, "with")):
+            engine = make_engine(EngineConfig(**ENGINES[name]), ruled=ruled)
+            manager = CheckpointManager(source / name)
+            manager.load(manager.latest_valid(), engine)
+            source = Path(out) / folder
+            CheckpointManager(source / name).save(STOP, engine, {})
     return found

@@ -102,8 +102,9 @@ def test_bad_steps_leave_no_trace(on_two_ranks):
             assert history == clean, name
 
 
-def test_resuming_on_fewer_ranks_and_without_rules(on_two_ranks, tmp_path):
-    """From 2 ranks to 1: the run goes on; and the same moments come to engines whose groups are others."""
+def test_resuming_on_fewer_ranks_without_rules_and_with_them_again(on_two_ranks, tmp_path):
+    """From 2 ranks to 1: the run goes on; and the same moments come to engines whose groups are others, also where a
+    checkpoint was written before there were rules."""
     [saved, _], directory = on_two_ranks
     arguments = (RESUMED, str(directory), str(tmp_path))
     [resumed] = run_distributed(rules_scenario.resume, 1, arguments=arguments)
@@ -112,10 +113,12 @@ def test_resuming_on_fewer_ranks_and_without_rules(on_two_ranks, tmp_path):
         assert again == history[STOP:], name
         for got, want in zip(resumed[name], history[STOP:], strict=True):
             assert got == pytest.approx(want, abs=2e-6), name
-        held, expected = (contents(folder / name / f"step-{STOP:08d}") for folder in (tmp_path, directory))
-        assert held.keys() == expected.keys()
-        for key, tensor in expected.items():
-            assert torch.equal(held[key], tensor), (name, key)
+        expected = contents(directory / name / f"step-{STOP:08d}")
+        for folder in ("without", "with"):
+            held = contents(tmp_path / folder / name / f"step-{STOP:08d}")
+            assert held.keys() == expected.keys()
+            for key, tensor in expected.items():
+                assert torch.equal(held[key], tensor), (name, folder, key)
 
 
 def test_options_of_the_optimizer_are_the_configs_after_a_load(tmp_path):
