@@ -30,6 +30,7 @@ def _parser(*, slurm: bool) -> Parser:
     )
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="show widths, parameters and cost; train nothing")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this entry or variant alone (repeatable)")
     parser.add_argument("--report", action="store_true", help="only tabulate what is there")
     speed = parser.add_mutually_exclusive_group()
     speed.add_argument("--no-speed", action="store_true", help="do not measure speed and memory")
@@ -62,7 +63,7 @@ def main(arguments: list[str]) -> int:
     from matmix.train.comparison.width import matched
 
     comparison = matched(read_comparison(recipe, overrides))
-    tasks = tasks_of(comparison)
+    tasks = tasks_of(comparison, given.only or ())
     if given.report:
         print(write_report(comparison))
         return EXIT_OK
@@ -92,9 +93,8 @@ def _train(comparison: Comparison, tasks: list[Task], given: argparse.Namespace)
             tell("Stopped; what was running is saved. The same command goes on from there.")
             return EXIT_STOPPED
         busy = any(failure.is_busy for failure in ended.failures)  # and takes the cores that speed is measured on
-        if (given.speed or not (given.no_speed or is_measured(comparison) or busy)) and not measure_all(
-            comparison, tell
-        ):
+        unwanted = given.no_speed or given.only or busy
+        if (given.speed or not (unwanted or is_measured(comparison))) and not measure_all(comparison, tell):
             tell("Stopped while speed was measured; no run was going on. The same command goes on from there.")
             return EXIT_STOPPED
     tell("\n" + write_report(comparison))

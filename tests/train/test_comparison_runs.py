@@ -230,6 +230,25 @@ def test_controls_are_trained_in_every_variant(recipe, dataset, tmp_path, capsys
     assert "convolution only seed 0 (missing)" in text.split("## deep")[1]
 
 
+def test_runs_may_be_restricted_to_entries_and_variants(recipe, tmp_path, capsys):
+    words = ["--model.vocab-size", "64", "--run-dir", str(tmp_path / "home"), "--comparison.tolerance", "0.2"]
+    comparison = matched(read_comparison(recipe(TINY + ENTRIES + VARIANTS), words))
+    every = {task.entry for task in tasks_of(comparison)}
+    assert {task.entry for task in tasks_of(comparison, ["Hydra, 2 x"])} == {
+        "Hydra, 2 x, short rows",
+        "Hydra, 2 x, deep",
+    }
+    assert {task.entry for task in tasks_of(comparison, ["deep"])} == {name for name in every if name.endswith("deep")}
+    one = tasks_of(comparison, ["attention", "deep"])
+    assert [(task.entry, task.seed) for task in one] == [("attention, deep", 0), ("attention, deep", 1)]
+    with pytest.raises(
+        ValueError, match=r'--only: no entry and no variant is called "Hydra 2" \(did you mean "Hydra, 2 x"\?'
+    ):
+        tasks_of(comparison, ["Hydra 2"])
+    assert main(["compare", str(tmp_path / "mine.toml"), *words, "--only", "none", "--dry-run"]) == 2
+    assert "--only" in capsys.readouterr().err
+
+
 # -- speed --------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ COMPARISON/<entry>/seed-0/train.log   what the process printed
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -94,8 +95,19 @@ class Ended:
     """A signal came; the runs that were going on have been saved."""
 
 
-def tasks_of(comparison: Comparison) -> list[Task]:
-    """All runs, seed by seed, so that every entry has a first result early."""
+def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[Task]:
+    """All runs, seed by seed, so that every entry has a first result early.
+
+    only: names of entries and of variants to which they are restricted. Raises ValueError for others.
+    """
+    entries, variants = ({getattr(entry, name) for entry in comparison.entries} for name in ("name", "variant"))
+    for name in only:
+        if name not in entries | variants:
+            known = sorted(entries | variants - {""})
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(f'"{name}"' for name in known)
+            raise ValueError(f'--only: no entry and no variant is called "{name}" ({hint})')
+    wanted = entries & set(only) or entries, variants & set(only) or variants
     return [
         Task(
             entry=entry.title,
@@ -106,6 +118,7 @@ def tasks_of(comparison: Comparison) -> list[Task]:
         )
         for seed in comparison.settings.seeds
         for entry in comparison.entries
+        if entry.name in wanted[0] and entry.variant in wanted[1]
     ]
 
 
