@@ -52,7 +52,7 @@ def picture(results: Sequence[Sequence[EntryResult]]) -> bytes:
 
 def _panels(results: Sequence[EntryResult]) -> list[Panel]:
     panels: list[Panel] = [(_draw_accuracies if accuracy_metrics(results) else _draw_losses, 2), (_draw_curves, 3)]
-    return [*panels, (_draw_positions, 2)] if position_metrics(results) else panels
+    return [*panels, (_draw_positions, 2)] if len(position_metrics(results)) > 1 else panels
 
 
 def _draw_losses(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict[str, Any]]) -> None:
