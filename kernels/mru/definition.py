@@ -23,7 +23,8 @@ def state_matrices_definition(elements: Tensor, construction: str, order: int) -
         m = elements.unflatten(-1, (order, k))
         a = m[..., :k, :] + identity[:k, :k]
         x = identity.repeat(*m.shape[:-2], 1, 1)
-        x[..., :k, :k] = a / a.abs().sum(-1, keepdim=True).clamp(min=1)
+        sums = a.abs().sum(-1, keepdim=True)
+        x[..., :k, :k] = a / torch.where(sums > 1, sums, 1.0)  # at 1 the gradient is that of the identity
         x[..., k:, :k] = m[..., k:, :]
         return x
     m = elements.unflatten(-1, (order, order))
