@@ -94,6 +94,10 @@ def test_the_mru_states_its_rule():
         if special:
             assert group["weight_decay"] == (0.1 if name.endswith("weight") else 0.0)
     assert sum(group["clip_group"] == "mru" for group in found.values()) == 4  # weights and biases of two layers
+    fading, config, seqlen = mru("--model.mixers.mru.construction", "affine", "--model.mixers.mru.input", "dense")
+    assert {(group["lr_factor"], group["clip_group"]) for group in updates(fading, config, seqlen).values()} == {
+        (1.0, "others")
+    }
     off = updates(model, dataclasses.replace(config, mixer_rules=False), seqlen)
     assert {(group["lr_factor"], group["clip_group"]) for group in off.values()} == {(1.0, "others")}
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from matmix.model.build import count_parameters
+from matmix.model.build import build_model, count_parameters
+from matmix.model.parameter_rules import stated_rules
 from matmix.train.study_mru import beyond, growth, speed
 from matmix.train.study_mru.__main__ import main
 from matmix.train.study_mru.grid import FOLLOWED, best_runs, run_key, share
@@ -30,8 +31,17 @@ def test_variants_have_equal_parameters(dataset):
     assert list(found) == list(VARIANTS)
     counts = {name: count_parameters(config.model) for name, config in found.items()}
     assert max(counts.values()) <= 1.005 * min(counts.values()), counts
-    rates = {name: config.optimizer.mixer_rules for name, config in found.items()}
-    assert {name for name in MRU_VARIANTS if not rates[name]} == {name for name in MRU_VARIANTS if "no rule" in name}
+
+
+def test_the_rule_is_the_one_that_the_mru_states(dataset):
+    found = configs(dataset, {})
+    ruled = {name for name, config in found.items() if config.optimizer.rule}
+    assert ruled == {name for name in MRU_VARIANTS if name.endswith("dense, rule")}
+    for name in ruled - {"affine, dense, rule"}:  # which has none by itself
+        config = found[name]
+        model = build_model(config.model, device="meta")
+        stated = {(rule.lr, rule.clip) for _, rule in stated_rules(model, config.data.seqlen).values()}
+        assert stated == {(config.optimizer.rule[0].lr, config.optimizer.rule[0].clip)}
 
 
 def test_a_grid_is_run_once_and_reported(study, monkeypatch, capsys):

@@ -23,10 +23,14 @@ FIRST_FORM_SCALE = 0.08
 """element_scale of mru-lm's first form for each head, of which there is one here."""
 
 
-def mru(construction: str, *, rules: bool = True, **options: Any) -> dict[str, Any]:
-    """Overrides of an MRU with these options; rules: whether its elements have a learning rate of their own."""
+RULE = {"match": "*.in_proj.weight", "lr": (2 / 64) ** 0.5 / 8, "clip": (64 / 2) ** 0.5}
+"""mru-lm's, at this length and order."""
+
+
+def mru(construction: str, *, rule: bool = False, **options: Any) -> dict[str, Any]:
+    """Overrides of an MRU with these options; rule: whether its dense elements are trained by mru-lm's rule."""
     model = {"layers": ["mru"], "mixers": {"mru": {"construction": construction, **options}}}
-    return {"model": model, "optimizer": {"mixer_rules": rules}}
+    return {"model": model, "optimizer": {"mixer_rules": False, "rule": [RULE] if rule else []}}
 
 
 def peer(name: str, **options: Any) -> dict[str, Any]:
@@ -40,8 +44,8 @@ def _forms(construction: str) -> dict[str, dict[str, Any]]:
     return {
         f"{construction}, chunked": mru(construction, **chunked),
         f"{construction}, chunked, gate and shift": mru(construction, **chunked, gate="silu", shift="blend"),
-        f"{construction}, dense, rule": mru(construction, input="dense"),
-        f"{construction}, dense, no rule": mru(construction, input="dense", rules=False),
+        f"{construction}, dense, rule": mru(construction, input="dense", rule=True),
+        f"{construction}, dense, no rule": mru(construction, input="dense"),
     }
 
 
