@@ -78,13 +78,14 @@ def main(arguments: list[str]) -> int:
 
 def _train(comparison: Comparison, tasks: list[Task], given: argparse.Namespace) -> int:
     from matmix.train.comparison.report import plan_text, write_report
-    from matmix.train.comparison.runs import describe_failures, run_tasks
+    from matmix.train.comparison.runs import check_data, describe_failures, run_tasks
     from matmix.train.comparison.speed import is_measured, measure_all
 
     def tell(text: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that was closed: the runs are saved nevertheless
             print(text, flush=True)
 
+    check_data(tasks)
     with listening():
         tell(plan_text(comparison) + "\n")
         keep_recipe(comparison)

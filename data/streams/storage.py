@@ -40,7 +40,7 @@ class Storage:
         self.path = path
         self.remote = is_url(path) or path.startswith("dbfs:/")
         if not self.remote and not Path(path).exists():
-            raise FileNotFoundError(f"data path {path} does not exist")
+            raise FileNotFoundError(f"data path {path} does not exist; make it with `matmix prepare`")
         if not self.remote and not (Path(path) / "manifest.json").is_file():
             raise ValueError(
                 f"{path} is not a prepared dataset: it has no manifest.json; make one with `matmix prepare`"

@@ -230,6 +230,15 @@ def test_controls_are_trained_in_every_variant(recipe, dataset, tmp_path, capsys
     assert "convolution only seed 0 (missing)" in text.split("## deep")[1]
 
 
+def test_without_its_data_a_comparison_does_not_start(recipe, tmp_path, capsys):
+    words = ["--model.vocab-size", "64", "--data.path", str(tmp_path / "absent"), "--run-dir", str(tmp_path / "home")]
+    assert main(["compare", recipe(TINY + ENTRIES), *words]) == 2
+    captured = capsys.readouterr()
+    assert "absent does not exist; make it with `matmix prepare`" in captured.err
+    assert captured.out == ""
+    assert not (tmp_path / "home").exists()
+
+
 def test_runs_may_be_restricted_to_entries_and_variants(recipe, tmp_path, capsys):
     words = ["--model.vocab-size", "64", "--run-dir", str(tmp_path / "home"), "--comparison.tolerance", "0.2"]
     comparison = matched(read_comparison(recipe(TINY + ENTRIES + VARIANTS), words))

@@ -22,6 +22,7 @@ from matmix.train.comparison.config import Comparison
 from matmix.train.comparison.processes import gpu, listening, start
 from matmix.train.config import RunConfig
 from matmix.train.exits import EXIT_STOPPED, EXIT_USER
+from matmix.train.loaders import make_loader
 from matmix.train.recipe import write_config
 from matmix.train.run import RunDirectory
 
@@ -120,6 +121,19 @@ def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[Task]:
         for entry in comparison.entries
         if entry.name in wanted[0] and entry.variant in wanted[1]
     ]
+
+
+def check_data(tasks: Sequence[Task]) -> None:
+    """Raises FileNotFoundError (one line) where no run has its data: each would fail by itself."""
+    missing = []
+    for config in {repr(task.config.data): task.config for task in tasks}.values():
+        try:
+            make_loader(config, "train", 0, 1).close()
+        except FileNotFoundError as error:
+            missing.append(error)
+        else:
+            return
+    raise missing[0]
 
 
 def run_tasks(tasks: Sequence[Task], parallel: int, tell: Tell = print) -> Ended:
