@@ -30,7 +30,9 @@ def _parser(*, slurm: bool) -> Parser:
     )
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="show widths, parameters and cost; train nothing")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this entry or variant alone (repeatable)")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="this entry or variant alone (repeatable)"
+    )
     parser.add_argument("--report", action="store_true", help="only tabulate what is there")
     speed = parser.add_mutually_exclusive_group()
     speed.add_argument("--no-speed", action="store_true", help="do not measure speed and memory")
@@ -63,7 +65,7 @@ def main(arguments: list[str]) -> int:
     from matmix.train.comparison.width import matched
 
     comparison = matched(read_comparison(recipe, overrides))
-    tasks = tasks_of(comparison, given.only or ())
+    tasks = tasks_of(comparison, given.only)
     if given.report:
         print(write_report(comparison))
         return EXIT_OK

@@ -102,10 +102,15 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
 def _matched(rule: RuleConfig, names: Iterable[str]) -> list[str]:
     """The names that a rule of the recipe is for, in their order."""
     for pattern in rule.patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        if not matches_any(pattern, names):
             near = ", ".join(_nearest(pattern, names))
             raise ValueError(f'{RULE} "{pattern}" matches no parameter of this model; the nearest: {near}')
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.patterns)]
+
+
+def matches_any(pattern: str, names: Iterable[str]) -> bool:
+    """Whether a pattern of a rule is for any of these parameters."""
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> list[str]:

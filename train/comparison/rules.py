@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 
 from matmix.model.build import build_model
 from matmix.train.comparison.config import Entry
 from matmix.train.config import RuleConfig
-from matmix.train.optimizer import parameter_groups
+from matmix.train.optimizer import matches_any, parameter_groups
 
 
 def with_checked_rules(entry: Entry) -> Entry:
@@ -17,8 +16,10 @@ def with_checked_rules(entry: Entry) -> Entry:
     Raises ValueError (one line) for rules that do not fit the entry's model.
     """
     config = entry.config
+    if not config.optimizer.rule:
+        return entry
     model = build_model(config.model, device="meta")
-    if entry.control and config.optimizer.rule:
+    if entry.control:
         names = [name for name, _ in model.named_parameters()]
         rules = (_fitting(rule, names) for rule in config.optimizer.rule)
         optimizer = dataclasses.replace(config.optimizer, rule=tuple(rule for rule in rules if rule is not None))
@@ -32,7 +33,7 @@ def with_checked_rules(entry: Entry) -> Entry:
 
 def _fitting(rule: RuleConfig, names: list[str]) -> RuleConfig | None:
     """The rule with those of its patterns that match a name; None where none does."""
-    patterns = tuple(pattern for pattern in rule.patterns if fnmatch.filter(names, pattern))
+    patterns = tuple(pattern for pattern in rule.patterns if matches_any(pattern, names))
     if patterns == rule.patterns:
         return rule
     return dataclasses.replace(rule, match=patterns) if patterns else None

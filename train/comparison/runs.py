@@ -101,14 +101,15 @@ def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[Task]:
 
     only: names of entries and of variants to which they are restricted. Raises ValueError for others.
     """
-    entries, variants = ({getattr(entry, name) for entry in comparison.entries} for name in ("name", "variant"))
+    entries = {entry.name for entry in comparison.entries}
+    variants = {entry.variant for entry in comparison.entries}
     for name in only:
         if name not in entries | variants:
             known = sorted(entries | variants - {""})
             near = difflib.get_close_matches(name, known, n=1)
             hint = f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(f'"{name}"' for name in known)
             raise ValueError(f'--only: no entry and no variant is called "{name}" ({hint})')
-    wanted = entries & set(only) or entries, variants & set(only) or variants
+    entries, variants = entries & set(only) or entries, variants & set(only) or variants
     return [
         Task(
             entry=entry.title,
@@ -119,7 +120,7 @@ def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[Task]:
         )
         for seed in comparison.settings.seeds
         for entry in comparison.entries
-        if entry.name in wanted[0] and entry.variant in wanted[1]
+        if entry.name in entries and entry.variant in variants
     ]
 
 

@@ -66,14 +66,13 @@ def ranked(found: dict[str, Any], data: str) -> list[str]:
 
 def losses_text(losses: Sequence[float | None]) -> str:
     """Mean and sample standard deviation over seeds, and each."""
-    known = [loss for loss in losses if loss is not None]
     if len(losses) < 2:
         return number(mean(losses), missing="NaN")
     each = ", ".join(number(loss, missing="NaN") for loss in losses)
     average = mean(losses)
     if average is None:
         return f"NaN ({each})"
-    return f"{average:.3f} ± {statistics.stdev(known):.3f} ({each})"
+    return f"{average:.3f} ± {statistics.stdev(losses):.3f} ({each})"
 
 
 def table_of_grid(found: dict[str, Any], data: str) -> str:
