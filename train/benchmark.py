@@ -1,4 +1,5 @@
-"""What the trainer costs: its steps against a bare loop, and the data loader against what the steps consume.
+"""What the trainer costs: its steps against a bare loop, what an evaluation spends on asking whether context is used,
+and the data loader against what the steps consume.
 
     python -P -m matmix.train.benchmark mru_shakespeare --steps 60
 
@@ -10,6 +11,7 @@ that whatever else the machine does hits both alike; the ratio of the medians is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import platform
@@ -17,15 +19,19 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 
 import torch
 
 from matmix.model import build_model, initialize
+from matmix.train.ablation import mixing_metrics
 from matmix.train.config import RunConfig
 from matmix.train.console import guarded
+from matmix.train.context import position_sums
 from matmix.train.distributed import Distributed
+from matmix.train.evaluate import evaluate
 from matmix.train.loaders import make_loader
 from matmix.train.loop import Trainer
 from matmix.train.objectives import compute_loss, count_targets
@@ -35,13 +41,20 @@ from matmix.train.recipe import load_config
 _TURN = 5  # steps of one turn
 
 
-def measure_overhead(config: RunConfig, steps: int) -> dict[str, float]:
-    """Median seconds of a trainer's step and of a bare step, and the trainer's overhead as a share."""
+@contextlib.contextmanager
+def _trainer(config: RunConfig) -> Iterator[Trainer]:
+    """A trainer of this config that writes to a folder which is then removed."""
     with tempfile.TemporaryDirectory() as folder, Distributed.from_environment(config.device) as distributed:
         config = dataclasses.replace(config, run_dir=folder, steps=10**9, stop_step=0)
         config = dataclasses.replace(config, logging=dataclasses.replace(config.logging, progress=False))
         trainer = Trainer(config, distributed)
         trainer.stop_agreed = False
+        yield trainer
+
+
+def measure_overhead(config: RunConfig, steps: int) -> dict[str, float]:
+    """Median seconds of a trainer's step and of a bare step, and the trainer's overhead as a share."""
+    with _trainer(config) as trainer:
         config = trainer.config
         trainer.call("on_start")
         batches = iter(trainer.loader)
@@ -90,6 +103,37 @@ def measure_overhead(config: RunConfig, steps: int) -> dict[str, float]:
     }
 
 
+def measure_context(config: RunConfig) -> dict[str, float]:
+    """Seconds of an evaluation of the whole validation split, and those of it that go to losses by position and to the
+    loss without mixing (medians of 5). {} where the recipe measures none."""
+    if not config.evaluation.ablation_batches:
+        return {}
+    with _trainer(config) as trainer:
+        config, engine = trainer.config, trainer.engine
+        loader = make_loader(config, "validation", 0, 1)
+        engine.eval()
+        batches = [batch.to(engine.device) for batch in loader]
+        first = batches[: config.evaluation.ablation_batches * loader.micro_batches_per_step]
+        rows = [batch.labels.flatten() if batch.select is None else batch.select for batch in batches]
+        losses = [torch.ones(row.numel(), device=engine.device) for row in rows]
+
+        def by_position() -> None:
+            sums = [position_sums(batch, loss, config.data.seqlen) for batch, loss in zip(batches, losses, strict=True)]
+            torch.stack(sums).sum(0).cpu()
+
+        def seconds(measured: Callable[[], object]) -> float:
+            began = time.perf_counter()
+            measured()  # which ends with numbers on the host
+            return time.perf_counter() - began
+
+        parts = [by_position, lambda: mixing_metrics(engine, lambda: first)]
+        context = [[seconds(part) for part in parts] for _ in range(6)][1:]  # the first warms up
+        return {
+            "evaluation_seconds": seconds(lambda: evaluate(engine, loader, config)),
+            "context_seconds": sum(map(statistics.median, zip(*context, strict=True))),
+        }
+
+
 def measure_data(config: RunConfig, batches: int) -> float:
     """Tokens per second of the training loader alone with one worker."""
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=1))
@@ -112,11 +156,19 @@ def main(arguments: list[str] | None = None) -> int:
     def run() -> int:
         config = load_config(options.recipe, overrides)
         numbers = measure_overhead(config, options.steps)
+        numbers |= measure_context(config)
         numbers["data_tokens_per_second"] = measure_data(config, 200)
         numbers["data_over_training"] = numbers["data_tokens_per_second"] / numbers["tokens_per_second"]
         print(f"trainer  {numbers['trainer_seconds_per_step'] * 1e3:8.2f} ms a step")
         print(f"bare     {numbers['bare_seconds_per_step'] * 1e3:8.2f} ms a step; overhead {numbers['overhead']:+.1%}")
         print(f"training {numbers['tokens_per_second']:10,.0f} tokens/s")
+        if "context_seconds" in numbers:
+            every, context = config.evaluation.every or config.steps, numbers["context_seconds"]
+            share = context / (every * numbers["trainer_seconds_per_step"])
+            print(
+                f"context  {context * 1e3:8.2f} ms of an evaluation's {numbers['evaluation_seconds'] * 1e3:,.0f} ms, "
+                f"{share:.2%} of the {every} steps between two evaluations"
+            )
         print(
             f"data     {numbers['data_tokens_per_second']:10,.0f} tokens/s with one worker: "
             f"{numbers['data_over_training']:.0f} x what training consumes"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -100,3 +103,8 @@ def context_words(metrics: dict[str, float]) -> list[str]:
 
 def _difference(value: float, less: str, more: str) -> str:
     return f"{abs(value):.2f} nats {less if value < 0 else more}"
+
+
+if __name__ == "__main__":  # python -P -m matmix.train.context RUN: what the summary of a finished run says
+    _summary = json.loads((Path(sys.argv[1]) / "summary.json").read_text(encoding="utf-8"))
+    print("\n".join(context_words(_summary["validation"])))

@@ -13,7 +13,7 @@ from matmix.train.engine import EngineConfig
 from matmix.train.engine.clipping import OTHERS, clip_limits
 
 MAX_NORM = 0.5  # of scenarios.train_step
-RESUMED = ["fsdp2", "zero0", "zero2", "zero3"]
+RESUMED = list(ENGINES)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,15 @@ def test_resuming_on_fewer_ranks_without_rules_and_with_them_again(on_two_ranks,
             assert held.keys() == expected.keys()
             for key, tensor in expected.items():
                 assert torch.equal(held[key], tensor), (name, folder, key)
+
+
+@pytest.mark.slow
+def test_resuming_on_more_ranks(on_two_ranks):
+    [saved, _], directory = on_two_ranks
+    for resumed in run_distributed(scenarios.resume_all, 4, arguments=(RESUMED, str(directory), STOP, 6, 1, True)):
+        for name in RESUMED:
+            for got, want in zip(resumed[name], saved["resumed"][name][0][STOP:], strict=True):
+                assert got == pytest.approx(want, abs=2e-6), name
 
 
 def test_options_of_the_optimizer_are_the_configs_after_a_load(tmp_path):

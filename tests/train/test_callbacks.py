@@ -22,6 +22,24 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(dataset, tmp_path):
     assert speed <= tags
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses(tmp_path / "run"))
     assert [event.step for event in events.Scalars("validation/loss")] == [4, 8]
+    evaluated = [record for record in records(tmp_path / "run", "validation") if record["step"] == 8][-1]
+    context = [name for name in evaluated if name.startswith("position_loss/")]
+    assert len(context) > 2
+    for name in (*context, "context_gain", "loss_without_mixing", "mixing_gain"):
+        assert events.Scalars(f"validation/{name}")[-1].value == pytest.approx(evaluated[name]), name
+
+
+def test_tensorboard_has_the_gradient_norm_of_every_clipping_group(dataset, tmp_path):
+    rule = "{match = '*.in_proj.weight', clip = 2.0}"
+    run_recipe("debug_mru", dataset, tmp_path / "run", "--logging.tensorboard", "True", "--optimizer.rule", rule)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    found = records(tmp_path / "run")
+    groups = [name for name in found[-1] if name.startswith("grad_norm/")]
+    assert len(groups) > 1
+    for name in groups:
+        values = [event.value for event in events.Scalars(name)]
+        assert values == pytest.approx([record[name] for record in found]), name
 
 
 def test_tensorboard_shows_each_step_once_though_a_resumed_run_s_clock_is_behind(dataset, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from comparisons import ENTRIES, TINY, VARIANTS
 
 from matmix.model.build import count_parameters
-from matmix.model.config import MixerOptions, ModelConfig
+from matmix.model.config import NO_MIXER, MixerOptions, ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.train.command import main as train_command
 from matmix.train.comparison.config import keep_recipe, read_comparison
@@ -283,6 +283,14 @@ def test_all_entries_of_the_bundled_comparisons_have_equally_many_parameters(nam
         assert not differing_keys(part.entries)
     # A step of the width is a few percent of a model as narrow as those of the generated tasks.
     assert comparison.settings.tolerance <= (0.06 if comparison.entries[0].config.data.synthetic.task else 0.015)
+
+
+@pytest.mark.parametrize("name", ["state_tracking_small", "recall_small", "recall_bidirectional_small"])
+def test_generated_tasks_are_tried_with_every_mixer_and_compared_with_both_controls(name):
+    comparison = read_comparison(name)
+    used = {layer for entry in comparison.entries for layer in entry.config.model.layers}
+    form = "bidirectional_form" if "bidirectional" in name else "causal_form"
+    assert used == {layer for layer, mixer in MIXERS.items() if getattr(mixer, form)} | {NO_MIXER}
 
 
 @pytest.mark.parametrize("name", ["quickstart", "language_models_small"])

@@ -68,6 +68,11 @@ MRU_VARIANTS: dict[str, dict[str, Any]] = {
         for construction in CONSTRUCTIONS
         if construction != "affine"  # which has such elements by itself
     },
+    # A learned factor below 1 for each head, the simplest way to keep products of these from growing.
+    **{
+        f"{construction}, chunked, gate and shift, elements x 10, damped": mru(construction, **GATED_LARGE, decay=True)
+        for construction in ("identity_plus", "ldu")
+    },
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
