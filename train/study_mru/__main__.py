@@ -13,9 +13,9 @@
 
 Parts: `grid`, every variant on both datasets at four learning rates, and further seeds of the best rate; `growth` of
 norms along random tokens in layers that were not trained; `beyond`, the best models on characters along 8,192 tokens of
-whole plays; `speed` of one layer; `report`, which gathers what is there into one JSON, draws pictures and writes
-tables. Every result is a file in the folder `--work`; what is there is not measured again, except times. Processes that
-work at the same time are given a shard each.
+whole plays; `speed` of one layer, beside other mixers; `report`, which gathers what is there into one JSON, draws
+pictures and writes tables. Every result is a file in the folder `--work`; what is there is not measured again, except
+times. Processes that work at the same time are given a shard each.
 """
 
 from __future__ import annotations

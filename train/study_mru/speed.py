@@ -1,4 +1,4 @@
-"""Speed: forward and backward of one MRU layer in each form."""
+"""Speed: forward and backward of one MRU layer in each form, beside layers of other mixers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from matmix.kernels.mru.constructions import CONSTRUCTIONS
 from matmix.model import initialize
-from matmix.model.mixers.mru import MRU, MRUConfig
+from matmix.model.mixers import MIXERS
 
 PLAIN = {"gate": "none", "shift": "none"}
 FORMS: dict[str, dict[str, Any]] = {
@@ -18,25 +18,32 @@ FORMS: dict[str, dict[str, Any]] = {
     "chunked": {"input": "chunked", **PLAIN},
     "chunked, gate and shift": {"input": "chunked", "gate": "silu", "shift": "blend"},
 }
-CASES = {
-    f"{construction}, {form}": {"construction": construction, **options}
-    for construction in CONSTRUCTIONS
-    for form, options in FORMS.items()
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        f"{construction}, {form}": ("mru", {"construction": construction, "order": 8, **options})
+        for construction in CONSTRUCTIONS
+        for form, options in FORMS.items()
+    },
+    "attention": ("attention", {"headdim": 64}),
+    "SSD": ("semiseparable", {"headdim": 64, "d_state": 64}),
+    "gated delta rule": ("gated_delta", {"headdim": 64, "qk_dim": 64}),
+    "convolution only": ("convolution", {}),
 }
-"""Name -> options of the mixer."""
+"""Name -> mixer and its options."""
 
-BATCH, SEQLEN, WIDTH, ORDER = 8, 1024, 384, 8
+BATCH, SEQLEN, WIDTH = 4, 1024, 384
 
 
-def speed(cases: dict[str, dict[str, Any]], rounds: int = 5) -> dict[str, dict[str, Any]]:
+def speed(cases: dict[str, tuple[str, dict[str, Any]]], rounds: int = 5) -> dict[str, dict[str, Any]]:
     """Milliseconds of forward and backward of a layer: medians of `rounds`, in which all cases take turns."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
     x, cotangent = (torch.randn(BATCH, SEQLEN, WIDTH, generator=generator).to(device) for _ in range(2))
     x.requires_grad_()
     layers = {}
-    for name, options in cases.items():
-        layer = MRU(WIDTH, MRUConfig(order=ORDER, **options), causal=True, max_seqlen=SEQLEN, output_std=0.02)
+    for name, (mixer, options) in cases.items():
+        config = MIXERS[mixer].Config(**options)
+        layer = MIXERS[mixer](WIDTH, config, causal=True, max_seqlen=SEQLEN, output_std=0.02)
         initialize(layer, 0)
         layers[name] = layer.to(device)
 
