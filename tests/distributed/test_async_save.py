@@ -150,6 +150,7 @@ def test_killed_at_each_of_its_file_operations(tmp_path, background):
         if child == 0:
             code = 1
             try:
+                torch.set_num_threads(1)  # those of OpenMP do not come along into a fork
                 Killed(directory, len(found) + 1)
                 save_second(directory)
                 code = 0
