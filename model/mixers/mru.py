@@ -152,7 +152,7 @@ class MRU(Mixer):
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         if self.state_base is not None:
             # Rates of fading: smaller ones are another memory, not a simpler one. What a token adds fades, so that
-            # mru-lm's rule has no reason, and costs 0.16 nats where it was tried (docs/mru.md).
+            # mru-lm's rule has no reason, and costs 0.06 nats where it was tried (docs/mru.md).
             return {"state_base": NOT_DECAYED}
         # mru-lm's rule: each token acts on all later ones, by matrices of fan-in `order`.
         rule = ParameterRule(lr=(2 / seqlen) ** 0.5 / self.order, clip=(seqlen / 2) ** 0.5)
