@@ -111,7 +111,7 @@ def draw_losses(found: dict[str, Any]) -> Any:
 def draw_training(found: dict[str, Any]) -> Any:
     """Training losses of a few variants at their best rates."""
     names, best = datasets(found), best_runs(found[PART])
-    figure, axes = _figure(len(names))
+    figure, axes = _figure(len(names), 5.8)
     for one, name in zip(axes, names, strict=True):
         shown: list[float] = []
         for variant in DRAWN:
@@ -127,7 +127,8 @@ def draw_training(found: dict[str, Any]) -> Any:
         one.set_xlabel("step")
         one.set_ylabel(f"training loss, mean of {CURVE} steps (nats per token)")
         if one.has_data():
-            one.legend(fontsize=8, title="variant (best learning rate)", title_fontsize=8)
+            title = {"title": "variant (best learning rate)", "title_fontsize": 8}
+            one.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, **title)
     return figure
 
 
