@@ -1,6 +1,7 @@
 """What a run records: TensorBoard scalars, metrics.jsonl after a crash, a profiler trace, the closing words."""
 
 import json
+import math
 import shutil
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from runs import losses, records, run_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from matmix.train import loop
 from matmix.train.callbacks.progress import short_number, short_time
 
 
@@ -102,3 +104,13 @@ def test_another_tokenizer_than_the_runs_is_refused(dataset, tmp_path):
 def test_numbers_and_times_are_short():
     assert [short_number(n) for n in (0.5, 999, 1234567, 3.2e9)] == ["0.5", "999", "1.23M", "3.2G"]
     assert [short_time(n) for n in (5, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
+
+
+def test_a_validation_loss_that_is_no_number_is_said_with_advice(dataset, tmp_path, monkeypatch, capsys):
+    evaluate = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", lambda *given, **options: evaluate(*given, **options) | {"loss": math.nan})
+    run_recipe("debug_mru", dataset, tmp_path / "run", "--model.mixers.mru.construction", "ldu", "--stop-step", "4")
+    printed = capsys.readouterr()
+    [warning] = [line for line in (printed.out + printed.err).splitlines() if "warning: the validation loss" in line]
+    assert "of step 4 is nan" in warning
+    assert 'use construction "affine"' in warning

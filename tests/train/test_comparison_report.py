@@ -81,6 +81,19 @@ def test_what_context_bought_stands_beside_the_loss(compared):
     assert gain_over_no_mixer(results[-1], results) is None
 
 
+def test_a_seed_whose_loss_is_no_number_makes_its_entry_the_last(compared):
+    def metrics(entry, seed):
+        found = _language(entry, seed)
+        return found | {"loss": float("nan")} if entry.startswith("Hydra") and seed else found
+
+    comparison = compared(CONTROLLED + VARIANTS, metrics)
+    tables = write_report(comparison).split("\n## ")
+    header, *rows = _cells(tables[1])
+    assert rows[-1][0] == _cells(tables[0])[-1][0] == "Hydra, 2 x"
+    assert rows[-1][header.index("validation loss")] == "nan"
+    assert (comparison.home / "report" / "plot.png").stat().st_size > 0
+
+
 def test_without_the_control_there_is_no_gain(compared):
     comparison = compared(CONTROLLED, lambda entry, seed: None if entry == "no mixer" else _language(entry, seed))
     header, *rows = _cells(write_report(comparison))

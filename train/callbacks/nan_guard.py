@@ -1,4 +1,5 @@
-"""Stops a run whose gradients have become NaN or infinite for good, and says in which layer that began."""
+"""Stops a run whose gradients have become NaN or infinite for good, and says in which layer that began; says so of
+validation losses too."""
 
 from __future__ import annotations
 
@@ -36,6 +37,16 @@ class NanGuard(Callback):
                 f"{self.limit} steps in a row had a NaN or infinite loss or gradient (last: step {step}"
                 f"{f', where {where}' if where else ''}); the newest checkpoint is from before them; {advice}"
             )
+
+    def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
+        if math.isfinite(metrics["loss"]):
+            return
+        mixers = (block.mixer for block in trainer.engine.module.blocks if block.mixer is not None)
+        advice = next(filter(None, (mixer.overflow_advice() for mixer in mixers)), _ADVICE)
+        trainer.tell(
+            f"warning: the validation loss of step {trainer.state.step} is {metrics['loss']}: on some of that text the "
+            f"model leaves the range of floats; {advice}"
+        )
 
 
 def find_overflow(trainer) -> tuple[str, str]:

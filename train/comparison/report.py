@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import TypeVar
@@ -128,7 +129,8 @@ def summary_text(parts: Sequence[Comparison], results: Sequence[Sequence[EntryRe
                 merits[name].append(result.mean("accuracy") if accuracies else -result.mean("loss"))
 
     def place(name: str) -> tuple[int, float]:
-        return -len(merits[name]), -fmean(merits[name] or [0.0])
+        merit = fmean(merits[name] or [0.0])
+        return -len(merits[name]), math.inf if math.isnan(merit) else -merit
 
     return _table(columns, sorted(labels, key=place))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -63,15 +64,17 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None where there are no values."""
+    """None where there are no values. Where one is no finite number, neither is the mean, and there is no deviation."""
     if not values:
         return None
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+    several = len(values) > 1 and all(map(math.isfinite, values))
+    return Spread(statistics.fmean(values), statistics.stdev(values) if several else None, len(values))
 
 
 def collect(comparison: Comparison) -> list[EntryResult]:
     """All entries of a comparison without variants, or of one of them: the best first, those without a finished run
-    last. The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss."""
+    last. The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss, NaN
+    being the worst (states that overflow on some text)."""
     speeds = current_rows(comparison)
     tasks = tasks_of(comparison)
     found = []
@@ -89,7 +92,8 @@ def collect(comparison: Comparison) -> list[EntryResult]:
     def place(result: EntryResult) -> tuple[float, ...]:
         if not result.values("loss"):
             return (1.0,)
-        return 0.0, *(-(result.mean(metric) or 0.0) for metric in accuracies), result.mean("loss")
+        loss = result.mean("loss")
+        return 0.0, *(-(result.mean(metric) or 0.0) for metric in accuracies), math.inf if math.isnan(loss) else loss
 
     return sorted(found, key=place)
 
