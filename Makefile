@@ -30,7 +30,7 @@ pretrain: .venv/installed
 	@echo; if [ -d exports/mru_shakespeare ]; then echo "Already exported to exports/mru_shakespeare."; \
 	  else $(BIN)/matmix export $(RUN) --out exports/mru_shakespeare; fi
 	@echo
-	@echo "All done. What context bought on held-out text, in nats per character:"
+	@echo "All done. On held-out text, in nats per character:"
 	@$(BIN)/python -P -m matmix.train.context $(RUN)
 	@echo "What you can do next:"
 	@echo "  more text:               $(BIN)/matmix generate $(RUN) --prompt 'To be'"
