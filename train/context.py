@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -106,5 +103,8 @@ def _difference(value: float, less: str, more: str) -> str:
 
 
 if __name__ == "__main__":  # python -P -m matmix.train.context RUN: what the summary of a finished run says
-    _summary = json.loads((Path(sys.argv[1]) / "summary.json").read_text(encoding="utf-8"))
-    print("\n".join(context_words(_summary["validation"])))
+    import sys
+
+    from matmix.train.run import RunDirectory
+
+    print(*context_words(RunDirectory(sys.argv[1]).read_summary()["validation"]), sep="\n")

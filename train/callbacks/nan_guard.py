@@ -1,5 +1,5 @@
-"""Stops a run whose gradients have become NaN or infinite for good, and says in which layer that began; says so of
-validation losses too."""
+"""Stops a run whose gradients have become NaN or infinite for good, and says in which layer that began; warns of
+validation losses that are no numbers."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import TypeVar
@@ -126,11 +125,10 @@ def summary_text(parts: Sequence[Comparison], results: Sequence[Sequence[EntryRe
             columns[f"{variant}: {heading}"] = lambda name, cell=cell, by_name=by_name: cell(by_name[name])
         for name, result in by_name.items():
             if result.values("loss"):
-                merits[name].append(result.mean("accuracy") if accuracies else -result.mean("loss"))
+                merits[name].append(result.mean("accuracy") if accuracies else -result.ranked_loss())
 
     def place(name: str) -> tuple[int, float]:
-        merit = fmean(merits[name] or [0.0])
-        return -len(merits[name]), math.inf if math.isnan(merit) else -merit
+        return -len(merits[name]), -fmean(merits[name] or [0.0])
 
     return _table(columns, sorted(labels, key=place))
 

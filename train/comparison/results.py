@@ -49,6 +49,11 @@ class EntryResult:
         found = spread(self.values(metric))
         return None if found is None else found.mean
 
+    def ranked_loss(self) -> float | None:
+        """Its mean loss, to sort by: NaN, from states that overflow on some text, is infinite and so the worst."""
+        loss = self.mean("loss")
+        return math.inf if loss is not None and math.isnan(loss) else loss
+
     @property
     def is_finished(self) -> bool:
         return all(run.state == "finished" for run in self.runs)
@@ -73,8 +78,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 def collect(comparison: Comparison) -> list[EntryResult]:
     """All entries of a comparison without variants, or of one of them: the best first, those without a finished run
-    last. The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss, NaN
-    being the worst (states that overflow on some text)."""
+    last. The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss."""
     speeds = current_rows(comparison)
     tasks = tasks_of(comparison)
     found = []
@@ -92,8 +96,7 @@ def collect(comparison: Comparison) -> list[EntryResult]:
     def place(result: EntryResult) -> tuple[float, ...]:
         if not result.values("loss"):
             return (1.0,)
-        loss = result.mean("loss")
-        return 0.0, *(-(result.mean(metric) or 0.0) for metric in accuracies), math.inf if math.isnan(loss) else loss
+        return 0.0, *(-(result.mean(metric) or 0.0) for metric in accuracies), result.ranked_loss()
 
     return sorted(found, key=place)
 
