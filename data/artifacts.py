@@ -1,0 +1,83 @@
+"""How to read what others may have written: names of files, and the JSON that lists them.
+
+A data set, a checkpoint or an export may come from anywhere. Each name in one of its files leads to a path of this
+machine, so every such name passes `artifact_name` or `artifact_path`; each of its JSON files passes `read_json`.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+_LONGEST_NAME = 255  # bytes of one part of a path, on every file system in use
+_LONGEST_PATH = 1024
+
+
+def artifact_name(name: object, where: object, *, nested: bool = False) -> str:
+    """`name` itself, where it is the plain name of a file inside of an artifact.
+
+    Args:
+        name: as the artifact has it.
+        where: what names the file, for the message.
+        nested: whether it may lie in folders of the artifact, written with "/".
+    Raises: ValueError (one line) for what is no text or is empty, separators, "..", absolute paths, control and
+        invisible characters.
+    """
+    problem = _problem(name, nested)
+    if problem is not None:
+        raise ValueError(f"{where} names the file {_shown(name)}, which {problem}: it is damaged or not to be trusted")
+    assert isinstance(name, str)
+    return name
+
+
+def artifact_path(root: str | Path, name: object, where: object, *, nested: bool = False) -> Path:
+    """The path of a file of the artifact in the folder `root`; arguments and errors as for `artifact_name`.
+
+    Refuses links below `root` as well: they would lead to files that are no part of the artifact. `root` itself may be
+    one. The file need not exist.
+    """
+    path = Path(root)
+    for part in artifact_name(name, where, nested=nested).split("/"):
+        path = path / part
+        if path.is_symlink():
+            raise ValueError(f"{where} names {_shown(name)}, but {path} is a link: put the file itself there")
+    return path
+
+
+def parse_json(text: str | bytes, where: object) -> Any:
+    """The value that a JSON text holds. Raises ValueError (one line) where it is none, or nested beyond reason."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where} is damaged (nested too deeply)") from None
+    except ValueError as error:  # of decoding, too
+        raise ValueError(f"{where} is damaged ({error})") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file. Raises OSError as `open` does, ValueError as `parse_json`."""
+    return parse_json(Path(path).read_bytes(), path)
+
+
+def _problem(name: object, nested: bool) -> str | None:
+    if not isinstance(name, str):
+        return "is no text"
+    if any(unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp") for letter in name):
+        return "has control or invisible characters"
+    if "\\" in name or (not nested and "/" in name):
+        return "has a separator"
+    if name.startswith("/"):
+        return "is an absolute path"
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        return 'climbs or is empty ("..", "." or nothing)'
+    if len(name.encode()) > _LONGEST_PATH or any(len(part.encode()) > _LONGEST_NAME for part in parts):
+        return "is longer than a file's name can be"
+    return None
+
+
+def _shown(name: object) -> str:
+    text = ascii(name)
+    return text if len(text) <= 100 else f"{text[:100]}..."

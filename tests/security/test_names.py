@@ -1,0 +1,49 @@
+"""Names of files that come from an artifact stay inside of it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from matmix.data.artifacts import artifact_name, artifact_path, parse_json
+
+HOSTILE = [
+    "", ".", "..", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "./a", "..\\x", "C:\\x", "a\x00b", "a\nb",
+    "a\x1b[2J", "a\u202eb", "a\u2028b", "\ud800", "x" * 256, 5, None, ["a"], True,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("nested", [False, True])
+def test_hostile_names_are_refused_in_one_line(name, nested, tmp_path) -> None:
+    for check in (artifact_name, functools.partial(artifact_path, tmp_path)):
+        with pytest.raises(ValueError, match=r"^m\.json names the file ") as raised:
+            check(name, "m.json", nested=nested)
+        assert "\n" not in str(raised.value)
+        assert str(raised.value).isascii()
+
+
+def test_folders_only_where_they_may_be(tmp_path) -> None:
+    assert artifact_path(tmp_path, "a/b.txt", "m", nested=True) == tmp_path / "a" / "b.txt"
+    with pytest.raises(ValueError, match="separator"):
+        artifact_name("a/b.txt", "m")
+
+
+def test_links_are_refused_below_the_root_only(tmp_path) -> None:
+    real = tmp_path / "real"
+    (real / "folder").mkdir(parents=True)
+    (tmp_path / "root").symlink_to(real)
+    assert artifact_path(tmp_path / "root", "file", "m") == tmp_path / "root" / "file"
+    (real / "file").symlink_to("/etc/passwd")
+    (real / "way").symlink_to(tmp_path)
+    for name in ("file", "way/x"):
+        with pytest.raises(ValueError, match="is a link"):
+            artifact_path(tmp_path / "root", name, "m", nested=True)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "{", b"\xff\xfe", "nul"])
+def test_json_that_is_none_is_one_line(text) -> None:
+    with pytest.raises(ValueError, match=r"^m\.json is damaged") as raised:
+        parse_json(text, "m.json")
+    assert "\n" not in str(raised.value)
