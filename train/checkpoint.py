@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from matmix.train import portable, rng
-from matmix.train.checkpoint_files import MANIFEST, check_shapes, check_sizes, find_problem, read_manifest
-from matmix.train.checkpoint_save import GENERATORS, BackgroundSave, Contents, Tell, write_checkpoint
+from matmix.train.checkpoint_files import GENERATORS, MANIFEST, check_shapes, check_sizes, find_problem, read_manifest
+from matmix.train.checkpoint_save import BackgroundSave, Contents, Tell, write_checkpoint
 from matmix.train.distributed import from_rank_zero, gather_objects, make_side_group, rank_and_world_size
 from matmix.train.engine.base import Engine
 from matmix.train.failures import is_out_of_memory

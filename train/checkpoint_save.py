@@ -18,13 +18,18 @@ import torch
 import torch.distributed as dist
 
 from matmix.train import rng
-from matmix.train.checkpoint_files import describe_files, list_files, sync_directory, together, write_manifest
+from matmix.train.checkpoint_files import (
+    GENERATORS,
+    describe_files,
+    list_files,
+    sync_directory,
+    together,
+    write_manifest,
+)
 from matmix.train.distributed import gather_objects, rank_and_world_size
 from matmix.train.engine.base import Engine
 from matmix.train.engine.snapshot import Snapshot
 from matmix.train.places import Place
-
-GENERATORS = "generators"
 
 Tell = Callable[[str], None]
 
@@ -62,7 +67,7 @@ def write_checkpoint(
     rank, _ = rank_and_world_size()
     place = place or Place.shared()
     names: list[str] = []
-    own: dict[str, list[int]] = {}
+    own: dict[str, list[int | str]] = {}
 
     def begin() -> None:
         if place.leads:

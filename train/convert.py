@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from matmix.data.remote import is_url
-from matmix.train.checkpoint import GENERATORS
 from matmix.train.checkpoint_files import (
+    GENERATORS,
     describe_files,
     find_problem,
     list_files,

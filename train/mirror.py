@@ -16,7 +16,7 @@ from pathlib import Path
 
 from matmix.data.remote import RemoteError, RemoteFolder
 from matmix.train import lease
-from matmix.train.checkpoint_files import MANIFEST, checksum, list_files, read_manifest
+from matmix.train.checkpoint_files import MANIFEST, list_files, matches, read_manifest
 from matmix.train.heartbeat import beat
 
 CHECKPOINTS = "checkpoints"
@@ -113,7 +113,7 @@ class Mirror:
     def whole_files(self, step: int) -> set[str]:
         """The files of a checkpoint that lie here with the right checksum."""
         files = read_manifest(self.path(step))["files"]
-        return {name for name, entry in files.items() if _matches(self.path(step) / name, entry)}
+        return {name for name, entry in files.items() if matches(self.path(step) / name, entry)}
 
     def path(self, step: int) -> Path:
         return self.folder / CHECKPOINTS / step_name(step)
@@ -183,14 +183,14 @@ class Mirror:
         (target / MANIFEST).unlink(missing_ok=True)
         for name in set(list_files(target)) - files.keys():
             (target / name).unlink()  # of another attempt at this step
-        missing = [name for name, entry in files.items() if not _matches(target / name, entry)]
+        missing = [name for name, entry in files.items() if not matches(target / name, entry)]
         if missing:
             tell(f"fetching {sum(files[n][0] for n in missing) / 1e6:,.1f} MB in {len(missing)} files of {where}")
         self.remote.download_all(
             [self._at(step, name) for name in missing], self.folder, lambda name: beat("a download")
         )
         for name in missing:
-            if not _matches(target / name, files[name]):
+            if not matches(target / name, files[name]):
                 return f"{where} is damaged: {name} does not match its checksum"
         os.replace(incoming / MANIFEST, target / MANIFEST)
         return None
@@ -207,8 +207,3 @@ class Mirror:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as file:
                     file.truncate(size)
-
-
-def _matches(path: Path, entry: list[int]) -> bool:
-    size, value = entry
-    return path.is_file() and path.stat().st_size == size and checksum(path) == value

