@@ -8,7 +8,6 @@ every file.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from matmix.data.artifacts import read_json
 from matmix.train import portable, rng
 from matmix.train.checkpoint_files import GENERATORS, MANIFEST, check_shapes, check_sizes, find_problem, read_manifest
 from matmix.train.checkpoint_save import BackgroundSave, Contents, Tell, write_checkpoint
@@ -235,23 +235,34 @@ class CheckpointManager:
                 f"`matmix checkpoints convert {run} --out {run}-converted` makes"
             )
         check_shapes(path, layout["shapes"], engine.shapes())
+        generators = _read_generators(path / GENERATORS)
         if kind == portable.KIND:
             engine.load_full(portable.open_full(path, layout))
         else:
             engine.load(path, layout)
-        _restore_generators(path / GENERATORS)
+        _restore_generators(generators)
         return manifest["extra"]
 
 
-def _restore_generators(directory: Path) -> None:
+def _read_generators(directory: Path) -> tuple[dict[str, Any], bool]:
+    """The state for this rank's random generators, and whether it is this rank's own. Raises ValueError."""
     rank, _ = rank_and_world_size()
     own = directory / f"rank-{rank:05d}.json"
-    if own.is_file():
-        rng.set_state(json.loads(own.read_text(encoding="utf-8")))
-    else:
+    path = own if own.is_file() else directory / "rank-00000.json"
+    state = read_json(path)
+    try:
+        rng.check_state(state)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    return state, path == own
+
+
+def _restore_generators(generators: tuple[dict[str, Any], bool]) -> None:
+    state, is_own = generators
+    rng.set_state(state)
+    if not is_own:
         # A rank that the saved run did not have: a stream of its own, fixed by the checkpoint.
-        rng.set_state(json.loads((directory / "rank-00000.json").read_text(encoding="utf-8")))
-        rng.seed_all(int(torch.randint(2**62, ()).item()), rank)
+        rng.seed_all(int(torch.randint(2**62, ()).item()), rank_and_world_size()[0])
 
 
 def read_portable(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:

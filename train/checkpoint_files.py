@@ -25,6 +25,7 @@ import torch.distributed as dist
 from matmix.data.artifacts import artifact_name, artifact_path, parse_json
 from matmix.train.distributed import gather_objects, rank_and_world_size
 from matmix.train.heartbeat import beat, others_at_work
+from matmix.train.portable import open_full
 
 MANIFEST = "checkpoint.json"
 GENERATORS = "generators"
@@ -151,8 +152,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def _find_fault(manifest: dict[str, Any], name: str) -> str | None:
     """What no checkpoint says of itself. Raises ValueError for names of files that lead elsewhere."""
     files, step = manifest.get("files"), manifest.get("step")
-    if type(step) is not int or step < 0 or not all(isinstance(manifest.get(n), dict) for n in ("layout", "extra")):
-        return "lacks step, layout or extra"
+    if type(step) is not int or step < 0 or not isinstance(manifest.get("extra"), dict):
+        return "lacks its step, or what the training loop saved"
+    if not _is_layout(manifest.get("layout")):
+        return "has no layout of its tensors"
     if (named := _STEP.search(name)) is not None and int(named[1]) != step:
         return f"is of step {step}, not {int(named[1])}: the directory has another's name"
     if not isinstance(files, dict) or FIRST_GENERATORS not in files:
@@ -163,6 +166,19 @@ def _find_fault(manifest: dict[str, Any], name: str) -> str | None:
         if not sound or not (type(entry[1]) is int or (isinstance(entry[1], str) and _SHA256.fullmatch(entry[1]))):
             return "does not say how long its files are and what their checksums"
     return None
+
+
+def _is_layout(layout: Any) -> bool:
+    """Whether this is what engines say of the tensors that they write."""
+    if not isinstance(layout, dict) or not isinstance(layout.get("shapes"), dict):
+        return False
+    counts = [layout.get("world_size"), layout.get("zero_stage", 0)]
+    counts += [number for shape in layout["shapes"].values() for number in (shape if isinstance(shape, list) else [-1])]
+    engine = layout.get("engine")
+    known = engine in ("torch", "portable") or (engine == "deepspeed" and "zero_stage" in layout)
+    moments = layout.get("moments", {})
+    named = isinstance(moments, dict) and all(isinstance(entries, list) for entries in moments.values())
+    return known and named and all(type(number) is int and number >= 0 for number in counts) and counts[0] > 0
 
 
 def check_sizes(directory: Path) -> None:
@@ -177,7 +193,8 @@ def check_sizes(directory: Path) -> None:
 
 
 def find_problem(directory: Path) -> str | None:
-    """What is wrong with a checkpoint, sizes and checksums, on every rank; the ranks share the reading.
+    """What is wrong with a checkpoint, on every rank: sizes, checksums, and whether its files hold the tensors that its
+    layout names. The ranks share the reading.
 
     Raises OSError on every rank where one could not look (a file system that is away, too many open files): who took
     such a checkpoint for damaged would go back behind it and remove it.
@@ -191,6 +208,8 @@ def find_problem(directory: Path) -> str | None:
             for name, entry in list(files.items())[rank::world_size]:
                 if not matches(directory / name, entry):
                     return f"checkpoint {directory} is damaged: {name} does not match its checksum"
+            if rank == 0:
+                open_full(directory, read_manifest(directory)["layout"])
         except (ValueError, FileNotFoundError) as error:
             return str(error)
         except OSError as error:

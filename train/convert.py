@@ -81,8 +81,12 @@ def convert_checkpoint(source: Path, target: Path, *, max_file_bytes: int = MAX_
     """Write the portable form of one checkpoint, known to be whole, into the new directory `target`."""
     manifest = read_manifest(source)
     layout = manifest["layout"]
-    write_portable(open_full(source, layout), target / SUBDIRECTORY, max_file_bytes=max_file_bytes)
+    state = open_full(source, layout)
+    write_portable(state, target / SUBDIRECTORY, max_file_bytes=max_file_bytes)
     shutil.copytree(source / GENERATORS, target / GENERATORS)
     kept = {name: layout[name] for name in ("world_size", "shapes")}  # ranks: those that the generators are of
-    changed = {"layout": {"engine": KIND, **kept}, "files": describe_files(target, list_files(target))}
+    changed = {
+        "layout": {"engine": KIND, **kept, "moments": state.moments()},
+        "files": describe_files(target, list_files(target)),
+    }
     write_manifest(target, {**manifest, **changed})

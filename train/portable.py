@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from matmix.train.engine.full_state import Entry, FullState
+from matmix.train.engine.full_state import Entry, FullState, check_entries
 
 KIND = SUBDIRECTORY = "portable"
 _DTYPES = {
@@ -31,7 +31,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def open_full(checkpoint: Path, layout: dict[str, Any]) -> FullState:
     """The whole tensors of a checkpoint of any kind; layout: as its manifest has it."""
     if layout["engine"] == KIND:
-        return PortableFiles(checkpoint / SUBDIRECTORY)
+        return PortableFiles(checkpoint / SUBDIRECTORY, layout)
     if layout["engine"] == "deepspeed":
         from matmix.train.engine.zero_files import ZeroFiles
 
@@ -45,20 +45,30 @@ def open_full(checkpoint: Path, layout: dict[str, Any]) -> FullState:
 class PortableFiles(FullState):
     """Reads what `write_portable` wrote: only the part of a tensor that is asked for."""
 
-    def __init__(self, directory: Path) -> None:
-        """directory: of the files. Raises ValueError if one of them cannot be read."""
+    def __init__(self, directory: Path, layout: Mapping[str, Any]) -> None:
+        """directory: of the files; layout: of the checkpoint. Raises ValueError if a file cannot be read, or if they do
+        not hold the layout's tensors."""
         self.directory = directory
         self.entries: dict[str, Entry] = {}
         self._files = {}
         for path in sorted(directory.glob("*.safetensors")):
+            damaged = f"checkpoint {directory.parent} is damaged: {path.name}"
             try:
                 file = safe_open(path, framework="pt")
             except SafetensorError as error:
-                raise ValueError(f"checkpoint {directory.parent} is damaged: {path.name}: {error}") from None
+                raise ValueError(f"{damaged}: {error}") from None
             for key in file.keys():  # noqa: SIM118 (not a dict)
                 piece = file.get_slice(key)
+                if piece.get_dtype() not in _DTYPES:
+                    raise ValueError(f"{damaged}: {key!a} has a dtype that is none of ours, {piece.get_dtype()}")
+                if key in self.entries:
+                    raise ValueError(f"{damaged}: {key!a} stands in another file, too")
                 self.entries[key] = Entry(tuple(piece.get_shape()), _DTYPES[piece.get_dtype()])
                 self._files[key] = file
+        try:
+            check_entries({key: entry.shape for key, entry in self.entries.items()}, layout)
+        except ValueError as error:
+            raise ValueError(f"checkpoint {directory.parent} is damaged: {error}") from None
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         entry, file = self.entries[key], self._files[key]

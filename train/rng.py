@@ -33,15 +33,35 @@ def get_state() -> dict[str, Any]:
     return state
 
 
+def check_state(state: Any) -> None:
+    """Raises ValueError (one line) where `state` is none that `get_state` gives: `set_state` would stop half-way."""
+    try:
+        random.Random().setstate(_python_state(state))
+        np.random.RandomState().set_state(_numpy_state(state))
+        torch.Generator().set_state(_decode(state["torch"]))
+        _decode(state.get("cuda", ""))
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"it holds no state of random generators ({type(error).__name__}: {text})") from None
+
+
 def set_state(state: dict[str, Any]) -> None:
     """Puts the generators back to a state from `get_state`; without CUDA in use its part is left out."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    random.setstate(_python_state(state))
+    np.random.set_state(_numpy_state(state))
     torch.set_rng_state(_decode(state["torch"]))
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(_decode(state["cuda"]))
+
+
+def _python_state(state: dict[str, Any]) -> tuple[Any, ...]:
+    version, numbers, gauss = state["python"]
+    return version, tuple(numbers), gauss
+
+
+def _numpy_state(state: dict[str, Any]) -> tuple[Any, ...]:
+    name, keys, position, has_gauss, cached = state["numpy"]
+    return name, np.array(keys, dtype=np.uint32), position, has_gauss, cached
 
 
 def _encode(state: torch.Tensor) -> str:

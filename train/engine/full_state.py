@@ -11,6 +11,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -58,6 +59,34 @@ class FullState(abc.ABC):
                 name, entry = key.removeprefix(OPTIMIZER).rsplit(".", 1)
                 found.setdefault(name, []).append(entry)
         return found
+
+
+def check_entries(shapes: Mapping[str, tuple[int, ...]], layout: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a state has exactly the tensors that a checkpoint's layout names, in their shapes.
+
+    shapes: of the state, by key. layout: with "shapes" of the model's tensors, by name, and "moments", the entries
+    that the optimizer keeps of each (missing in checkpoints of earlier versions: any).
+    """
+    wanted = {f"{MODEL}{name}": tuple(shape) for name, shape in layout["shapes"].items()}
+    moments = layout.get("moments")
+    if moments is not None:
+        named = {f"{OPTIMIZER}{name}.{entry}" for name, entries in moments.items() for entry in entries}
+    else:
+        named = {key for key in shapes.keys() - wanted if _parameter(key) in wanted}
+    if missing := (wanted.keys() | named) - shapes.keys():
+        raise ValueError(f"{min(missing)} is missing")
+    if extra := shapes.keys() - wanted - named:
+        raise ValueError(f"it holds {min(extra, key=str)!a}, which the checkpoint does not name")
+    for key, shape in shapes.items():
+        # What the optimizer keeps is either shaped like its parameter or a number.
+        allowed = (wanted[key],) if key in wanted else ((), wanted.get(_parameter(key)))
+        if shape not in allowed:
+            raise ValueError(f"{key} has the shape {shape}")
+
+
+def _parameter(key: object) -> str:
+    """The key of the parameter that an entry of the optimizer belongs to."""
+    return MODEL + str(key).removeprefix(OPTIMIZER).rpartition(".")[0]
 
 
 @torch.no_grad()

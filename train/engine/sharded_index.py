@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from matmix.data.artifacts import artifact_path
-from matmix.train.engine.full_state import MODEL, OPTIMIZER
+from matmix.train.engine.full_state import check_entries
 
 INDEX = ".metadata"
 
@@ -62,8 +62,7 @@ class _IndexUnpickler(pickle.Unpickler):
 def read_index(directory: Path, layout: Mapping[str, Any]) -> Metadata:
     """What torch is to know of the files in `directory`: exactly the tensors that `layout` names.
 
-    layout: the checkpoint's, with "shapes" of the model's tensors and "moments", the entries that the optimizer keeps
-    of each (missing in checkpoints of earlier versions: any of them). Raises ValueError (one line).
+    layout: the checkpoint's, see `check_entries`. Raises ValueError (one line).
     """
     path = directory / INDEX
     try:
@@ -82,24 +81,18 @@ def read_index(directory: Path, layout: Mapping[str, Any]) -> Metadata:
 def _checked(found: Any, directory: Path, layout: Mapping[str, Any]) -> Metadata:
     """A new index of plain values from one that may be anything. Raises what nonsense makes it raise."""
     entries, places = found.state_dict_metadata, found.storage_data
-    _check_keys(set(entries), layout)
-    shapes = {f"{MODEL}{name}": tuple(shape) for name, shape in layout["shapes"].items()}
+    for key, entry in entries.items():
+        if type(entry) is not TensorStorageMetadata:
+            raise ValueError(f"{key!a} is no tensor")
+    shapes = {key: _whole_numbers(entry.size) for key, entry in entries.items()}
+    check_entries(shapes, layout)
     sizes: dict[str, int] = {}
     kept: dict[str, TensorStorageMetadata] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
     for key, entry in entries.items():
-        if type(entry) is not TensorStorageMetadata:
-            raise ValueError(f"{key} is no tensor")
-        shape, dtype = _whole_numbers(entry.size), entry.properties.dtype
+        shape, dtype = shapes[key], entry.properties.dtype
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{key} has no dtype")
-        if key.startswith(OPTIMIZER):
-            # Every entry is either shaped like its parameter or a number.
-            expected = {(), shapes[MODEL + key.removeprefix(OPTIMIZER).rpartition(".")[0]]}
-        else:
-            expected = {shapes[key]}
-        if shape not in expected:
-            raise ValueError(f"{key} has the shape {shape}")
         chunks = []
         for chunk in entry.chunks:
             offsets, lengths = _whole_numbers(chunk.offsets), _whole_numbers(chunk.sizes)
@@ -110,19 +103,6 @@ def _checked(found: Any, directory: Path, layout: Mapping[str, Any]) -> Metadata
         _check_chunks(key, shape, chunks)
         kept[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
     return Metadata(kept, storage_data=where)
-
-
-def _check_keys(keys: set[str], layout: Mapping[str, Any]) -> None:
-    wanted = {f"{MODEL}{name}" for name in layout["shapes"]}
-    if "moments" in layout:
-        wanted |= {f"{OPTIMIZER}{name}.{entry}" for name, entries in layout["moments"].items() for entry in entries}
-        extra = keys - wanted
-    else:
-        extra = {k for k in keys - wanted if f"{MODEL}{k.removeprefix(OPTIMIZER).rpartition('.')[0]}" not in wanted}
-    if missing := wanted - keys:
-        raise ValueError(f"{min(missing)} is missing")
-    if extra:
-        raise ValueError(f"it holds {min(extra, key=str)!a}, which the checkpoint does not name")
 
 
 def _check_place(place: Any, directory: Path, sizes: dict[str, int], nbytes: int) -> None:

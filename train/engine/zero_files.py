@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,26 @@ def load_file(path: Path) -> dict[str, Any]:
     on the disk and are read when touched."""
     with torch.serialization.safe_globals(_CLASSES):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+@contextlib.contextmanager
+def _holding(directory: Path) -> Iterator[None]:
+    """Turns what reading files of another form raises into a ValueError (one line). Such files are no accident, since
+    their hashes were right."""
+    try:
+        yield
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ValueError,
+    ) as error:
+        text = (str(error).splitlines() or [""])[0]
+        what = f"{type(error).__name__}: {text}"
+        raise ValueError(f"checkpoint {directory} is damaged: its files are not DeepSpeed's ({what})") from None
 
 
 def make_files() -> Any:
@@ -92,6 +114,10 @@ class ZeroFiles(FullState):
         # Of each tensor of the optimizer: number of its state, and where it begins in the flat group (in a
         # rank's part of it at stage 3).
         self._places: dict[str, tuple[int, int]] = {}
+        with _holding(directory):
+            self._find_entries(layout)
+
+    def _find_entries(self, layout: dict[str, Any]) -> None:
         module = self._model_file(0)["module"]
         self.entries = {
             f"{MODEL}{name}": Entry(tuple(shape), module[name].dtype) for name, shape in layout["shapes"].items()
@@ -114,6 +140,14 @@ class ZeroFiles(FullState):
         return [dict(zip(names, padding, strict=True)) for names, padding in zip(shapes, paddings, strict=True)]
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        with _holding(self.directory.parent):
+            found = self._read(key, start, stop)
+            wanted = (self.entries[key].numel if stop is None else stop) - start
+            if found.numel() != wanted:
+                raise ValueError(f"{key} has {found.numel()} elements there, not {wanted}")
+            return found
+
+    def _read(self, key: str, start: int, stop: int | None) -> torch.Tensor:
         stop = self.entries[key].numel if stop is None else stop
         if key.startswith(MODEL):
             name, entry = key.removeprefix(MODEL), None
