@@ -61,6 +61,21 @@ def read_json(path: str | Path) -> Any:
     return parse_json(Path(path).read_bytes(), path)
 
 
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The objects in a file of one a line, [] where there is none; lines that hold none are left out."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(parse_json(line, path))
+        except ValueError:  # cut off by a kill or a full disk
+            continue
+    return [value for value in found if isinstance(value, dict)]
+
+
 def _problem(name: object, nested: bool) -> str | None:
     if not isinstance(name, str):
         return "is no text"

@@ -8,6 +8,7 @@ every file.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ from matmix.train.checkpoint_save import BackgroundSave, Contents, Tell, write_c
 from matmix.train.distributed import from_rank_zero, gather_objects, make_side_group, rank_and_world_size
 from matmix.train.engine.base import Engine
 from matmix.train.failures import is_out_of_memory
+from matmix.train.files import write_whole
 from matmix.train.places import Place
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -40,10 +42,20 @@ def tell_on_rank_zero(text: str) -> None:
 class CheckpointManager:
     """The checkpoints of one run. Every method is called on all ranks and returns the same on all."""
 
-    def __init__(self, directory: str | Path, *, keep_last: int = 2, keep_every: int = 0) -> None:
-        """keep_last: newest checkpoints that stay; keep_every: multiples of so many steps stay for ever."""
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep_last: int = 2,
+        keep_every: int = 0,
+        record: Path | None = None,
+        start_over: bool = False,
+    ) -> None:
+        """keep_last: newest checkpoints that stay; keep_every: multiples of so many steps stay for ever; record: a file
+        outside of `directory` that says that there were checkpoints, should they vanish; start_over: they may have."""
         self.directory = Path(directory)
         self.keep_last, self.keep_every = keep_last, keep_every
+        self.record, self.start_over = record, start_over
         self._damaged: set[Path] = set()
         self._verified: set[Path] = set()
         self._running: BackgroundSave | None = None
@@ -152,6 +164,7 @@ class CheckpointManager:
         if complaint is None:
             self._damaged.discard(target)
             if place.leads:
+                self._note(step, tell)
                 self._prune(step, tell)
             return True
         if place.leads:
@@ -167,6 +180,13 @@ class CheckpointManager:
     def _publish(self, step: int, group: dist.ProcessGroup | None) -> str | None:
         """Brings a written checkpoint to where it counts; a complaint if the storage there failed."""
         return None
+
+    def _note(self, step: int, tell: Tell) -> None:
+        if self.record is not None:
+            try:
+                write_whole(self.record, json.dumps({"step": step}) + "\n")
+            except OSError as error:
+                tell(f"warning: {self.record} could not be written: {error}")
 
     def _prune(self, written: int, tell: Tell) -> None:
         whole = [step for step in self.steps() if self._looks_whole(step)]
@@ -194,7 +214,8 @@ class CheckpointManager:
     def latest_valid(self, tell: Tell = tell_on_rank_zero) -> Path | None:
         """The newest whole checkpoint, or None if there is none at all; damaged ones are named and skipped.
 
-        Raises ValueError if there are checkpoints but none is whole: starting from scratch would bury them.
+        Raises ValueError if there are checkpoints but none is whole, or if there were some: starting from scratch would
+        bury the run.
         """
         self.wait(tell)
         first_problem = None
@@ -211,7 +232,17 @@ class CheckpointManager:
             raise ValueError(
                 f"{first_problem}; no checkpoint in {self.directory} is valid: restore one, or use another run_dir"
             )
+        self._check_record(str(self.directory))
         return None
+
+    def _check_record(self, where: str) -> None:
+        """Raises ValueError where there is no checkpoint although there was one."""
+        step = from_rank_zero(None if self.record is None else _recorded_step(self.record))
+        if step is not None and not self.start_over:
+            raise ValueError(
+                f"this run has saved a checkpoint of step {step}, but {where} holds none: put them back, use another "
+                f"run_dir, or begin again at step 0 with --checkpoint.start-over True (records are moved aside)"
+            )
 
     def load(self, path: str | Path, engine: Engine) -> dict[str, Any]:
         """Restores model, optimizer and random generators from a checkpoint; returns the `extra` of its save.
@@ -242,6 +273,15 @@ class CheckpointManager:
             engine.load(path, layout)
         _restore_generators(generators)
         return manifest["extra"]
+
+
+def _recorded_step(record: Path) -> int | None:
+    try:
+        return read_json(record)["step"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        return -1  # damaged, but there
 
 
 def _read_generators(directory: Path) -> tuple[dict[str, Any], bool]:

@@ -177,6 +177,9 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Training goes on once a checkpoint is copied to host memory, and a thread writes it; the last one is
     waited for. False saves the memory of that copy."""
+    start_over: bool = False
+    """Begin again at step 0 where the run's checkpoints are gone; what was recorded is moved aside. Holds for one
+    start."""
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, f"checkpoint.every must be >= 0, got {self.every}")

@@ -12,17 +12,16 @@ from matmix.data.remote import is_url
 from matmix.train.checkpoint_files import (
     GENERATORS,
     describe_files,
-    find_problem,
     list_files,
     read_manifest,
     sync_directory,
     write_manifest,
 )
-from matmix.train.export import find_checkpoint
 from matmix.train.portable import KIND, SUBDIRECTORY, open_full, write_portable
 from matmix.train.recipe import write_config
 from matmix.train.remote import local_run
 from matmix.train.run import RunDirectory
+from matmix.train.trained import find_trained
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -50,12 +49,10 @@ def convert_run(
     if is_url(str(out_dir)):
         raise ValueError(f"converted runs are made in a folder, not at a URL such as {out_dir}")
     run, out = RunDirectory(local_run(run_dir, step=step)), Path(out_dir)
-    config = run.read_config()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty directory; choose another one, or remove it")
-    source = find_checkpoint(run, step)
-    if step is not None and (problem := find_problem(source)) is not None:
-        raise ValueError(problem)
+    found = find_trained(run, step, tell)
+    config, source = found.config, found.checkpoint
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.parent / f".tmp-{out.name}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from matmix.data.streams import Storage
 from matmix.data.tokenizer import Tokenizer
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.huggingface import check_target, export_model
-from matmix.train.checkpoint import CheckpointManager, read_portable
-from matmix.train.config import RunConfig
+from matmix.train.checkpoint import read_portable
 from matmix.train.remote import local_run
 from matmix.train.run import RunDirectory
+from matmix.train.trained import find_trained
 
 
 def export_run(
@@ -37,9 +36,8 @@ def export_run(
     """
     check_target(Path(out_dir))
     run = RunDirectory(local_run(run_dir, step=step))
-    config = run.read_config()
-    checkpoint = find_checkpoint(run, step)
-    tokenizer = run_tokenizer(run, config)
+    trained = find_trained(run, step, tell)
+    config, checkpoint, tokenizer = trained.config, trained.checkpoint, trained.tokenizer
     out = export_model(
         config.model,
         read_portable(checkpoint),
@@ -85,30 +83,6 @@ def import_reference(kind: str, file: str | Path, out_dir: str | Path, *, tell: 
     what = "without a tokenizer" if tokenizer is None else "with its tokenizer"
     tell(f"Imported {file} to {out} ({_size(out)}), {what}.")
     return out
-
-
-def find_checkpoint(run: RunDirectory, step: int | None) -> Path:
-    """The checkpoint of `step`, or the newest valid one. Raises ValueError if there is none."""
-    manager = CheckpointManager(run.checkpoints)
-    if step is None:
-        checkpoint = manager.latest_valid()
-        if checkpoint is None:
-            raise ValueError(f"{run.path} has no checkpoint yet; train it first")
-        return checkpoint
-    if step not in manager.steps():
-        steps = ", ".join(map(str, manager.steps())) or "none"
-        raise ValueError(f"{run.path} has no checkpoint of step {step}; there are: {steps}")
-    return manager.path(step)
-
-
-def run_tokenizer(run: RunDirectory, config: RunConfig) -> Tokenizer:
-    """The tokenizer of a run: the copy in RUN/tokenizer, or that of its dataset."""
-    copy = run.path / "tokenizer"
-    if copy.is_dir():
-        return Tokenizer.load(copy)
-    path = config.data.path or next(iter(config.data.mixture), "")
-    storage = Storage(path, config.data.cache_dir)
-    return Tokenizer.load(storage.file(storage.manifest.tokenizer.file))
 
 
 def _size(directory: Path) -> str:

@@ -18,10 +18,10 @@ from matmix.model.backbone import Backbone
 from matmix.model.interop.huggingface_tokenizer import load_fast_tokenizer, special_tokens_around
 from matmix.model.interop.plain_config import model_config_from_dict
 from matmix.train.checkpoint import read_portable
-from matmix.train.export import find_checkpoint, run_tokenizer
 from matmix.train.remote import local_run
 from matmix.train.run import RunDirectory
 from matmix.train.sampling import Sampling, text_pieces
+from matmix.train.trained import find_trained
 
 MASK = "<mask>"
 CANDIDATES = 5
@@ -99,16 +99,20 @@ def load_source(source: str | Path, *, step: int | None = None, device: str | No
 
 def _load_run(path: Path, step: int | None, device: str | None) -> Source:
     run = RunDirectory(path)
-    config = run.read_config()
-    tokenizer = run_tokenizer(run, config)
+    trained = find_trained(run, step, _tell_on_stderr)
+    config, tokenizer = trained.config, trained.tokenizer
     model = build_model(config.model)
-    load_weights(model, read_portable(find_checkpoint(run, step)), path)
+    load_weights(model, read_portable(trained.checkpoint), path)
     fast = load_fast_tokenizer(tokenizer.path, tokenizer.special)
     prefix = tokenizer.special.get(config.data.prefix)
     suffix = None if config.model.causal else tokenizer.special.get(config.data.suffix)
     fast.post_processor = special_tokens_around(fast, prefix, suffix)
     start = prefix if prefix is not None else tokenizer.special["eos"]
     return _ready(path, model, fast, tokenizer.special, start, device)
+
+
+def _tell_on_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _load_export(path: Path, device: str | None) -> Source:

@@ -31,11 +31,11 @@ from matmix.train.optimizer import changed_rules, make_optimizer, parameter_grou
 from matmix.train.outcome import Attempt, adopt_attempt, attempt_id
 from matmix.train.recipe import config_to_dict
 from matmix.train.remote import opened
-from matmix.train.run import RunDirectory, git_revision, take_together
+from matmix.train.run import Change, RunDirectory, check_tokenizer, git_revision, take_together
 from matmix.train.schedule import rate_share
 from matmix.train.speed import Speedometer
 from matmix.train.spikes import SpikeGuard
-from matmix.train.state import Result, TrainState
+from matmix.train.state import Result, TrainState, check_extra
 
 
 class Trainer:
@@ -179,20 +179,27 @@ class Trainer:
         before the newest valid one.
         """
         take_together(self.lock, self.tell)
+        changes: list[Change] = []
         newest = self.checkpoints.latest_valid(self.tell)
         if newest is not None:
-            self.load(newest)
+            changes = self.load(newest)
             if (left := self.config.last_step - self.state.step) > 0:
                 self.tell(f"resumed from {newest.name}: {left} steps to go")
-                if changes := changed_rules(self.rules_before, self.groups):
-                    self.tell(changes)
+                if words := changed_rules(self.rules_before, self.groups):
+                    self.tell(words)
         barrier()  # no rank is still checking a directory that rank 0 begins to fill
         if self.engine.rank == 0:
-            self.run.begin(self.config, self.state.step, self.loader.tokenizer, self.tell)
+            if newest is None and self.config.checkpoint.start_over:
+                self.run.set_aside_records(self.tell)
+            self.run.begin(self.config, self.state.step, self.loader.tokenizer, self.tell, changes)
 
-    def load(self, newest: Path) -> None:
-        """Puts everything where the checkpoint `newest` has it, except what a changed config now says."""
+    def load(self, newest: Path) -> list[Change]:
+        """Puts everything where the checkpoint `newest` has it, except what a changed config now says, and returns
+        these changes. Raises ValueError for what may not change."""
         extra = self.checkpoints.load(newest, self.engine)
+        check_extra(extra, newest)
+        changes = self.run.changes_since(extra, self.config)
+        check_tokenizer(extra, self.loader.tokenizer, newest)
         self.state = TrainState(**extra["train_state"])
         if self.state.step > self.config.steps:
             raise ValueError(
@@ -205,6 +212,7 @@ class Trainer:
         self.attempt.step = self.state.step
         self.metrics = extra.get("evaluation") or {}
         self.is_summarised()
+        return changes
 
     def save(self, *, wait: bool = False) -> bool:
         """Saves the current step unless that is done, or a try has just failed; True if it is saved or, without `wait`,
@@ -221,6 +229,7 @@ class Trainer:
                 "train_state": dataclasses.asdict(self.state),
                 "data": self.loader.state_dict(),
                 "config": config_to_dict(self.config),
+                "tokenizer_sha256": self.loader.tokenizer.sha256,
                 "git_revision": git_revision(),
                 "parameter_rules": rule_record(self.groups),
                 "spikes": self.spikes.state_dict(),

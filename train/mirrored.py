@@ -27,11 +27,11 @@ class MirroredCheckpoints(CheckpointManager):
         lease: Lease,
         *,
         up_to_date: bool,
-        keep_last: int = 2,
-        keep_every: int = 0,
+        **options: Any,
     ) -> None:
-        """lease: rank 0 holds it; up_to_date: whether this node took part in the last start of the run."""
-        super().__init__(mirror.folder / "checkpoints", keep_last=keep_last, keep_every=keep_every)
+        """lease: rank 0 holds it; up_to_date: whether this node took part in the last start of the run; options: of the
+        base."""
+        super().__init__(mirror.folder / "checkpoints", **options)
         self.mirror, self.lease, self.up_to_date = mirror, lease, up_to_date
         self._uploaded: list[int] = []  # valid at the URL, as far as is known; the same on all ranks
 
@@ -129,6 +129,7 @@ class MirroredCheckpoints(CheckpointManager):
             raise ValueError(
                 f"{first_problem}; no checkpoint of {self.mirror.url} is valid: restore one, or use another run_dir"
             )
+        self._check_record(f"{self.mirror.url}/checkpoints")
         return None
 
     def _find_unsent(self, newest: int) -> int | None:

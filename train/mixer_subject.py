@@ -18,11 +18,11 @@ from matmix.model.backbone import Backbone
 from matmix.model.initialization import initialize
 from matmix.model.interop.huggingface_tokenizer import load_fast_tokenizer, special_tokens_around
 from matmix.train.config import RunConfig
-from matmix.train.export import find_checkpoint
 from matmix.train.generate import MASK, load_source
 from matmix.train.recipe import find_recipe, load_config, read_toml
 from matmix.train.remote import local_run
 from matmix.train.run import RunDirectory
+from matmix.train.trained import find_checkpoint
 
 MOST_TOKENS = 128
 BYTES = 256

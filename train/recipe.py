@@ -122,15 +122,7 @@ def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Run
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Nested plain dicts, ready for TOML and JSON; without the options of mixers that no layer is and nobody set."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items() if item is not None}  # TOML has no None
-        if isinstance(value, tuple | list):
-            return [plain(item) for item in value]
-        return value
-
-    values = plain(dataclasses.asdict(config))
+    values = _plain(dataclasses.asdict(config))
     unset, tables = MixerOptions(), values["model"]["mixers"]
     for name in MIXERS:
         if name not in config.model.layers and getattr(config.model.mixers, name) == getattr(unset, name):
@@ -138,13 +130,37 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
     return values
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}  # TOML has no None
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
 def write_config(config: RunConfig, path: Path) -> None:
     """Writes the resolved config; the file is itself a recipe."""
     write_whole(path, tomli_w.dumps(config_to_dict(config)))
 
 
-def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of every field that differs."""
+def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """The plain values of a config that another version may have written: options that it did not know have their
+    defaults, those that are no more are left out."""
+
+    def filled(own: dict[str, Any], standard: dict[str, Any], cls: type) -> dict[str, Any]:
+        # `config_to_dict` has the tables of those mixers only that it needs.
+        hints, found = typing.get_type_hints(cls), {} if cls is MixerOptions else dict(standard)
+        for key, value in own.items():
+            if key in hints:
+                deeper = dataclasses.is_dataclass(hints[key]) and isinstance(value, dict)
+                found[key] = filled(value, standard.get(key, {}), hints[key]) if deeper else value
+        return found
+
+    return filled(values, _plain(dataclasses.asdict(RunConfig())), RunConfig)
+
+
+def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of every field that differs; old: as `config_to_dict` gives it."""
 
     def walk(a: Any, b: Any, prefix: str) -> list[tuple[str, Any, Any]]:
         found = []
@@ -156,4 +172,4 @@ def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, Any, Any]]:
                 found.append((prefix + key, x, y))
         return found
 
-    return walk(config_to_dict(old), config_to_dict(new), "")
+    return walk(old, config_to_dict(new), "")

@@ -37,8 +37,7 @@ class RemoteRun(RunDirectory):
             self.mirror,
             self.lease,
             up_to_date=self.up_to_date,
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
+            **self._checkpoint_options(config),
         )
 
 

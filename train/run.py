@@ -1,5 +1,5 @@
-"""The run directory: config.toml, checkpoints/, tensorboard/, metrics.jsonl, curves.png, summary.json,
-export/."""
+"""The run directory: config.toml, tokenizer/, checkpoints/, saved.json, metrics.jsonl, tensorboard/, curves.png,
+summary.json."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matmix.data.artifacts import read_json, read_json_lines
 from matmix.data.remote import is_url
 from matmix.data.tokenizer import Tokenizer
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.config import CheckpointConfig, RunConfig
 from matmix.train.distributed import from_rank_zero, rank_and_world_size
-from matmix.train.files import write_whole
+from matmix.train.files import set_aside, write_whole
 from matmix.train.lock import RunLock
 from matmix.train.places import mirror_folder
-from matmix.train.recipe import config_from_dict, differences, read_toml, write_config
+from matmix.train.recipe import config_from_dict, config_to_dict, differences, read_toml, with_defaults, write_config
 
 # What may change when a run is started again: how it is watched, spread and kept, and how the steps to come are made;
 # nothing that defines the model, the batches or the meaning of the optimizer's state.
@@ -40,6 +41,10 @@ _STEERING = (
     *("optimizer.mixer_rules", "optimizer.rule"),
 )
 _MAY_NOT_CHANGE = ("engine.precision",)
+_OF_ONE_START = ("stop_step", "checkpoint.start_over", "run_dir")  # a run that was moved has not changed
+_NEVER = object()
+SAVED = "saved.json"
+Change = tuple[str, Any, Any]  # dotted key, value before, value now
 # What may lie in a run directory before the run has begun.
 _BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json", "train.log", ".config.toml.tmp"})
 
@@ -100,31 +105,45 @@ class RunDirectory:
             if any(entry.name not in _BEFORE_THE_RUN for entry in self.path.iterdir()):
                 raise ValueError(f"run_dir {self.where} is not empty and not a run; choose another run_dir")
             return
-        refused = [d for d in differences(self.read_config(), config) if not _is_free(d[0])]
-        if refused:
-            text = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in refused)
+        text = refused_changes(differences(config_to_dict(self.read_config()), config))
+        if text:
             raise ValueError(
                 f"run_dir {self.where} belongs to a run with another config ({text}); "
                 f"choose another --run-dir, or start that config again to resume it"
             )
 
-    def begin(self, config: RunConfig, step: int, tokenizer: Tokenizer, tell: Callable[[str], None]) -> None:
+    def changes_since(self, saved: dict[str, Any], config: RunConfig) -> list[Change]:
+        """What `config` changes of that in a checkpoint of this run; saved: the checkpoint's `extra`.
+
+        Raises ValueError (one line) for what may not change: then config.toml was edited by hand.
+        """
+        found = differences(with_defaults(saved["config"]), _of_the_run(config))
+        if text := refused_changes(found):
+            raise ValueError(
+                f"{self.config_path} is not the config that the run's checkpoint was made with ({text}): "
+                f"put the old values back, or choose another --run-dir"
+            )
+        return [change for change in found if change[0] not in _OF_ONE_START]
+
+    def begin(
+        self,
+        config: RunConfig,
+        step: int,
+        tokenizer: Tokenizer,
+        tell: Callable[[str], None],
+        changes: Sequence[Change] = (),
+    ) -> None:
         """Makes the directory and writes the resolved config and the tokenizer (rank 0 only).
 
-        In a run that was begun before, what the config changes is told and goes into changes.jsonl with `step`, the
-        last one done.
+        changes: what `config` changes of that of the checkpoint; they are told and go into changes.jsonl with `step`,
+        the last one done.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        config = dataclasses.replace(config, stop_step=0)  # where to stop belongs to one start of the run, not to it
+        config = _of_the_run(config)
         resumed = self.config_path.is_file()
-        found = differences(self.read_config(), config) if resumed else []
-        changes = [change for change in found if change[0] != "run_dir"]  # moved, not changed
         if changes:
-            with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
-                for key, old, new in changes:
-                    entry = {"time": time.time(), "step": step, "key": key, "old": old, "new": new}
-                    file.write(json.dumps(entry) + "\n")
-        if found or not resumed:  # else a full disk shall not keep a run from going on
+            _note(self.path / "changes.jsonl", changes, step)
+        if not resumed or differences(config_to_dict(self.read_config()), config):
             write_config(config, self.config_path)
         self._keep(tokenizer)
         if changes:
@@ -133,7 +152,11 @@ class RunDirectory:
 
     def checkpoint_manager(self, config: CheckpointConfig) -> CheckpointManager:
         """The run's checkpoints."""
-        return CheckpointManager(self.checkpoints, keep_last=config.keep_last, keep_every=config.keep_every)
+        return CheckpointManager(self.checkpoints, **self._checkpoint_options(config))
+
+    def _checkpoint_options(self, config: CheckpointConfig) -> dict[str, Any]:
+        options = {name: getattr(config, name) for name in ("keep_last", "keep_every", "start_over")}
+        return {**options, "record": self.path / SAVED}
 
     def lock(self) -> RunLock:
         """Who holds it may write here."""
@@ -147,12 +170,20 @@ class RunDirectory:
             tokenizer.save(temporary)
             temporary.rename(folder)
 
+    def set_aside_records(self, tell: Callable[[str], None]) -> None:
+        """Makes room for the records of a run that begins again."""
+        for name in ("metrics.jsonl", "summary.json", "changes.jsonl", SAVED):
+            if (path := self.path / name).exists():
+                tell(f"moved {name} to {set_aside(path).name}: the run begins again at step 0")
+
     def read_summary(self) -> dict[str, Any] | None:
         """What `write_summary` wrote; None where it did not, or where that is damaged: then the run ends once more."""
         try:
-            return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            summary = read_json(self.path / "summary.json")
         except (FileNotFoundError, ValueError):
             return None
+        sound = isinstance(summary, dict) and isinstance(summary.get("step"), int)
+        return summary if sound and isinstance(summary.get("validation"), dict) else None
 
     def write_summary(self, summary: dict[str, Any], tell: Callable[[str], None]) -> None:
         """Writes what says that the run is finished; storage that fails costs a warning."""
@@ -160,6 +191,39 @@ class RunDirectory:
             write_whole(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             tell(f"warning: no summary written ({error}); the same command tries again")
+
+
+def refused_changes(found: Iterable[Change]) -> str:
+    """Those changes of a run's config that are none of the same run's, for a message; "" where there are none."""
+    return "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in found if not _is_free(key))
+
+
+def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer, checkpoint: Path) -> None:
+    """Raises ValueError unless `tokenizer` is the one that a checkpoint, whose `extra` is `saved`, was trained with."""
+    wanted = saved.get("tokenizer_sha256", tokenizer.sha256)  # checkpoints of earlier versions do not say
+    if wanted != tokenizer.sha256:
+        raise ValueError(
+            f"{tokenizer.path} (SHA-256 {tokenizer.sha256[:12]}) is not the tokenizer that {checkpoint} was trained "
+            f"with ({wanted[:12]}): put that back"
+        )
+
+
+def _of_the_run(config: RunConfig) -> RunConfig:
+    """Without what belongs to one start of a run, not to it."""
+    return dataclasses.replace(config, stop_step=0, checkpoint=dataclasses.replace(config.checkpoint, start_over=False))
+
+
+def _note(path: Path, changes: Iterable[Change], step: int) -> None:
+    """Appends changes to a file, but for those that it has as its newest: a start that was killed said them already."""
+    told: dict[str, Any] = {}
+    for entry in read_json_lines(path):
+        if entry.get("step") == step:
+            told[entry.get("key")] = entry.get("new")
+    with path.open("a", encoding="utf-8") as file:
+        for key, old, new in changes:
+            if told.get(key, _NEVER) != new:
+                entry = {"time": time.time(), "step": step, "key": key, "old": old, "new": new}
+                file.write(json.dumps(entry) + "\n")
 
 
 def take_together(lock: RunLock, tell: Callable[[str], None]) -> None:

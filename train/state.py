@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 
 @dataclasses.dataclass(slots=True)
@@ -14,6 +16,22 @@ class TrainState:
     skipped: int = 0
     damaged: int = 0
     rewinds: int = 0
+
+
+def check_extra(extra: dict[str, Any], checkpoint: Path) -> None:
+    """Raises ValueError (one line) unless a checkpoint holds what the training loop saves, as far as its form goes."""
+    numbers, known = extra.get("train_state"), {field.name for field in dataclasses.fields(TrainState)}
+    sound = (
+        isinstance(numbers, dict)
+        and numbers.keys() <= known
+        and all(type(value) is int and value >= 0 for value in numbers.values())
+        and checkpoint.name.endswith(f"-{numbers.get('step', -1):08d}")
+        and all(isinstance(extra.get(name), dict) for name in ("data", "config"))
+        and all(isinstance(extra.get(name), dict | None) for name in ("evaluation", "parameter_rules"))
+        and all(isinstance(loss, int | float) for loss in extra.get("spikes") or [])
+    )
+    if not sound:
+        raise ValueError(f"checkpoint {checkpoint} is damaged: it does not say where the training stood")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

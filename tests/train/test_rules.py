@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import small_checkpoints
 import tomli_w
 from runs import losses, records, run_recipe
 
@@ -25,11 +26,12 @@ def from_before(dataset, tmp_path_factory):
     """Three steps of a run as they were made when there were no rules."""
     run = tmp_path_factory.mktemp("runs") / "run"
     run_recipe("debug_mru", dataset, run, "--stop-step", "3", "--optimizer.mixer-rules", "False")
-    path = run / "checkpoints" / "step-00000003" / "checkpoint.json"
-    manifest = json.loads(path.read_text())
-    assert manifest["extra"].pop("parameter_rules") == {}
-    del manifest["extra"]["config"]["optimizer"]["mixer_rules"]
-    path.write_text(json.dumps(manifest))
+
+    def forget(manifest):
+        assert manifest["extra"].pop("parameter_rules") == {}
+        del manifest["extra"]["config"]["optimizer"]["mixer_rules"]
+
+    small_checkpoints.age(run / "checkpoints" / "step-00000003", forget)
     config = read_toml(run / "config.toml")
     del config["optimizer"]["mixer_rules"], config["optimizer"]["rule"]
     (run / "config.toml").write_text(tomli_w.dumps(config))

@@ -2,50 +2,117 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from typing import Any
 
+from matmix.data.artifacts import parse_json
 from matmix.train.callbacks.base import Callback, StepRecord
+from matmix.train.files import set_aside, write_whole
+
+_MOST_WAITING = 100_000  # records kept in memory while they cannot be written; some 50 MB
 
 
 class MetricsFile(Callback):
-    """Appends records. Those of what a resumed run does again are dropped first, so that none appears twice."""
+    """Appends records. Those of what a resumed run does again are dropped first, so that none appears twice.
+
+    Nothing here is needed to go on with a run: a damaged file is moved aside, and what a full disk refuses is written
+    once there is room.
+    """
 
     records = True
 
+    def __init__(self) -> None:
+        self._waiting: list[str] = []  # lines not written yet, in order
+        self._stale: _Stand | None = None  # where the run stood when the file began to hold what comes again
+
     def on_start(self, trainer) -> None:
         self.path = trainer.run.path / "metrics.jsonl"
-        self._drop_what_comes_again(trainer)
+        self._stale = _Stand.of(trainer)
+        self._write(trainer)
 
     def on_rewind(self, trainer, spike: int) -> None:
-        self._drop_what_comes_again(trainer)
-        self._append({"kind": "rewind", "step": trainer.state.step, "spike": spike, "rewinds": trainer.state.rewinds})
-
-    def _drop_what_comes_again(self, trainer) -> None:
-        if not self.path.exists():
-            return
-        kept = []
-        step, evaluated = trainer.state.step, trainer.metrics.get("step") == trainer.state.step
-        rewinds = trainer.state.rewinds
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-                happened = {"train": True, "validation": evaluated, "rewind": record.get("rewinds", 0) <= rewinds}
-                if record["step"] < step or (record["step"] == step and happened[record["kind"]]):
-                    kept.append(line)
-            except (ValueError, KeyError):
-                continue  # the last line of a process that was killed while writing it
-        temporary = self.path.with_name(".metrics.jsonl.tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+        self._stale = _Stand.of(trainer)
+        self._waiting = [line for line in self._waiting if self._stale.includes(json.loads(line))]
+        numbers = {"step": trainer.state.step, "spike": spike, "rewinds": trainer.state.rewinds}
+        self._append(trainer, {"kind": "rewind", **numbers})
 
     def on_record(self, trainer, record: StepRecord) -> None:
-        self._append({"kind": "train", **record.numbers()})
+        self._append(trainer, {"kind": "train", **record.numbers()})
 
     def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
-        self._append({"kind": "validation", "step": trainer.state.step, **metrics})
+        self._append(trainer, {"kind": "validation", "step": trainer.state.step, **metrics})
 
-    def _append(self, record: dict[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    def on_end(self, trainer) -> None:
+        if self._waiting:
+            self._write(trainer)
+
+    def _drop_what_comes_again(self, trainer, stand: _Stand) -> None:
+        kept, damaged = self._read(stand)
+        if damaged:
+            trainer.tell(
+                f"warning: {self.path.name} is damaged in line {damaged} and moved to {set_aside(self.path).name}; "
+                f"what can be read of it is kept (the run does not need it)"
+            )
+        if damaged or self.path.exists():
+            write_whole(self.path, "".join(line + "\n" for line in kept))
+
+    def _read(self, stand: _Stand) -> tuple[list[str], int]:
+        """The lines that stay, and the number of the first one that is no record, or 0. A last one that is cut off is
+        what a kill leaves behind."""
+        raw = self.path.read_bytes() if self.path.exists() else b""
+        kept, damaged = [], 0
+        for number, line in enumerate(lines := raw.splitlines(), start=1):
+            try:
+                record = parse_json(line, self.path)
+                if stand.includes(record):
+                    kept.append(line.decode())
+            except (ValueError, LookupError, TypeError, AttributeError):
+                if number < len(lines) or raw.endswith(b"\n"):
+                    damaged = damaged or number
+        return kept, damaged
+
+    def _append(self, trainer, record: dict[str, Any]) -> None:
+        self._waiting.append(json.dumps(record) + "\n")
+        del self._waiting[:-_MOST_WAITING]
+        self._write(trainer)
+
+    def _write(self, trainer) -> None:
+        """Drops what comes again and appends what waits, all or nothing. Raises OSError where it cannot: then both
+        are still to be done."""
+        if self._stale is not None:
+            self._drop_what_comes_again(trainer, self._stale)
+            self._stale = None
+        if not self._waiting:
+            return
+        with self.path.open("ab", buffering=0) as file:
+            end, content = file.seek(0, os.SEEK_END), "".join(self._waiting).encode()
+            try:
+                if file.write(content) != len(content):
+                    raise OSError("the disk is full")
+            except OSError:
+                file.truncate(end)
+                raise
+        if len(self._waiting) > 1:
+            trainer.tell(f"{len(self._waiting)} records that could not be written before are in {self.path.name} now")
+        self._waiting.clear()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stand:
+    """Where a run stands when it begins, or goes back."""
+
+    step: int
+    rewinds: int
+    evaluated: bool
+
+    @classmethod
+    def of(cls, trainer) -> _Stand:
+        step = trainer.state.step
+        return cls(step, trainer.state.rewinds, trainer.metrics.get("step") == step)
+
+    def includes(self, record: dict[str, Any]) -> bool:
+        """Whether a record is of what has been done, not of what comes again. Raises, on what is no record."""
+        happened = {"train": True, "validation": self.evaluated, "rewind": record.get("rewinds", 0) <= self.rewinds}
+        return record["step"] < self.step or (record["step"] == self.step and happened[record["kind"]])

@@ -6,14 +6,14 @@ in one table are compared.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from matmix.data.artifacts import read_json_lines
 from matmix.train.comparison.config import Entry
 from matmix.train.comparison.runs import Task
 from matmix.train.comparison.width import headdims
-from matmix.train.recipe import differences
+from matmix.train.recipe import config_to_dict, differences
 
 # How a run is watched, kept and spread over devices, and where and how its data are read: not what it comes to.
 _MAY_DIFFER = (
@@ -39,7 +39,7 @@ def other_settings(task: Task) -> str:
     if not run.config_path.is_file():
         return ""
     try:
-        found = run.read_config()
+        found = config_to_dict(run.read_config())
     except ValueError as error:
         return str(error)
     texts = [f"{key}: {old!r} there, {new!r} here" for key, old, new in differences(found, task.config) if matters(key)]
@@ -91,7 +91,9 @@ def changed_headdims(entry: Entry) -> str:
 def _values(entries: Sequence[Entry]) -> dict[str, list[Any]]:
     """Key -> its value in each entry, of the keys in which entries differ."""
     first = entries[0].config
-    changes = [{key: (old, new) for key, old, new in differences(first, entry.config)} for entry in entries]
+    changes = [
+        {key: (old, new) for key, old, new in differences(config_to_dict(first), entry.config)} for entry in entries
+    ]
     firsts = {key: old for change in changes for key, (old, _) in change.items()}
     return {key: [change.get(key, (None, old))[1] for change in changes] for key, old in firsts.items()}
 
@@ -107,13 +109,4 @@ def _by_value(names: Sequence[str], values: Sequence[Any]) -> str:
 
 def _changes(task: Task) -> list[dict[str, Any]]:
     """What was changed on the way (changes.jsonl of the run)."""
-    path = task.run.path / "changes.jsonl"
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # half a line of a process that was killed
-            continue
-    return found
+    return [change for change in read_json_lines(task.run.path / "changes.jsonl") if {"key", "step"} <= change.keys()]
