@@ -71,18 +71,29 @@ def _checkpoints(arguments: list[str]) -> int:
 
 
 def _export(arguments: list[str]) -> int:
-    from matmix.train.export import export_run
+    from matmix.train.export import check_export, export_run
 
     parser = Parser(
         prog="matmix export", description="Write a run's weights as a directory that transformers loads by itself."
     )
-    parser.add_argument("run", metavar="RUN", help="run directory")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory to write (must not hold anything else)")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="run directory")
+    parser.add_argument("--out", metavar="DIR", help="directory to write (must not hold anything else)")
+    parser.add_argument(
+        "--check", metavar="DIR", help="compare the files of an export with their hashes"
+    )
     parser.add_argument("--step", type=int, default=None, help="checkpoint to export (default: the newest)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--max-shard-bytes", type=int, default=5 * 10**9, help="size of a weight file (default: 5 GB)")
     options = vars(parser.parse_args(arguments))
-    export_run(options.pop("run"), options.pop("out"), **options)
+    run, out, check = (options.pop(name) for name in ("run", "out", "check"))
+    if check is not None:
+        if run is not None or out is not None:
+            raise ValueError("--check DIR looks at an export that is there: leave RUN and --out out")
+        check_export(check)
+        return 0
+    if run is None or out is None:
+        raise ValueError("matmix export RUN --out DIR, or matmix export --check DIR")
+    export_run(run, out, **options)
     return 0
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from matmix.data.artifacts import artifact_name, artifact_path
 from matmix.data.tokenizer import Tokenizer
 from matmix.model.interop import read_checkpoint
-from matmix.model.interop.huggingface import check_target, export_model
+from matmix.model.interop.huggingface import SUMS, check_target, export_model
 from matmix.train.checkpoint import read_portable
+from matmix.train.checkpoint_files import sha256
 from matmix.train.remote import local_run
 from matmix.train.run import RunDirectory
 from matmix.train.trained import find_trained
@@ -83,6 +85,33 @@ def import_reference(kind: str, file: str | Path, out_dir: str | Path, *, tell: 
     what = "without a tokenizer" if tokenizer is None else "with its tokenizer"
     tell(f"Imported {file} to {out} ({_size(out)}), {what}.")
     return out
+
+
+def check_export(directory: str | Path, tell: Callable[[str], None] = print) -> None:
+    """Compare every file of an export with the hash that it was written with.
+
+    Raises FileNotFoundError where there is no export, ValueError (one line) that names the first file that is missing,
+    changed, or was added.
+    """
+    directory = Path(directory)
+    sums = directory / SUMS
+    if not sums.is_file():
+        raise FileNotFoundError(f"{directory} holds no {SUMS}: it is no export, or one of an earlier version")
+    listed: dict[str, str] = {}
+    for line in sums.read_bytes().decode(errors="replace").splitlines():
+        value, separator, name = line.partition("  ")
+        if not separator or len(value) != 64:
+            raise ValueError(f"{sums} is damaged: {line[:80]!a} is no hash of a file")
+        listed[artifact_name(name, sums)] = value
+    if extra := {path.name for path in directory.iterdir()} - listed.keys() - {SUMS, "__pycache__", ".cache", ".git"}:
+        raise ValueError(f"{directory} holds {min(extra)!a}, which it was not written with")
+    for name, value in listed.items():
+        path = artifact_path(directory, name, sums)
+        if not path.is_file():
+            raise ValueError(f"{directory} lacks {name}")
+        if sha256(path) != value:
+            raise ValueError(f"{path} is not as it was written: its SHA-256 differs; export again")
+    tell(f"{directory}: {len(listed)} files ({_size(directory)}), all as they were written.")
 
 
 def _size(directory: Path) -> str:

@@ -16,6 +16,7 @@ from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
 from matmix.train import rng, stop
 from matmix.train.callbacks import make_callbacks
+from matmix.train.checkpoint_files import read_manifest
 from matmix.train.config import RunConfig
 from matmix.train.damage import DamageReport
 from matmix.train.distributed import Distributed, barrier, from_rank_zero, gather_objects
@@ -196,10 +197,11 @@ class Trainer:
     def load(self, newest: Path) -> list[Change]:
         """Puts everything where the checkpoint `newest` has it, except what a changed config now says, and returns
         these changes. Raises ValueError for what may not change."""
-        extra = self.checkpoints.load(newest, self.engine)
+        extra = read_manifest(newest)["extra"]
         check_extra(extra, newest)
         changes = self.run.changes_since(extra, self.config)
         check_tokenizer(extra, self.loader.tokenizer, newest)
+        self.checkpoints.load(newest, self.engine)
         self.state = TrainState(**extra["train_state"])
         if self.state.step > self.config.steps:
             raise ValueError(

@@ -21,6 +21,7 @@ from matmix.model.interop.huggingface_tokenizer import load_fast_tokenizer, writ
 from matmix.model.interop.huggingface_weights import write_weights
 from matmix.model.interop.plain_config import model_config_to_dict, used_mixers
 
+SUMS = "SHA256SUMS"
 _INTEROP = "matmix.model.interop"
 _CONFIG_SOURCE = f"{_INTEROP}.huggingface_config"
 
@@ -139,6 +140,7 @@ def export_model(
                 token_types=not config.causal and config.type_vocab_size > 1,
             )
         (temporary / "README.md").write_text(model_card(config, fast is not None, notes), encoding="utf-8")
+        write_sums(temporary)
         if out_dir.exists():
             out_dir.rmdir()
         temporary.rename(out_dir)
@@ -146,6 +148,15 @@ def export_model(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return out_dir
+
+
+def write_sums(directory: Path) -> None:
+    """Write SHA256SUMS over all files in a directory, in the form that `sha256sum -c` reads."""
+    lines = []
+    for path in sorted(directory.iterdir()):
+        with path.open("rb") as file:
+            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
+    (directory / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def check_target(out_dir: Path) -> None:
