@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import resource
 import shutil
 from pathlib import Path
 
@@ -41,10 +42,13 @@ class Harm:
 
 
 def read_index(checkpoint: Path):
+    """torch's own, which is what counts where there is no other."""
+    (checkpoint / "sharded" / "index.json").unlink()
     return pickle.loads((checkpoint / "sharded" / ".metadata").read_bytes())
 
 
 def write_index(checkpoint: Path, index) -> None:
+    (checkpoint / "sharded" / "index.json").unlink(missing_ok=True)
     (checkpoint / "sharded" / ".metadata").write_bytes(pickle.dumps(index))
 
 
@@ -174,7 +178,7 @@ def with_a_transform(index, folder):
 
 def of_no_dtype(index, folder):
     properties = TensorProperties()
-    properties.dtype = "float32"
+    properties.dtype = "float33"
     index.state_dict_metadata["model.scale"].properties = properties
 
 
@@ -197,6 +201,40 @@ def test_an_index_of_something_else(checkpoint, change) -> None:
     write_index(checkpoint, index)
     small_checkpoints.rehash(checkpoint)
     refused(checkpoint, r"is damaged: its index \.metadata")
+
+
+def test_the_index_that_is_read_is_no_pickle(checkpoint, tmp_path) -> None:
+    """Where ours is there, torch's may say what it likes."""
+    (checkpoint / "sharded" / ".metadata").write_bytes(pickle.dumps(Harm(tmp_path / "harm")))
+    small_checkpoints.rehash(checkpoint)
+    assert CheckpointManager(checkpoint.parent).load(checkpoint, small_checkpoints.make_engine()) == {"samples": 48}
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "5", "{}", "[" * 10**5, '{"model.scale": 5}', '{"model.scale": {"shape": [1e9]}}'),
+        '{"model.scale": {"shape": [1], "dtype": "float32", "chunks": [[[0], [1], "/etc/passwd", 0, 4]]}}',
+    ],
+)
+def test_an_index_in_json_of_something_else(checkpoint, text) -> None:
+    (checkpoint / "sharded" / "index.json").write_text(text)
+    small_checkpoints.rehash(checkpoint)
+    refused(checkpoint, r"is damaged: its index index\.json")
+
+
+def test_a_memo_of_gigabytes(checkpoint) -> None:
+    """Ten bytes for which the unpickler in C takes 30 GB."""
+    write_index(checkpoint, None)
+    (checkpoint / "sharded" / ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\x7f.")
+    small_checkpoints.rehash(checkpoint)
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (30 << 30, limit[1]))
+    try:
+        refused(checkpoint, r"is damaged: its index \.metadata: 'NoneType'")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "generators/../../x", "a\nb", ""])

@@ -297,7 +297,7 @@ def test_generated_tasks_are_tried_with_every_mixer_and_compared_with_both_contr
 def test_the_quickstart_is_compared_as_it_is_trained(name):
     """Their first entry is the model, the data and the schedule of the recipe that newcomers train."""
     trained, first = load_config("mru_shakespeare", []), read_comparison(name).entries[0].config
-    found = {key for key, _, _ in differences(trained, first) if matters(key)}
+    found = {key for key, _, _ in differences(config_to_dict(trained), first) if matters(key)}
     assert found <= {"model.vocab_size", "evaluation.every"}
 
 

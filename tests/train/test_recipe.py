@@ -134,7 +134,7 @@ def test_a_missing_recipe_names_the_nearest():
 def test_differences_are_listed_by_dotted_key(recipe):
     config = load_config(recipe(""))
     other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=1.0))
-    assert differences(config, other) == [("optimizer.lr", config.optimizer.lr, 1.0)]
+    assert differences(config_to_dict(config), other) == [("optimizer.lr", config.optimizer.lr, 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ here they are one OSError or ValueError. And it believes its index: here that is
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 from collections.abc import Mapping
@@ -19,15 +20,25 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from matmix.train.distributed import is_distributed
 from matmix.train.engine.full_state import Entry, FullState
-from matmix.train.engine.sharded_index import read_index
+from matmix.train.engine.sharded_index import read_index, write_index
 
 # It logs two lines for every tensor at the debug level, for whoever listens to the root logger.
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
 # It warns where one process is what we want. Once and for all: filters set for a while would be another thread's, too.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes our index beside torch's."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        places = {result.index: result.storage_data for part in results for result in part}
+        write_index(dataclasses.replace(metadata, storage_data=places), Path(self.path))
 
 
 class _Reader(dcp.FileSystemReader):
@@ -55,8 +66,7 @@ def write_sharded(state: dict[str, torch.Tensor], directory: Path, group: dist.P
     Raises OSError on every rank if any rank could not write.
     """
     try:
-        writer = dcp.FileSystemWriter(directory)
-        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not is_distributed())
+        dcp.save(state, storage_writer=_Writer(directory), process_group=group, no_dist=not is_distributed())
     except CheckpointException as failure:
         raise storage_error(failure) from None
 

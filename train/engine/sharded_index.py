@@ -1,13 +1,17 @@
-"""The index of a sharded checkpoint, `.metadata`: read without running anything, and held against its layout.
+"""The index of a sharded checkpoint: which tensor lies where, held against the checkpoint's layout.
 
-torch writes it as a pickle, and believes what it reads: an entry that is no tensor is unpickled without bounds, and a
-name leads to any file. Here an unpickler that knows a handful of plain classes reads it, and of the result only tensors
-are kept that the layout names, in files of the checkpoint, whole.
+torch's own index, `.metadata`, is a pickle, and torch believes what it reads there: an entry that is no tensor is
+unpickled without bounds, a name leads to any file, and what no entry covers stays as it was. So `index.json` says the
+same beside it in plain values and is what is read; `.metadata` is for torch's tools and for checkpoints of earlier
+versions, which have nothing else. Of either, only tensors are taken that the layout names, whole, in files that are
+there.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,11 +27,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from matmix.data.artifacts import artifact_path
+from matmix.data.artifacts import artifact_path, read_json
 from matmix.train.engine.full_state import check_entries
 
-INDEX = ".metadata"
+INDEX, PICKLED = "index.json", ".metadata"
 
+# key -> {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, first byte, bytes], ...]}
+Plain = dict[str, dict[str, Any]]
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)}  # fmt: skip
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
@@ -40,23 +51,33 @@ _CLASSES = {
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"},
+    "torch": {"Size", *_DTYPES},
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},  # Python 3.13
     "collections": {"OrderedDict"},
 }
-# What unpickling and looking at what came out of it may raise where a file holds something else.
+# What unpickling, and looking at what came out of it or of a JSON file, may raise where a file holds something else.
 _OF_NONSENSE = (
-    *(pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError, KeyError, TypeError),
+    *(pickle.UnpicklingError, EOFError, AttributeError, ValueError, LookupError, TypeError, AssertionError),
     *(RuntimeError, RecursionError, MemoryError, OverflowError, ImportError, NotImplementedError),
 )
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle._Unpickler):
+    """Python's own unpickler in Python: that in C takes gigabytes for a few bytes that name a large memo."""
+
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in an index")
+
+
+def write_index(index: Metadata, directory: Path) -> None:
+    """Writes `index.json` beside torch's files; index: what torch says of them."""
+    with (directory / INDEX).open("w", encoding="utf-8") as file:
+        json.dump(_to_plain(index), file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_index(directory: Path, layout: Mapping[str, Any]) -> Metadata:
@@ -64,55 +85,60 @@ def read_index(directory: Path, layout: Mapping[str, Any]) -> Metadata:
 
     layout: the checkpoint's, see `check_entries`. Raises ValueError (one line).
     """
-    path = directory / INDEX
+    name = INDEX if (directory / INDEX).is_file() else PICKLED
     try:
-        with path.open("rb") as file:
-            found = _IndexUnpickler(file).load()
+        return _checked(read_json(directory / INDEX) if name == INDEX else _unpickled(directory), directory, layout)
     except FileNotFoundError:
-        raise ValueError(f"checkpoint {directory} is damaged: its index {INDEX} is missing") from None
+        raise ValueError(f"checkpoint {directory} is damaged: its index {name}, or a file in it, is missing") from None
     except _OF_NONSENSE as error:
-        raise ValueError(f"checkpoint {directory} is damaged: its index {INDEX}: {_line(error)}") from None
-    try:
-        return _checked(found, directory, layout)
-    except _OF_NONSENSE as error:
-        raise ValueError(f"checkpoint {directory} is damaged: its index {INDEX}: {_line(error)}") from None
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"checkpoint {directory} is damaged: its index {name}: {text}") from None
 
 
-def _checked(found: Any, directory: Path, layout: Mapping[str, Any]) -> Metadata:
-    """A new index of plain values from one that may be anything. Raises what nonsense makes it raise."""
-    entries, places = found.state_dict_metadata, found.storage_data
-    for key, entry in entries.items():
+def _unpickled(directory: Path) -> Plain:
+    with (directory / PICKLED).open("rb") as file:
+        return _to_plain(_IndexUnpickler(file).load())
+
+
+def _to_plain(index: Any) -> Plain:
+    """Plain values from torch's index, or from what should be one."""
+    found: Plain = {}
+    for key, entry in index.state_dict_metadata.items():
         if type(entry) is not TensorStorageMetadata:
             raise ValueError(f"{key!a} is no tensor")
-    shapes = {key: _whole_numbers(entry.size) for key, entry in entries.items()}
-    check_entries(shapes, layout)
-    sizes: dict[str, int] = {}
-    kept: dict[str, TensorStorageMetadata] = {}
-    where: dict[MetadataIndex, _StorageInfo] = {}
-    for key, entry in entries.items():
-        shape, dtype = shapes[key], entry.properties.dtype
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{key} has no dtype")
         chunks = []
         for chunk in entry.chunks:
-            offsets, lengths = _whole_numbers(chunk.offsets), _whole_numbers(chunk.sizes)
-            place = places[MetadataIndex(key, offsets)]
-            _check_place(place, directory, sizes, math.prod(lengths) * dtype.itemsize)
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths)))
-            where[MetadataIndex(key, offsets)] = _StorageInfo(place.relative_path, place.offset, place.length)
-        _check_chunks(key, shape, chunks)
-        kept[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+            place = index.storage_data[MetadataIndex(key, chunk.offsets)]
+            if getattr(place, "transform_descriptors", None):
+                raise ValueError(f"{key!a} is compressed")
+            chunks.append([list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length])
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        found[key] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
+    return found
+
+
+def _checked(plain: Any, directory: Path, layout: Mapping[str, Any]) -> Metadata:
+    """An index for torch from values that may be anything. Raises what nonsense makes it raise."""
+    shapes = {key: _counts(entry["shape"]) for key, entry in plain.items()}
+    check_entries(shapes, layout)
+    sizes: dict[str, int] = {}  # bytes of the files looked at so far
+    kept: dict[str, TensorStorageMetadata] = {}
+    where: dict[MetadataIndex, _StorageInfo] = {}
+    for key, entry in plain.items():
+        dtype = _DTYPES[entry["dtype"]]
+        chunks = []
+        for offsets, lengths, name, begin, nbytes in entry["chunks"]:
+            chunk = ChunkStorageMetadata(torch.Size(_counts(offsets)), torch.Size(_counts(lengths)))
+            if name not in sizes:
+                sizes[name] = artifact_path(directory, name, "it").stat().st_size
+            begin, nbytes = _counts((begin, nbytes))
+            if begin + nbytes > sizes[name] or nbytes < math.prod(chunk.sizes) * dtype.itemsize:
+                raise ValueError(f"what it says of {name} cannot be")
+            chunks.append(chunk)
+            where[MetadataIndex(key, chunk.offsets)] = _StorageInfo(name, begin, nbytes)
+        _check_chunks(key, shapes[key], chunks)
+        kept[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shapes[key]), chunks)
     return Metadata(kept, storage_data=where)
-
-
-def _check_place(place: Any, directory: Path, sizes: dict[str, int], nbytes: int) -> None:
-    """Whether bytes of a tensor can lie where the index says; sizes: of the files looked at so far."""
-    name = place.relative_path
-    if name not in sizes:
-        sizes[name] = artifact_path(directory, name, "it").stat().st_size
-    offset, length = _whole_numbers((place.offset, place.length))
-    if offset + length > sizes[name] or length < nbytes or getattr(place, "transform_descriptors", None):
-        raise ValueError(f"what it says of {name} cannot be")
 
 
 def _check_chunks(key: str, shape: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> None:
@@ -126,12 +152,8 @@ def _check_chunks(key: str, shape: tuple[int, ...], chunks: list[ChunkStorageMet
         raise ValueError(f"the parts of {key} are not the whole of it")
 
 
-def _whole_numbers(values: Any) -> tuple[int, ...]:
+def _counts(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError("it counts with what is no number")
     return numbers
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
