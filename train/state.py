@@ -14,6 +14,7 @@ class TrainState:
     skipped: int = 0
     damaged: int = 0
     rewinds: int = 0
+    restores: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,20 +18,26 @@ class MetricsFile(Callback):
         self.path = trainer.run.path / "metrics.jsonl"
         self._drop_what_comes_again(trainer)
 
-    def on_rewind(self, trainer, spike: int) -> None:
+    def on_rewind(self, trainer, step: int, kind: str) -> None:
         self._drop_what_comes_again(trainer)
-        self._append({"kind": "rewind", "step": trainer.state.step, "spike": spike, "rewinds": trainer.state.rewinds})
+        state = trainer.state
+        told = {"spike": step, "rewinds": state.rewinds}
+        if kind == "restore":
+            told = {"difference": step, "restores": state.restores}
+        self._append({"kind": kind, "step": state.step, **told})
 
     def _drop_what_comes_again(self, trainer) -> None:
         if not self.path.exists():
             return
         kept = []
         step, evaluated = trainer.state.step, trainer.metrics.get("step") == trainer.state.step
-        rewinds = trainer.state.rewinds
+        rewinds, restores = trainer.state.rewinds, trainer.state.restores
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
                 record = json.loads(line)
-                happened = {"train": True, "validation": evaluated, "rewind": record.get("rewinds", 0) <= rewinds}
+                happened = {"train": True, "validation": evaluated}
+                happened["rewind"] = record.get("rewinds", 0) <= rewinds
+                happened["restore"] = record.get("restores", 0) <= restores
                 if record["step"] < step or (record["step"] == step and happened[record["kind"]]):
                     kept.append(line)
             except (ValueError, KeyError):
