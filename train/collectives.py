@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,7 @@ _FUNCTIONS = (
 
 @dataclasses.dataclass(slots=True)
 class _Count:
+    thread: int = 0  # that of the loop
     begun: int = 0
     inside: str = ""  # the collective that the host is in, if it is
     seconds: float = 0.0  # that the host spent in them
@@ -49,7 +51,9 @@ def inside() -> str:
 
 
 def watch() -> None:
-    """Wraps the collectives of torch.distributed in this process; once, however often it is called."""
+    """Wraps the collectives of torch.distributed in this process, once, however often it is called; the calling thread
+    is the one whose collectives count, with those of autograd's threads that work for it."""
+    _count.thread = threading.get_ident()
     for name in _FUNCTIONS:
         function = getattr(dist, name)
         if not hasattr(function, "_matmix_counted"):
@@ -59,7 +63,7 @@ def watch() -> None:
 def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def counted(*arguments: Any, **options: Any) -> Any:
-        if _count.inside:  # one that others are made of
+        if _count.inside or not _is_of_loop():  # a part of another, or of a save in the background
             return function(*arguments, **options)
         _count.begun, _count.inside = _count.begun + 1, name
         events = None
@@ -78,6 +82,11 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     counted._matmix_counted = True
     return counted
+
+
+def _is_of_loop() -> bool:
+    # Threads that Python has not started are autograd's.
+    return threading.get_ident() == _count.thread or isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class CollectiveClock:

@@ -202,7 +202,7 @@ def flip_a_bit(step: int, once: bool = False) -> None:
         if once and done:
             return
         done = True
-        weight = dict(trainer.engine.named_tensors())["blocks.0.mixer_norm.weight"].detach()
+        weight = dict(trainer.engine.named_tensors())["blocks.0.norm_mixer.weight"].detach()
         getattr(weight, "_local_tensor", weight).view(torch.int32)[3] ^= 1
 
     before_step(step, flip)
