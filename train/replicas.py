@@ -39,9 +39,11 @@ def fingerprint(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.
     changes one in 2^64 would not.
     """
     total = torch.zeros(2, dtype=torch.int64, device=device)
-    factors = 2 * torch.arange(_PIECE // 8, dtype=torch.int64, device=device) + 1
+    factors: torch.Tensor | None = None
     for piece in _pieces(tensors, device):
         words = piece.view(torch.int64)
+        if factors is None:  # the first piece is the longest
+            factors = 2 * torch.arange(words.numel(), dtype=torch.int64, device=device) + 1
         weights = factors[: words.numel()]
         # Modulo 2^64 an odd factor loses nothing of one word. Of two words that change places the upper halves are
         # summed up by themselves: differences of factors are even, and would push a sign bit out.
