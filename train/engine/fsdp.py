@@ -110,11 +110,10 @@ class FsdpEngine(Engine):
         """Norms over all shards from those of this rank's, the same on all copies; copies of a shard count once."""
         if self.mesh is None:
             return norms
-        whole = norms
+        squares = norms.square()
         if self.mesh["shard"].size() > 1:
-            squares = norms.square()
             dist.all_reduce(squares, group=self.mesh.get_group("shard"))
-            whole = squares.sqrt()
+        whole = squares.sqrt()
         if self.mesh["replicate"].size() > 1:
             whole, self.gradients_differ = agree_on_norms(whole, norms, self.mesh.get_group("replicate"))
         return whole
