@@ -78,9 +78,7 @@ def _export(arguments: list[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", nargs="?", help="run directory")
     parser.add_argument("--out", metavar="DIR", help="directory to write (must not hold anything else)")
-    parser.add_argument(
-        "--check", metavar="DIR", help="compare the files of an export with their hashes"
-    )
+    parser.add_argument("--check", metavar="DIR", help="compare the files of an export with their hashes")
     parser.add_argument("--step", type=int, default=None, help="checkpoint to export (default: the newest)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--max-shard-bytes", type=int, default=5 * 10**9, help="size of a weight file (default: 5 GB)")

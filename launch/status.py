@@ -106,6 +106,7 @@ def run_lines(run: Path, *, active: bool) -> list[str]:
         ended = "running" if running else attempt.reason or describe(attempt.code)
         lines.append(f"attempt      {attempt.attempt}: {ended}{step}")
     lines.append(f"progress     {progress(at, active=active)}")
+    lines += time_lines(at)
     if (at / "config.toml").is_file():
         listing = list_checkpoints(at / "checkpoints")
         newest = listing.resumed
@@ -153,6 +154,25 @@ def progress(run: Path, *, active: bool) -> str:
     left = seconds * (total - last["step"])
     rate = f"{1 / seconds:.3g} steps/s" if seconds > 0 else "speed unknown"
     return f"{text}, {rate}, {duration(left)} to go at that speed"
+
+
+def time_lines(run: Path) -> list[str]:
+    """Where the time of a run went, and how its ranks share the work, from the last record that says so."""
+    records = [record for record in read_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
+    last, lines = records[-1] if records else {}, []
+    if "goodput/seconds" in last:
+        shares = {key.removeprefix("goodput/"): value for key, value in last.items() if key.startswith("goodput/")}
+        spent, useful = shares.pop("seconds"), shares.pop("useful", 0.0)
+        lost = [f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda s: -s[1]) if share >= 5e-4]
+        words = f"; lost: {', '.join(lost)}" if lost else ""
+        lines.append(f"goodput      {useful:.1%} of {duration(spent)} in useful steps{words}")
+    if "ranks/slowest" in last:
+        own, usual, data = (last[f"ranks/{name}"] * 1e3 for name in ("own_max", "own_median", "data_wait_max"))
+        lines.append(
+            f"ranks        rank {last['ranks/slowest']:.0f} is the slowest: {own:.3g} ms a step of its own, median "
+            f"{usual:.3g} ms; longest wait for data {data:.3g} ms"
+        )
+    return lines
 
 
 def duration(seconds: float) -> str:

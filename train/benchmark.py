@@ -1,5 +1,5 @@
 """What the trainer costs: its steps against a bare loop, what an evaluation spends on asking whether context is used,
-and the data loader against what the steps consume.
+what comparing the copies of a replicated model takes, and the data loader against what the steps consume.
 
     python -P -m matmix.train.benchmark mru_shakespeare --steps 60
 
@@ -37,6 +37,7 @@ from matmix.train.loop import Trainer
 from matmix.train.objectives import compute_loss, count_targets
 from matmix.train.optimizer import make_optimizer
 from matmix.train.recipe import load_config
+from matmix.train.replicas import fingerprint
 
 _TURN = 5  # steps of one turn
 
@@ -134,6 +135,21 @@ def measure_context(config: RunConfig) -> dict[str, float]:
         }
 
 
+def measure_replicas(config: RunConfig) -> dict[str, float]:
+    """Seconds of the fingerprint of all weights and moments (median of 7), as each rank with a copy takes it."""
+    with _trainer(config) as trainer:
+        engine = trainer.engine
+        trainer.train_step(iter(trainer.loader))  # so that there are moments
+
+        def seconds() -> float:
+            tensors = [tensor for _, tensor in (*engine.copied_tensors(), *engine.common_tensors())]
+            began = time.perf_counter()
+            fingerprint(tensors, engine.device).tolist()  # which ends with numbers on the host
+            return time.perf_counter() - began
+
+        return {"replica_check_seconds": statistics.median([seconds() for _ in range(8)][1:])}
+
+
 def measure_data(config: RunConfig, batches: int) -> float:
     """Tokens per second of the training loader alone with one worker."""
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=1))
@@ -157,6 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.recipe, overrides)
         numbers = measure_overhead(config, options.steps)
         numbers |= measure_context(config)
+        numbers |= measure_replicas(config)
         numbers["data_tokens_per_second"] = measure_data(config, 200)
         numbers["data_over_training"] = numbers["data_tokens_per_second"] / numbers["tokens_per_second"]
         print(f"trainer  {numbers['trainer_seconds_per_step'] * 1e3:8.2f} ms a step")
@@ -168,6 +185,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(
                 f"context  {context * 1e3:8.2f} ms of an evaluation's {numbers['evaluation_seconds'] * 1e3:,.0f} ms, "
                 f"{share:.2%} of the {every} steps between two evaluations"
+            )
+        every, check = config.faults.replica_check_every, numbers["replica_check_seconds"]
+        if every:
+            share = check / (every * numbers["trainer_seconds_per_step"])
+            print(
+                f"copies   {check * 1e3:8.2f} ms to compare, {share:.3%} of the {every} steps between two comparisons"
             )
         print(
             f"data     {numbers['data_tokens_per_second']:10,.0f} tokens/s with one worker: "

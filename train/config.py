@@ -225,6 +225,11 @@ class FaultsConfig:
     """Steps of the median; until there are so many, nothing is taken for a spike."""
     max_rewinds: int = 3
     """The run stops at the spike after so many."""
+    replica_check_every: int = 100
+    """Steps between comparisons of what several ranks hold copies of (weights, moments, buffers), which are also made
+    before each save; 0 = none. Costs nothing on one rank."""
+    on_replica_difference: Literal["stop", "restore"] = "stop"
+    """When copies differ: stop, or go back to the newest checkpoint and on from there, at most max_rewinds times."""
 
     def __post_init__(self) -> None:
         _require(self.hang_minutes >= 0, f"faults.hang_minutes must be >= 0, got {self.hang_minutes}")
@@ -234,6 +239,9 @@ class FaultsConfig:
         )
         _require(self.spike_window >= 1, f"faults.spike_window must be >= 1, got {self.spike_window}")
         _require(self.max_rewinds >= 0, f"faults.max_rewinds must be >= 0, got {self.max_rewinds}")
+        _require(
+            self.replica_check_every >= 0, f"faults.replica_check_every must be >= 0, got {self.replica_check_every}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,3 +27,7 @@ class PeerError(RunFailure):
 
 class LossSpikeError(RunFailure):
     """The loss spikes again and again although the run has gone back and left data out."""
+
+
+class ReplicaError(RunFailure):
+    """Ranks that should hold the same weights do not; the message names them."""

@@ -14,15 +14,17 @@ from matmix.data.loader import Loader
 from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
-from matmix.train import rng, stop
+from matmix.train import collectives, rng, stop
 from matmix.train.callbacks import make_callbacks
 from matmix.train.checkpoint_files import read_manifest
 from matmix.train.config import RunConfig
 from matmix.train.damage import DamageReport
 from matmix.train.distributed import Distributed, barrier, from_rank_zero, gather_objects
 from matmix.train.engine import Engine, build_engine
+from matmix.train.errors import ReplicaError
 from matmix.train.evaluate import evaluate
 from matmix.train.failures import explaining
+from matmix.train.goodput import Goodput, first_start
 from matmix.train.health import tell_health
 from matmix.train.lengths import score_lengths
 from matmix.train.loaders import make_loader, with_data_facts
@@ -32,11 +34,13 @@ from matmix.train.optimizer import changed_rules, make_optimizer, parameter_grou
 from matmix.train.outcome import Attempt, adopt_attempt, attempt_id
 from matmix.train.recipe import config_to_dict
 from matmix.train.remote import opened
+from matmix.train.replicas import Replicas
 from matmix.train.run import Change, RunDirectory, check_tokenizer, git_revision, take_together
 from matmix.train.schedule import rate_share
 from matmix.train.speed import Speedometer
 from matmix.train.spikes import SpikeGuard
 from matmix.train.state import Result, TrainState, check_extra
+from matmix.train.stragglers import Stragglers
 
 
 class Trainer:
@@ -60,6 +64,7 @@ class Trainer:
         self.validation: Loader | None = None
         self.callbacks = make_callbacks(config, rank)
         rng.seed_all(config.seed, rank)
+        collectives.watch()
         model = build_model(config.model, device="meta")
         self.groups = parameter_groups(model, config.optimizer, config.data.seqlen)
         self.engine: Engine = build_engine(config.engine, distributed)
@@ -77,6 +82,10 @@ class Trainer:
         self.monitored: dict[str, float] = {}  # of the last step if it was not finite, the same on all ranks
         self.spikes = SpikeGuard(config.faults)
         self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
+        self.lr, self.gradients_differ = 0.0, False
+        self.replicas = Replicas(config.faults, self.engine)
+        self.stragglers = Stragglers(self.engine, config.data.workers)
+        self.goodput = Goodput()
         self.stop_agreed = False
         self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
         self.unigram_entropy = unigram_entropy(self.loader.token_histogram)
@@ -87,10 +96,22 @@ class Trainer:
 
     def train_step(self, batches: Any) -> None:
         """One optimizer step over a whole global batch."""
-        config, engine, state = self.config, self.engine, self.state
+        config, state = self.config, self.state
         self.attempt.begin_step(state.step + 1)
+        recorded = (state.step + 1) % config.logging.every == 0 or state.step + 1 == config.last_step
+        with self.speed.stepping(sample=recorded):
+            self.compute_step(batches)
+        self.call("on_step")
+        if recorded:
+            self.record()
+        self.goodput.spend("other")
+
+    def compute_step(self, batches: Any) -> None:
+        """The step itself, up to what all ranks know of it."""
+        config, engine, state = self.config, self.engine, self.state
         with self.speed.waiting_for_data():
             micro_batches = [next(batches) for _ in range(self.accumulation)]
+        self.goodput.spend("data")
         targets, tokens = sum(map(count_targets, micro_batches)), sum(batch.n_tokens for batch in micro_batches)
         # One reduction carries what all ranks must agree on before the step, such as the divisor.
         counts = torch.tensor([targets, tokens, *self.damage.count(micro_batches)], dtype=torch.float64)
@@ -101,7 +122,7 @@ class Trainer:
         lr = config.optimizer.lr * rate_share(state.step + 1, config.steps, config.schedule)
         for group in engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
-        sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
+        sums = torch.zeros(5, dtype=torch.float64, device=engine.device)
         self.monitor.start_step()
         for index, batch in enumerate(micro_batches):
             loss = compute_loss(engine.model, batch.to(engine.device, non_blocking=True), config.objective)
@@ -111,22 +132,38 @@ class Trainer:
         norm = engine.step(config.optimizer.max_grad_norm)
 
         sums[2] = bool(stop.received())  # as late as can be, so that no further step is begun after a signal
-        loss_sum, correct, signals = engine.all_reduce_sum(sums).tolist()
+        # What one rank sees all ranks act on: behind a condition that ranks see differently, collectives deadlock.
+        sums[3], sums[4] = ~torch.isfinite(norm), engine.gradients_differ
+        loss_sum, correct, signals, not_finite, differing = engine.all_reduce_sum(sums).tolist()
         self.attempt.step = state.step = state.step + 1
         state.tokens += int(tokens)
         state.damaged += int(damaged)
-        self.last_loss, self.last_norm = loss_sum / max(targets, 1), float(norm)
-        self.step_was_finite = math.isfinite(self.last_norm) and math.isfinite(self.last_loss)
+        self.lr, self.last_loss, self.last_norm = lr, loss_sum / max(targets, 1), float(norm)
+        self.step_was_finite = not not_finite and math.isfinite(self.last_loss)
+        self.gradients_differ = bool(differing)
         state.skipped += not self.step_was_finite
         self.monitored = {} if self.step_was_finite else self.monitor.of_step()
         if self.step_was_finite:
             self.speed.count(loss_sum, correct, targets, tokens)
         self.stop_agreed = bool(signals)
-        self.call("on_step")
-        if state.step % config.logging.every == 0 or state.step == config.last_step:
-            clip_norms = {name: float(norm) for name, norm in engine.clip_norms.items()}
-            counters = {**dataclasses.asdict(state), "grad_norm": self.last_norm, "clip_norms": clip_norms, "lr": lr}
-            self.call("on_record", self.speed.record(**counters, monitored=self.monitor.of_interval()))
+        self.goodput.spend("useful" if self.step_was_finite else "skipped")
+
+    def record(self) -> None:
+        """Tells the callbacks of the interval that ends here."""
+        engine = self.engine
+        ranks, lines = self.stragglers.look(self.state.step, self.speed.own_times())
+        for line in lines:
+            self.tell(line)
+        record = self.speed.record(
+            **dataclasses.asdict(self.state),
+            grad_norm=self.last_norm,
+            clip_norms={name: float(norm) for name, norm in engine.clip_norms.items()},
+            lr=self.lr,
+            monitored=self.monitor.of_interval(),
+            ranks=ranks,
+            goodput=self.goodput.shares(),
+        )
+        self.call("on_record", record)
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -142,9 +179,13 @@ class Trainer:
                 self.evaluate()  # if a signal had interrupted it
             batches = iter(self.loader)
             self.speed.start()
+            self.goodput.spend("restarts")
             while self.state.step < config.last_step and not self.stop_agreed:
                 self.train_step(batches)
                 self.checkpoints.report(self.tell)
+                if (difference := self.find_difference()) is not None:
+                    batches = self.replicas.go_back(self, batches, difference)
+                    continue
                 if self.spikes.sees_spike(self):
                     batches = self.spikes.go_back(self, batches)
                     continue
@@ -173,6 +214,28 @@ class Trainer:
             unigram_entropy=self.unigram_entropy,
         )
 
+    def find_difference(self) -> str | None:
+        """What differs between copies of the model after the step just done, where it is time to look: every so many
+        steps, before a save, and where the norms of a step's gradients did."""
+        every, ends = (
+            self.config.faults.replica_check_every,
+            self.stop_agreed or self.state.step == self.config.last_step,
+        )
+        due = every and (ends or any(map(self.is_time, (every, self.config.checkpoint.every))))
+        if not due and not self.gradients_differ:
+            return None
+        difference = self.compare_replicas()
+        if difference is None and self.gradients_differ:
+            self.tell(f"warning: step {self.state.step}: norms of the same gradients differed, the weights do not")
+        return difference
+
+    def compare_replicas(self) -> str | None:
+        """What differs between copies of the model now, or None."""
+        with self.speed.paused():
+            difference = self.replicas.find_difference(self.state.step)
+        self.goodput.spend("other")
+        return difference
+
     def restore(self) -> None:
         """Takes the run directory and loads the newest valid checkpoint, if there is one.
 
@@ -182,7 +245,9 @@ class Trainer:
         take_together(self.lock, self.tell)
         changes: list[Change] = []
         newest = self.checkpoints.latest_valid(self.tell)
-        if newest is not None:
+        if newest is None:
+            self.goodput.begin(first_start(self.run.path, write=False))
+        else:
             changes = self.load(newest)
             if (left := self.config.last_step - self.state.step) > 0:
                 self.tell(f"resumed from {newest.name}: {left} steps to go")
@@ -193,10 +258,11 @@ class Trainer:
             if newest is None and self.config.checkpoint.start_over:
                 self.run.set_aside_records(self.tell)
             self.run.begin(self.config, self.state.step, self.loader.tokenizer, self.tell, changes)
+            first_start(self.run.path, write=True)
 
-    def load(self, newest: Path) -> list[Change]:
+    def load(self, newest: Path, *, lost_to: str = "restarts") -> list[Change]:
         """Puts everything where the checkpoint `newest` has it, except what a changed config now says, and returns
-        these changes. Raises ValueError for what may not change."""
+        these changes; lost_to: what the time since then is counted as. Raises ValueError for what may not change."""
         extra = read_manifest(newest)["extra"]
         check_extra(extra, newest)
         changes = self.run.changes_since(extra, self.config)
@@ -211,6 +277,8 @@ class Trainer:
         self.loader.load_state_dict(extra["data"])
         self.rules_before = extra.get("parameter_rules")
         self.spikes.load_state_dict(extra.get("spikes"))
+        self.goodput.load_state_dict(extra.get("goodput"), lost_to)
+        self.replicas.same_at = -1
         self.attempt.step = self.state.step
         self.metrics = extra.get("evaluation") or {}
         self.is_summarised()
@@ -226,6 +294,8 @@ class Trainer:
             return False
         if self.checkpoints.has(self.state.step):
             return True
+        if self.config.faults.replica_check_every and (difference := self.compare_replicas()) is not None:
+            raise ReplicaError(f"step {self.state.step} is not saved: {difference}")
         with self.speed.paused():
             extra = {
                 "train_state": dataclasses.asdict(self.state),
@@ -236,11 +306,14 @@ class Trainer:
                 "parameter_rules": rule_record(self.groups),
                 "spikes": self.spikes.state_dict(),
                 "evaluation": self.metrics if self.metrics.get("step") == self.state.step else None,
+                "goodput": self.goodput.state_dict(),
             }
             if not wait:
                 self.checkpoints.begin_save(self.state.step, self.engine, extra, self.tell)
+                self.goodput.spend("saves")
                 return True
             path = self.checkpoints.save(self.state.step, self.engine, extra, self.tell)
+        self.goodput.spend("saves")
         self.unsaved_step = self.state.step if path is None else -1
         return path is not None
 
@@ -267,6 +340,7 @@ class Trainer:
             if metrics is not None and self.config.data.synthetic.task and self.state.step == self.config.steps:
                 longer = score_lengths(self.engine, self.config, **interrupted)
                 metrics = None if longer is None else metrics | longer
+            self.goodput.spend("evaluation")
             if metrics is None:
                 self.stop_agreed = True
                 return False

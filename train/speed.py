@@ -10,6 +10,8 @@ import psutil
 import torch
 
 from matmix.train.callbacks.base import StepRecord
+from matmix.train.collectives import CollectiveClock
+from matmix.train.stragglers import Times
 
 # Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets; devices not listed report no utilisation.
 PEAK_FLOPS = {
@@ -42,6 +44,7 @@ class Speedometer:
         self.device, self.world_size = device, world_size
         peak = peak_flops(device)
         self.peak = None if peak is None else peak * world_size
+        self.collectives = CollectiveClock(device)
         self.start()
 
     def start(self) -> None:
@@ -49,6 +52,15 @@ class Speedometer:
         self.waited = 0.0
         self.loss = self.correct = self.targets = self.tokens = 0.0
         self.steps = 0
+        self.begun = 0  # steps, also those that were skipped
+        self.collectives.reset()
+
+    @contextlib.contextmanager
+    def stepping(self, *, sample: bool) -> Iterator[None]:
+        """Around a step; sample: whether a record follows."""
+        self.begun += 1
+        with self.collectives.measure(sample=sample):
+            yield
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -69,6 +81,11 @@ class Speedometer:
         self.tokens += tokens
         self.steps += 1
 
+    def own_times(self) -> Times:
+        """Of the interval so far, per step: seconds, of which waiting for data, of which in collectives."""
+        steps = max(self.begun, 1)
+        return (time.perf_counter() - self.began) / steps, self.waited / steps, self.collectives.per_step()
+
     def record(
         self,
         *,
@@ -77,10 +94,13 @@ class Speedometer:
         skipped: int,
         damaged: int,
         rewinds: int,
+        restores: int,
         grad_norm: float,
         lr: float,
         clip_norms: dict[str, float],
         monitored: dict[str, float],
+        ranks: dict[str, float],
+        goodput: dict[str, float],
     ) -> StepRecord:
         """The interval's record; a new interval begins."""
         seconds = max(time.perf_counter() - self.began, 1e-9)
@@ -101,8 +121,11 @@ class Speedometer:
             skipped=skipped,
             damaged=damaged,
             rewinds=rewinds,
+            restores=restores,
             clip_norms=clip_norms,
             monitored=monitored,
+            ranks=ranks,
+            goodput=goodput,
         )
         self.start()
         return record

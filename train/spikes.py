@@ -67,13 +67,13 @@ class SpikeGuard:
                 f"the newest checkpoint, {newest.name}, is from before the spike"
             )
         batches.close()
-        trainer.load(newest)
+        trainer.load(newest, lost_to="rewinds")
         first, trainer.loader.samples = trainer.loader.samples, read
         trainer.state.rewinds = rewinds + 1
         trainer.tell(
             f"{seen}: back to {newest.name}, leaving out the samples {first} to {read - 1} "
             f"(rewind {trainer.state.rewinds} of {self.config.max_rewinds})"
         )
-        trainer.call("on_rewind", step)
+        trainer.call("on_rewind", step, "rewind")
         trainer.speed.start()
         return iter(trainer.loader)

@@ -16,6 +16,7 @@ class TrainState:
     skipped: int = 0
     damaged: int = 0
     rewinds: int = 0
+    restores: int = 0
 
 
 def check_extra(extra: dict[str, Any], checkpoint: Path) -> None:
@@ -27,7 +28,7 @@ def check_extra(extra: dict[str, Any], checkpoint: Path) -> None:
         and all(type(value) is int and value >= 0 for value in numbers.values())
         and checkpoint.name.endswith(f"-{numbers.get('step', -1):08d}")
         and all(isinstance(extra.get(name), dict) for name in ("data", "config"))
-        and all(isinstance(extra.get(name), dict | None) for name in ("evaluation", "parameter_rules"))
+        and all(isinstance(extra.get(name), dict | None) for name in ("evaluation", "parameter_rules", "goodput"))
         and all(isinstance(loss, int | float) for loss in extra.get("spikes") or [])
     )
     if not sound:

@@ -173,6 +173,61 @@ def nan_gradients(step: int) -> None:
     before_step(step, poison)
 
 
+def nan_after_reduction(step: int) -> None:
+    """One number of this rank's gradients of one step turns into a NaN after the ranks have summed them."""
+
+    def poison(trainer: Any) -> None:
+        engine = trainer.engine
+        update = engine.step
+
+        def faulty(max_norm: float) -> Any:
+            gradient = next(parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None)
+            getattr(gradient, "_local_tensor", gradient).flatten()[0] = float("nan")
+            engine.step = update
+            return update(max_norm)
+
+        engine.step = faulty
+
+    before_step(step, poison)
+
+
+def flip_a_bit(step: int, once: bool = False) -> None:
+    """The lowest bit of one of this rank's weights changes before a step (once: the first time that it comes)."""
+    import torch
+
+    done = False
+
+    def flip(trainer: Any) -> None:
+        nonlocal done
+        if once and done:
+            return
+        done = True
+        weight = dict(trainer.engine.named_tensors())["blocks.0.norm_mixer.weight"].detach()
+        getattr(weight, "_local_tensor", weight).view(torch.int32)[3] ^= 1
+
+    before_step(step, flip)
+
+
+def slow_steps(first: int, last: int, seconds: float) -> None:
+    """This rank's own work takes so much longer in each of these steps."""
+    from matmix.train import loop
+
+    compute_loss = loop.compute_loss
+    now = [0]
+    train_step = loop.Trainer.train_step
+
+    def step(self: Any, *arguments: Any, **options: Any) -> Any:
+        now[0] = self.state.step + 1
+        return train_step(self, *arguments, **options)
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        if first <= now[0] <= last:
+            time.sleep(seconds)
+        return compute_loss(*arguments, **options)
+
+    loop.Trainer.train_step, loop.compute_loss = step, slow
+
+
 def hang(step: int, markers: str, how: str = "sleep") -> None:
     """This rank stands still before a step: in Python, or in C without ever letting go of the interpreter's lock."""
 

@@ -31,7 +31,9 @@ def test_one_rank_stands_still(make_run, two_ranks):
     assert list(outcomes) == [0, 1]
     for rank, outcome in outcomes.items():
         assert (outcome.code, outcome.step, outcome.saved_step) == (EXIT_HUNG, 12, 10)
-        assert outcome.reason.startswith(f"rank {rank} made no progress for ")
+        assert outcome.reason.startswith("rank 1 made no progress for ")  # on rank 0, which waits, too
+        assert "; its main thread is in sleep_for_ever (" in outcome.reason
+        assert outcome.reason.endswith("; rank 0 waits for it")
         assert f"matmix: error: {outcome.reason}\n" in attempt.text(rank)
     run.finish()
     assert_same(run, two_ranks)
@@ -47,6 +49,7 @@ def test_one_rank_hangs_in_c_and_keeps_the_interpreter_to_itself(make_run):
     waiting, hung = _stacks(run)
     assert "in all_reduce_sum" in waiting
     assert "in stand_still" in hung
+    assert "matmix: error: rank 1 stopped and does not answer any more; rank 0 waits for it" in attempt.text(0)
 
 
 def test_minutes_are_minutes():

@@ -29,14 +29,18 @@ class StepRecord:
     skipped: int  # steps skipped since the start for a NaN or infinite gradient
     damaged: int  # sequences left out since the start for a damaged shard (data.skip_damaged)
     rewinds: int  # times that the run went back over a loss spike since the start
+    restores: int  # times that the run went back because copies of the model differed
     clip_norms: dict[str, float]  # of the last step, before clipping, by clipping group, where there are several
     monitored: dict[str, float]  # what the mixers say of the interval's forward passes, such as state norms by layer
+    ranks: dict[str, float]  # seconds a step by rank: `stragglers.numbers`; empty in a single process
+    goodput: dict[str, float]  # shares of the time since the first start: `goodput.CAUSES`
 
     def numbers(self) -> dict[str, float]:
         """All that has a value; norms of clipping groups under "grad_norm/<group>", what the mixers say under
-        "monitor/blocks.<i>.<name>"."""
+        "monitor/blocks.<i>.<name>", others under "ranks/" and "goodput/"."""
         numbers = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
-        for prefix, key in (("grad_norm", "clip_norms"), ("monitor", "monitored")):
+        prefixes = {"clip_norms": "grad_norm", "monitored": "monitor", "ranks": "ranks", "goodput": "goodput"}
+        for key, prefix in prefixes.items():
             numbers |= {f"{prefix}/{name}": value for name, value in numbers.pop(key).items()}
         return numbers
 
@@ -60,8 +64,9 @@ class Callback:
     def on_evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """After an evaluation."""
 
-    def on_rewind(self, trainer: Trainer, spike: int) -> None:
-        """After the run went back from a loss spike at step `spike`; the state is that of the checkpoint."""
+    def on_rewind(self, trainer: Trainer, step: int, kind: str) -> None:
+        """After the run went back from `step`: over a loss spike ("rewind"), or because copies of the model differed
+        ("restore"). The state is that of the checkpoint."""
 
     def on_message(self, trainer: Trainer, text: str) -> None:
         """Something a person should read."""

@@ -32,11 +32,13 @@ class MetricsFile(Callback):
         self._stale = _Stand.of(trainer)
         self._write(trainer)
 
-    def on_rewind(self, trainer, spike: int) -> None:
-        self._stale = _Stand.of(trainer)
+    def on_rewind(self, trainer, step: int, kind: str) -> None:
+        self._stale, state = _Stand.of(trainer), trainer.state
         self._waiting = [line for line in self._waiting if self._stale.includes(json.loads(line))]
-        numbers = {"step": trainer.state.step, "spike": spike, "rewinds": trainer.state.rewinds}
-        self._append(trainer, {"kind": "rewind", **numbers})
+        told = {"spike": step, "rewinds": state.rewinds}
+        if kind == "restore":
+            told = {"difference": step, "restores": state.restores}
+        self._append(trainer, {"kind": kind, "step": state.step, **told})
 
     def on_record(self, trainer, record: StepRecord) -> None:
         self._append(trainer, {"kind": "train", **record.numbers()})
@@ -105,14 +107,17 @@ class _Stand:
 
     step: int
     rewinds: int
+    restores: int
     evaluated: bool
 
     @classmethod
     def of(cls, trainer) -> _Stand:
-        step = trainer.state.step
-        return cls(step, trainer.state.rewinds, trainer.metrics.get("step") == step)
+        state = trainer.state
+        return cls(state.step, state.rewinds, state.restores, trainer.metrics.get("step") == state.step)
 
     def includes(self, record: dict[str, Any]) -> bool:
         """Whether a record is of what has been done, not of what comes again. Raises, on what is no record."""
-        happened = {"train": True, "validation": self.evaluated, "rewind": record.get("rewinds", 0) <= self.rewinds}
+        happened = {"train": True, "validation": self.evaluated}
+        happened["rewind"] = record.get("rewinds", 0) <= self.rewinds
+        happened["restore"] = record.get("restores", 0) <= self.restores
         return record["step"] < self.step or (record["step"] == self.step and happened[record["kind"]])

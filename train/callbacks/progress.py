@@ -76,7 +76,7 @@ class Progress(Callback):
                 parts.append(f"{name.replace('_', ' ')} {metrics[name]:.3f}")
         self._write(f"step {trainer.state.step}: {', '.join(parts)}")
 
-    def on_rewind(self, trainer, spike: int) -> None:
+    def on_rewind(self, trainer, step: int, kind: str) -> None:
         if self.bar is not None:
             self.bar.update(trainer.state.step - self.bar.n)
 

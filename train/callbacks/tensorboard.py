@@ -17,6 +17,7 @@ _NAMES = {
     "skipped": "train/skipped_steps",
     "damaged": "train/damaged_sequences",
     "rewinds": "train/rewinds",
+    "restores": "train/restores",
     "tokens_per_second": "speed/tokens_per_second",
     "seconds_per_step": "speed/seconds_per_step",
     "mfu": "speed/model_flops_utilisation",
@@ -53,7 +54,7 @@ class TensorBoard(Callback):
 
     def on_record(self, trainer, record: StepRecord) -> None:
         for key, value in record.numbers().items():
-            if key in _NAMES or key.startswith(("monitor/", "grad_norm/")):
+            if key in _NAMES or key.startswith(("monitor/", "grad_norm/", "ranks/", "goodput/")):
                 self.writer.add_scalar(_NAMES.get(key, key), value, record.step)
 
     def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
@@ -61,7 +62,7 @@ class TensorBoard(Callback):
             self.writer.add_scalar(f"validation/{key}", value, trainer.state.step)
         self.writer.flush()
 
-    def on_rewind(self, trainer, spike: int) -> None:
+    def on_rewind(self, trainer, step: int, kind: str) -> None:
         self.writer.close()
         self.on_start(trainer)
 

@@ -1,8 +1,8 @@
 """A rank that makes no progress any more ends itself, and leaves behind what all its threads were doing.
 
 A rank that hangs (a dead file system, a lost collective, a device that does not answer) would hold the whole job until
-its time limit. Ranks that wait for it in a collective look like it, so each of them dumps its stacks, waits a moment
-for the others to do so, and ends with EXIT_HUNG; the stacks then show which one was not waiting.
+its time limit. Ranks that wait for it in a collective look like it, so each of them dumps its stacks, tells the others
+where it is and hears where they are (`hang_report`), and ends with EXIT_HUNG and a line that names who stopped.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from matmix.train import collectives
 from matmix.train.callbacks.base import Callback
 from matmix.train.distributed import wait_for_ranks
 from matmix.train.exits import EXIT_HUNG
+from matmix.train.hang_report import Whereabouts, exchange, explain
 from matmix.train.heartbeat import beat, last_beat
 from matmix.train.outcome import attempt_id, write_outcome
 
@@ -98,22 +101,42 @@ class Watchdog(Callback):
         self._end(quiet)
 
     def _end(self, quiet: float) -> None:
-        reason = (
+        mine = (
             f"rank {self.rank} made no progress for {_minutes(quiet)} (no step, evaluation batch, save); the last sign "
             f"of life was {last_beat().what}; {self._place()}"
         )
-        # By number: the file objects' locks may be held by a thread that hangs.
-        os.write(2, f"matmix: error: {reason}\n".encode())
-        faulthandler.dump_traceback(file=2, all_threads=True)
-        # The storage may be what hangs, so this process must be able to end without it.
-        writer = threading.Thread(target=self._write, args=(reason,), daemon=True)
-        writer.start()
+        found = {self.rank: Whereabouts(collectives.begun(), collectives.inside(), mine)}
         deadline = time.monotonic() + self.grace
-        writer.join(self.grace)
+        # By number: the file objects' locks may be held by a thread that hangs.
+        os.write(2, f"matmix: {mine}\n".encode())
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        # The storage, or another rank, may be what hangs, so this process must be able to end without them.
+        self._try(self._dump, mine, seconds=self.grace / 4)
+        self._try(self._ask, found, seconds=self.grace / 2)
+        reason = explain(dict(found), self.rank, self.world_size)
+        os.write(2, f"matmix: error: {reason}\n".encode())
+        self._try(self._write, reason, seconds=self.grace / 4)
         while time.monotonic() < deadline and self._dumped() < self.world_size:
             time.sleep(self.poll)
         os.write(2, f"matmix: rank {self.rank} ends with code {EXIT_HUNG}; stacks in {self.path.parent}\n".encode())
         os._exit(EXIT_HUNG)
+
+    @staticmethod
+    def _try(action: Callable[..., None], *arguments: Any, seconds: float) -> None:
+        """Waits for an action for so long, and goes on without it."""
+        thread = threading.Thread(target=action, args=arguments, daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+    def _dump(self, mine: str) -> None:
+        if self.file is not None:
+            self.file.write(f"{mine}\n")
+            self.file.flush()
+            faulthandler.dump_traceback(file=self.file, all_threads=True)
+
+    def _ask(self, found: dict[int, Whereabouts]) -> None:
+        with contextlib.suppress(RuntimeError):  # nobody is left to ask
+            exchange(found, attempt_id(), self.rank, self.world_size, self.grace / 4)
 
     def _write(self, reason: str) -> None:
         state = self.trainer.state
@@ -126,10 +149,6 @@ class Watchdog(Callback):
             saved_step=steps[-1] if steps else None,
             rank=self.rank,
         )
-        if self.file is not None:
-            self.file.write(f"{reason}\n")
-            self.file.flush()
-            faulthandler.dump_traceback(file=self.file, all_threads=True)
 
     def _place(self) -> str:
         """Where the main thread is, in a few words."""

@@ -35,6 +35,9 @@ class Engine(abc.ABC):
     clip_norms: Mapping[str, torch.Tensor]
     """Of the last step, where some parameters are clipped apart from others: the norm of each clipping group before
     clipping, 0-dim."""
+    gradients_differ: torch.Tensor
+    """Of the last step: whether norms of the same gradients differed between copies as this rank's peers saw them,
+    0-dim."""
 
     def __init__(self, config: EngineConfig, distributed: Distributed) -> None:
         self.config = config
@@ -43,6 +46,7 @@ class Engine(abc.ABC):
         self.device = distributed.device
         self.host = HostMemory()
         self.clip_norms = {}
+        self.gradients_differ = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def prepare(
         self,
@@ -138,6 +142,20 @@ class Engine(abc.ABC):
     def shapes(self) -> dict[str, list[int]]:
         """Full shape of each parameter and persistent buffer."""
         return {name: list(full_shape(tensor)) for name, tensor in self.named_tensors()}
+
+    def shard_of(self, rank: int) -> int:
+        """Which part of the model a rank holds: ranks with the same number hold copies of it."""
+        return 0
+
+    @abc.abstractmethod
+    def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor, this rank's part, of all weights and moments that other ranks hold a copy of, as the same
+        bits. Names begin as in a checkpoint: model. and optimizer."""
+
+    @abc.abstractmethod
+    def common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of what every rank holds as the same bits, however the model is spread: buffers, counts of
+        steps."""
 
     def train(self) -> None:
         self.module.train()

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from matmix.train.distributed import Distributed
+from matmix.train.engine.agreement import agree_on_norms
 from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import by_name, clip_limits, clip_to, gradients_by_clip_group, norms_of, total_norm
 from matmix.train.engine.config import EngineConfig
@@ -93,7 +94,7 @@ class FsdpEngine(Engine):
         groups = self.optimizer.param_groups
         found = gradients_by_clip_group(groups, self.module.parameters())
         gradients = {name: [_local(gradient) for gradient in tensors] for name, tensors in found.items()}
-        norms = self._over_shards(norms_of(gradients, self.device))
+        norms = self._over_ranks(norms_of(gradients, self.device))
         norm = total_norm(norms)
         limits = clip_limits(groups, max_norm)
         self.clip_norms = by_name(limits, norms)
@@ -105,13 +106,17 @@ class FsdpEngine(Engine):
         self._drop_reduced_gradients()
         return norm
 
-    def _over_shards(self, norms: torch.Tensor) -> torch.Tensor:
-        """Norms over all shards from those of this rank's; copies of a shard count once."""
+    def _over_ranks(self, norms: torch.Tensor) -> torch.Tensor:
+        """Norms over all shards from those of this rank's, the same on all copies; copies of a shard count once."""
         if self.mesh is None:
             return norms
         squares = norms.square()
-        dist.all_reduce(squares, group=self.mesh.get_group("shard"))
-        return squares.sqrt()
+        if self.mesh["shard"].size() > 1:
+            dist.all_reduce(squares, group=self.mesh.get_group("shard"))
+        whole = squares.sqrt()
+        if self.mesh["replicate"].size() > 1:
+            whole, self.gradients_differ = agree_on_norms(whole, norms, self.mesh.get_group("replicate"))
+        return whole
 
     def _drop_reduced_gradients(self) -> None:
         for parameter in self.module.parameters():
@@ -126,6 +131,20 @@ class FsdpEngine(Engine):
             for parameter in module.parameters():
                 parameter.grad = None
             module.reshard()
+
+    # -- copies ------------------------------------------------------------------------------------------
+
+    def shard_of(self, rank: int) -> int:
+        return 0 if self.mesh is None else rank % self.mesh["shard"].size()
+
+    def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        copied = self.mesh is not None and self.mesh["replicate"].size() > 1
+        for name, tensor in self._state().items():
+            if copied and isinstance(tensor, DTensor):
+                yield name, tensor.to_local()
+
+    def common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in self._state().items() if not isinstance(tensor, DTensor))
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -148,11 +167,16 @@ class FsdpEngine(Engine):
         for parameter, entries in self.optimizer.state.items():
             yield names[parameter], entries
 
-    def snapshot(self, *, copy: bool) -> Snapshot:
+    def _state(self) -> dict[str, torch.Tensor]:
+        """Model and optimizer, as this rank holds them."""
         state = self._model_state()
         for name, entries in self._moments():
             for entry, value in entries.items():
                 state[f"{OPTIMIZER}{name}.{entry}"] = value
+        return state
+
+    def snapshot(self, *, copy: bool) -> Snapshot:
+        state = self._state()
         own = self._own_part(state)
         return _ShardedSnapshot(self.host.copy(own) if copy else own)
 

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from matmix.train.distributed import Distributed, ensure_group
+from matmix.train.distributed import Distributed, ensure_group, is_distributed
+from matmix.train.engine.agreement import agree_on_norms
 from matmix.train.engine.base import Engine, is_on_meta
 from matmix.train.engine.clipping import (
     OTHERS,
@@ -152,6 +153,8 @@ class ZeroEngine(Engine):
         groups = self.optimizer.param_groups
         gradients = gradients_by_clip_group(groups, self.module.parameters())
         norms, limits = norms_of(gradients, self.device), clip_limits(groups, max_norm)
+        if is_distributed():
+            norms, self.gradients_differ = agree_on_norms(norms, norms, None)
         norm = total_norm(norms)
         self.clip_norms = by_name(limits, norms)
         if not math.isfinite(norm.item()):
@@ -174,6 +177,24 @@ class ZeroEngine(Engine):
             self.optimizer.averaged_gradients[group] = None
         for group in self.optimizer.all_grad_tensors:
             self.optimizer.all_grad_tensors[group] = None
+
+    # -- copies ------------------------------------------------------------------------------------------
+
+    def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.config.zero_stage == 3:
+            return
+        names = {}
+        for name, parameter in self.module.named_parameters():
+            names[parameter] = name
+            yield f"model.{name}", parameter.detach()
+        if self.config.zero_stage == 0:
+            for parameter, entries in self.optimizer.state.items():
+                for entry, value in entries.items():
+                    yield f"optimizer.{names[parameter]}.{entry}", torch.as_tensor(value)
+
+    def common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        parameters = {name for name, _ in self.module.named_parameters()}
+        return ((f"model.{name}", tensor) for name, tensor in self.named_tensors() if name not in parameters)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
