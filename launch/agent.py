@@ -10,8 +10,10 @@ import logging
 import os
 import sys
 
+from matmix.train import launcher
 from matmix.train.console import begin_process
 from matmix.train.exits import EXIT_FAILED, EXIT_STOPPED
+from matmix.train.ranks import SECRET_VARIABLE
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     if before is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     options = parse_args(sys.argv[1:] if arguments is None else arguments)
+    os.environ[launcher.VARIABLE] = str(os.getpid())  # of the ranks
+    if secret := os.environ.get(SECRET_VARIABLE):  # beside the name of the start, which everybody can see
+        options.rdzv_id = f"{options.rdzv_id}.{secret}"
     try:
         run(options)
     except ChildFailedError as error:
