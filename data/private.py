@@ -14,9 +14,11 @@ import tempfile
 from pathlib import Path
 
 
-def private_folder(path: str | Path) -> Path:
+def private_folder(path: str | Path, *, close: bool = False) -> Path:
     """`path` as a folder of this user's own, made with its parents (0700) if it is not there.
 
+    close: take a group's right to write from a folder of one's own, as umask 002 has given it, in place of refusing it.
+    For what is checked again when it is read; not for code.
     Raises ValueError (one line) where it is a link, belongs to somebody else, or others may write to it or replace it;
     OSError where it cannot be made.
     """
@@ -30,9 +32,17 @@ def private_folder(path: str | Path) -> Path:
             except FileExistsError:
                 if not folder.is_dir():  # else another process of ours was faster, or another user
                     raise
+    state = path.lstat()
+    if close and stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & stat.S_IWOTH:
+        path.chmod(stat.S_IMODE(state.st_mode) & ~stat.S_IWGRP)
     if problem := _problem(path):
         raise ValueError(problem)
     return path
+
+
+def is_own(path: Path) -> bool:
+    """Whether `path` is a folder of this user's own or not there yet."""
+    return not os.path.lexists(path) or (path.lstat().st_uid == os.geteuid() and not path.is_symlink())
 
 
 def standard_folder(path: str | Path) -> Path:

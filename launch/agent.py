@@ -10,8 +10,8 @@ import logging
 import os
 import sys
 
-from matmix.train import launcher
-from matmix.train.console import begin_process
+from matmix.train import launcher, temporary
+from matmix.train.console import begin_process, guarded
 from matmix.train.exits import EXIT_FAILED, EXIT_STOPPED
 from matmix.train.ranks import SECRET_VARIABLE
 
@@ -19,6 +19,10 @@ from matmix.train.ranks import SECRET_VARIABLE
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     begin_process()
+    if arguments is None:  # here the process is ours; torch makes a folder of reports
+        code = guarded(_use_own_folder)
+        if code:
+            return code
     # Its records repeat, with stacks, what is said below and what the ranks themselves have said.
     logging.disable(logging.ERROR)
     # The same holds for what the C++ side prints; it reads its level once, and the ranks are to have their own.
@@ -46,6 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
         return _say_missing(options, "not all came in time")
     except (RendezvousError, DistError) as error:
         return _say_missing(options, str(error))
+    return 0
+
+
+def _use_own_folder() -> int:
+    temporary.use_own_folder()
     return 0
 
 

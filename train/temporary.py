@@ -8,7 +8,6 @@ whose locks nobody holds. Named semaphores lie elsewhere: they bear the folder's
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import json
@@ -17,6 +16,7 @@ import secrets
 import shutil
 import tempfile
 from multiprocessing import process as multiprocessing_process
+from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ def make_own_folder() -> Path:
         name, lock = _new_name(root)
         _own = root / name
         _own.mkdir(mode=0o700)
-        atexit.register(_remove_own, os.getpid(), lock)
+        # After multiprocessing itself has removed what it made; not in forked children.
+        multiprocessing_util.Finalize(None, _remove_own, args=(lock,), exitpriority=-200)
     return _own
 
 
@@ -89,10 +90,9 @@ def _new_name(root: Path) -> tuple[str, int]:
         os.close(lock)
 
 
-def _remove_own(process: int, lock: int) -> None:
+def _remove_own(lock: int) -> None:
     global _own
-    if _own is None or os.getpid() != process:
-        return
+    assert _own is not None
     _remove(_own)
     _own.with_name(f"{_own.name}.lock").unlink(missing_ok=True)
     os.close(lock)

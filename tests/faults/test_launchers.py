@@ -1,4 +1,4 @@
-"""Who starts the ranks is killed before they have begun: none lives on, and the next start at the same port succeeds."""
+"""torchrun is killed before its ranks have begun: none lives on, and the next start at the same port succeeds."""
 
 import time
 

@@ -68,8 +68,14 @@ def cluster(tmp_path, monkeypatch, capsys):
             timeout=120,
             env={
                 **os.environ,
-                "PATH": f"{bin_folder}:{os.environ['PATH']}", "CALLS": str(calls), "RUN": str(run),
-                "SAYS": says, "CODE": str(code), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", **more,
+                "PATH": f"{bin_folder}:{os.environ['PATH']}",
+                "CALLS": str(calls),
+                "RUN": str(run),
+                "SAYS": says,
+                "CODE": str(code),
+                "SLURM_JOB_ID": "7",
+                "SLURM_JOB_NODELIST": "n1",
+                **more,
             },
         )
         assert not marker.exists(), done.stderr
