@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matmix.launch.supervise import MARK, StopRequests, end_marked, new_mark, tell_ranks
+from matmix.launch.torchrun import environment_for
 from matmix.train import launcher
 from matmix.train.exits import EXIT_STOPPED
 from matmix.train.ranks import SECRET_VARIABLE, STORE_VARIABLE
+from matmix.train.temporary import make_own_folder
 
 # How long the other ranks have when one has failed: they may be writing.
 _GRACE_SECONDS = 30.0
@@ -27,6 +29,12 @@ _LOOK_SECONDS = 0.1
 
 def rank_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "matmix.launch.rank", *arguments]
+
+
+def run_here(arguments: Sequence[str], nproc: int, attempt: str) -> int:
+    """Runs the ranks of `matmix train` with these arguments once; the exit code of the one that failed first."""
+    with StopRequests() as requests:
+        return run_ranks(rank_command(arguments), nproc, environment_for(nproc, attempt), requests, make_own_folder())
 
 
 def run_ranks(

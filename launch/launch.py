@@ -202,6 +202,7 @@ def _local(arguments: list[str]) -> int:
 
 def _torchrun(arguments: list[str]) -> int:
     from matmix.launch import torchrun
+    from matmix.launch.host import rank_command, run_here
     from matmix.train.recipe import load_config
 
     parser = _processes_parser("torchrun")
@@ -227,6 +228,9 @@ def _torchrun(arguments: list[str]) -> int:
         local_addr=local_addr,
         node_rank=given.node_rank,
     )
+    if given.nnodes == 1:  # there is nobody to meet: neither an agent nor a store on the network is needed
+        print(f"{given.nproc} x {shlex.join(rank_command([recipe, *overrides]))}", flush=True)
+        return 0 if given.dry_run else run_here([recipe, *overrides], given.nproc, run_id)
     if given.dry_run:
         print("torchrun " + shlex.join(words))
         return 0

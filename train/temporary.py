@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from multiprocessing import process as multiprocessing_process
 from multiprocessing import util as multiprocessing_util
@@ -54,7 +56,9 @@ def make_own_folder() -> Path:
     """
     global _own
     if _own is None:
-        root = private_folder(node_folder() / "t")
+        # Nodes may share the folder, but not the locks in it: each looks after its own.
+        node = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+        root = private_folder(node_folder() / f"t-{node}")
         remove_left(root)
         name, lock = _new_name(root)
         _own = root / name
@@ -78,15 +82,21 @@ def remove_left(root: Path) -> None:
 
 
 def _new_name(root: Path) -> tuple[str, int]:
-    """A name that no process has, and its lock, which is held."""
+    """A name that no process has, and its lock, which is held. Without locks in the file system there is no file of
+    this name either, and nobody removes the folder."""
     while True:
         name = secrets.token_hex(4)
         path = root / f"{name}.lock"
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with contextlib.suppress(OSError):  # somebody who cleans up holds it, or has just removed it
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), path.stat()):
                 return name, lock
+        except (BlockingIOError, FileNotFoundError):
+            pass  # somebody who cleans up holds it, or has just removed it
+        except OSError:
+            path.unlink(missing_ok=True)
+            return name, lock
         os.close(lock)
 
 

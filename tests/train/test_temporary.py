@@ -1,5 +1,6 @@
 """What a killed process left in $TMPDIR is removed by the next start, and nothing of a living one or of others."""
 
+import errno
 import json
 import os
 import secrets
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from matmix.train import temporary
 
 # Leaves what multiprocessing leaves: a folder, a named semaphore (without the tracker that would remove it), and, as
 # torchrun does, a folder of reports beside. Then waits to be killed; a forked child waits with it where asked to.
@@ -144,3 +147,18 @@ def test_a_long_name_leaves_tmpdir_as_it_is(tmp_path):
     environment.pop("MATMIX_NODE_FOLDER", None)
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == str(deep), done.stderr
+
+
+def test_without_locks_nothing_of_others_is_removed(folder, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setenv("MATMIX_NODE_FOLDER", str(folder / "node"))
+    monkeypatch.setattr(temporary, "_own", None)
+    monkeypatch.setattr(temporary.multiprocessing_util, "Finalize", lambda *_, **__: None)
+    monkeypatch.setattr(temporary.fcntl, "flock", flock)
+    first = temporary.make_own_folder()
+    monkeypatch.setattr(temporary, "_own", None)
+    second = temporary.make_own_folder()
+    assert first != second
+    assert first.is_dir()
