@@ -89,7 +89,7 @@ def job_states(job: str) -> list[JobState]:
                 restarts=int(restarts.get(name, "0")),
                 time_limit=time_limit,
                 run_time=run_time,
-                start_time=start_time,
+                start_time=start_time or "unknown",
             )
         )
     return sorted(found, key=lambda state: [int(word) for word in re.findall(r"\d+", state.job)])

@@ -123,7 +123,7 @@ def test_ranks_listen_on_this_host_alone_and_end_with_their_launcher(local):
     assert store.parent.stat().st_mode & 0o777 == 0o700
 
     local.process.kill()
-    wait_until_gone(family, seconds=10)  # they had something to save
+    wait_until_gone(family, seconds=60)  # they had a step to finish and to save
     assert "the launcher of this run is gone" in local.text()
     assert (local.run / "checkpoints").is_dir()
 
