@@ -58,11 +58,12 @@ def is_gone() -> bool:
 
 
 def _is_of_torchrun(process: int) -> bool:
-    """Whether a process is torchrun's agent, or what that has started (a script around the rank)."""
+    """Whether a process is torchrun's agent, or what that has started (a script or container around the rank)."""
     try:
         with open(f"/proc/{process}/maps", "rb") as file:
             agent = any(b"libtorch" in line for line in file)
         with open(f"/proc/{process}/environ", "rb") as file:
             return agent or b"TORCHELASTIC_RUN_ID=" in file.read()
     except OSError:
-        return True  # not Linux, or not for us to read: then the launcher is what it seems to be
+        # Not Linux, or not for us to read. The first process of all is where orphans go.
+        return process != 1
