@@ -52,7 +52,7 @@ class DataConfig:
     counted."""
     cache_dir: str = ""
     """Folder for downloaded and decompressed shards. Default: .cache inside a local dataset that can be
-    written to, else matmix/data in the user's cache folder."""
+    written to, unless it is another user's, else matmix/data in the user's cache folder."""
     cache_gigabytes: float = 0.0
     """Size to keep that folder to: the least recently used shards go, except those that a process has open. 0: any."""
 

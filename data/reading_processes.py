@@ -10,14 +10,12 @@ They end when their parent is gone, however it ended.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import multiprocessing
 import multiprocessing.context as contexts
 import os
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,9 +23,10 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from matmix.data.parents import end_with
+
 _IGNORED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 _END = signal.SIGURG
-_PR_SET_PDEATHSIG = 1
 
 
 def reading_context(start: str) -> contexts.BaseContext:
@@ -43,10 +42,10 @@ def worker_beginning(start: str) -> Callable[[int], None]:
     # The kernel watches the thread that starts a process, not its process, so it is asked where that thread stays.
     # A fork server is no parent to follow: it lives for as long as the processes that it started.
     lasting = start != "forkserver" and threading.current_thread() is threading.main_thread()
-    return functools.partial(_begin, lasting=lasting)
+    return functools.partial(_begin, parent=os.getpid() if lasting else None)
 
 
-def _begin(_worker: int, lasting: bool) -> None:
+def _begin(_worker: int, parent: int | None) -> None:
     # A forked process inherits the parent's garbage; collecting it there would run finalisers (those of other
     # loaders end their workers) that only the parent may run.
     gc.freeze()
@@ -54,14 +53,14 @@ def _begin(_worker: int, lasting: bool) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(_END, lambda *_: os._exit(0))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_IGNORED, _END})
-    if lasting and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and not end_with(parent, signal.SIGKILL):
+        os._exit(1)
     threading.Thread(target=_follow_parent, daemon=True).start()
 
 
 def _follow_parent() -> None:
-    """Ends this process with its parent, and where that ended before the kernel was asked to do so. (The kernel is the
-    surer: of forked siblings each keeps the pipe open by which the ones before it would notice.)"""
+    """Ends this process with its parent where the kernel cannot be asked to. (The kernel is the surer: of forked
+    siblings each keeps the pipe open by which the ones before it would notice.)"""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import tenacity
 
+from matmix.data.private import private_folder
+
 Result = TypeVar("Result")
 
 SCRATCH_VARIABLE = "MATMIX_SCRATCH"
@@ -51,12 +53,17 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 def scratch_folder(kind: str, url: str) -> Path:
     """This machine's folder for what belongs to a URL: below MATMIX_SCRATCH, or in the user's cache folder.
 
-    kind: its use, the name of a folder. The result is the same in every process and need not exist.
+    kind: its use, the name of a folder. The result is the same in every process and need not exist; the folder above it
+    is made, for this user alone. Raises ValueError (one line) where others may write there.
     """
     base = os.environ.get(SCRATCH_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "matmix"
     url = url.rstrip("/")
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", url.rsplit("/", 1)[-1])
-    return Path(base).expanduser() / kind / f"{stem}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+    try:
+        folder = private_folder(Path(base) / kind, close=True)
+    except ValueError as error:
+        raise ValueError(f"{error}; name a folder of your own with {SCRATCH_VARIABLE}") from None
+    return folder / f"{stem}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
 def first_line(error: BaseException) -> str:

@@ -10,13 +10,19 @@ import logging
 import os
 import sys
 
-from matmix.train.console import begin_process
+from matmix.train import launcher, temporary
+from matmix.train.console import begin_process, guarded
 from matmix.train.exits import EXIT_FAILED, EXIT_STOPPED
+from matmix.train.ranks import SECRET_VARIABLE
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     begin_process()
+    if arguments is None:  # here the process is ours; torch makes a folder of reports
+        code = guarded(_use_own_folder)
+        if code:
+            return code
     # Its records repeat, with stacks, what is said below and what the ranks themselves have said.
     logging.disable(logging.ERROR)
     # The same holds for what the C++ side prints; it reads its level once, and the ranks are to have their own.
@@ -31,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     if before is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     options = parse_args(sys.argv[1:] if arguments is None else arguments)
+    os.environ[launcher.VARIABLE] = str(os.getpid())  # of the ranks
+    if secret := os.environ.get(SECRET_VARIABLE):  # beside the name of the start, which everybody can see
+        options.rdzv_id = f"{options.rdzv_id}.{secret}"
     try:
         run(options)
     except ChildFailedError as error:
@@ -41,6 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
         return _say_missing(options, "not all came in time")
     except (RendezvousError, DistError) as error:
         return _say_missing(options, str(error))
+    return 0
+
+
+def _use_own_folder() -> int:
+    temporary.use_own_folder()
     return 0
 
 

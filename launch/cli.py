@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 
 from matmix.launch.parser import Parser
-from matmix.train import stop
 from matmix.train.console import begin_process, guarded
+from matmix.train.process import begin_training
 
 _EPILOG = """\
 from text to a model elsewhere:
@@ -147,8 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `matmix` command; returns the exit code."""
     if arguments is None:
         arguments = sys.argv[1:]
-        if arguments[:1] == ["train"]:
-            stop.listen_for(arguments[1:])  # here the process is ours
+        if arguments[:1] == ["train"] and (code := begin_training(arguments[1:])):  # here the process is ours
+            return code
     begin_process()
     if arguments and arguments[0] in VERBS:
         return guarded(lambda: VERBS[arguments[0]][0](arguments[1:]))

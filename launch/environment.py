@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import os
 import socket
-import tempfile
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
+
+from matmix.train.caches import cache_variables
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,19 +19,12 @@ class Default:
     reason: str
 
 
-def node_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """A folder on this node's own disk for caches: below SLURM_TMPDIR or TMPDIR, one for each user."""
-    base = environment.get("SLURM_TMPDIR") or tempfile.gettempdir()
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # in containers the number of a user may have no name
-        user = str(os.getuid())
-    return Path(base) / f"matmix-{user}"
-
-
 def defaults(environment: Mapping[str, str] = os.environ) -> list[Default]:
-    """The defaults for a rank with torchrun's variables in `environment`."""
-    caches = node_folder(environment)
+    """The defaults for a rank with torchrun's variables in `environment`.
+
+    Makes the folders of the caches. Raises ValueError where one that the user has named cannot be trusted.
+    """
+    caches = cache_variables(environment)
     ranks_here = max(1, int(environment.get("LOCAL_WORLD_SIZE", "1")))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = [
@@ -41,12 +33,15 @@ def defaults(environment: Mapping[str, str] = os.environ) -> list[Default]:
             str(max(1, cores // ranks_here)),
             "the node's cores shared among its ranks: each rank would otherwise start a thread for every core",
         ),
-        Default(
-            "TRITON_CACHE_DIR",
-            str(caches / "triton"),
-            "kernels are compiled once per node; a home folder on a network drive is slow and its locks unreliable",
+        *(
+            Default(
+                name,
+                value,
+                "compiled once per node; a home folder on a network drive is slow and its locks unreliable, and where "
+                "torch itself would keep it another user can be the first",
+            )
+            for name, value in caches.items()
         ),
-        Default("TORCHINDUCTOR_CACHE_DIR", str(caches / "inductor"), "the same for torch.compile"),
         Default(
             "PYTORCH_CUDA_ALLOC_CONF",
             "expandable_segments:True",
@@ -66,9 +61,14 @@ def defaults(environment: Mapping[str, str] = os.environ) -> list[Default]:
             "TORCH_CPP_LOG_LEVEL", "ERROR", "torch's warnings on sockets that connect at a second try alarm for nothing"
         ),
     ]
-    master = environment.get("MASTER_ADDR", "")
-    interface = interface_towards(master) if int(environment.get("WORLD_SIZE", "1")) > 1 and master else None
-    if interface:
+    world_size = environment.get("WORLD_SIZE", "1")
+    one_host = environment.get("LOCAL_WORLD_SIZE") == world_size
+    master = "127.0.0.1" if one_host else environment.get("MASTER_ADDR", "")
+    interface = interface_towards(master) if int(world_size) > 1 and master else None
+    if interface and one_host:
+        reason = "the ranks are all on this host, and nobody else is to reach them"
+        found += [Default("GLOO_SOCKET_IFNAME", interface, reason), Default("NCCL_SOCKET_IFNAME", interface, reason)]
+    elif interface:
         found.append(
             Default(
                 "GLOO_SOCKET_IFNAME",

@@ -94,7 +94,7 @@ def _cancel_local(job: Job, grace: float, tell: Tell) -> bool:
     if local_process(job) is None:
         tell(f"process {job.pid}: ended by itself")
         return True
-    process.kill()  # torchrun and its ranks end with it
+    process.kill()  # its ranks end with it
     tell(f"process {job.pid}: not saved within {grace:.0f} s, killed")
     return False
 

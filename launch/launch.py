@@ -17,7 +17,7 @@ from matmix.launch.slurm_options import SlurmOptions
 _USAGE = """\
 usage: matmix launch KIND ...   (matmix launch KIND --help explains each)
 
-  local RECIPE --nproc 4 [--key value ...]                    on this host, with torchrun; starts again after failures
+  local RECIPE --nproc 4 [--key value ...]                    on this host; starts again after failures
   torchrun RECIPE --nnodes 2 --nproc 8 --rdzv HOST:PORT ...   this node's part; the same command on every node
   slurm RECIPE --nodes 16 --gpus-per-node 8 ...               as a Slurm job (--dry-run prints its script)
   status RUN      what the run is doing
@@ -161,7 +161,7 @@ def _resubmit(arguments: list[str]) -> int:
 def _processes_parser(kind: str) -> Parser:
     parser = Parser(prog=f"matmix launch {kind}", usage=f"matmix launch {kind} RECIPE [options] [--key value ...]")
     parser.add_argument("--nproc", type=int, required=True, metavar="N", help="processes on this host, one a GPU")
-    parser.add_argument("--dry-run", action="store_true", help="print torchrun's command and run nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and run nothing")
     return parser
 
 
@@ -195,13 +195,14 @@ def _local(arguments: list[str]) -> int:
         dry_run=given.dry_run,
     )
     if given.dry_run:
-        print("torchrun " + shlex.join(run.words()))
+        print(f"{run.nproc} x {shlex.join(run.command())}")
         return 0
     return run_local(run)
 
 
 def _torchrun(arguments: list[str]) -> int:
     from matmix.launch import torchrun
+    from matmix.launch.host import rank_command, run_here
     from matmix.train.recipe import load_config
 
     parser = _processes_parser("torchrun")
@@ -227,6 +228,9 @@ def _torchrun(arguments: list[str]) -> int:
         local_addr=local_addr,
         node_rank=given.node_rank,
     )
+    if given.nnodes == 1:  # there is nobody to meet: neither an agent nor a store on the network is needed
+        print(f"{given.nproc} x {shlex.join(rank_command([recipe, *overrides]))}", flush=True)
+        return 0 if given.dry_run else run_here([recipe, *overrides], given.nproc, run_id)
     if given.dry_run:
         print("torchrun " + shlex.join(words))
         return 0

@@ -1,4 +1,4 @@
-"""`matmix launch local`: a run on this host under torchrun, started again after failures as a cluster would."""
+"""`matmix launch local`: a run on this host, started again after failures as a cluster would."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.launch import attempts, snapshot
+from matmix.launch.host import rank_command, run_ranks
 from matmix.launch.records import Job, add_job, launch_home, note_url
-from matmix.launch.supervise import StopRequests, run_agent
-from matmix.launch.torchrun import agent_command, environment_for, torchrun_words
+from matmix.launch.supervise import StopRequests
+from matmix.launch.torchrun import environment_for
 from matmix.train.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from matmix.train.recipe import load_config, write_config
+from matmix.train.temporary import make_own_folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,16 +33,9 @@ class LocalRun:
     def folder(self) -> Path:
         return self.home / "launch" / self.launch_id
 
-    def words(self) -> list[str]:
-        """torchrun's arguments; port 0: the store takes one that is free."""
-        return torchrun_words(
-            [str(self.folder / "config.toml")],
-            nnodes=1,
-            nproc=self.nproc,
-            endpoint=("127.0.0.1", 0),
-            run_id=self.launch_id,
-            local_addr="127.0.0.1",
-        )
+    def command(self) -> list[str]:
+        """What each rank runs."""
+        return rank_command([str(self.folder / "config.toml")])
 
 
 def prepare_local(
@@ -95,7 +90,8 @@ def _new_name(run: LocalRun) -> str:
 
 def run_local(run: LocalRun) -> int:
     """Attempts until the run has finished, stopped, or failed once too often; returns the exit code of the last."""
-    print("torchrun " + shlex.join(run.words()), flush=True)
+    print(f"{run.nproc} x {shlex.join(run.command())}", flush=True)
+    folder = make_own_folder()
     with StopRequests() as requests:
         number, job = 0, _new_name(run)
         while True:
@@ -104,7 +100,7 @@ def run_local(run: LocalRun) -> int:
             own_code = str(run.folder / "code")
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [own_code, os.environ.get("PYTHONPATH")]))
             attempts.begin(run.home, name, socket.gethostname())
-            ended = run_agent(agent_command(run.words()), environment, requests)
+            ended = run_ranks(run.command(), run.nproc, environment, requests, folder)
             attempt, decision = attempts.conclude(
                 run.home,
                 name,

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matmix.launch.environment import apply_defaults
-from matmix.train import console, stop
+from matmix.train import console
 from matmix.train.console import begin_process, guarded
+from matmix.train.process import begin_training
 from matmix.train.ranks import tasks_per_node
 
 _FROM_SLURM = {
@@ -94,12 +95,13 @@ def write_output_to(path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code of `matmix train`."""
+    faulthandler.enable()
     if arguments is None:
         arguments = sys.argv[1:]
-        stop.listen_for(arguments)  # here the process is ours
-    begin_process()
-    faulthandler.enable()
-    code = guarded(lambda: _become_rank(arguments))
+        code = begin_training(arguments, lambda: _become_rank(arguments))  # here the process is ours
+    else:
+        begin_process()
+        code = guarded(lambda: _become_rank(arguments))
     if code:
         return code
     from matmix.train.command import main as train

@@ -57,38 +57,39 @@ def submit(script: str, *options: str) -> tuple[str, str]:
     return job, cluster
 
 
-def _fields(line: str) -> dict[str, str]:
-    return dict(re.findall(r"(\S+?)=(.*?)(?=\s+\S+?=|\s*$)", line))
+_UNTOLD = ("", "N/A", "(null)")
 
 
 def job_states(job: str) -> list[JobState]:
     """A job's state, one for each task of an array in order; [] where Slurm has forgotten the job.
 
-    `scontrol` remembers finished jobs for a few minutes, and works where no accounting database (sacct) does.
+    Slurm remembers finished jobs for a few minutes; this works where no accounting database (sacct) does. Names and
+    paths are not asked for: they may hold what looks like another field.
     """
+    query = ["squeue", "--noheader", "--all", "--states=all", "--array", f"--jobs={job}"]
     try:
-        lines = _call(["scontrol", "--oneliner", "show", "job", job]).splitlines()
+        lines = _call([*query, "--format=%i|%T|%l|%M|%S|%N|%r"]).splitlines()
+        restarts = dict(line.split() for line in _call([*query, "--Format=JobArrayID:64,RestartCnt:16"]).splitlines())
     except SlurmError as error:
         if "Invalid job id" in str(error):
             return []
         raise
     found = []
-    for fields in map(_fields, lines):
-        if "JobId" not in fields:
-            continue
-        name = fields["JobId"]
-        if "ArrayJobId" in fields:
-            name = f"{fields['ArrayJobId']}_{fields.get('ArrayTaskId', '?')}"
+    for line in lines:
+        words = line.strip().split("|", 6)
+        if len(words) < 7:
+            raise SlurmError(f"squeue answered {line!r} about job {job}")
+        name, state, time_limit, run_time, start_time, nodes, reason = ("" if w in _UNTOLD else w for w in words)
         found.append(
             JobState(
                 job=name,
-                state=fields.get("JobState", "UNKNOWN"),
-                reason=fields.get("Reason", "None"),
-                nodes=fields.get("NodeList", ""),
-                restarts=int(fields.get("Restarts", "0")),
-                time_limit=fields.get("TimeLimit", ""),
-                run_time=fields.get("RunTime", ""),
-                start_time=fields.get("StartTime", ""),
+                state=state,
+                reason=reason,
+                nodes=nodes,
+                restarts=int(restarts.get(name, "0")),
+                time_limit=time_limit,
+                run_time=run_time,
+                start_time=start_time or "unknown",
             )
         )
     return sorted(found, key=lambda state: [int(word) for word in re.findall(r"\d+", state.job)])

@@ -7,18 +7,19 @@ with SIGUSR2, on which they save and leave; the agent sees them go and ends. Wha
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import psutil
 
+from matmix.train import launcher
+
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _RANK = "matmix.launch.rank"
-_MARK = "MATMIX_AGENT"  # in the environment of an agent and all that it starts
+MARK = "MATMIX_AGENT"  # in the environment of an agent and all that it starts
 
 
 class StopRequests:
@@ -51,16 +52,13 @@ class StopRequests:
 def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: StopRequests) -> int:
     """Runs an agent until it ends; its exit code, 128 + n where signal n killed it.
 
-    While it runs, every rank is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a second Ctrl-C.
+    While it runs, every rank is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a second Ctrl-C. When
+    this process dies, the agent and then its ranks end, too (`matmix.train.launcher`).
     """
+    mark = new_mark()
     # In a session of its own, so that Ctrl-C at a terminal reaches this process alone.
-    mark = f"{os.getpid()}-{time.time_ns()}"
-    agent = subprocess.Popen(
-        command,
-        env={**environment, _MARK: mark},
-        start_new_session=True,
-        preexec_fn=_end_with_parent(os.getpid()),
-    )
+    own = {launcher.VARIABLE: str(os.getpid()), MARK: mark}
+    agent = subprocess.Popen(command, env={**environment, **own}, start_new_session=True)
     told: set[int] = set()
     started = False
     while True:
@@ -73,19 +71,34 @@ def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: 
         started = started or bool(ranks)
         if not started:
             agent.terminate()
-        for process in ranks:
-            with contextlib.suppress(psutil.Error):
-                if requests.at_once:
-                    process.kill()
-                elif process.pid not in told:
-                    told.add(process.pid)
-                    process.send_signal(signal.SIGUSR2)
+        tell_ranks(ranks, requests, told)
+    end_marked(mark)
+    return code if code >= 0 else 128 - code
+
+
+def tell_ranks(ranks: Iterable[psutil.Process | subprocess.Popen], requests: StopRequests, told: set[int]) -> None:
+    """Sends what a stop asks for to each of these processes, SIGUSR2 only if it is not among those that were `told`."""
+    for process in ranks:
+        with contextlib.suppress(psutil.Error):
+            if requests.at_once:
+                process.kill()
+            elif process.pid not in told:
+                told.add(process.pid)
+                process.send_signal(signal.SIGUSR2)
+
+
+def new_mark() -> str:
+    """A value of MATMIX_AGENT that no other start has."""
+    return f"{os.getpid()}-{time.time_ns()}"
+
+
+def end_marked(mark: str) -> None:
+    """Kills what bears this mark: an agent or a rank that was killed leaves what it has started."""
     left = list(_marked(mark))
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(left, timeout=10)
-    return code if code >= 0 else 128 - code
 
 
 def _ranks(agent: int) -> Iterator[psutil.Process]:
@@ -97,21 +110,7 @@ def _ranks(agent: int) -> Iterator[psutil.Process]:
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:
-    """What the agent and its ranks have started and is still there: an agent that was killed leaves its ranks."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(_MARK) == mark:
+            if process.environ().get(MARK) == mark:
                 yield process
-
-
-def _end_with_parent(parent: int):
-    """For the child to call before it becomes the agent: SIGTERM when the launcher dies, however it does (Linux)."""
-    library = ctypes.CDLL(None)
-
-    def ask() -> None:
-        if hasattr(library, "prctl"):
-            library.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-            if os.getppid() != parent:
-                os._exit(128 + signal.SIGTERM)
-
-    return ask

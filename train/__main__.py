@@ -2,12 +2,12 @@
 
 import sys
 
-from matmix.train import stop
-from matmix.train.console import begin_process
+from matmix.train.process import begin_training
 
 if __name__ == "__main__":
-    stop.listen_for(sys.argv[1:])
-    begin_process()
+    code = begin_training(sys.argv[1:])
+    if code:
+        sys.exit(code)
     from matmix.train.command import main
 
     sys.exit(main())

@@ -21,6 +21,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from matmix.train.caches import use_caches
+
 _ATEN = torch.ops.aten
 # What is worth its memory: outputs of matrix products of weights and of attention, and of this project's own
 # ops.
@@ -84,8 +86,9 @@ def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callab
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Compiles the forward pass of each block of `model.blocks` (equal blocks share one compilation).
 
-    options: passed on to torch.compile.
+    options: passed on to torch.compile. Raises as `caches.use_caches`.
     """
+    use_caches()
     # A mixer notes its `monitor` values in forward. Without this, recomputed blocks that do so would not be compiled.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     # With selective recomputing it reminds every user that blocks must not change tensors in place.

@@ -28,6 +28,7 @@ from matmix.kernels.benchmarks.suite import Candidate, Case
 from matmix.model import initialize
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.hydra import Hydra
+from matmix.train.caches import use_caches
 
 LENGTHS = "128,512,2048,8192,32768,131072"
 NormFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -93,6 +94,7 @@ def layer_case(seqlen: int, settings: Settings) -> Case:
 
     candidates = [candidate("ours", hydra)]
     if settings.compile:
+        use_caches()
         candidates.append(candidate("ours, compiled", torch.compile(hydra, dynamic=False)))
     candidates.append(published("published way (mamba-ssm)", lambda: (mamba_causal(), mamba_norm())))
     candidates.append(published("published way, our causal scan", lambda: (our_causal, gated_norm)))

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from matmix.train.errors import RunFailure
 from matmix.train.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER
+from matmix.train.launcher import follow_launcher
 
 USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -20,11 +21,13 @@ job_output: TextIO | None = None
 def begin_process() -> None:
     """What a process of ours does before it imports torch.
 
+    It ends with its launcher, if it has one.
     `python -m` and `torchrun -m` put the working directory on sys.path; from the root of a checkout our folders `data`
     and `kernels` would then answer imports that other packages make for themselves, so the root is taken off again.
     Idle OpenMP threads are told to sleep: spinning, they made training on 2 cores up to 7 times slower as soon as
     another process wanted one of them, and were no faster without.
     """
+    follow_launcher()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     root = Path(__file__).resolve().parent.parent
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != root]

@@ -1,8 +1,13 @@
-"""Small text forms of ranks: ranges for people, and Slurm's counts of tasks on nodes."""
+"""Small text forms of ranks: ranges for people, and Slurm's counts of tasks on nodes; what launchers tell them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+STORE_VARIABLE = "MATMIX_STORE"
+"""A file of this host in which ranks meet; without it, at MASTER_ADDR and MASTER_PORT."""
+SECRET_VARIABLE = "MATMIX_SECRET"
+"""What the processes of one start have in common, and those of no other."""
 
 
 def as_ranges(numbers: Iterable[int]) -> str:

@@ -3,6 +3,10 @@
 torch's own `env://` waits as long as a collective may take, half an hour here, for a node that never came, and then
 shows a stack of C++ frames. Here every rank announces itself in a TCPStore; rank 0 waits for all of them a short time
 and then tells everybody to go on, or who is missing.
+
+The TCPStore knows no passwords. Ranks of one host meet in a file that only their user can open (MATMIX_STORE, from
+`matmix launch local`), or in a store that listens on the loopback interface alone; ranks of several hosts trust the
+network between them, as NCCL does. MATMIX_SECRET keeps the starts apart that might meet in one store.
 """
 
 from __future__ import annotations
@@ -14,11 +18,12 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch.distributed as dist
 
 from matmix.train.errors import RendezvousError
-from matmix.train.ranks import as_ranges, tasks_per_node
+from matmix.train.ranks import SECRET_VARIABLE, STORE_VARIABLE, as_ranges, tasks_per_node
 
 DEFAULT_SECONDS = 45.0
 _VARIABLE = "MATMIX_RENDEZVOUS_SECONDS"
@@ -34,12 +39,20 @@ class Meeting:
     host: str
     port: int
     serves: bool  # whether this process runs the store; torchrun's agent does so for its workers
-    attempt: str  # keys of an earlier attempt in the same store are not ours
+    attempt: str  # keys of another attempt, or of another start, in the same store are not ours
+    one_host: bool = False
+    file: str = ""  # of a store that is a file, for ranks of one host; "" = a server at host and port
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Meeting:
-        """Reads torchrun's variables. Raises ValueError where MASTER_ADDR or MASTER_PORT is missing or no port."""
+        """Reads torchrun's variables, and ours. Raises ValueError where MASTER_ADDR or MASTER_PORT is missing or no
+        port, unless MATMIX_STORE names a file."""
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        one_host = environment.get("LOCAL_WORLD_SIZE") == str(world_size)
+        by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = f"{_start_mark(environment, one_host)}/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        if file := environment.get(STORE_VARIABLE):
+            return cls(rank, world_size, "", 0, serves=False, attempt=attempt, one_host=True, file=file)
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
         if missing:
             names = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
@@ -50,18 +63,15 @@ class Meeting:
         port = environment["MASTER_PORT"]
         if not port.isdigit() or not 0 < int(port) < 65536:
             raise ValueError(f"MASTER_PORT must be a port between 1 and 65535, got {port!r}")
-        by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return cls(
-            rank=rank,
-            world_size=world_size,
-            host=environment["MASTER_ADDR"].strip("[]"),
-            port=int(port),
-            serves=rank == 0 and not by_agent,
-            attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
+        host = environment["MASTER_ADDR"].strip("[]")
+        if one_host and not by_agent and host != "::1":
+            host = "127.0.0.1"  # nobody else is to reach the store
+        return cls(rank, world_size, host, int(port), rank == 0 and not by_agent, attempt, one_host)
 
     @property
     def address(self) -> str:
+        if self.file:
+            return self.file
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -85,9 +95,14 @@ def meet(meeting: Meeting, seconds: float) -> dist.Store:
     """
     deadline = time.monotonic() + seconds
     here = socket.gethostname()
-    if not meeting.serves:
+    if not meeting.serves and not meeting.file:
         _wait_until_reachable(meeting, here, deadline)
     store = dist.PrefixStore(f"matmix/{meeting.attempt}", _open_store(meeting, here, seconds))
+    if store.add(f"claims/{meeting.rank}", 1) > 1:
+        raise RendezvousError(
+            f"another process is rank {meeting.rank} at {meeting.address}: a second start uses the same address, or "
+            f"processes of an earlier one still live (end them, or take another port)"
+        )
     # The node's own name, not an address: what a person finds in the scheduler's list.
     store.set(f"arrived/{meeting.rank}", os.environ.get("SLURMD_NODENAME", here))
     if meeting.rank == 0:
@@ -130,8 +145,21 @@ def _wait_until_reachable(meeting: Meeting, here: str, deadline: float) -> None:
         time.sleep(0.2)
 
 
+def _start_mark(environment: Mapping[str, str], one_host: bool) -> str:
+    """What no other start's processes know: their keys in the store are not ours, nor ours theirs."""
+    if secret := environment.get(SECRET_VARIABLE):
+        return secret
+    # A folder of torchrun's with a random name: .../torchelastic_RANDOM/ID_RANDOM/attempt_0/0/error.json.
+    report = environment.get("TORCHELASTIC_ERROR_FILE", "")
+    return "-".join(Path(report).parts[-5:-3]) if report and one_host else ""
+
+
 def _open_store(meeting: Meeting, here: str, seconds: float) -> dist.Store:
+    if meeting.file:
+        return dist.FileStore(meeting.file, meeting.world_size)
     try:
+        # By itself torch listens on every interface, and anybody may read and write what lies in its store.
+        own = _listen(meeting) if meeting.serves and meeting.one_host else None
         return dist.TCPStore(
             meeting.host,
             meeting.port,
@@ -139,13 +167,20 @@ def _open_store(meeting: Meeting, here: str, seconds: float) -> dist.Store:
             is_master=meeting.serves,
             timeout=datetime.timedelta(seconds=seconds),
             wait_for_workers=False,
+            master_listen_fd=own,
         )
-    except RuntimeError as error:  # torch's DistNetworkError and its relatives
+    except (OSError, RuntimeError) as error:  # torch's DistNetworkError and its relatives
         if meeting.serves:
             reason = f"port {meeting.port} on {here} cannot be opened: {_first(error)}; is another job using it?"
         else:
             reason = f"rank {meeting.rank} on {here} lost rank 0 at {meeting.address}: {_first(error)}"
         raise RendezvousError(reason) from None
+
+
+def _listen(meeting: Meeting) -> int:
+    """A socket of this host alone, for the store, which will close it."""
+    family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
+    return socket.create_server((meeting.host, meeting.port), family=family).detach()
 
 
 def _wait_for_all(store: dist.Store, world_size: int, deadline: float) -> list[int]:

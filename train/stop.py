@@ -66,8 +66,13 @@ def listen() -> None:
 
 def listen_for(arguments: Sequence[str]) -> None:
     """`listen`, if a process with these arguments of `matmix train` is going to train."""
-    if arguments and not {"--dry-run", "--help", "-h"} & set(arguments):
+    if will_train(arguments):
         listen()
+
+
+def will_train(arguments: Sequence[str]) -> bool:
+    """Whether `matmix train` with these arguments does more than to show something."""
+    return bool(arguments) and not {"--dry-run", "--help", "-h"} & set(arguments)
 
 
 @contextlib.contextmanager

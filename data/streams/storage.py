@@ -20,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from matmix.data.manifest import Manifest, ShardInfo
+from matmix.data.private import check_named, is_own, private_folder
 from matmix.data.remote import RemoteError, is_url
 from matmix.data.streams.damage import DamagedShard
 from matmix.data.streams.download import download
@@ -31,9 +32,11 @@ _HASH_CHUNK = 1 << 22
 class Storage:
     """Gives local paths for the files of one prepared dataset.
 
-    path: local folder or URL. cache_dir: folder for downloads and decompressed shards; "" = `.cache` inside
-    a local folder that can be written to, else matmix/data in the user's cache folder.
-    Raises FileNotFoundError if nothing is there, ValueError if it is not a prepared dataset.
+    path: local folder or URL. cache_dir: folder for downloads and decompressed shards, which a group may share; "" =
+    `.cache` inside a local folder that can be written to, unless it is another user's, else matmix/data in the user's
+    cache folder; nobody else can write there.
+    Raises FileNotFoundError if nothing is there, ValueError if it is not a prepared dataset, or if everybody may write
+    to `cache_dir`.
     """
 
     def __init__(self, path: str, cache_dir: str = "") -> None:
@@ -49,6 +52,7 @@ class Storage:
         self.manifest: Manifest = parse_manifest(raw, path)
         self.digest = hashlib.sha256(raw).hexdigest()
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", path.rstrip("/").rsplit("/", 1)[-1]) or "data"
+        self._cache_is_named = bool(cache_dir)
         self.cache = _cache_root(path, self.remote, cache_dir) / f"{stem}-{self.digest[:16]}"
         if self.remote and not (self.cache / "manifest.json").exists():
             with self._lock("manifest.json"):
@@ -167,9 +171,11 @@ class Storage:
         target = self.cache / name
         lock = FileLock(f"{target}.lock")
         try:
+            if not self._cache_is_named:
+                private_folder(self.cache.parent, close=True)
             target.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"cannot write the data cache {self.cache} ({error}); set data.cache_dir") from None
         try:
             yield
@@ -205,8 +211,10 @@ class Storage:
 
 def _cache_root(path: str, remote: bool, cache_dir: str) -> Path:
     if cache_dir:
+        check_named(cache_dir, "data.cache_dir")
         return Path(cache_dir).expanduser()
-    if not remote and os.access(path, os.W_OK):
+    # Of several users of one dataset the first has the folder in it; the others have their own.
+    if not remote and os.access(path, os.W_OK) and is_own(Path(path) / ".cache"):
         return Path(path) / ".cache"
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "matmix" / "data"

@@ -186,8 +186,11 @@ class Run:
         self.attempts: list[Attempt] = []
         folder.mkdir(parents=True, exist_ok=True)
 
-    def start(self, *overrides: str, faults: Iterable[dict[str, Any]] = (), torchrun: bool = False) -> Attempt:
-        """Starts all ranks. A fault that has "markers": True is told the attempt's folder for them."""
+    def start(
+        self, *overrides: str, faults: Iterable[dict[str, Any]] = (), torchrun: bool = False, port: int = 0
+    ) -> Attempt:
+        """Starts all ranks, which meet at `port` or one that is free. A fault that has "markers": True is told the
+        attempt's folder for them."""
         number = len(self.attempts)
         markers = self.folder / f"markers-{number}"
         markers.mkdir()
@@ -197,7 +200,7 @@ class Run:
             "FAULTS_MARK": uuid.uuid4().hex,
             "MATMIX_ATTEMPT": f"attempt-{number}",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(port or free_port()),
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
         }

@@ -57,7 +57,8 @@ def test_the_launcher_is_killed(make_run, two_ranks):
     wait_until(lambda: not attempt.processes(), "the ranks to end")
     assert "the launcher of this run is gone" in attempt.text()
     assert read_outcomes(run.path, "attempt-0")[0].code == EXIT_STOPPED
-    assert run.newest().name == "step-00000009"  # the ranks agree on the step after the one that saw it
+    # The ranks agree on the step that they were in, or on the one after it where one of them has seen it late.
+    assert run.newest().name in ("step-00000008", "step-00000009")
     run.finish()
     assert_same(run, two_ranks)
 

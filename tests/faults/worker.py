@@ -12,11 +12,9 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
-    from matmix.train import stop
-    from matmix.train.console import begin_process
+    from matmix.train.process import begin_training
 
-    stop.listen_for(arguments)
-    begin_process()
+    assert begin_training(arguments) == 0
     rank = int(os.environ.get("RANK", "0"))
     wanted = [fault for fault in json.loads(os.environ.get("FAULTS", "[]")) if fault.pop("rank", rank) == rank]
     if wanted:

@@ -1,7 +1,8 @@
-"""`matmix launch local` end to end: a real torchrun, real ranks, and what they leave."""
+"""`matmix launch local` end to end: real ranks, and what they leave."""
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -89,6 +90,52 @@ def test_sigterm_saves_and_leaves_nothing_running(local, capsys):
     assert f"step-{attempt.saved_step:08d}" in shown
     assert main(["launch", "cancel", str(local.run)]) == 0
     assert "not running" in capsys.readouterr().out
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+def wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not gone(processes):
+        assert time.monotonic() < deadline, processes
+        time.sleep(0.02)
+
+
+def test_ranks_listen_on_this_host_alone_and_end_with_their_launcher(local):
+    local.wait_for_step(3)
+    ranks = local.ranks()
+    family = [psutil.Process(local.process.pid), *psutil.Process(local.process.pid).children(recursive=True)]
+    assert len(ranks) == 2
+    addresses = {
+        connection.laddr.ip
+        for process in family
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}  # gloo's; the ranks met without a server
+
+    store, secret = Path(ranks[0].environ()["MATMIX_STORE"]), ranks[0].environ()["MATMIX_SECRET"]
+    assert len(secret) == 32
+    assert not any(secret in word for process in family for word in process.cmdline())
+    assert store.stat().st_uid == os.getuid()
+    assert store.parent.stat().st_mode & 0o777 == 0o700
+
+    local.process.kill()
+    wait_until_gone(family, seconds=60)  # they had a step to finish and to save
+    assert "the launcher of this run is gone" in local.text()
+    assert (local.run / "checkpoints").is_dir()
+
+
+def test_a_launcher_that_is_killed_early_leaves_no_rank(local):
+    deadline = time.monotonic() + 60
+    while len(ranks := local.ranks()) < 2:
+        assert time.monotonic() < deadline, local.text()
+        time.sleep(0.01)
+    time.sleep(1)
+    local.process.kill()
+    wait_until_gone(ranks, seconds=2)
 
 
 @pytest.mark.slow

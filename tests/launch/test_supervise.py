@@ -19,6 +19,8 @@ from matmix.train.errors import RendezvousError
 # command line.
 RANK = """
 import pathlib, signal, sys, time
+from matmix.train.launcher import follow_launcher
+follow_launcher()
 folder, number = pathlib.Path(sys.argv[2]), sys.argv[3]
 told = []
 signal.signal(signal.SIGUSR2, lambda *_: told.append(1))
@@ -32,14 +34,13 @@ sys.exit(75)
 
 # Starts two ranks, each in a session of its own as torch does, and ends with the worst of their codes.
 AGENT = f"""
-import pathlib, signal, subprocess, sys
+import os, pathlib, signal, subprocess, sys
+from matmix.train.launcher import follow_launcher
+follow_launcher()
+os.environ["MATMIX_LAUNCHER"] = str(os.getpid())
 folder = pathlib.Path(sys.argv[1])
-def end(*_):
-    (folder / "agent-told").touch()
-    for rank in ranks:
-        rank.kill()
-signal.signal(signal.SIGTERM, end)
-words = [sys.executable, "-S", "-c", {RANK!r}, "matmix.launch.rank", str(folder)]
+signal.signal(signal.SIGTERM, lambda *_: (folder / "agent-told").touch())
+words = [sys.executable, "-c", {RANK!r}, "matmix.launch.rank", str(folder)]
 ranks = [subprocess.Popen([*words, str(number)], start_new_session=True) for number in range(2)]
 codes = [rank.wait() for rank in ranks]
 sys.exit(max(map(abs, codes)))
@@ -49,7 +50,7 @@ LAUNCHER = f"""
 import os, sys
 from matmix.launch.supervise import StopRequests, run_agent
 with StopRequests() as requests:
-    sys.exit(run_agent([sys.executable, "-S", "-c", {AGENT!r}, sys.argv[1]], os.environ, requests))
+    sys.exit(run_agent([sys.executable, "-c", {AGENT!r}, sys.argv[1]], os.environ, requests))
 """
 
 
@@ -104,10 +105,9 @@ def test_a_second_ctrl_c_waits_for_nobody(launcher, tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a child that its parent has died")
-def test_the_agent_ends_with_a_launcher_that_is_killed(launcher, tmp_path):
+def test_agent_and_ranks_end_with_a_launcher_that_is_killed(launcher, tmp_path):
     launcher.kill()
-    wait_until(lambda: (tmp_path / "agent-told").exists())
-    wait_until(lambda: not own_processes(tmp_path))
+    wait_until(lambda: not own_processes(tmp_path), seconds=2)
 
 
 def test_ranks_do_not_outlive_an_agent_that_is_killed(launcher, tmp_path):

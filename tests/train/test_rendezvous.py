@@ -5,6 +5,7 @@ import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from matmix.train.errors import RendezvousError
@@ -77,6 +78,53 @@ def test_rank_zero_is_away():
     assert f"rank 1 on {socket.gethostname()} cannot reach rank 0 at 127.0.0.1:{port}: Connection refused" in found[0]
 
 
+def listening(port: int) -> set[str]:
+    """The addresses at which this process listens to a port."""
+    found = psutil.Process().net_connections("inet")
+    return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "no-such-node.invalid"])
+def test_the_store_of_one_host_is_for_this_host_alone(address):
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
+    first, second = (Meeting.from_environment({**variables, "RANK": rank}) for rank in "01")
+    with ThreadPoolExecutor(2) as pool:
+        stores = list(pool.map(lambda one: meet(one, 20), (first, second)))
+    assert len(stores) == 2
+    assert listening(first.port) == {"::1" if address == "::1" else "127.0.0.1"}
+
+
+def test_ranks_of_one_host_meet_in_a_file(tmp_path):
+    variables = {"WORLD_SIZE": "3", "MATMIX_STORE": str(tmp_path / "store"), "MATMIX_SECRET": "a1"}
+    meetings = [Meeting.from_environment({**variables, "RANK": rank}) for rank in "012"]
+    assert outcomes(meetings, 20) == ["met"] * 3
+    away = [Meeting.from_environment({**variables, "RANK": "0", "MATMIX_STORE": str(tmp_path / "other")})]
+    assert outcomes(away, 1.0)[0].startswith("2 of 3 ranks did not arrive within 1 s: ranks 1-2;")
+
+
+def test_ranks_of_another_start_are_not_met():
+    """A rank 1 that an earlier start left reaches the store of the next one, whose own rank 1 never came."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    new = Meeting.from_environment({**variables, "RANK": "0", "MATMIX_SECRET": "new"})
+    orphan = Meeting.from_environment({**variables, "RANK": "1", "MATMIX_SECRET": "old"})
+    found = outcomes([new, orphan], 2.0)
+    assert found[0].startswith("1 of 2 ranks did not arrive")
+    assert "met" not in found
+
+
+def test_torchrun_gives_each_start_a_mark(tmp_path):
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n", "MASTER_PORT": "1"}
+    errors = [f"/tmp/torchelastic_{start}/none_{start}/attempt_0/{rank}/error.json" for start in "ab" for rank in "01"]
+    marks = [Meeting.from_environment({**variables, "TORCHELASTIC_ERROR_FILE": error}).attempt for error in errors]
+    assert marks[0] == marks[1] != marks[2] == marks[3]
+
+
+def test_two_processes_of_one_rank_are_not_mixed():
+    port = free_port()
+    found = outcomes([meeting(0, 2, port), meeting(1, 2, port), meeting(1, 2, port)], 5)
+    assert sorted(text[:7] for text in found) == ["another", "met", "met"]
+
+
 def test_a_name_that_does_not_resolve():
     found = outcomes([meeting(1, 2, 4321, host="no-such-node.invalid")], 1.0)
     assert "rank 0 at no-such-node.invalid:4321: the name no-such-node.invalid does not resolve here" in found[0]
@@ -104,7 +152,7 @@ def test_what_torchrun_says():
     assert Meeting.from_environment(environment(RANK="0")).serves
     by_agent = environment(RANK="0", TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="2")
     found = Meeting.from_environment(by_agent)
-    assert (found.serves, found.attempt) == (False, "2")
+    assert (found.serves, found.attempt) == (False, "/2")
 
 
 @pytest.mark.parametrize(

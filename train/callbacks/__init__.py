@@ -6,7 +6,7 @@ from matmix.train.callbacks.base import Callback, Callbacks, StepRecord
 from matmix.train.callbacks.curves import Curves
 from matmix.train.callbacks.data_wait import DataWait
 from matmix.train.callbacks.garbage import GarbageCollection
-from matmix.train.callbacks.launcher import LauncherGone, under_torchrun
+from matmix.train.callbacks.launcher import LauncherGone
 from matmix.train.callbacks.metrics_file import MetricsFile
 from matmix.train.callbacks.nan_guard import NanGuard
 from matmix.train.callbacks.profiler import Profiler
@@ -14,6 +14,7 @@ from matmix.train.callbacks.progress import Progress
 from matmix.train.callbacks.tensorboard import TensorBoard
 from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.config import RunConfig
+from matmix.train.launcher import followed
 
 __all__ = ["Callback", "Callbacks", "StepRecord", "make_callbacks"]
 
@@ -33,7 +34,7 @@ def make_callbacks(config: RunConfig, rank: int) -> Callbacks:
         callbacks.append(Profiler(config.logging.profile_start, config.logging.profile_steps))
     if config.gc_every:
         callbacks.append(GarbageCollection(config.gc_every))
-    if under_torchrun():
+    if followed():
         callbacks.append(LauncherGone())
     callbacks.append(NanGuard(config.max_bad_steps))
     return Callbacks(callback for callback in callbacks if rank == 0 or not callback.main_rank_only)

@@ -1,0 +1,21 @@
+"""Processes that end with the one that started them, however it ended (Linux: PR_SET_PDEATHSIG)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int, number: int) -> bool:
+    """Asks the kernel to send signal `number` to this process when `parent` dies; whether it still lives now.
+
+    The kernel watches the thread that started this process, so that one has to stay for as long as `parent` does. It
+    says nothing of a parent that died before it was asked, for which this process has another parent by now: the caller
+    passes the number that it knows from before. Elsewhere than on Linux only that comparison is made.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    return os.getppid() == parent
