@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -41,9 +42,12 @@ def wait_until(condition: Callable[[], Any], what: str, patience: float = PATIEN
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One below those that Linux gives to outgoing connections, so that it stays free until it is used again."""
+    while True:
+        port = random.randint(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def python_path() -> str:

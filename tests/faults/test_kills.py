@@ -64,9 +64,16 @@ def test_the_launcher_is_killed(make_run, two_ranks):
 
 
 def _kill_somewhere(run: Run, draw: random.Random) -> bool:
-    """Starts the run and sends SIGKILL to a part of it or all of it, a few steps on. False if it ended before."""
-    how = draw.choice(["one", "all", "launcher"] if draw.random() < 0.2 else ["one", "all"])
-    attempt = run.start(torchrun=how == "launcher")
+    """Starts the run and sends SIGKILL to a part of it or all of it, a few steps on, or to its launcher while the ranks
+    still import. False if it ended before."""
+    how = draw.choice(["launcher", "imports"] if draw.random() < 0.2 else ["one", "all"])
+    attempt = run.start(torchrun=how in ("launcher", "imports"))
+    if how == "imports":
+        time.sleep(draw.random() * 3)
+        attempt.launcher.kill()
+        attempt.launcher.wait()
+        wait_until(lambda: not attempt.processes(), "the ranks to end")
+        return True
     name = f"attempt-{len(run.attempts) - 1}"
     first = wait_until(lambda: read_last_step(run.path, name) or None not in attempt.poll(), "the first step")
     goal = first + draw.randint(0, 6)
@@ -103,10 +110,10 @@ def _kill_until_finished(make_run, reference: Run, seed: int, kills: int) -> Non
 
 
 def test_kills_at_random_times(make_run, two_ranks):
-    _kill_until_finished(make_run, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=3)
+    _kill_until_finished(make_run, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_kills_at_random_times(make_run, two_ranks):
-    _kill_until_finished(make_run, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=50)
+def test_a_hundred_kills_at_random_times(make_run, two_ranks):
+    _kill_until_finished(make_run, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=100)

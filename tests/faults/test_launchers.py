@@ -12,7 +12,9 @@ ORPHAN_SECONDS = 2.0
 def _kill_torchrun(run: Run, port: int, delay: float) -> None:
     """Kills torchrun `delay` seconds after its ranks have started."""
     attempt = run.start(torchrun=True, port=port)
-    wait_until(lambda: len(attempt.processes()) > run.ranks, "torchrun to start its ranks")
+    wait_until(
+        lambda: len(attempt.processes()) > run.ranks or attempt.launcher.poll() is not None, "ranks to be started"
+    )
     time.sleep(delay)
     assert attempt.launcher.poll() is None, attempt.text()
     attempt.launcher.kill()
