@@ -13,6 +13,7 @@ from typing import Any
 
 _LONGEST_NAME = 255  # bytes of one part of a path, on every file system in use
 _LONGEST_PATH = 1024
+_INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def artifact_name(name: object, where: object, *, nested: bool = False) -> str:
@@ -61,10 +62,16 @@ def read_json(path: str | Path) -> Any:
     return parse_json(Path(path).read_bytes(), path)
 
 
+def one_line(text: object) -> str:
+    """A text that an artifact may have put together, without what would break a line or command a terminal."""
+    letters = str(text)[:500]
+    return "".join(c if unicodedata.category(c) not in _INVISIBLE else ascii(c)[1:-1] for c in letters)
+
+
 def _problem(name: object, nested: bool) -> str | None:
     if not isinstance(name, str):
         return "is no text"
-    if any(unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp") for letter in name):
+    if any(unicodedata.category(letter) in _INVISIBLE for letter in name):
         return "has control or invisible characters"
     if "\\" in name or (not nested and "/" in name):
         return "has a separator"

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from matmix.data.arrays import read_vector
 from matmix.data.manifest import Manifest
 from matmix.data.prepare_cuts import rows_of
 from matmix.data.prepare_parts import PartRecord, Parts, Share
 from matmix.data.prepare_state import HISTOGRAM_NAME, compare_preparations
 from matmix.data.sources import Source, find_sources
+from matmix.data.writers.files import sha256_of
 
 _BOM_BYTES = 3
 
@@ -46,14 +46,17 @@ def check_part(parts: Parts, number: int, of: int, facts: dict[str, Any]) -> Par
         raise ValueError(f"{folder} does not agree with itself on its number of documents ({said}); {again}")
     if (record.number, record.of) != (number, of) or not (folder / HISTOGRAM_NAME).is_file():
         raise ValueError(f"{folder} is not part {number} of {of}, or it is damaged; {again}")
+    for name, digest in manifest.files.items():
+        if sha256_of(folder / name) != digest:
+            raise ValueError(f"{folder / name} is damaged or was changed; {again}")
     share = parts.share(number, of, list)
     return Part(folder=folder, share=share, manifest=manifest, record=record)
 
 
 def _count_lengths(split: Path, again: str) -> int:
     try:
-        return len(np.load(split / "lengths.npy", mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
+        return len(read_vector(split / "lengths.npy", "uint32", "it"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{split / 'lengths.npy'} is missing or damaged ({error}); {again}") from None
 
 

@@ -17,7 +17,6 @@ from matmix.data.prepare_report import print_summary
 from matmix.data.prepare_state import compare_preparations, fingerprint
 from matmix.data.remote import RemoteError, RemoteFolder, scratch_folder
 from matmix.data.sources import find_sources
-from matmix.data.streams.manifest import parse_manifest
 from matmix.data.tokenizer import Tokenizer
 
 # At the URL while an upload is not finished: whose it is.
@@ -58,7 +57,7 @@ def _fingerprint(config: PrepareConfig) -> dict[str, Any]:
 def _finished(remote: RemoteFolder, wanted: dict[str, Any]) -> Manifest | None:
     """The manifest of this preparation if it is complete at the URL. Raises ValueError if something else is there."""
     if (raw := remote.read(MANIFEST_NAME)) is not None:
-        manifest = parse_manifest(raw, remote.url)
+        manifest = Manifest.parse(raw, remote.url)
         compare_preparations(remote.url, manifest.options, wanted)
         return manifest
     if (raw := remote.read(_UNFINISHED)) is not None:

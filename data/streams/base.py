@@ -15,10 +15,10 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
+from matmix.data.arrays import read_vector
 from matmix.data.manifest import Manifest, SplitInfo
 from matmix.data.streams.cache import Hold, hold_shard
 from matmix.data.streams.damage import DamagedShard
@@ -90,7 +90,9 @@ class TokenShards:
     def lengths(self, shard: int) -> np.ndarray:
         """uint32 (documents,): tokens of each document of a shard, without special tokens."""
         if self._lengths is None:
-            self._lengths = _load_lengths(self._lengths_path, self.storage.path)
+            assert self._lengths_path is not None
+            where = f"{self.storage.path}: {self.split}/lengths.npy"
+            self._lengths = read_vector(self._lengths_path, "uint32", where)
         return self._lengths[self._starts[shard] : self._starts[shard + 1]]
 
     def read(self, shard: int, index: int) -> np.ndarray:
@@ -155,14 +157,3 @@ class TokenShards:
     def __getstate__(self) -> dict:
         # A pickled memory map would carry its contents along: leave what a process can open again.
         return {**self.__dict__, "_lengths": None, "_open": OrderedDict(), "_verified": set()}
-
-
-def _load_lengths(path: Path | None, where: str) -> np.ndarray:
-    assert path is not None
-    try:
-        lengths = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{where}: {path.parent.name}/lengths.npy is damaged ({error})") from None
-    if lengths.dtype != np.uint32 or lengths.ndim != 1:
-        raise ValueError(f"{where}: {path.parent.name}/lengths.npy is not a list of uint32")
-    return np.asarray(lengths)  # a plain view: memmap objects are slow to index

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from matmix.data.streams.sidecar import note_of
+
 # What a killed process left of an unfinished download is removed after so long.
 _STALE_SECONDS = 6 * 3600
 _ATTEMPTS = 20
@@ -99,6 +101,7 @@ def _remove_if_unused(path: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
+        note_of(path).unlink(missing_ok=True)
     except OSError:
         return False
     else:

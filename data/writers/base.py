@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from matmix.data.manifest import ShardInfo
+from matmix.data.manifest_checks import LARGEST_SHARD
 from matmix.data.writers.files import write_atomic
 
 ZSTD_LEVEL = 3
-# Offsets inside an MDS shard are 32-bit.
-LARGEST_SHARD = (1 << 32) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +35,19 @@ class Shard:
     """File name without the suffix of the compression."""
     raw_bytes: int
     raw_sha256: str
+
+    @property
+    def info(self) -> ShardInfo:
+        """What the manifest says of it."""
+        return ShardInfo(
+            file=self.file,
+            documents=self.documents,
+            tokens=self.tokens,
+            bytes=self.bytes,
+            sha256=self.sha256,
+            raw_bytes=self.raw_bytes,
+            raw_sha256=self.raw_sha256,
+        )
 
 
 class ShardFormat(ABC):
