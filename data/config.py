@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from matmix.data.synthetic import SyntheticConfig, make_task
+from matmix.data.urls import refuse_secrets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,8 @@ class DataConfig:
     """Size to keep that folder to: the least recently used shards go, except those that a process has open. 0: any."""
 
     def __post_init__(self) -> None:
+        for name in ("path", "mixture", "validation_path", "cache_dir"):
+            refuse_secrets(getattr(self, name), f"data.{name}")
         if self.path and self.mixture:
             raise ValueError("data.path and data.mixture are both given: keep one of them")
         for path, weight in self.mixture.items():

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from matmix.data.documents import ReadOptions
+from matmix.data.urls import refuse_secrets
 
 # These say how to go about it, not what comes out.
 _WITHOUT_EFFECT_ON_CONTENTS = ("inputs", "out", "tokenizer", "processes", "max_malformed", "part", "tokenizer_only")
@@ -73,6 +74,8 @@ class PrepareConfig:
     """
 
     def __post_init__(self) -> None:
+        for name in ("inputs", "out", "tokenizer"):
+            refuse_secrets(getattr(self, name), f"prepare: {name}")
         if not self.inputs:
             raise ValueError("prepare: no inputs are given; name files, folders or globs")
         if not self.out:

@@ -27,6 +27,7 @@ from matmix.data.prepare_parts import MERGING_NAME, Parts
 from matmix.data.prepare_progress import say
 from matmix.data.prepare_report import print_summary, small_files
 from matmix.data.prepare_state import HISTOGRAM_NAME, KEPT_EXAMPLES
+from matmix.data.urls import refuse_secrets
 from matmix.data.writers import Shard, ShardFormat, make_format, write_atomic
 from matmix.data.writers.files import sync_directory
 
@@ -41,6 +42,9 @@ class MergeConfig:
     """Only show the state of the parts, and check those that are finished."""
     max_malformed: float = 0.01
     """Share of all lines (or rows) that may be malformed."""
+
+    def __post_init__(self) -> None:
+        refuse_secrets(self.out, "prepare: out")
 
 
 def merge(config: MergeConfig) -> Manifest | None:

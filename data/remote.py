@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import tenacity
 
+from matmix.data.urls import refuse_secrets
+
 Result = TypeVar("Result")
 
 SCRATCH_VARIABLE = "MATMIX_SCRATCH"
@@ -118,8 +120,7 @@ class RemoteFolder:
 
     def __init__(self, url: str, *, patient: bool = True) -> None:
         """patient: False = operations that fail are not tried again."""
-        if re.match(r"[^/]*://[^/@]*:[^/@]*@", url):
-            raise ValueError("a URL may not hold a password, as URLs are written into runs: give it by the environment")
+        refuse_secrets(url, "a folder's URL")
         self.url, self.patient = url.rstrip("/"), patient
         self._connect()
 

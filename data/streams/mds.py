@@ -28,15 +28,17 @@ def open_shard(path: Path, index: Path, shard: ShardInfo, *, dtype: str, where: 
         entries = read_json(index)["shards"]
         entry = next(e for e in entries if e["raw_data"]["basename"] == path.name)
         reader = MDSReader.from_json(str(path.parent), None, entry)
-    except (ValueError, KeyError, TypeError, StopIteration) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError, StopIteration) as error:
         raise ValueError(str(damaged(where, f"index.json does not describe it ({one_line(repr(error))})"))) from None
     try:
         reader.validate(allow_unsafe_types=False)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{where}: {one_line(error)}") from None
-    if COLUMN not in reader.column_names or reader.samples != shard.documents:
-        said = f"index.json lists {reader.samples} samples of {', '.join(reader.column_names)}"
-        raise ValueError(str(damaged(where, said)))
+    # A decoder is chosen by the encoding's name: no other than that of arrays is to run.
+    plain = len(reader.column_encodings) == 1 and str(reader.column_encodings[0]).split(":")[0] == "ndarray"
+    if reader.column_names != [COLUMN] or not plain or reader.samples != shard.documents:
+        said = f"index.json lists {reader.samples!r} samples of {reader.column_names!r}"
+        raise ValueError(str(damaged(where, one_line(said))))
     size = path.stat().st_size
     if size != reader.raw_data.bytes or size < 4 * (shard.documents + 2):
         raise damaged(where, f"it has {size} bytes instead of {reader.raw_data.bytes}")

@@ -29,6 +29,7 @@ from matmix.data.streams import sidecar
 from matmix.data.streams.damage import DamagedShard
 from matmix.data.streams.decompress import decompress
 from matmix.data.streams.download import download
+from matmix.data.urls import refuse_secrets
 from matmix.data.writers.files import sha256_of, sync_directory, sync_file
 
 _HEADER = 4096
@@ -47,6 +48,7 @@ class Storage:
     """
 
     def __init__(self, path: str, cache_dir: str = "") -> None:
+        refuse_secrets(path, "the path of a dataset")
         self.path = path
         self.remote = is_url(path) or path.startswith("dbfs:/")
         if not self.remote and not Path(path).exists():
