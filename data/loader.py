@@ -314,7 +314,7 @@ def _prepared(
             keep_open=2 * config.shuffle_block + 2,
             tokenizer_sha256=tokenizer_sha256,
             skip_damaged=config.skip_damaged,
-            cache_bytes=int(config.cache_gigabytes * 1e9),
+            cache_bytes=config.cache_bytes,
         )
         for path in sources
     ]

@@ -20,7 +20,7 @@ import numpy as np
 
 from matmix.data.arrays import read_vector
 from matmix.data.manifest import Manifest, SplitInfo
-from matmix.data.streams.cache import Hold, hold_shard
+from matmix.data.streams.cache import Hold, hold_shard, make_room
 from matmix.data.streams.damage import DamagedShard
 from matmix.data.streams.storage import Storage
 
@@ -41,7 +41,7 @@ class TokenShards:
 
     Can be pickled and forked; each process opens shards when it first needs them and keeps the last
     `keep_open`. With `skip_damaged`, missing and damaged shards are no error until one is read.
-    cache_bytes: size that the folder of downloaded and decompressed shards is kept to, 0 = any.
+    cache_bytes: size that the folder of downloaded and decompressed shards is kept to, 0 = half of its disk, -1 = any.
     """
 
     def __init__(
@@ -122,7 +122,10 @@ class TokenShards:
         verify = self.verify and number not in self._verified
         index = self.storage.file(f"{self.split}/index.json") if self.manifest.format == "mds" else None
         fetch = partial(self.storage.shard, self.split, shard, verify=verify)
-        path, hold = hold_shard(self.storage.cache, fetch, self.cache_bytes)
+        before = self.storage.published
+        path, hold = hold_shard(self.storage.cache, fetch)
+        if hold is not None and not (self._verified and before == self.storage.published):
+            make_room(self.storage.cache.parent, self.cache_bytes)
         self._verified.add(number)
         if index is not None:
             opened = mds.open_shard(path, index, shard, dtype=self.manifest.dtype, where=where)

@@ -59,6 +59,8 @@ class Storage:
             )
         raw = self._read_remote_manifest() if self.remote else (Path(path) / "manifest.json").read_bytes()
         self.manifest: Manifest = Manifest.parse(raw, path)
+        self.published = 0
+        """Files that this process has put into the cache."""
         self._checked: set[str] = set()
         self._digests = dict(self.manifest.files)
         if self.remote:  # of a local one `open_dataset` tells
@@ -239,6 +241,7 @@ class Storage:
             sync_file(part)
             os.replace(part, target)
             sync_directory(target.parent)
+            self.published += 1
         except OSError as error:
             if isinstance(error, FileNotFoundError | RemoteError):
                 raise
