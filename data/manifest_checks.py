@@ -10,6 +10,7 @@ from matmix.data.artifacts import artifact_name
 
 if TYPE_CHECKING:
     from matmix.data.manifest import Manifest, ShardInfo
+    from matmix.data.writers import Shard
 
 LARGEST_SHARD = (1 << 32) - 1
 """Bytes of a shard without compression: offsets inside an MDS shard are 32-bit, and no format is given more."""
@@ -44,7 +45,7 @@ def check_manifest(manifest: Manifest) -> None:
     for name, split in manifest.splits.items():
         _check_top_name(name)
         for shard in split.shards:
-            _check_shard(shard, f"splits.{name}.shards")
+            check_shard(shard, f"splits.{name}.shards")
         _require(_is_count(split.bytes), f"splits.{name}.bytes", split.bytes)
         for count in ("documents", "tokens"):
             if sum(getattr(shard, count) for shard in split.shards) != getattr(split, count):
@@ -72,7 +73,8 @@ def _check_tokenizer(manifest: Manifest) -> None:
         _require(value is None or (type(value) is int and 0 <= value < size), f"tokenizer.special.{name}", value)
 
 
-def _check_shard(shard: ShardInfo, where: str) -> None:
+def check_shard(shard: ShardInfo | Shard, where: str) -> None:
+    """Raises ValueError for a shard that no preparation writes. where: what to call it."""
     artifact_name(shard.file, _WHERE)
     for name in ("documents", "tokens", "bytes"):
         _require(_is_count(getattr(shard, name)), f"{where}.{name}", getattr(shard, name))

@@ -13,7 +13,7 @@ from typing import Any
 import dacite
 import tomli_w
 
-from matmix.data.artifacts import one_line
+from matmix.data.artifacts import errors_in_one_line, one_line
 from matmix.data.remote import RemoteFolder, is_url
 from matmix.data.urls import refuse_secrets
 from matmix.model.config import MixerOptions
@@ -69,6 +69,7 @@ def _check_keys(values: dict[str, Any], cls: type, where: str, prefix: str = "")
             check_rows(value, row, f"{where}: [[{prefix}{key}]]")
 
 
+@errors_in_one_line()
 def config_from_dict(values: dict[str, Any], where: str) -> RunConfig:
     """Builds a config from nested dicts. Raises ValueError (one line, starting with `where`)."""
     _check_keys(values, RunConfig, where)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 _TELLING = [0, 1, 0x7F, 0x80, 0xFF, ord('"'), ord("["), ord("{"), ord("-"), ord("9"), ord("\n")]
@@ -86,7 +86,13 @@ def fuzz(examples: int) -> Callable[[Any], Any]:
     for each example, so the fixtures may be shared."""
     times = float(os.environ.get("MATMIX_FUZZ", "1"))
     shared = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=max(1, int(examples * times)), suppress_health_check=shared, deadline=None)
+    # Making a failure smaller takes longer than finding it.
+    return settings(
+        max_examples=max(1, int(examples * times)),
+        suppress_health_check=shared,
+        deadline=None,
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    )
 
 
 def works_or_is_one_line(use: Callable[[], Any]) -> Any:
