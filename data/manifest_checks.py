@@ -39,7 +39,9 @@ def check_manifest(manifest: Manifest) -> None:
     artifact_name(manifest.token_histogram, _WHERE)
     _require(_is_entropy(manifest.unigram_entropy), "unigram_entropy", manifest.unigram_entropy)
     _require(_is_count(manifest.empty_documents), "empty_documents", manifest.empty_documents)
-    _require(all(isinstance(source, dict) for source in manifest.sources), "sources", manifest.sources)
+    for source in manifest.sources:
+        fine = isinstance(source, dict) and _is_count(source.get("documents", 0))
+        _require(fine, "sources", source)
     _require(isinstance(manifest.options, dict), "options", manifest.options)
     _check_malformed(manifest.malformed)
     for name, split in manifest.splits.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.arrays import read_vector
+from matmix.data.artifacts import errors_in_one_line
 from matmix.data.manifest import Manifest
 from matmix.data.prepare_cuts import rows_of
 from matmix.data.prepare_parts import PartRecord, Parts, Share
@@ -27,6 +28,7 @@ class Part:
     record: PartRecord
 
 
+@errors_in_one_line(KeyError, TypeError, IndexError, AttributeError)
 def check_part(parts: Parts, number: int, of: int, facts: dict[str, Any]) -> Part:
     """Part `number`. Raises ValueError unless it is of this preparation, made with the parts' tokenizer, and says the
     same number of documents everywhere."""

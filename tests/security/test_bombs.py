@@ -17,6 +17,7 @@ from hostile_data import edit_manifest, older, prepared, snapshot
 
 from matmix.data.streams import open_dataset
 from matmix.data.streams.damage import DamagedShard
+from matmix.data.streams.webdataset import _token_members
 
 MEBIBYTE = 1 << 20
 
@@ -56,6 +57,13 @@ def test_a_shard_cannot_fill_the_cache(tmp_path, format, kind, remote):
     assert "\n" not in str(raised.value)
     assert sum(map(len, snapshot(cache).values())) < MEBIBYTE
     assert not list(cache.rglob("*.part-*"))
+
+
+def test_a_tar_member_of_negative_size_does_not_hold_the_reader():
+    header = bytearray(512)
+    header[:5], header[124:136] = b"a.npy", b"-0000001000\0"
+    with pytest.raises(DamagedShard, match="no tar header at byte 0"):
+        _token_members(memoryview(bytes(header) * 4), "here")
 
 
 def test_a_remote_file_larger_than_it_may_be_is_not_fetched(tmp_path):
