@@ -6,13 +6,17 @@ machine, so every such name passes `artifact_name` or `artifact_path`; each of i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _LONGEST_NAME = 255  # bytes of one part of a path, on every file system in use
 _LONGEST_PATH = 1024
+_LONGEST_LINE = 2000
+_INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def artifact_name(name: object, where: object, *, nested: bool = False) -> str:
@@ -76,10 +80,29 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     return [value for value in found if isinstance(value, dict)]
 
 
+def one_line(text: object) -> str:
+    """A text that an artifact may have put together, without what would break a line or command a terminal."""
+    letters = str(text)[:_LONGEST_LINE]
+    return "".join(c if unicodedata.category(c) not in _INVISIBLE else ascii(c)[1:-1] for c in letters)
+
+
+@contextlib.contextmanager
+def errors_in_one_line(*kinds: type[Exception]) -> Iterator[None]:
+    """Makes the text of a ValueError one line, whatever of an artifact it repeats; other errors of these kinds become
+    such ValueErrors. Also a decorator."""
+    try:
+        yield
+    except (ValueError, *kinds) as error:
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, ValueError) and one_line(text) == text:
+            raise
+        raise ValueError(one_line(text)) from None
+
+
 def _problem(name: object, nested: bool) -> str | None:
     if not isinstance(name, str):
         return "is no text"
-    if any(unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp") for letter in name):
+    if any(unicodedata.category(letter) in _INVISIBLE for letter in name):
         return "has control or invisible characters"
     if "\\" in name or (not nested and "/" in name):
         return "has a separator"

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from matmix.data.config import DataConfig
 from matmix.data.masking import Masker, MaskingConfig
 from matmix.data.packing import ConcatPacking, DocumentPacking, Packing
 from matmix.data.streams import TokenShards
+from matmix.data.writers.files import sha256_of
 
 if TYPE_CHECKING:
     from matmix.data.tokenizer import Tokenizer
@@ -101,6 +102,33 @@ def check_same_tokenizer(shards: list[TokenShards]) -> None:
                 f"the datasets of a mixture need one tokenizer, but {first.storage.path} and "
                 f"{other.storage.path} were prepared with different ones"
             )
+
+
+def manifest_facts(shards: TokenShards) -> dict[str, Any]:
+    """What else the manifest of a dataset decides, of batches or of metrics, whatever the path it lies at."""
+    manifest, info = shards.manifest, shards.info
+    return {
+        "bytes": info.bytes,
+        "dtype": manifest.dtype,
+        "special": dict(manifest.tokenizer.special),
+        "token_histogram": sha256_of(shards.storage.file(manifest.token_histogram)),
+        "vocab_size": manifest.tokenizer.vocab_size,
+    }
+
+
+def first_difference(saved: Any, found: Any, name: str) -> tuple[str, Any, Any] | None:
+    """Where two values of JSON first differ: dotted name, the one value and the other; None where they are equal."""
+    if saved == found:
+        return None
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(saved, dict) and isinstance(found, dict):
+        pairs = [(f"{name}.{key}", saved.get(key), found.get(key)) for key in sorted(saved.keys() | found.keys())]
+    elif isinstance(saved, list) and isinstance(found, list) and len(saved) == len(found) == 1:
+        pairs = [(name, saved[0], found[0])]
+    elif isinstance(saved, list) and isinstance(found, list) and len(saved) == len(found):
+        pairs = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(saved, found, strict=True))]
+    differences = (first_difference(a, b, where) for where, a, b in pairs)
+    return next((difference for difference in differences if difference), (name, saved, found))
 
 
 def data_digest(shards: TokenShards) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from matmix.data.synthetic import SyntheticConfig, make_task
+from matmix.data.urls import refuse_secrets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +55,17 @@ class DataConfig:
     """Folder for downloaded and decompressed shards. Default: .cache inside a local dataset that can be
     written to, unless it is another user's, else matmix/data in the user's cache folder."""
     cache_gigabytes: float = 0.0
-    """Size to keep that folder to: the least recently used shards go, except those that a process has open. 0: any."""
+    """Size to keep that folder to: the least recently used shards go, except those that a process has open. 0: half of
+    the disk that it lies on; inf: any."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """The same in bytes; 0 and -1 for 0 and inf."""
+        return -1 if math.isinf(self.cache_gigabytes) else int(self.cache_gigabytes * 1e9)
 
     def __post_init__(self) -> None:
+        for name in ("path", "mixture", "validation_path", "cache_dir"):
+            refuse_secrets(getattr(self, name), f"data.{name}")
         if self.path and self.mixture:
             raise ValueError("data.path and data.mixture are both given: keep one of them")
         for path, weight in self.mixture.items():

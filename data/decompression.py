@@ -7,6 +7,10 @@ import io
 import lzma
 
 _BLOCK = 1 << 20
+# At once, of compressed zstd: a byte of it makes at most 32 KiB, so this bounds the memory to 64 MiB.
+_ZSTD_INPUT = 1 << 11
+# For the window of an .xz file: those of `xz -9e` need 65 MiB.
+_XZ_MEMORY = 1 << 29
 
 
 def open_decompressed(raw: io.BufferedReader, compression: str, offset: int) -> io.BufferedReader:
@@ -20,7 +24,7 @@ def open_decompressed(raw: io.BufferedReader, compression: str, offset: int) -> 
     if compression == ".gz":
         inner = gzip.GzipFile(fileobj=raw)
     elif compression == ".xz":
-        inner = lzma.LZMAFile(raw)  # noqa: SIM115
+        inner = _XzFile(raw)
     else:
         inner = _ZstdFile(raw)
     stream = io.BufferedReader(inner, _BLOCK)
@@ -30,6 +34,35 @@ def open_decompressed(raw: io.BufferedReader, compression: str, offset: int) -> 
             raise EOFError("it is shorter than before")
         offset -= skipped
     return stream
+
+
+class _XzFile(io.RawIOBase):
+    """Streams of .xz in a row, with a bound on the memory (the library's own reader has none)."""
+
+    def __init__(self, raw: io.BufferedReader) -> None:
+        self._raw = raw
+        self._decoder = lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while True:
+            if self._decoder.eof:
+                # Between streams zeros may stand.
+                rest = self._decoder.unused_data.lstrip(b"\0")
+                while not rest and (chunk := self._raw.read(1 << 16)):
+                    rest = chunk.lstrip(b"\0")
+                if not rest:
+                    return 0
+                self._decoder = lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
+            else:
+                rest = self._raw.read(1 << 16) if self._decoder.needs_input else b""
+                if self._decoder.needs_input and not rest:
+                    raise EOFError("the file ends inside a compressed stream")
+            if output := self._decoder.decompress(rest, max_length=len(buffer)):
+                buffer[: len(output)] = output
+                return len(output)
 
 
 class _ZstdFile(io.RawIOBase):
@@ -48,7 +81,7 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self._output:
-            self._input = self._input or self._raw.read(1 << 17)
+            self._input = self._input or self._raw.read(_ZSTD_INPUT)
             if not self._input:
                 if self._decoder is not None:
                     raise EOFError("the file ends inside a compressed frame")

@@ -19,6 +19,12 @@ class ReadOptions:
     text_documents: Literal["file", "paragraph", "line", "separator"] = "file"
     document_separator: str = "<|endoftext|>"
     max_document_chars: int = 0
+    max_line_megabytes: float = 64.0
+
+    @property
+    def longest_line(self) -> int:
+        """Bytes of the longest record."""
+        return int(self.max_line_megabytes * (1 << 20))
 
 
 @dataclass(frozen=True, slots=True)

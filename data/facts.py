@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from matmix.data.arrays import read_vector
 from matmix.data.assembly import load_tokenizer
 from matmix.data.config import DataConfig
 from matmix.data.streams import TokenShards
@@ -37,12 +38,21 @@ class PreparedFacts:
     @property
     def token_histogram(self) -> np.ndarray:
         """int64 (vocab_size,): how often each id occurs in the training split (all datasets of a mixture)."""
-        files = [s.storage.file(s.manifest.token_histogram) for s in self.shards]
-        return np.sum([np.load(file, allow_pickle=False) for file in files], axis=0)
+        return np.sum([_histogram(s) for s in self.shards], axis=0)
 
     @cached_property
     def tokenizer(self) -> "Tokenizer":
         return load_tokenizer(self.shards[0])
+
+
+def _histogram(shards: TokenShards) -> np.ndarray:
+    name, where = shards.manifest.token_histogram, shards.storage.path
+    counts = read_vector(
+        shards.storage.file(name), "int64", f"{where}: {name}", length=shards.manifest.tokenizer.vocab_size
+    )
+    if len(counts) and counts.min() < 0:
+        raise ValueError(f"{where}: {name} has negative counts")
+    return counts
 
 
 class TaskFacts:

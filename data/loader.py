@@ -30,8 +30,10 @@ from matmix.data.assembly import (
     check_batch_sizes,
     check_same_tokenizer,
     data_digest,
+    first_difference,
     make_masker,
     make_packing,
+    manifest_facts,
 )
 from matmix.data.batch import Batch
 from matmix.data.config import DataConfig
@@ -197,11 +199,15 @@ class Loader:
         saved = state.get("fingerprint")
         if not isinstance(saved, dict) or not isinstance(state.get("samples"), int) or state["samples"] < 0:
             raise ValueError("the saved data position is damaged: it needs samples and a fingerprint")
-        for key in self.fingerprint.keys() | saved.keys():
-            if saved.get(key) != self.fingerprint.get(key):
+        for key in sorted(self.fingerprint.keys() | saved.keys()):
+            # Positions saved by earlier versions do not say it.
+            if key == _MANIFEST and key not in saved:
+                continue
+            if difference := first_difference(saved.get(key), self.fingerprint.get(key), key):
+                name, was, now = difference
                 raise ValueError(
-                    f"the saved data position belongs to other data: {key} was {saved.get(key)!r} and is now "
-                    f"{self.fingerprint.get(key)!r}; go back to the old setting or start a new run"
+                    f"the saved data position belongs to other data: {name} was {was!r} and is now {now!r}; "
+                    "go back to the old setting or start a new run"
                 )
         self.samples = state["samples"]
         self._loaded = True
@@ -256,6 +262,8 @@ def build_loader(
     )
 
 
+_MANIFEST = "manifest"
+
 _Parts = tuple[MicroBatches | TaskRows, DataFacts, dict[str, Any]]
 """What makes rows, what is known about them, and what a saved position belongs to."""
 
@@ -306,7 +314,7 @@ def _prepared(
             keep_open=2 * config.shuffle_block + 2,
             tokenizer_sha256=tokenizer_sha256,
             skip_damaged=config.skip_damaged,
-            cache_bytes=int(config.cache_gigabytes * 1e9),
+            cache_bytes=config.cache_bytes,
         )
         for path in sources
     ]
@@ -327,6 +335,7 @@ def _prepared(
     )
     fingerprint = {
         "data": [data_digest(s) for s in shards],
+        _MANIFEST: [manifest_facts(s) for s in shards],
         "weights": list(sources.values()),
         "split": split,
         "seqlen": config.seqlen,

@@ -1,10 +1,12 @@
 """What a prepared dataset directory says about itself: ``manifest.json``.
 
-The manifest is written last, by a rename, so a directory that has one is complete.
+The manifest is written last, by a rename, so a directory that has one is complete. It carries a digest of its own
+contents and those of the other small files; `Manifest.parse` is the one way in, for files and for downloads.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -12,6 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+
+from matmix.data.artifacts import one_line, parse_json
+from matmix.data.manifest_checks import check_manifest
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
@@ -43,6 +48,10 @@ class ShardInfo:
     """Size of the file as it lies on the disk."""
     sha256: str
     """Hex digest of the file as it lies on the disk."""
+    raw_bytes: int | None = None
+    """Size without compression; None in older datasets."""
+    raw_sha256: str | None = None
+    """Hex digest of the shard without compression; None in older datasets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +87,16 @@ class Manifest:
     """Documents without text, which were left out."""
     options: dict[str, Any] = field(default_factory=dict)
     """The options that decide the contents; asking again with the same ones changes nothing."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Hex digests of the small files (histogram, lengths, indices), by their paths; empty in older datasets."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
+        """The text of the file, with a digest over all that it says."""
+        values = self.to_dict()
+        return json.dumps({**values, "digest": _digest(values)}, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Manifest:
@@ -97,6 +110,40 @@ class Manifest:
         return cls(**values)
 
     @classmethod
+    def parse(cls, raw: bytes, where: object) -> Manifest:
+        """Manifest from the bytes of its file; `where` names the dataset in errors.
+
+        Raises ValueError (one line) if it is not JSON, has another version, was changed after it was written, or says
+        what no preparation writes.
+        """
+        try:
+            values = parse_json(raw, "its manifest.json")
+        except ValueError as error:
+            raise ValueError(f"{where} is not a prepared dataset: {error}") from None
+        if not isinstance(values, dict) or "version" not in values:
+            raise ValueError(
+                f"{where} is not a prepared dataset: its manifest.json has no version, it is damaged; prepare the data "
+                "again"
+            )
+        version = values["version"]
+        if type(version) is not int or version != MANIFEST_VERSION:
+            raise ValueError(
+                f"{where}: its manifest has version {version!r:.40}, this matmix reads version {MANIFEST_VERSION}; "
+                "prepare the data again or use the matmix it was made with"
+            )
+        digest = values.pop("digest", None)
+        try:
+            if digest is not None and digest != _digest(values):
+                raise ValueError("it was changed after it was written: its digest is another")
+            manifest = cls.from_dict(values)
+            check_manifest(manifest)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{where}: its manifest.json is damaged ({one_line(error)}); prepare the data again"
+            ) from None
+        return manifest
+
+    @classmethod
     def load(cls, directory: str | Path) -> Manifest:
         """Read the manifest of a prepared dataset.
 
@@ -108,19 +155,13 @@ class Manifest:
                 f"{directory} holds no {MANIFEST_NAME}: it is no prepared dataset, or its preparation was "
                 "stopped (run the same `matmix prepare` again to finish it)"
             )
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            version = raw["version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); prepare the dataset again") from error
-        if version != MANIFEST_VERSION:
-            raise ValueError(
-                f"{path} has version {version}, this matmix reads version {MANIFEST_VERSION}; prepare the dataset again"
-            )
-        try:
-            return cls.from_dict(raw)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); prepare the dataset again") from error
+        return cls.parse(path.read_bytes(), directory)
+
+
+def _digest(values: dict[str, Any]) -> str:
+    """Of what a manifest says, however it is laid out."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def unigram_entropy(histogram: np.ndarray) -> float:

@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from matmix.data.documents import ReadOptions
+from matmix.data.urls import refuse_secrets
 
 # These say how to go about it, not what comes out.
-_WITHOUT_EFFECT_ON_CONTENTS = ("inputs", "out", "tokenizer", "processes", "max_malformed", "part", "tokenizer_only")
+_WITHOUT_EFFECT_ON_CONTENTS = (
+    *("inputs", "out", "tokenizer", "processes", "max_line_megabytes", "max_malformed", "part", "tokenizer_only"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,9 @@ class PrepareConfig:
     """Share of the documents that go to the validation split. Which ones is decided by a hash of their text,
     so equal documents never stand on both sides. 0: no validation split."""
 
+    max_line_megabytes: float = 64.0
+    """Longest line, paragraph or value of a .parquet column that is read; a longer one is an error. It bounds the
+    memory that a file can ask for, also a small compressed one."""
     max_malformed: float = 0.01
     """Share of the lines (or rows) that may be malformed: not JSON, without the text field, or not text."""
     part: str = ""
@@ -73,6 +79,8 @@ class PrepareConfig:
     """
 
     def __post_init__(self) -> None:
+        for name in ("inputs", "out", "tokenizer"):
+            refuse_secrets(getattr(self, name), f"prepare: {name}")
         if not self.inputs:
             raise ValueError("prepare: no inputs are given; name files, folders or globs")
         if not self.out:
@@ -82,7 +90,7 @@ class PrepareConfig:
                 raise ValueError(f"prepare: {name} must be at least {low}, got {getattr(self, name)}")
         if 0 < self.max_document_chars < 16:
             raise ValueError(f"prepare: max_document_chars must be 0 or at least 16, got {self.max_document_chars}")
-        for name in ("sample_megabytes", "shard_megabytes"):
+        for name in ("sample_megabytes", "shard_megabytes", "max_line_megabytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"prepare: {name} must be above 0, got {getattr(self, name)}")
         if self.shard_megabytes > 4000:
@@ -127,6 +135,7 @@ class PrepareConfig:
             text_documents=self.text_documents,
             document_separator=self.document_separator.strip(),
             max_document_chars=self.max_document_chars,
+            max_line_megabytes=self.max_line_megabytes,
         )
 
     def contents(self) -> dict[str, Any]:

@@ -19,13 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from matmix.data.arrays import read_vector
 from matmix.data.manifest import MANIFEST_NAME, Manifest, ShardInfo, SplitInfo, unigram_entropy
 from matmix.data.prepare_checks import check_malformed, check_splits
 from matmix.data.prepare_merge_checks import Part, check_input, check_part, check_tiling
 from matmix.data.prepare_parts import MERGING_NAME, Parts
 from matmix.data.prepare_progress import say
-from matmix.data.prepare_report import print_summary
+from matmix.data.prepare_report import print_summary, small_files
 from matmix.data.prepare_state import HISTOGRAM_NAME, KEPT_EXAMPLES
+from matmix.data.urls import refuse_secrets
 from matmix.data.writers import Shard, ShardFormat, make_format, write_atomic
 from matmix.data.writers.files import sync_directory
 
@@ -40,6 +42,9 @@ class MergeConfig:
     """Only show the state of the parts, and check those that are finished."""
     max_malformed: float = 0.01
     """Share of all lines (or rows) that may be malformed."""
+
+    def __post_init__(self) -> None:
+        refuse_secrets(self.out, "prepare: out")
 
 
 def merge(config: MergeConfig) -> Manifest | None:
@@ -135,10 +140,7 @@ class _Plan:
             yield from self.shards[name]
 
     def infos(self, split: str) -> tuple[ShardInfo, ...]:
-        return tuple(
-            ShardInfo(file=s.file, documents=s.documents, tokens=s.tokens, bytes=s.bytes, sha256=s.sha256)
-            for s in self.shards[split]
-        )
+        return tuple(shard.info for shard in self.shards[split])
 
 
 def _malformed(found: list[Part], sources: list[Any]) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def _malformed(found: list[Part], sources: list[Any]) -> dict[str, Any]:
 
 def _join(parts: Parts, found: list[Part], plan: _Plan, facts: dict[str, Any], malformed: dict[str, Any]) -> Manifest:
     out, first = parts.out, found[0].manifest
-    histogram = sum(np.load(p.folder / HISTOGRAM_NAME, allow_pickle=False) for p in found)
+    histogram = sum(_histogram(p) for p in found)
     buffer = io.BytesIO()
     np.save(buffer, histogram, allow_pickle=False)
     # A disk that is full is met here, before any shard has moved.
@@ -189,9 +191,20 @@ def _join(parts: Parts, found: list[Part], plan: _Plan, facts: dict[str, Any], m
         malformed=malformed,
         empty_documents=sum(p.manifest.empty_documents for p in found),
         options=facts["options"],
+        files=small_files(out, splits),
     )
     write_atomic(out / MANIFEST_NAME, manifest.to_json().encode())
     return manifest
+
+
+def _histogram(part: Part) -> np.ndarray:
+    path = part.folder / HISTOGRAM_NAME
+    return read_vector(path, "int64", path, length=part.manifest.tokenizer.vocab_size)
+
+
+def _lengths_of(part: Part, split: str) -> np.ndarray:
+    path = part.folder / split / "lengths.npy"
+    return read_vector(path, "uint32", path, length=part.manifest.splits[split].documents)
 
 
 def _lengths(found: list[Part], split: str) -> Iterator[bytes]:
@@ -200,4 +213,4 @@ def _lengths(found: list[Part], split: str) -> Iterator[bytes]:
     np.lib.format.write_array_header_1_0(header, {"descr": "<u4", "fortran_order": False, "shape": (count,)})
     yield header.getvalue()
     for part in found:
-        yield np.load(part.folder / split / "lengths.npy", allow_pickle=False).astype("<u4").tobytes()
+        yield _lengths_of(part, split).astype("<u4").tobytes()

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from matmix.data.arrays import read_vector
+from matmix.data.artifacts import errors_in_one_line
 from matmix.data.manifest import Manifest
 from matmix.data.prepare_cuts import rows_of
 from matmix.data.prepare_parts import PartRecord, Parts, Share
 from matmix.data.prepare_state import HISTOGRAM_NAME, compare_preparations
 from matmix.data.sources import Source, find_sources
+from matmix.data.writers.files import sha256_of
 
 _BOM_BYTES = 3
 
@@ -27,6 +28,7 @@ class Part:
     record: PartRecord
 
 
+@errors_in_one_line(KeyError, TypeError, IndexError, AttributeError)
 def check_part(parts: Parts, number: int, of: int, facts: dict[str, Any]) -> Part:
     """Part `number`. Raises ValueError unless it is of this preparation, made with the parts' tokenizer, and says the
     same number of documents everywhere."""
@@ -46,14 +48,17 @@ def check_part(parts: Parts, number: int, of: int, facts: dict[str, Any]) -> Par
         raise ValueError(f"{folder} does not agree with itself on its number of documents ({said}); {again}")
     if (record.number, record.of) != (number, of) or not (folder / HISTOGRAM_NAME).is_file():
         raise ValueError(f"{folder} is not part {number} of {of}, or it is damaged; {again}")
+    for name, digest in manifest.files.items():
+        if sha256_of(folder / name) != digest:
+            raise ValueError(f"{folder / name} is damaged or was changed; {again}")
     share = parts.share(number, of, list)
     return Part(folder=folder, share=share, manifest=manifest, record=record)
 
 
 def _count_lengths(split: Path, again: str) -> int:
     try:
-        return len(np.load(split / "lengths.npy", mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
+        return len(read_vector(split / "lengths.npy", "uint32", "it"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{split / 'lengths.npy'} is missing or damaged ({error}); {again}") from None
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import filelock
 
+from matmix.data.artifacts import artifact_name, one_line, parse_json
 from matmix.data.manifest import MANIFEST_NAME
 from matmix.data.prepare_config import PrepareConfig
 from matmix.data.prepare_progress import say
@@ -69,11 +70,18 @@ class PartRecord:
     def load(cls, folder: Path) -> PartRecord:
         """Raises ValueError if the file is missing or damaged."""
         try:
-            raw = json.loads((folder / PART_NAME).read_text(encoding="utf-8"))
-            raw["shards"] = {name: [Shard(**s) for s in shards] for name, shards in raw["shards"].items()}
-            return cls(**raw)
+            raw = parse_json((folder / PART_NAME).read_bytes(), PART_NAME)
+            raw["shards"] = {
+                artifact_name(name, "it"): [Shard.checked(s) for s in shards] for name, shards in raw["shards"].items()
+            }
+            record = cls(**raw)
+            numbers = [record.number, record.of, *(number for span in record.spans for number in span)]
+            if not all(type(n) is int and n >= 0 for n in numbers) or any(len(span) != 6 for span in record.spans):
+                raise ValueError("its numbers are none")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{folder / PART_NAME} is missing or damaged ({error}); delete {folder}") from None
+            reason = one_line(error)
+            raise ValueError(f"{folder / PART_NAME} is missing or damaged ({reason}); delete {folder}") from None
+        return record
 
 
 def write_record(folder: Path, share: Share, progress: Progress, writers: dict[str, SplitWriter]) -> None:
@@ -81,6 +89,23 @@ def write_record(folder: Path, share: Share, progress: Progress, writers: dict[s
     shards = {name: writer.shards for name, writer in writers.items()}
     record = PartRecord(number=share.number, of=share.of, spans=progress.spans, shards=shards)
     write_atomic(folder / PART_NAME, json.dumps(asdict(record)).encode())
+
+
+def _check_facts(raw: dict[str, Any]) -> None:
+    inputs = raw["options"]["inputs"]
+    lists = [raw["names"], raw["paths"], raw["arguments"]]
+    fine = all(isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in lists)
+    fine = fine and isinstance(raw["tokenizer"], str) and len(raw["names"]) == len(raw["paths"]) == len(inputs)
+    if not fine or not all(isinstance(entry, list) and len(entry) == 3 for entry in inputs):
+        raise ValueError("it lacks a key, or a value is of another kind")
+
+
+def _check_cuts(raw: dict[str, Any]) -> None:
+    count, cuts = raw["parts"], raw["cuts"]
+    numbers = [count, *(number for cut in cuts for number in cut)]
+    fine = all(type(number) is int and number >= 0 for number in numbers) and all(len(cut) == 2 for cut in cuts)
+    if not fine or len(cuts) != count + 1 or cuts != sorted(cuts):
+        raise ValueError("its cuts are none")
 
 
 def missing_parts(out: str | Path, parts: int) -> list[int]:
@@ -155,7 +180,7 @@ class Parts:
 
     def facts(self) -> dict[str, Any]:
         """Contents of options.json. Raises FileNotFoundError if no part was begun, ValueError if it is damaged."""
-        return self._read("options.json", ("options", "tokenizer", "names", "paths", "arguments"))
+        return self._read("options.json", _check_facts)
 
     def tokenizer(self) -> Tokenizer:
         """Raises ValueError if it is not the one that the parts were begun with."""
@@ -181,25 +206,27 @@ class Parts:
 
     def cuts(self) -> tuple[int, list[Position]]:
         """The number of parts, and the positions between them. Raises as `facts`."""
-        raw = self._read("cuts.json", ("parts", "cuts"))
+        raw = self._read("cuts.json", _check_cuts)
         return raw["parts"], [Position(source=source, offset=offset) for source, offset in raw["cuts"]]
 
     def missing(self) -> list[int]:
         """As `missing_parts`. Raises as `facts`."""
         return missing_parts(self.out, self.cuts()[0])
 
-    def _read(self, name: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    def _read(self, name: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         path = self.folder / name
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if not all(key in raw for key in keys):
-                raise ValueError("it lacks a key")
+            raw = parse_json(path.read_bytes(), name)
+            check(raw)
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"{self.out} holds no parts; make each with matmix prepare INPUT --out {self.out} --part k/n"
             ) from None
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); delete {self.folder} and prepare the parts again") from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = one_line(error)
+            raise ValueError(
+                f"{path} is damaged ({reason}); delete {self.folder} and prepare the parts again"
+            ) from None
         return raw
 
     @contextlib.contextmanager

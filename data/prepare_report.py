@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from matmix.data.manifest import Manifest, ShardInfo, SplitInfo, TokenizerInfo, unigram_entropy
+from matmix.data.manifest import Manifest, SplitInfo, TokenizerInfo, unigram_entropy
 from matmix.data.prepare_config import PrepareConfig
 from matmix.data.prepare_state import HISTOGRAM_NAME, Progress, Workspace
 from matmix.data.sources import Source
 from matmix.data.tokenizer import Tokenizer
 from matmix.data.writers import SplitWriter
+from matmix.data.writers.files import sha256_of
 
 
 def make_manifest(
@@ -29,10 +30,7 @@ def make_manifest(
     digests = [entry[2] for entry in workspace.wanted["inputs"]]
     splits = {}
     for name, writer in writers.items():
-        shards = tuple(
-            ShardInfo(file=s.file, documents=s.documents, tokens=s.tokens, bytes=s.bytes, sha256=s.sha256)
-            for s in writer.shards
-        )
+        shards = tuple(shard.info for shard in writer.shards)
         splits[name] = SplitInfo(
             documents=writer.documents, tokens=writer.tokens, bytes=writer.text_bytes, shards=shards
         )
@@ -61,7 +59,14 @@ def make_manifest(
         },
         empty_documents=progress.empty,
         options=workspace.wanted,
+        files=small_files(workspace.out, splits),
     )
+
+
+def small_files(out: Path, splits: Iterable[str]) -> dict[str, str]:
+    """Hex digests of what lies beside the shards, by their paths in the dataset."""
+    names = [HISTOGRAM_NAME, *(f"{split}/{name}" for split in splits for name in ("lengths.npy", "index.json"))]
+    return {name: sha256_of(out / name) for name in names}
 
 
 def print_summary(manifest: Manifest, out: Path | str, when: str) -> None:

@@ -20,11 +20,12 @@ from typing import Any, Literal
 import filelock
 import numpy as np
 
+from matmix.data.artifacts import one_line, parse_json, read_json
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare_config import PrepareConfig
 from matmix.data.readers import Position
 from matmix.data.sources import Source
-from matmix.data.writers import SplitWriter, write_atomic
+from matmix.data.writers import DamagedPreparationError, SplitWriter, write_atomic
 
 WORK_NAME = ".prepare"
 # Raise it when the same options give other bytes than before.
@@ -107,7 +108,7 @@ class Workspace:
             return "finished"
         options = self.work / "options.json"
         if options.exists():
-            compare_preparations(self.out, json.loads(options.read_text(encoding="utf-8")), self.wanted)
+            compare_preparations(self.out, _object(options), self.wanted)
             return "unfinished"
         if (self.out / PARTS_NAME).exists():
             raise ValueError(
@@ -172,11 +173,24 @@ class Workspace:
         path = self.work / "state.npz"
         if not path.exists():
             return Progress(position=start)
-        with np.load(path, allow_pickle=False) as arrays:
-            facts = json.loads(arrays["facts"].tobytes())
-            histogram[:] = arrays["histogram"]
-            for name, writer in writers.items():
-                parts = {key: arrays[f"{name}.{key}"] for key in ("tokens", "lengths")}
-                writer.restore(facts["splits"][name], parts)
-        progress = facts["progress"]
-        return Progress(**{**progress, "position": Position(**progress["position"])})
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                facts = parse_json(arrays["facts"].tobytes(), "its JSON")
+                histogram[:] = arrays["histogram"]
+                for name, writer in writers.items():
+                    parts = {key: arrays[f"{name}.{key}"] for key in ("tokens", "lengths")}
+                    writer.restore(facts["splits"][name], parts)
+            progress = facts["progress"]
+            return Progress(**{**progress, "position": Position(**progress["position"])})
+        except DamagedPreparationError:
+            raise
+        except Exception as error:  # of a damaged archive, which has many kinds
+            reason = one_line(f"{type(error).__name__}: {error}")
+            raise ValueError(f"{path} is damaged ({reason}); delete {self.out} and prepare again") from None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged: delete its folder and prepare again")
+    return values

@@ -11,13 +11,18 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from matmix.data.artifacts import one_line
 from matmix.data.decompression import open_decompressed
 from matmix.data.documents import ReadOptions, not_utf8, split_text
 from matmix.data.sources import Source
+
+if TYPE_CHECKING:
+    import pyarrow
 
 CHUNK_BYTES = 1 << 20
 # A .txt file that is one document is read and tokenised in one piece; a larger one would need gigabytes of
@@ -74,16 +79,9 @@ def _read_parquet(source: Source, options: ReadOptions, start: Position, limit: 
 
     name = options.text_field
     try:
-        with parquet.ParquetFile(source.path) as file:
-            schema = file.schema_arrow
-            if name not in schema.names:
-                raise ValueError(
-                    f"{source.name} has no column {name!r}; its columns are {', '.join(schema.names)} "
-                    "(choose one as the text field)"
-                )
-            kind = schema.field(name).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise ValueError(f"column {name!r} of {source.name} is {kind}, not string")
+        _check_column(source, name)
+        # As a dictionary, so that a long value that stands in many rows is in memory once until it is cut to size.
+        with parquet.ParquetFile(source.path, read_dictionary=[name]) as file:
             row = 0
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
@@ -94,7 +92,7 @@ def _read_parquet(source: Source, options: ReadOptions, start: Position, limit: 
                     skip = min(max(0, start.offset - row), batch.num_rows)
                     end = batch.num_rows if limit is None else min(batch.num_rows, limit - row)
                     row += skip
-                    for values in _portions(batch.column(0).to_pylist()[skip:end]):
+                    for values in _portions(batch.column(0)[skip:end], source, options, row):
                         begin, row = row, row + len(values)
                         yield Chunk(
                             source,
@@ -105,20 +103,47 @@ def _read_parquet(source: Source, options: ReadOptions, start: Position, limit: 
                         )
                     if row == limit:
                         return
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{source.name} is no .parquet file, or it is damaged: {error}") from error
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"{source.name} is no .parquet file, or it is damaged: {one_line(error)}") from error
 
 
-def _portions(values: list[object]) -> Iterator[list[object]]:
-    """Rows in portions of about `CHUNK_BYTES`."""
+def _check_column(source: Source, name: str) -> None:
+    """Raises ValueError unless a .parquet file has a column of text under this name, and ArrowException or OSError."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    with parquet.ParquetFile(source.path) as file:
+        schema = file.schema_arrow
+    if name not in schema.names:
+        raise ValueError(
+            f"{source.name} has no column {name!r}; its columns are {one_line(', '.join(schema.names))} "
+            "(choose one as the text field)"
+        )
+    kind = schema.field(name).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise ValueError(f"column {name!r} of {source.name} is {kind}, not string")
+
+
+def _portions(
+    values: pyarrow.DictionaryArray, source: Source, options: ReadOptions, row: int
+) -> Iterator[list[object]]:
+    """Rows in portions of about `CHUNK_BYTES`, `row` rows of the file coming before them."""
+    import pyarrow.compute as compute
+
+    lengths = compute.binary_length(values.dictionary).take(values.indices)
+    sizes = compute.fill_null(lengths, 1).to_numpy()
+    if len(sizes) and sizes.max() > options.longest_line:
+        raise _too_long(source.name, f"row {row + int((sizes > options.longest_line).argmax()) + 1}", options)
     begin = size = 0
-    for end, value in enumerate(values, start=1):
-        size += len(value) if isinstance(value, str) else 1
+    for end, length in enumerate(sizes.tolist(), start=1):
+        size += length
         if size >= CHUNK_BYTES:
-            yield values[begin:end]
+            yield values[begin:end].to_pylist()
             begin, size = end, 0
-    if begin < len(values):
-        yield values[begin:]
+    if begin < len(sizes):
+        yield values[begin:].to_pylist()
 
 
 def _read_text(source: Source, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
@@ -164,12 +189,13 @@ def next_record(source: Source, options: ReadOptions, offset: int) -> int:
         return 0
     with open(source.path, "rb") as file:
         file.seek(offset - 1)
-        position = offset - 1 + len(file.readline())
+        rows = _rows(file, replace(source, name=f"{source.name} from byte {offset - 1:,}"), options, 1)
+        position = offset - 1 + len(next(rows, b""))
         if source.kind == "jsonl" or options.text_documents == "line":
             return position
         is_end, keep_together = _group_end(options)
         ended = False
-        for row in file:
+        for row in rows:
             end = is_end(row)
             if ended and not (keep_together and end):
                 return position
@@ -188,13 +214,31 @@ def _naming_damage(source: Source) -> Iterator[None]:
 
 
 def _records(stream: io.BufferedReader, source: Source, options: ReadOptions, line: int) -> Iterator[bytes]:
-    """Raw records of a text file; put together they are the file."""
+    """Raw records of a text file; put together they are the file. Raises ValueError at one that is too long."""
+    rows = _rows(stream, source, options, line)
     if source.kind == "jsonl" or options.text_documents == "line":
-        yield from stream
+        yield from rows
     elif options.text_documents == "file":
-        yield from _whole_file(stream, source, options.max_document_chars, line)
+        yield from _whole_file(rows, source, options.max_document_chars, line)
     else:
-        yield from _groups(stream, *_group_end(options))
+        yield from _groups(rows, source, options, line)
+
+
+def _rows(stream: io.BufferedReader, source: Source, options: ReadOptions, line: int) -> Iterator[bytes]:
+    """The lines of a text file, none of them longer in memory than it may be."""
+    longest = options.longest_line
+    while row := stream.readline(longest + 1):
+        if len(row) > longest:
+            raise _too_long(source.name, f"line {line}", options)
+        line += 1
+        yield row
+
+
+def _too_long(name: str, where: str, options: ReadOptions) -> ValueError:
+    return ValueError(
+        f"{name}, {where}, is longer than {options.max_line_megabytes:g} MiB: the file is damaged or not what it "
+        "seems; else raise --max-line-megabytes"
+    )
 
 
 def _group_end(options: ReadOptions) -> tuple[Callable[[bytes], bool], bool]:
@@ -205,29 +249,32 @@ def _group_end(options: ReadOptions) -> tuple[Callable[[bytes], bool], bool]:
     return lambda row: row.strip() == mark, False
 
 
-def _groups(stream: io.BufferedReader, is_end: Callable[[bytes], bool], keep_together: bool) -> Iterator[bytes]:
-    """Lines up to and with the one that ends a record (with `keep_together`, the last of a run of such
-    lines).
-    """
+def _groups(rows: Iterable[bytes], source: Source, options: ReadOptions, line: int) -> Iterator[bytes]:
+    """Lines up to and with the one that ends a record (of blank lines, the last of a run of them)."""
+    is_end, keep_together = _group_end(options)
     group: list[bytes] = []
-    ended = False
-    for row in stream:
+    ended, size = False, 0
+    for row in rows:
         end = is_end(row)
         if ended and not (keep_together and end):
             yield b"".join(group)
-            group = []
+            line += len(group)
+            group, size = [], 0
         group.append(row)
+        size += len(row)
+        if size > options.longest_line:
+            raise _too_long(source.name, f"the document that begins at line {line}", options)
         ended = end
     if group:
         yield b"".join(group)
 
 
-def _whole_file(stream: io.BufferedReader, source: Source, max_chars: int, line: int) -> Iterator[bytes]:
+def _whole_file(lines: Iterable[bytes], source: Source, max_chars: int, line: int) -> Iterator[bytes]:
     """The file as one record, or pieces of it of at most `max_chars` characters without holding it whole."""
     limit = max(4 * CHUNK_BYTES, 16 * max_chars) if max_chars else LARGEST_TEXT_DOCUMENT
     rows: list[bytes] = []
     size = 0
-    for row in stream:
+    for row in lines:
         rows.append(row)
         size += len(row)
         if size <= limit:

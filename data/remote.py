@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import tenacity
 
 from matmix.data.private import private_folder
+from matmix.data.urls import refuse_secrets
 
 Result = TypeVar("Result")
 
@@ -39,6 +40,10 @@ _CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": 
 
 class RemoteError(OSError):
     """A store that did not do what it was asked for, however often."""
+
+
+class FileTooLarge(ValueError):
+    """A file of a store that is larger than what is expected there."""
 
 
 class RemotePermissionError(RemoteError, PermissionError):
@@ -96,7 +101,7 @@ def persist(action: Callable[[], Result], what: str, *, patient: bool = True) ->
     except PermissionError as error:
         raise RemotePermissionError(f"{what}: {first_line(error)}") from error
     except Exception as error:  # each client raises its own kinds
-        if _is_local_disk(error):
+        if _is_local_disk(error) or isinstance(error, FileTooLarge):
             raise
         if type(error).__name__ == "NoCredentialsError":
             what = f"{what} without credentials (FSSPEC_S3_ANON=true reads public buckets)"
@@ -104,7 +109,7 @@ def persist(action: Callable[[], Result], what: str, *, patient: bool = True) ->
 
 
 def _may_pass(error: BaseException) -> bool:
-    if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES or _is_local_disk(error):
+    if isinstance(error, (*_FINAL, FileTooLarge)) or type(error).__name__ in _FINAL_NAMES or _is_local_disk(error):
         return False
     return isinstance(error, Exception)
 
@@ -121,8 +126,7 @@ class RemoteFolder:
 
     def __init__(self, url: str, *, patient: bool = True) -> None:
         """patient: False = operations that fail are not tried again."""
-        if re.match(r"[^/]*://[^/@]*:[^/@]*@", url):
-            raise ValueError("a URL may not hold a password, as URLs are written into runs: give it by the environment")
+        refuse_secrets(url, "a folder's URL")
         self.url, self.patient = url.rstrip("/"), patient
         self._connect()
 
@@ -179,14 +183,20 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
 
-    def download(self, name: str, target: Path) -> None:
-        """Fetches a file; `target` appears whole or not at all. Raises FileNotFoundError and RemoteError."""
+    def download(self, name: str, target: Path, largest: int | None = None) -> None:
+        """Fetches a file; `target` appears whole or not at all.
+
+        largest: bytes that it may have. Raises FileNotFoundError, RemoteError, and FileTooLarge before anything of a
+        file is fetched of which the store says that it is larger.
+        """
         part = target.with_name(f".{target.name}.part-{os.getpid()}-{threading.get_ident()}")
         target.parent.mkdir(parents=True, exist_ok=True)
 
         def fetch(client: Any, path: str) -> None:
-            client.get_file(path, str(part))
             expected = client.size(path)
+            if largest is not None and expected is not None and expected > largest:
+                raise FileTooLarge(f"{self.url}/{name} has {expected:,} bytes, it may have {largest:,}")
+            client.get_file(path, str(part))
             if expected is not None and (found := part.stat().st_size) != expected:
                 raise OSError(f"{found} of {expected} bytes arrived")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import re
 import shutil
@@ -21,6 +20,8 @@ from typing import Literal
 
 import numpy as np
 import sentencepiece
+
+from matmix.data.artifacts import one_line, parse_json
 
 SPECIAL_NAMES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 NEWLINE_ID = 7
@@ -171,8 +172,9 @@ class FastTokenizer(Tokenizer):
 
         try:
             self.backend = tokenizers.Tokenizer.from_buffer(raw)
+            extra = parse_json(raw, path).get("added_tokens") or []
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path} is not a tokenizer.json that `tokenizers` can read: {error}") from error
+            raise ValueError(f"{path} is not a tokenizer.json that `tokenizers` can read: {one_line(error)}") from error
         # The file's own truncation and padding would silently change documents.
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -186,8 +188,7 @@ class FastTokenizer(Tokenizer):
         if self.special["mask"] is not None and self.special["cls"] is None and self.special["sep"] is None:
             # RoBERTa and its kin: the sentence marks serve as [CLS] and [SEP].
             self.special["cls"], self.special["sep"] = self.special["bos"], self.special["eos"]
-        added = json.loads(raw).get("added_tokens") or []
-        marked = {token["id"] for token in added if token.get("special")}
+        marked = {token["id"] for token in extra if token.get("special")}
         self.special_ids = sorted(marked | {i for i in self.special.values() if i is not None})
         self._known = set(vocabulary.values())
 
@@ -196,7 +197,10 @@ class FastTokenizer(Tokenizer):
         return set(range(self.vocab_size)) - self._known
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.backend.encode(text, add_special_tokens=False).ids for text in texts]
+        try:
+            return [self.backend.encode(text, add_special_tokens=False).ids for text in texts]
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{self.path} cannot tokenise a text: {one_line(error)}") from error
 
     def decode(self, ids: Iterable[int]) -> str:
         special = set(self.special_ids)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from matmix.data.artifacts import parse_json
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare import prepare
 from matmix.data.prepare_config import PrepareConfig
@@ -17,7 +18,6 @@ from matmix.data.prepare_report import print_summary
 from matmix.data.prepare_state import compare_preparations, fingerprint
 from matmix.data.remote import RemoteError, RemoteFolder, scratch_folder
 from matmix.data.sources import find_sources
-from matmix.data.streams.manifest import parse_manifest
 from matmix.data.tokenizer import Tokenizer
 
 # At the URL while an upload is not finished: whose it is.
@@ -58,14 +58,21 @@ def _fingerprint(config: PrepareConfig) -> dict[str, Any]:
 def _finished(remote: RemoteFolder, wanted: dict[str, Any]) -> Manifest | None:
     """The manifest of this preparation if it is complete at the URL. Raises ValueError if something else is there."""
     if (raw := remote.read(MANIFEST_NAME)) is not None:
-        manifest = parse_manifest(raw, remote.url)
+        manifest = Manifest.parse(raw, remote.url)
         compare_preparations(remote.url, manifest.options, wanted)
         return manifest
     if (raw := remote.read(_UNFINISHED)) is not None:
-        compare_preparations(remote.url, json.loads(raw), wanted)
+        compare_preparations(remote.url, _object(raw, remote.url), wanted)
     elif remote.sizes():
         raise ValueError(f"{remote.url} is not empty and holds no preparation of matmix; choose another output URL")
     return None
+
+
+def _object(raw: bytes, url: str) -> dict[str, Any]:
+    values = parse_json(raw, f"{url}/{_UNFINISHED}")
+    if not isinstance(values, dict):
+        raise ValueError(f"{url}/{_UNFINISHED} is damaged; choose another output URL")
+    return values
 
 
 def _upload(folder: Path, remote: RemoteFolder, wanted: dict[str, Any]) -> None:

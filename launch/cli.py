@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from matmix.data.urls import refuse_secrets
 from matmix.launch.parser import Parser
 from matmix.train.console import begin_process, guarded
 from matmix.train.process import begin_training
@@ -143,6 +144,11 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 }
 
 
+def _run(verb: str, arguments: list[str]) -> int:
+    refuse_secrets(arguments, f"matmix {verb}")
+    return VERBS[verb][0](arguments)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `matmix` command; returns the exit code."""
     if arguments is None:
@@ -151,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
             return code
     begin_process()
     if arguments and arguments[0] in VERBS:
-        return guarded(lambda: VERBS[arguments[0]][0](arguments[1:]))
+        return guarded(lambda: _run(arguments[0], arguments[1:]))
     verbs = "\n".join(f"  {name:<13}{text}" for name, (_, text) in VERBS.items())
     usage = f"usage: matmix VERB ...   (matmix VERB --help explains each)\n\n{verbs}\n\n{_EPILOG}"
     if arguments and arguments[0] not in ("-h", "--help"):

@@ -60,7 +60,7 @@ def find_run_dir(arguments: Sequence[str]) -> str:
     if recipe.is_file():
         try:
             named = tomllib.loads(recipe.read_text(encoding="utf-8")).get("run_dir", "")
-        except (ValueError, OSError):
+        except (ValueError, OSError, RecursionError):
             named = ""  # `matmix train` reads it again and says what is wrong
         if isinstance(named, str) and named:
             return named

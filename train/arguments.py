@@ -117,7 +117,7 @@ def _with_rows() -> ConstructorRegistry:
 def _read_row(word: str, cls: type) -> Any:
     try:
         [(_, row)] = tomllib.loads(f"row = {word}").items()
-    except (tomllib.TOMLDecodeError, ValueError):
+    except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict):
         raise ValueError(f"should be a table such as {{KEY = VALUE, ...}}, got {word}")

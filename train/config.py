@@ -14,6 +14,7 @@ from typing import Literal
 from matmix.data.config import DataConfig
 from matmix.data.masking import MaskingConfig
 from matmix.data.synthetic import TASKS
+from matmix.data.urls import refuse_secrets
 from matmix.model.config import ModelConfig
 from matmix.model.parameter_rules import ParameterRule
 from matmix.train.engine.config import EngineConfig
@@ -288,6 +289,7 @@ class RunConfig:
     """Faults on the way."""
 
     def __post_init__(self) -> None:
+        refuse_secrets(self.run_dir, "run_dir")
         _require(self.steps >= 1, f"steps must be >= 1, got {self.steps}")
         _require(
             0 <= self.stop_step <= self.steps,

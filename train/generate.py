@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from tokenizers import Tokenizer as FastTokenizer
 
+from matmix.data.artifacts import one_line, read_json
 from matmix.data.tokenizer import Tokenizer
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
+from matmix.model.interop.foreign import indexed_files, read_safetensors
 from matmix.model.interop.huggingface_tokenizer import load_fast_tokenizer, special_tokens_around
 from matmix.model.interop.plain_config import model_config_from_dict
 from matmix.train.checkpoint import read_portable
@@ -121,7 +121,10 @@ def _load_export(path: Path, device: str | None) -> Source:
         raise ValueError(f"{path} is not an export of matmix: its config.json is that of another model")
     if not (path / "tokenizer.json").is_file():
         raise ValueError(f"{path} has no tokenizer to turn a prompt into tokens; use it from Python")
-    model = build_model(model_config_from_dict(config["matmix"], vocab_size=config["vocab_size"]))
+    try:
+        model = build_model(model_config_from_dict(config["matmix"], vocab_size=config["vocab_size"]))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path / 'config.json'} does not describe a model ({one_line(repr(error))})") from None
     load_weights(model, _exported_weights(path), path)
     special = Tokenizer.load(path / "tokenizer.json").special
     fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
@@ -145,23 +148,20 @@ def _ready(
 
 
 def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return values
 
 
 def _exported_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     index = path / "model.safetensors.index.json"
-    files = ["model.safetensors"]
-    if index.is_file():
-        files = sorted(set(_read_json(index)["weight_map"].values()))
+    files = indexed_files(index) if index.is_file() else [path / "model.safetensors"]
     for file in files:
-        if not (path / file).is_file():
-            raise ValueError(f"{path} is not complete: it lacks {file}")
-        with safe_open(path / file, "pt") as shard:
-            for name in shard.keys():  # noqa: SIM118  (not a dict)
-                yield name.removeprefix("model."), shard.get_tensor(name)
+        if not file.is_file():
+            raise ValueError(f"{path} is not complete: it lacks {file.name}")
+        for name, tensor in read_safetensors(file)[0].items():
+            yield name.removeprefix("model."), tensor
 
 
 @torch.no_grad()

@@ -13,12 +13,17 @@ from typing import Any
 import dacite
 import tomli_w
 
+from matmix.data.artifacts import errors_in_one_line, one_line
 from matmix.data.remote import RemoteFolder, is_url
+from matmix.data.urls import refuse_secrets
 from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
 from matmix.train.arguments import DACITE, check_rows, parse_arguments, row_type, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.files import write_whole
+
+_DEEPEST = 50
+"""Tables in tables; no recipe has more than a few, and what walks them recurses."""
 
 
 def _bundled() -> dict[str, Path]:
@@ -64,6 +69,7 @@ def _check_keys(values: dict[str, Any], cls: type, where: str, prefix: str = "")
             check_rows(value, row, f"{where}: [[{prefix}{key}]]")
 
 
+@errors_in_one_line()
 def config_from_dict(values: dict[str, Any], where: str) -> RunConfig:
     """Builds a config from nested dicts. Raises ValueError (one line, starting with `where`)."""
     _check_keys(values, RunConfig, where)
@@ -81,20 +87,44 @@ def config_from_dict(values: dict[str, Any], where: str) -> RunConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Nested dicts of a TOML file. Raises ValueError naming file and line."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 (byte {error.start})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    """Nested dicts of a TOML file. Raises ValueError (one line) naming file and line, also where a URL in it holds a
+    password."""
+    return _parse_toml(path.read_bytes(), str(path))
 
 
 def _read_remote(url: str) -> dict[str, Any]:
     raw = RemoteFolder(url).read("config.toml")
     if raw is None:
         raise FileNotFoundError(f"there is no run at {url}")
-    return tomllib.loads(raw.decode("utf-8"))
+    return _parse_toml(raw, f"{url}/config.toml")
+
+
+def _parse_toml(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 (byte {error.start})") from None
+    except RecursionError:
+        raise ValueError(f"{where}: not valid TOML: nested too deeply") from None
+    except ValueError as error:  # of numbers and dates, too
+        raise ValueError(f"{where}: not valid TOML: {one_line(error)}") from None
+    if _depth(values) > _DEEPEST:
+        raise ValueError(f"{where}: nested too deeply")
+    refuse_secrets(values, where)
+    return values
+
+
+def _depth(values: Any) -> int:
+    """How deeply tables and lists lie in each other; counted without recursion, as there may be thousands."""
+    depth, level = 0, [values]
+    while level := [
+        inner
+        for value in level
+        if isinstance(value, dict | list)
+        for inner in (value.values() if isinstance(value, dict) else value)
+    ]:
+        depth += 1
+    return depth
 
 
 def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:

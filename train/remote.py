@@ -11,6 +11,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from matmix.data.remote import RemoteFolder, is_url
+from matmix.data.urls import refuse_secrets
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.checkpoint_files import MANIFEST
 from matmix.train.config import CheckpointConfig
@@ -49,6 +50,7 @@ def opened(run_dir: str, tell: Tell | None = None) -> Iterator[RunDirectory]:
     tell: takes a line for the user. Raises ValueError if another job is at the URL, or something that is no run, and
     OSError where the store fails; an upload of records that fails at the end costs a line of warning.
     """
+    refuse_secrets(run_dir, "run_dir")
     if not is_url(run_dir):
         yield RunDirectory(run_dir)
         return

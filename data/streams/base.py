@@ -15,12 +15,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
+from matmix.data.arrays import read_vector
 from matmix.data.manifest import Manifest, SplitInfo
-from matmix.data.streams.cache import Hold, hold_shard
+from matmix.data.streams.cache import Hold, hold_shard, make_room
 from matmix.data.streams.damage import DamagedShard
 from matmix.data.streams.storage import Storage
 
@@ -41,7 +41,7 @@ class TokenShards:
 
     Can be pickled and forked; each process opens shards when it first needs them and keeps the last
     `keep_open`. With `skip_damaged`, missing and damaged shards are no error until one is read.
-    cache_bytes: size that the folder of downloaded and decompressed shards is kept to, 0 = any.
+    cache_bytes: size that the folder of downloaded and decompressed shards is kept to, 0 = half of its disk, -1 = any.
     """
 
     def __init__(
@@ -90,7 +90,9 @@ class TokenShards:
     def lengths(self, shard: int) -> np.ndarray:
         """uint32 (documents,): tokens of each document of a shard, without special tokens."""
         if self._lengths is None:
-            self._lengths = _load_lengths(self._lengths_path, self.storage.path)
+            assert self._lengths_path is not None
+            where = f"{self.storage.path}: {self.split}/lengths.npy"
+            self._lengths = read_vector(self._lengths_path, "uint32", where)
         return self._lengths[self._starts[shard] : self._starts[shard + 1]]
 
     def read(self, shard: int, index: int) -> np.ndarray:
@@ -120,7 +122,10 @@ class TokenShards:
         verify = self.verify and number not in self._verified
         index = self.storage.file(f"{self.split}/index.json") if self.manifest.format == "mds" else None
         fetch = partial(self.storage.shard, self.split, shard, verify=verify)
-        path, hold = hold_shard(self.storage.cache, fetch, self.cache_bytes)
+        before = self.storage.published
+        path, hold = hold_shard(self.storage.cache, fetch)
+        if hold is not None and not (self._verified and before == self.storage.published):
+            make_room(self.storage.cache.parent, self.cache_bytes)
         self._verified.add(number)
         if index is not None:
             opened = mds.open_shard(path, index, shard, dtype=self.manifest.dtype, where=where)
@@ -155,14 +160,3 @@ class TokenShards:
     def __getstate__(self) -> dict:
         # A pickled memory map would carry its contents along: leave what a process can open again.
         return {**self.__dict__, "_lengths": None, "_open": OrderedDict(), "_verified": set()}
-
-
-def _load_lengths(path: Path | None, where: str) -> np.ndarray:
-    assert path is not None
-    try:
-        lengths = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{where}: {path.parent.name}/lengths.npy is damaged ({error})") from None
-    if lengths.dtype != np.uint32 or lengths.ndim != 1:
-        raise ValueError(f"{where}: {path.parent.name}/lengths.npy is not a list of uint32")
-    return np.asarray(lengths)  # a plain view: memmap objects are slow to index

@@ -10,15 +10,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
 
+from matmix.data.streams.sidecar import note_of
+
 # What a killed process left of an unfinished download is removed after so long.
 _STALE_SECONDS = 6 * 3600
 _ATTEMPTS = 20
+_SHARE_OF_DISK = 0.5
+NO_LIMIT = -1
 
 
 class Hold:
@@ -42,12 +47,9 @@ class Hold:
             os.close(self._handle)
 
 
-def hold_shard(cache: Path, fetch: Callable[[], Path], limit: int) -> tuple[Path, Hold | None]:
-    """The path that `fetch` gives, and what keeps it there if it lies below the folder `cache`.
-
-    limit: bytes to which the folder that holds `cache`, and the caches of other datasets, is brought back; 0 = any
-    size. Raises what `fetch` raises.
-    """
+def hold_shard(cache: Path, fetch: Callable[[], Path]) -> tuple[Path, Hold | None]:
+    """The path that `fetch` gives, and what keeps it there if it lies below the folder `cache`. Raises what `fetch`
+    raises."""
     for _ in range(_ATTEMPTS):
         path = fetch()
         if not path.is_relative_to(cache):
@@ -59,16 +61,17 @@ def hold_shard(cache: Path, fetch: Callable[[], Path], limit: int) -> tuple[Path
         if hold.is_of(path):
             with contextlib.suppress(OSError):
                 os.utime(path)
-            if limit:
-                make_room(cache.parent, limit)
             return path, hold
     raise ValueError(f"{path} is removed from the data cache as soon as it is there; set data.cache_gigabytes higher")
 
 
 def make_room(root: Path, limit: int) -> None:
     """Removes shards that nobody has open, the least recently used first, until all shards in the caches below `root`
-    have at most `limit` bytes, or all that are left are open."""
+    have at most `limit` bytes (0: half of the disk), or all that are left are open."""
+    if limit == NO_LIMIT:
+        return
     try:
+        limit = limit or int(shutil.disk_usage(root).total * _SHARE_OF_DISK)
         with FileLock(root / "room.lock"):
             _remove_stale(root)
             found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _shards(root)]
@@ -99,6 +102,7 @@ def _remove_if_unused(path: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
+        note_of(path).unlink(missing_ok=True)
     except OSError:
         return False
     else:

@@ -16,11 +16,12 @@ from matmix.data.remote import RemoteFolder, first_line, persist
 _BY_STREAMING = ("sftp", "dbfs", "oci", "azure", "azure-dl", "alipan")
 
 
-def download(url: str, target: Path) -> None:
+def download(url: str, target: Path, largest: int | None = None) -> None:
     """Downloads one file; `target` may be there in part while this runs, and is whole when it returns.
 
-    Raises FileNotFoundError if the file is not there, ValueError if nothing installed reads such URLs, and
-    RemoteError if it cannot be fetched.
+    largest: bytes that it may have (mosaicml-streaming's downloaders cannot tell beforehand).
+    Raises FileNotFoundError if the file is not there, FileTooLarge, ValueError if nothing installed reads such URLs,
+    and RemoteError if it cannot be fetched.
     """
     scheme = url.partition(":")[0]
     folder, _, name = url.rpartition("/")
@@ -32,7 +33,7 @@ def download(url: str, target: Path) -> None:
         if not _streaming_reads(url):
             raise
         return _download_by_streaming(url, target)
-    return remote.download(name, target)
+    return remote.download(name, target, largest)
 
 
 def _streaming_reads(url: str) -> bool:

@@ -4,12 +4,12 @@ A sample's bytes are decoded by the library; only where they come from is replac
 opens the file anew for each sample. Pickled columns are refused before anything is read.
 """
 
-import json
 import mmap
 from pathlib import Path
 
 import numpy as np
 
+from matmix.data.artifacts import one_line, read_json
 from matmix.data.manifest import ShardInfo
 from matmix.data.streams.base import OpenShard
 from matmix.data.streams.damage import damaged
@@ -25,18 +25,20 @@ def open_shard(path: Path, index: Path, shard: ShardInfo, *, dtype: str, where: 
     from streaming.base.format.mds.reader import MDSReader
 
     try:
-        entries = json.loads(index.read_bytes())["shards"]
+        entries = read_json(index)["shards"]
         entry = next(e for e in entries if e["raw_data"]["basename"] == path.name)
         reader = MDSReader.from_json(str(path.parent), None, entry)
-    except (ValueError, KeyError, TypeError, StopIteration) as error:
-        raise ValueError(str(damaged(where, f"index.json does not describe it ({error!r})"))) from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError, StopIteration) as error:
+        raise ValueError(str(damaged(where, f"index.json does not describe it ({one_line(repr(error))})"))) from None
     try:
         reader.validate(allow_unsafe_types=False)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if COLUMN not in reader.column_names or reader.samples != shard.documents:
-        said = f"index.json lists {reader.samples} samples of {', '.join(reader.column_names)}"
-        raise ValueError(str(damaged(where, said)))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where}: {one_line(error)}") from None
+    # A decoder is chosen by the encoding's name: no other than that of arrays is to run.
+    plain = len(reader.column_encodings) == 1 and str(reader.column_encodings[0]).split(":")[0] == "ndarray"
+    if reader.column_names != [COLUMN] or not plain or reader.samples != shard.documents:
+        said = f"index.json lists {reader.samples!r} samples of {reader.column_names!r}"
+        raise ValueError(str(damaged(where, one_line(said))))
     size = path.stat().st_size
     if size != reader.raw_data.bytes or size < 4 * (shard.documents + 2):
         raise damaged(where, f"it has {size} bytes instead of {reader.raw_data.bytes}")

@@ -54,10 +54,10 @@ def _token_members(data: memoryview, where: str) -> np.ndarray:
 def _member_size(field: bytes, where: str, position: int) -> int:
     if field[0] & 0x80:  # GNU form of sizes above 8 GiB: big-endian binary
         return int.from_bytes(field[1:], "big")
-    try:
-        return int(field.rstrip(b"\0 ") or b"0", 8)
-    except ValueError:
-        raise damaged(where, f"there is no tar header at byte {position}") from None
+    digits = field.strip(b"\0 ")
+    if digits.strip(b"01234567"):  # int() would take a sign, and the walk go backwards without an end
+        raise damaged(where, f"there is no tar header at byte {position}")
+    return int(digits or b"0", 8)
 
 
 class _TarShard(OpenShard):

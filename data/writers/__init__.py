@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-from matmix.data.writers.base import Shard, ShardFormat, SplitWriter
+from matmix.data.writers.base import DamagedPreparationError, Shard, ShardFormat, SplitWriter
 from matmix.data.writers.files import write_atomic
 from matmix.data.writers.mds import MdsFormat
 from matmix.data.writers.webdataset import WebDatasetFormat
 
-__all__ = ["MdsFormat", "Shard", "ShardFormat", "SplitWriter", "WebDatasetFormat", "make_format", "write_atomic"]
+__all__ = [
+    "DamagedPreparationError",
+    "MdsFormat",
+    "Shard",
+    "ShardFormat",
+    "SplitWriter",
+    "WebDatasetFormat",
+    "make_format",
+    "write_atomic",
+]
 
 
 def make_format(

@@ -13,11 +13,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from matmix.data.artifacts import artifact_name
+from matmix.data.manifest import ShardInfo
+from matmix.data.manifest_checks import LARGEST_SHARD, check_shard
 from matmix.data.writers.files import write_atomic
 
 ZSTD_LEVEL = 3
-# Offsets inside an MDS shard are 32-bit.
-LARGEST_SHARD = (1 << 32) - 1
+
+
+class DamagedPreparationError(ValueError):
+    """A file that a preparation counts on is not as it was left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +40,27 @@ class Shard:
     """File name without the suffix of the compression."""
     raw_bytes: int
     raw_sha256: str
+
+    @classmethod
+    def checked(cls, raw: dict[str, Any]) -> Shard:
+        """From what a file says. Raises ValueError, TypeError or AttributeError for what no writer says."""
+        shard = cls(**raw)
+        check_shard(shard, "shard")
+        artifact_name(shard.raw_file, "it")
+        return shard
+
+    @property
+    def info(self) -> ShardInfo:
+        """What the manifest says of it."""
+        return ShardInfo(
+            file=self.file,
+            documents=self.documents,
+            tokens=self.tokens,
+            bytes=self.bytes,
+            sha256=self.sha256,
+            raw_bytes=self.raw_bytes,
+            raw_sha256=self.raw_sha256,
+        )
 
 
 class ShardFormat(ABC):
@@ -162,8 +188,8 @@ class SplitWriter:
         return facts, {"tokens": tokens, "lengths": lengths}
 
     def restore(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Take up a state. Raises ValueError if a shard it counts on is missing or has another size."""
-        self.shards = [Shard(**s) for s in facts["shards"]]
+        """Take up a state. Raises DamagedPreparationError if a shard it counts on is missing or has another size."""
+        self.shards = [Shard.checked(s) for s in facts["shards"]]
         self.documents, self.tokens = facts["documents"], facts["tokens"]
         self.text_bytes = facts["text_bytes"]
         ends = np.cumsum(arrays["lengths"])
@@ -174,7 +200,7 @@ class SplitWriter:
             lengths = self.scratch / f"{number:08}.lengths"
             whole = path.is_file() and path.stat().st_size == shard.bytes
             if not (whole and lengths.is_file() and lengths.stat().st_size == 4 * shard.documents):
-                raise ValueError(
+                raise DamagedPreparationError(
                     f"{path} is missing or damaged, the preparation cannot go on; "
                     f"delete {self.directory.parent} and prepare again"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from collections.abc import Iterable
@@ -21,6 +22,18 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes], *, alone: bool = Tru
         os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_directory(path.parent)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    """Bring what was written to a file to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_directory(directory: Path) -> None:

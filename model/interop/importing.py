@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig
+from matmix.model.interop.foreign import check_plain, indexed_files, read_object, read_safetensors, read_torch
 from matmix.model.interop.hydra_layout import hydra_mlm_values
 from matmix.model.interop.layouts import rename_state
 from matmix.model.interop.mru_layout import mru_lm_values
@@ -45,17 +43,46 @@ def read_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[Mo
     kind = SOURCES[source]
     weights = find_weights(path) if path.is_dir() else path
     state, found = read_tensors(weights)
-    state = strip_prefixes(state)
+    try:
+        return _fitted(kind, strip_prefixes(state), found, weights, overrides)
+    except ValueError:
+        raise
+    except Exception as error:  # what shapes and values that nobody would write make of the layouts
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+        raise ValueError(f"{weights} does not fit together ({ascii(reason)[1:-1]})") from None
+
+
+def _fitted(
+    kind: str, state: dict[str, torch.Tensor], found: dict[str, Any], weights: Path, overrides: Mapping[str, Any]
+) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     shapes = (hydra_mlm_values if kind == "hydra-mlm" else mru_lm_values)(state)
     values = {**shapes, **found, **read_config_file(weights.parent), **overrides}
     if kind == "mru-lm":
         # Training scripts write whole run configurations; only the model's part counts.
         values = {name: value for name, value in values.items() if name in _MRU_KEYS or name in overrides}
+    for name, value in values.items():
+        _check_size(name, value, len(state))
     config, layout = reference_layout(kind, state, values)
     expected = dict(build_model(config, device="meta").named_parameters())
     renamed = rename_state(layout, expected, state)
     return config, {name: tensor.detach().float().contiguous() for name, tensor in renamed.items()}
 
+
+def _check_size(name: str, value: Any, tensors: int) -> None:
+    """A number of layers that the weights cannot have would be built, one after another, before that is found."""
+    try:
+        size = len(value) if isinstance(value, list | tuple) else int(value)
+    except (TypeError, ValueError, OverflowError):
+        return
+    limit = tensors if name in _COUNTS else _LARGEST_SIZE
+    if size > limit:
+        raise ValueError(
+            f"its configuration has {ascii(name)[1:-1]:.60} = {str(size)[:40]}, which its weights cannot have"
+        )
+
+
+_COUNTS = ("num_hidden_layers", "n_layers", "n_blocks", "layers")
+_LARGEST_SIZE = 1 << 31
 
 _MRU_KEYS = frozenset(
     {
@@ -94,13 +121,7 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     for name in _CONFIG_FILES:
         file = directory / name
         if file.is_file():
-            try:
-                values = json.loads(file.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ValueError(f"{file} is not valid JSON: {error}") from None
-            if not isinstance(values, dict):
-                raise ValueError(f"{file} does not hold a JSON object")
-            return values
+            return read_object(file)
     return {}
 
 
@@ -109,29 +130,23 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     metadata."""
     if path.name.endswith(".index.json"):
         tensors: dict[str, torch.Tensor] = {}
-        for shard in sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())):
-            tensors |= read_tensors(path.parent / shard)[0]
+        for shard in indexed_files(path):
+            tensors |= read_tensors(shard)[0]
         return tensors, {}
     if path.suffix == ".safetensors":
-        try:
-            with safe_open(path, "pt") as file:
-                metadata = {key: value for key, value in (file.metadata() or {}).items() if key != "format"}
-                return {key: file.get_tensor(key) for key in file.keys()}, metadata  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"{path} cannot be read as plain tensors ({reason}); save its state dict alone, best as .safetensors"
-        ) from None
+        tensors, metadata = read_safetensors(path)
+        return tensors, {key: value for key, value in metadata.items() if key != "format"}
+    content = read_torch(path)
     # Composer keeps the weights below state.model, others below one of these words.
     for word in ("state", "model", "state_dict", "model_state_dict"):
         if isinstance(content, Mapping) and isinstance(content.get(word), Mapping):
             content = content[word]
     if not isinstance(content, Mapping) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise ValueError(f"{path} does not hold a state dict of tensors")
+    for name, tensor in content.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path} does not hold a state dict of tensors: its names are no texts")
+        check_plain(name, tensor, path)
     return dict(content), {}
 
 

@@ -118,7 +118,7 @@ def test_a_shard_that_vanishes_before_it_is_held_is_fetched_again(tmp_path, monk
         flock(handle, operation)
 
     monkeypatch.setattr(module.fcntl, "flock", removed_just_before)
-    assert hold_shard(cache, fetch, 0)[0] == path
+    assert hold_shard(cache, fetch)[0] == path
     assert len(fetched) == 2
     assert path.exists()
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import zstandard
 
+from matmix.data.manifest import Manifest
 from matmix.data.remote import RemoteError
 from matmix.data.streams import open_dataset, storage, webdataset
-from matmix.data.streams.manifest import parse_manifest
 
 
 def everything(shards) -> list[list[int]]:
@@ -76,10 +76,10 @@ def test_remote_copy(any_format, data, tmp_path):
 def read_and_send(path: str, cache: str, log: Path, start, queue) -> None:
     real = storage.download
 
-    def logged(url, target):
+    def logged(url, target, largest):
         with log.open("a") as file:
             file.write(url.rsplit("/", 1)[-1] + "\n")
-        real(url, target)
+        real(url, target, largest)
 
     storage.download = logged
     start.wait()
@@ -196,8 +196,11 @@ def set_value(*keys_and_value):
         (set_value("format", "parquet"), "says format 'parquet'; readable are mds, webdataset"),
         (set_value("compression", "gzip"), "says compression 'gzip'"),
         (set_value("dtype", "int64"), "says dtype 'int64'"),
-        (set_value("tokenizer", "file", "../secret"), "damaged .bad file name"),
-        (set_value("splits", "train", "shards", 0, "file", "../shard"), "bad file name '../shard'"),
+        (set_value("tokenizer", "file", "../secret"), r"damaged .it names the file '../secret', which climbs"),
+        (
+            set_value("splits", "train", "shards", 0, "file", "../shard"),
+            "names the file '../shard', which has a separator",
+        ),
         (set_value("splits", "train", "documents", 1), "do not add up to its documents"),
         (set_value("splits", "train", "shards", 0, "extra", 1), "manifest.json is damaged"),
         (lambda manifest: manifest.pop("splits"), "manifest.json is damaged"),
@@ -222,7 +225,7 @@ def test_manifest_errors(small, tmp_path, change, message):
 
 def test_manifest_that_is_no_json():
     with pytest.raises(ValueError, match=r"^here is not a prepared dataset"):
-        parse_manifest(b"\xff\x00", "here")
+        Manifest.parse(b"\xff\x00", "here")
 
 
 def test_unknown_split(small):

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import tomli_w
 
+from matmix.data.artifacts import errors_in_one_line
 from matmix.data.remote import is_url
 from matmix.train.arguments import unknown_key
 from matmix.train.comparison.controls import Control, control_of, missing_controls
@@ -170,6 +171,7 @@ class Comparison:
         return [dataclasses.replace(self, entries=tuple(entries)) for entries in parts.values()]
 
 
+@errors_in_one_line()
 def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
     """A comparison from a recipe (path or bundled name) or its folder, and overrides for all entries, such as
     ``--steps 100``.

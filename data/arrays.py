@@ -1,0 +1,28 @@
+"""Reads .npy files that others may have written: only the expected kind of array, mapped, never unpickled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+
+def read_vector(path: Path, dtype: str, where: object, *, length: int | None = None) -> np.ndarray:
+    """The array of one axis in a .npy file, mapped read-only: memory is taken for what is looked at, whatever its
+    header says.
+
+    Raises FileNotFoundError where there is none, ValueError (one line, beginning with `where`) where it is damaged, of
+    another kind, or has not `length` elements.
+    """
+    try:
+        found = np.lib.format.open_memmap(path, mode="r")
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # the header is Python's syntax: what it makes of a damaged one has many kinds
+        reason = str(error).partition("\n")[0][:200]
+        raise ValueError(f"{where} is damaged ({reason})") from None
+    if found.dtype != np.dtype(dtype) or found.ndim != 1:
+        raise ValueError(f"{where} is not a list of {np.dtype(dtype).name}")
+    if length is not None and len(found) != length:
+        raise ValueError(f"{where} has {len(found):,} elements instead of {length:,}")
+    return np.asarray(found)  # a plain view: memmap objects are slow to index

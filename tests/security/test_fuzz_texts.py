@@ -1,0 +1,104 @@
+"""Whatever an input file, a recipe, a name or a URL holds: it is read, or refused in one line."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+
+import pytest
+import tomli_w
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
+
+from matmix.data.artifacts import artifact_path, parse_json
+from matmix.data.config import DataConfig
+from matmix.data.documents import ReadOptions, documents_of
+from matmix.data.prepare_cuts import find_cuts
+from matmix.data.readers import read_chunks
+from matmix.data.sources import find_sources
+from matmix.train.comparison.config import read_comparison
+from matmix.train.recipe import bundled_comparisons, bundled_recipes, config_from_dict, load_config, read_toml
+
+TEXT = b"".join(b'{"text": "a line of %d words\\n \xc3\xa9 \xf0\x9f\x8c\x8d", "n": %d}\n\n' % (n, n) for n in range(60))
+KINDS = {
+    "a.txt": TEXT,
+    "a.jsonl": TEXT,
+    "a.jsonl.gz": gzip.compress(TEXT) + gzip.compress(TEXT),
+    "a.txt.xz": lzma.compress(TEXT) + b"\0" * 4 + lzma.compress(TEXT),
+    "a.jsonl.zst": zstandard.compress(TEXT) + zstandard.compress(TEXT),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@fuzz(60)
+@given(data=st.data())
+def test_input_files(tmp_path, name, data):
+    file = tmp_path / name
+    file.write_bytes(data.draw(mutated(KINDS[name])))
+    cutting = data.draw(st.sampled_from(["file", "paragraph", "line", "separator"]))
+    options = ReadOptions(
+        text_documents=cutting, max_line_megabytes=0.01, max_document_chars=data.draw(st.sampled_from([0, 50]))
+    )
+
+    def read():
+        (source,), _ = find_sources([str(file)])
+        for chunk in read_chunks([source], options):
+            list(documents_of(chunk, options))
+        find_cuts([source], options, 3)
+
+    works_or_is_one_line(read)
+
+
+RECIPES = sorted({**bundled_recipes()}.values())[:6]
+COMPARISONS = sorted(bundled_comparisons().values())[:3]
+
+
+@fuzz(120)
+@given(data=st.data())
+def test_recipes(tmp_path, data):
+    path, file = data.draw(st.sampled_from(RECIPES)), tmp_path / "recipe.toml"
+    file.write_bytes(data.draw(mutated(path.read_bytes())))
+    values = works_or_is_one_line(lambda: read_toml(file))
+    if values is not None:
+        works_or_is_one_line(lambda: config_from_dict(values, "here"))
+    changed = data.draw(mutated_json(read_toml(path)))
+    if isinstance(changed, dict):
+        works_or_is_one_line(lambda: config_from_dict(changed, "here"))
+
+
+@fuzz(60)
+@given(data=st.data())
+def test_comparisons(tmp_path, data):
+    path, file = data.draw(st.sampled_from(COMPARISONS)), tmp_path / "recipe.toml"
+    raw = path.read_bytes()
+    file.write_bytes(data.draw(mutated(raw)))
+    works_or_is_one_line(lambda: read_comparison(str(file)))
+    changed = data.draw(mutated_json(read_toml(path)))
+    try:
+        file.write_text(tomli_w.dumps(changed), encoding="utf-8")
+    except (TypeError, UnicodeEncodeError, AttributeError, ValueError):
+        return  # TOML has no such values
+    works_or_is_one_line(lambda: read_comparison(str(file)))
+
+
+@pytest.mark.parametrize(
+    "text", ["a = " + "[" * 100_000, "[" + ".".join("a" * 3000) + "]", "a = " + "{b = " * 5000, "a=1" * 5]
+)
+def test_nested_recipes(tmp_path, text):
+    file = tmp_path / "recipe.toml"
+    file.write_text(text)
+    for read in (read_toml, load_config, read_comparison):
+        with pytest.raises(ValueError, match=r"not valid TOML|nested too deeply") as raised:
+            read(file if read is read_toml else str(file))
+        assert "\n" not in str(raised.value)
+
+
+@fuzz(300)
+@given(text=st.text(max_size=60) | st.from_regex(r"[a-z0-9]{1,5}://[a-zA-Z0-9:@/?&=.%+]{0,40}", fullmatch=True))
+def test_names_urls_and_json(tmp_path, text):
+    found = works_or_is_one_line(lambda: artifact_path(tmp_path, text, "here", nested=True))
+    assert found is None or found.resolve().is_relative_to(tmp_path.resolve())
+    works_or_is_one_line(lambda: parse_json(text, "here"))
+    works_or_is_one_line(lambda: DataConfig(path=text))

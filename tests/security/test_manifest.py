@@ -1,0 +1,221 @@
+"""A manifest cannot name files outside of its dataset, nor say what nobody would prepare, nor be edited unnoticed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hostile_data import edit_manifest, older, prepared, snapshot
+
+from matmix.data.config import DataConfig
+from matmix.data.loader import build_loader
+from matmix.data.manifest import Manifest
+from matmix.data.streams import open_dataset
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp("manifest"))
+
+
+@pytest.fixture
+def path(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "home" / "set" / "data")
+
+
+def loader_of(where, cache):
+    config = DataConfig(path=str(where), seqlen=16, workers=0, cache_dir=str(cache))
+    return build_loader(config, global_batch_size=2, micro_batch_size=2)
+
+
+def put(*keys_and_value):
+    *keys, last, value = keys_and_value
+
+    def change(manifest):
+        for key in keys:
+            manifest = manifest[key]
+        manifest[last] = value
+
+    return change
+
+
+def rename(split, to):
+    def change(manifest):
+        manifest["splits"][to] = manifest["splits"].pop(split)
+
+    return change
+
+
+CLIMBING = ["../../../../x", "/tmp/x", "a/../../x", "..", "x\n", "x\0", ""]
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+@pytest.mark.parametrize("name", CLIMBING, ids=ascii)
+def test_no_name_in_it_leads_out_of_the_cache(path, tmp_path, name, remote):
+    (path.parent / "x").write_text("planted")
+    (path.parent.parent / "x").write_text("planted")
+    changes = [
+        put("token_histogram", name),
+        put("tokenizer", "file", name),
+        put("splits", "train", "shards", 0, "file", name),
+        rename("train", name),
+        put("files", {name: "0" * 64}),
+    ]
+    whole = path / "manifest.json"
+    text = whole.read_text()
+    for change in changes:
+        whole.write_text(text)
+        edit_manifest(path, change)
+        before = snapshot(tmp_path)
+        with pytest.raises(ValueError, match="names the file") as raised:
+            loader_of(path.as_uri() if remote else path, tmp_path / "home" / "cache").token_histogram  # noqa: B018
+        assert "\n" not in str(raised.value)
+        assert snapshot(tmp_path) == before
+        with pytest.raises(ValueError, match="names the file"):
+            Manifest.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("splits", "train", "shards", 0, "tokens", -1),
+        put("splits", "train", "shards", 0, "tokens", 1.5),
+        put("splits", "train", "shards", 0, "tokens", True),
+        put("splits", "train", "shards", 0, "documents", 10**30),
+        put("splits", "train", "shards", 0, "sha256", "A" * 64),
+        put("splits", "train", "shards", 0, "sha256", ["0" * 64]),
+        put("splits", "train", "shards", 0, "raw_bytes", 1 << 40),
+        put("splits", "train", "shards", {}),
+        put("splits", "train", "shards", [5]),
+        put("splits", []),
+        put("splits", "train", "bytes", "many"),
+        put("splits", "train", "unknown\n\x1b[2J", 1),
+        put("dtype", "float64"),
+        put("dtype", ["uint16"]),
+        put("format", None),
+        put("tokenizer", "kind", "pickle"),
+        put("tokenizer", "vocab_size", 0),
+        put("tokenizer", "vocab_size", 10**12),
+        put("tokenizer", "special", "eos", 300),
+        put("tokenizer", "special", "eos", -1),
+        put("tokenizer", "special", "eos", "3"),
+        put("tokenizer", "special", [3]),
+        put("unigram_entropy", float("nan")),
+        put("unigram_entropy", 10**400),
+        put("empty_documents", None),
+        put("malformed", {"count": 1, "records": 1, "examples": [{"file": 5}]}),
+        put("sources", ["x"]),
+        put("options", []),
+        put("files", {"train/lengths.npy": "x"}),
+        put("version", True),
+        put("surprise", 1),
+    ],
+)
+def test_what_nobody_would_prepare_is_one_line(path, tmp_path, change):
+    edit_manifest(path, change)
+    for read in (lambda: open_dataset(str(path)), lambda: Manifest.load(path)):
+        with pytest.raises(ValueError, match=r"manifest") as raised:
+            read()
+        assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"version":' * 50_000, "[]", "5", "\x00", "{}", '{"version": {}}'])
+def test_a_manifest_that_is_none_is_one_line(path, text):
+    (path / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match="manifest") as raised:
+        open_dataset(str(path))
+    assert "\n" not in str(raised.value)
+
+
+def test_links_in_a_dataset_lead_nowhere(path, tmp_path):
+    shard = next(path.glob("train/*.zstd"))
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="is a link"):
+        open_dataset(str(path))
+
+
+def test_every_single_edit_of_the_text_is_noticed(path):
+    """Each bit of each byte: an error, or the same contents."""
+    file = path / "manifest.json"
+    raw, whole = file.read_bytes(), Manifest.load(path)
+    draw = np.random.default_rng(0)
+    passed = 0
+    for position in draw.choice(len(raw), min(len(raw), 1500), replace=False):
+        changed = bytearray(raw)
+        changed[position] ^= 1 << int(draw.integers(8))
+        try:
+            found = Manifest.parse(bytes(changed), "here")
+        except ValueError:
+            continue
+        assert found == whole  # white space, or a last digit of a float
+        passed += 1
+    assert passed < 30
+
+
+EDITS = {
+    "special.eos": put("tokenizer", "special", "eos", 2),
+    "bytes": put("splits", "train", "bytes", 7),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("kind", ["new", "older"])
+def test_an_edit_by_hand_does_not_pass(path, tmp_path, name, kind):
+    """Of a manifest with a digest it is refused; with a digest that fits, or none, no position is taken up with it."""
+    if kind == "older":
+        older(path)
+    loader = loader_of(path, tmp_path / "cache")
+    list(itertools.islice(iter(loader), 2))
+    state = json.loads(json.dumps(loader.state_dict()))
+    loader_of(path, tmp_path / "cache").load_state_dict(state)
+    if kind == "new":
+        edit_manifest(path, EDITS[name], sign=False)
+        with pytest.raises(ValueError, match="was changed after it was written"):
+            loader_of(path, tmp_path / "cache")
+        edit_manifest(path, EDITS[name])
+    else:
+        values = json.loads((path / "manifest.json").read_text())
+        EDITS[name](values)
+        (path / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=rf"other data: manifest\.{name} was \d+ and is now \d+;") as raised:
+        loader_of(path, tmp_path / "cache").load_state_dict(state)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["new", "older"])
+def test_a_changed_histogram_does_not_pass(path, tmp_path, kind):
+    if kind == "older":
+        older(path)
+    state = loader_of(path, tmp_path / "cache").state_dict()
+    counts = np.load(path / "token_histogram.npy")
+    counts[5] += 1
+    np.save(path / "token_histogram.npy", counts)
+    with pytest.raises(ValueError, match="token_histogram"):
+        loader_of(path, tmp_path / "cache").load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["train/lengths.npy", "train/index.json", "token_histogram.npy"])
+def test_changed_small_files_are_named(path, tmp_path, name):
+    raw = bytearray((path / name).read_bytes())
+    raw[-5] ^= 1
+    (path / name).write_bytes(raw)
+
+    def use():
+        open_dataset(str(path)).read(0, 0)
+        loader_of(path, tmp_path / "cache")
+
+    with pytest.raises(ValueError, match=rf"{name} has another SHA-256"):
+        use()
+
+
+def test_positions_of_earlier_versions_are_taken_up(path, tmp_path):
+    loader = loader_of(path, tmp_path / "cache")
+    state = loader.state_dict()
+    del state["fingerprint"]["manifest"]
+    loader_of(path, tmp_path / "cache").load_state_dict(state)
+    older(path)
+    loader_of(path, tmp_path / "cache").load_state_dict(loader.state_dict())

@@ -1,0 +1,65 @@
+"""A small prepared dataset to be changed by those who mean harm."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matmix.data.manifest import Manifest
+from matmix.data.prepare import prepare
+from matmix.data.prepare_config import PrepareConfig
+
+_KEPT = tempfile.TemporaryDirectory()
+_WORDS = ["the", "a", "king", "queen", "sword", "crown", "night", "day", "speaks", "rises", "falls", "gives", "takes"]
+
+
+def prepared(folder: Path, **options: Any) -> Path:
+    """A dataset of a few shards, in `folder`."""
+    shutil.copytree(_made(tuple(sorted(options.items()))), folder / "data")
+    return folder / "data"
+
+
+@functools.cache
+def _made(options: tuple[tuple[str, Any], ...]) -> Path:
+    folder = Path(tempfile.mkdtemp(dir=_KEPT.name))
+    draw = random.Random(0)
+    verses = (" ".join(draw.choices(_WORDS, k=draw.randint(3, 40))) for _ in range(60))
+    (folder / "verses.jsonl").write_text("".join(json.dumps({"text": verse}) + "\n" for verse in verses))
+    values = {"vocab_size": 300, "validation_fraction": 0.2, "shard_megabytes": 0.001, "processes": 1, **dict(options)}
+    prepare(PrepareConfig(inputs=(str(folder / "verses.jsonl"),), out=str(folder / "data"), **values), summary=False)
+    return folder / "data"
+
+
+def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object], *, sign: bool = True) -> None:
+    """Changes what the manifest says. sign: as someone does who means it, with the digest that fits."""
+    file = path / "manifest.json"
+    values = json.loads(file.read_text())
+    digest = values.pop("digest")
+    change(values)
+    if sign:
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+    file.write_text(json.dumps({**values, "digest": digest}))
+
+
+def older(path: Path) -> None:
+    """Makes the dataset one of before there were digests of the small files and sizes of what is compressed."""
+    values = json.loads((path / "manifest.json").read_text())
+    del values["digest"], values["files"]
+    for split in values["splits"].values():
+        for shard in split["shards"]:
+            del shard["raw_bytes"], shard["raw_sha256"]
+    (path / "manifest.json").write_text(json.dumps(values))
+    assert Manifest.load(path)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
