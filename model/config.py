@@ -18,6 +18,7 @@ MixerOptions = make_dataclass(
 )
 
 _ACTIVATION_NAMES = ("gelu", "gelu_tanh", "relu", "silu")
+_MOST_LAYERS = 10_000  # a recipe of others must not fill the memory before anything is built
 _WORDS = {
     "architecture": ("language_model", "encoder"),
     "norm": ("pre", "post"),
@@ -100,6 +101,8 @@ class ModelConfig:
         for name, known in _WORDS.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"model.{name} = {getattr(self, name)!r}; known: {', '.join(known)}")
+        if self.n_layers > _MOST_LAYERS:
+            raise ValueError(f"model.n_layers must be at most {_MOST_LAYERS:,}, got {self.n_layers}")
         if not self.layers:
             raise ValueError('model.layers is empty: name at least one mixer, for example ["mru"]')
         for name in self.layers:
