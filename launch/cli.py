@@ -10,6 +10,7 @@ from matmix.launch.parser import Parser
 from matmix.train.console import begin_process, guarded
 from matmix.train.process import begin_training
 
+_TEXTS = ("--prompt", "--text")
 _EPILOG = """\
 from text to a model elsewhere:
   matmix prepare bundled:shakespeare --out datasets/shakespeare --vocab-size 2048 --max-document-chars 4000
@@ -145,7 +146,10 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
 
 
 def _run(verb: str, arguments: list[str]) -> int:
-    refuse_secrets(arguments, f"matmix {verb}")
+    # All but what a model is to read: that goes nowhere.
+    pairs = zip(["", *arguments], arguments, strict=False)
+    words = [word for before, word in pairs if before not in _TEXTS and word.partition("=")[0] not in _TEXTS]
+    refuse_secrets(words, f"matmix {verb}")
     return VERBS[verb][0](arguments)
 
 

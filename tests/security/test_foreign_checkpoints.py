@@ -28,7 +28,7 @@ class Payload:
         return Path.touch, (self.path,)
 
 
-def refused(path: Path, match: str = "") -> None:
+def refused(path: Path, match: str = ".") -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=match) as raised:
         read_checkpoint("mru-lm", path)
     assert str(raised.value).isprintable()
