@@ -152,7 +152,11 @@ class Trainer:
                     self.evaluate()
                 if self.is_time(config.checkpoint.every):
                     self.save()
+                elif self.is_time(config.checkpoint.local_every):
+                    self.copy()
             saved = self.state.step == 0 or self.save(wait=True)
+            if saved:
+                self.checkpoints.end_copies()
             finished = self.state.step == config.steps and (not saved or self.is_summarised() or self.finish())
         finally:
             try:
@@ -181,7 +185,7 @@ class Trainer:
         """
         take_together(self.lock, self.tell)
         changes: list[Change] = []
-        newest = self.checkpoints.latest_valid(self.tell)
+        newest = self.checkpoints.newest(self.tell)
         if newest is not None:
             changes = self.load(newest)
             if (left := self.config.last_step - self.state.step) > 0:
@@ -193,6 +197,8 @@ class Trainer:
             if newest is None and self.config.checkpoint.start_over:
                 self.run.set_aside_records(self.tell)
             self.run.begin(self.config, self.state.step, self.loader.tokenizer, self.tell, changes)
+        if newest is None:
+            self.checkpoints.begin_anew(self.tell)
 
     def load(self, newest: Path) -> list[Change]:
         """Puts everything where the checkpoint `newest` has it, except what a changed config now says, and returns
@@ -227,22 +233,31 @@ class Trainer:
         if self.checkpoints.has(self.state.step):
             return True
         with self.speed.paused():
-            extra = {
-                "train_state": dataclasses.asdict(self.state),
-                "data": self.loader.state_dict(),
-                "config": config_to_dict(self.config),
-                "tokenizer_sha256": self.loader.tokenizer.sha256,
-                "git_revision": git_revision(),
-                "parameter_rules": rule_record(self.groups),
-                "spikes": self.spikes.state_dict(),
-                "evaluation": self.metrics if self.metrics.get("step") == self.state.step else None,
-            }
             if not wait:
-                self.checkpoints.begin_save(self.state.step, self.engine, extra, self.tell)
+                self.checkpoints.begin_save(self.state.step, self.engine, self.extra(), self.tell)
                 return True
-            path = self.checkpoints.save(self.state.step, self.engine, extra, self.tell)
+            path = self.checkpoints.save(self.state.step, self.engine, self.extra(), self.tell)
         self.unsaved_step = self.state.step if path is None else -1
         return path is not None
+
+    def copy(self) -> None:
+        """Begins a copy of the current step that stays with the nodes, unless a checkpoint comes at once."""
+        if not self.stop_agreed and self.state.step < self.config.last_step:
+            with self.speed.paused():
+                self.checkpoints.begin_copy(self.state.step, self.engine, self.extra(), self.tell)
+
+    def extra(self) -> dict[str, Any]:
+        """What a checkpoint of the current step holds besides what the engine has."""
+        return {
+            "train_state": dataclasses.asdict(self.state),
+            "data": self.loader.state_dict(),
+            "config": config_to_dict(self.config),
+            "tokenizer_sha256": self.loader.tokenizer.sha256,
+            "git_revision": git_revision(),
+            "parameter_rules": rule_record(self.groups),
+            "spikes": self.spikes.state_dict(),
+            "evaluation": self.metrics if self.metrics.get("step") == self.state.step else None,
+        }
 
     def is_time(self, every: int) -> bool:
         """Whether what happens every so many steps (0 = never) happens after the current one."""
