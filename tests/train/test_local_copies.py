@@ -15,6 +15,7 @@ from matmix.train.checkpoint import CheckpointManager
 from matmix.train.checkpoint_files import read_manifest
 from matmix.train.checkpoint_listing import list_checkpoints
 from matmix.train.outcome import newest_saved
+from matmix.train.spikes import SpikeGuard
 
 STEPS = 8  # of the recipe
 
@@ -37,6 +38,7 @@ def at_once(monkeypatch):
     begin = CheckpointManager.begin_copy
 
     def begin_and_wait(self, *arguments):
+        self.wait(arguments[-1])
         begin(self, *arguments)
         self.wait(arguments[-1])
 
@@ -84,7 +86,7 @@ def test_a_kill_costs_the_steps_since_the_copy(start, straight, at_once, tmp_pat
     start(kill=7)
     assert [path.name for path in kept(tmp_path)] == ["step-00000006"]
     assert newest_saved(tmp_path / "run") == 4
-    assert [facts.step for facts in list_checkpoints(tmp_path / "run").checkpoints] == [4]
+    assert [facts.step for facts in list_checkpoints(tmp_path / "run" / "checkpoints").checkpoints] == [4]
     told = start()
     assert "going on from the node-local copy of step 6: the newest checkpoint is step-00000004" in told
     assert start.result.steps_done == STEPS - 6
@@ -167,16 +169,24 @@ def test_a_start_without_copies_removes_them(start, at_once, tmp_path):
     assert not (tmp_path / "run" / local_copies.RECORD).exists()
 
 
-def test_going_back_forgets_copies(start, at_once, tmp_path):
+def test_going_back_forgets_copies(start, at_once, monkeypatch, tmp_path):
     """Those of the steps before a rewind are of a course that the run has left."""
-    start(kill=7)
+    sees_spike = SpikeGuard.sees_spike
+
+    def sees(self, trainer):
+        return sees_spike(self, trainer) or (trainer.state.step == 7 and not trainer.state.rewinds)
+
+    monkeypatch.setattr(SpikeGuard, "sees_spike", sees)
+    start(kill=6)
     record = tmp_path / "run" / local_copies.RECORD
     before = json.loads(record.read_text())
-    told = start("--faults.spike-factor", "1.0001", "--faults.spike-window", "1", "--optimizer.lr", "0.3", kill=8)
-    assert "(rewind 1 of 3)" in told
+    told = start("--faults.spike-factor", "100", "--faults.spike-window", "1", kill=8)
+    assert "going on from the node-local copy of step 5" in told
+    assert "back to step-00000004" in told
     after = json.loads(record.read_text())
     assert after["name"] != before["name"]
-    assert after["origin"] is None
+    assert (before["origin"], after["origin"]) == (None, None)
+    assert [path.name for path in kept(tmp_path)] == ["step-00000007"]
     assert all(read_manifest(path)["extra"][local_copies.START] == after["name"] for path in kept(tmp_path))
 
 
