@@ -251,11 +251,12 @@ class CheckpointManager:
 
     # -- loading -----------------------------------------------------------------------------------------
 
-    def newest(self, tell: Tell = tell_on_rank_zero) -> Path | None:
-        """What to go on from after a start: `latest_valid`, or a copy that the nodes hold of a later step."""
+    def newest(self, engine: Engine, tell: Tell = tell_on_rank_zero) -> Path | None:
+        """What to go on from after a start: `latest_valid`, or a copy that the nodes hold of a later step; each node
+        then has what its ranks need of it to load it into `engine`."""
         saved = self.latest_valid(tell)
         step = -1 if saved is None else int(saved.name.removeprefix("step-"))
-        copy = None if self.copies is None else self.copies.newest(step, tell)
+        copy = None if self.copies is None else self.copies.newest(step, engine, tell)
         if copy is None:
             return saved
         self._verified.add(copy)

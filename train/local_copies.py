@@ -19,6 +19,7 @@ import shutil
 import socket
 import tempfile
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from matmix.data.private import is_own, private_folder
 from matmix.train.checkpoint_files import MANIFEST, list_files, matches, read_manifest, together
 from matmix.train.checkpoint_save import Contents, Tell, write_checkpoint
 from matmix.train.distributed import from_rank_zero, gather_objects, rank_and_world_size
+from matmix.train.engine.base import Engine
 from matmix.train.exchange import Transfer, exchange
 from matmix.train.files import write_whole
 from matmix.train.places import Place
@@ -76,9 +78,9 @@ class LocalCopies:
 
     # -- after a start -----------------------------------------------------------------------------------
 
-    def newest(self, after: int, tell: Tell) -> Path | None:
-        """The newest copy of a step after `after` that the nodes hold whole between them, brought to every node; None
-        if there is none. One that is not whole costs a line of warning."""
+    def newest(self, after: int, engine: Engine, tell: Tell) -> Path | None:
+        """The newest copy of a step after `after` that the nodes hold whole between them; each node now has what its
+        ranks need to load it. None if there is none; one that is not whole costs a line of warning."""
         if self.off or not self._open(tell):
             return None
         kept = from_rank_zero(self._read_record() if rank_and_world_size()[0] == 0 else [])
@@ -86,7 +88,7 @@ class LocalCopies:
         everywhere = gather_objects({step: said for step, (said, _) in found.items()})
         for step in sorted({step for part in everywhere for step in part}, reverse=True):
             _, raw = found.get(step, ("", b""))
-            problem = self._bring(step, [part.get(step) for part in everywhere], raw)
+            problem = self._bring(step, [part.get(step) for part in everywhere], raw, engine)
             if problem is None:
                 return self.path(step)
             tell(f"warning: the node-local copy of step {step} is not used: {problem}")
@@ -116,23 +118,47 @@ class LocalCopies:
                 found[step] = hashlib.sha256(said.encode()).hexdigest(), raw
         return found
 
-    def _bring(self, step: int, said: list[str | None], raw: bytes) -> str | None:
-        """What is wrong with the copy of a step; None: every node has all of it now. said: the hash that each rank
-        found; raw: the manifest that this one did."""
+    def _bring(self, step: int, said: list[str | None], raw: bytes, engine: Engine) -> str | None:
+        """What is wrong with the copy of a step; None: every node has all that it needs of it now. said: the hash that
+        each rank found; raw: the manifest that this one did."""
         if len(set(filter(None, said))) > 1:
             return "the nodes hold different ones"
         path, holder = self.path(step), next(rank for rank, value in enumerate(said) if value)
         raw = gather_objects(raw if rank_and_world_size()[0] == holder else b"")[holder]
-        files = parse_json(raw, path)["files"]
+        manifest = parse_json(raw, path)
+        files, layout = manifest["files"], manifest["layout"]
         held = self._whole(path, files, list(files))
         lost = [name for name in files if not any(name in names for names in held)]
         if lost:
             return f"{len(lost)} of its {len(files)} files are damaged or with no node that is here, such as {lost[0]}"
+        fits = layout["engine"] == engine.kind and layout["shapes"] == engine.shapes()
+        shards = set(engine.shards(files)) if fits else set()
+        if complaint := self._fetch(path, files, held, [files.keys() - shards] * len(held)):
+            return complaint
+        if shards:
+            wanted: list[set[str]] = [set() for _ in held]
+            for number, part in gather_objects((self._number, engine.shards_to_load(path, layout))):
+                wanted[number] |= part
+            if complaint := self._fetch(path, files, held, wanted):
+                return complaint
+
+        def finish() -> None:
+            if self._place.leads and not (path / MANIFEST).is_file():
+                write_whole(path / MANIFEST, raw)
+
+        return together(finish)
+
+    def _fetch(
+        self, path: Path, files: dict[str, Any], held: list[set[str]], wanted: list[Collection[str]]
+    ) -> str | None:
+        """Brings files to the nodes that want them and hold them not; a complaint, or None. held, wanted: by node."""
         transfers = []
-        for number, name in enumerate(files):
-            holders = [leader for leader, names in zip(self._leaders, held, strict=True) if name in names]
-            source = holders[number % len(holders)]
-            transfers += [Transfer(name, files[name][0], source, to) for to in self._leaders if to not in holders]
+        for count, name in enumerate(files):
+            holders = [number for number, names in enumerate(held) if name in names]
+            source = self._leaders[holders[count % len(holders)]]
+            for number, leader in enumerate(self._leaders):
+                if name in wanted[number] and number not in holders:
+                    transfers.append(Transfer(name, files[name][0], source, leader))
         missing = [transfer.name for transfer in transfers if transfer.target == self._leaders[self._number]]
 
         def prepare() -> None:
@@ -144,16 +170,14 @@ class LocalCopies:
             if self._place.leads:
                 exchange(path, transfers)
 
-        def finish() -> None:
+        def compare() -> None:
             if damaged := [name for name in missing if name not in arrived]:
                 raise OSError(f"{damaged[0]} arrived damaged")
-            if self._place.leads and not (path / MANIFEST).is_file():
-                write_whole(path / MANIFEST, raw)
 
         if complaint := together(prepare) or together(receive):
             return complaint
         arrived = self._whole(path, files, missing)[self._number]
-        return together(finish)
+        return together(compare)
 
     def _whole(self, path: Path, files: dict[str, Any], names: list[str]) -> list[set[str]]:
         """By node, in the order of `_leaders`: which of these files it holds with the right checksum. Its ranks share

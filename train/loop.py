@@ -185,7 +185,7 @@ class Trainer:
         """
         take_together(self.lock, self.tell)
         changes: list[Change] = []
-        newest = self.checkpoints.newest(self.tell)
+        newest = self.checkpoints.newest(self.engine, self.tell)
         if newest is not None:
             changes = self.load(newest)
             if (left := self.config.last_step - self.state.step) > 0:

@@ -32,8 +32,11 @@ class Start:
     overrides: tuple[str, ...] = ()
 
 
-def train_on_nodes(folder: str, ranks_per_node: int, common: list[str], starts: list[Start]) -> list[list[str]]:
-    """What each start said, on rank 0; the same processes do all of them."""
+def train_on_nodes(
+    folder: str, ranks_per_node: int, common: list[str], starts: list[Start]
+) -> list[tuple[list[str], set[str]]]:
+    """What each start said, on rank 0, and the names of the files that the node then holds; the same processes do all
+    of them."""
     rank = int(os.environ["RANK"])
     node = rank // ranks_per_node
     places = {"GROUP_RANK": node, "LOCAL_RANK": rank % ranks_per_node, "LOCAL_WORLD_SIZE": ranks_per_node}
@@ -43,6 +46,7 @@ def train_on_nodes(folder: str, ranks_per_node: int, common: list[str], starts: 
     local_copies._memory_folder = lambda: home
     begin_copy, on_step, tell = CheckpointManager.begin_copy, NanGuard.on_step, loop.Trainer.tell
     said: list[list[str]] = []
+    held: list[set[str]] = []
 
     def begin_and_wait(self, *arguments):
         self.wait(arguments[-1])  # so that no copy is left out
@@ -75,7 +79,9 @@ def train_on_nodes(folder: str, ranks_per_node: int, common: list[str], starts: 
         except Killed:
             pass
         barrier()
-    return said
+        held.append({path.name for path in home.rglob("*") if path.is_file()})
+        barrier()
+    return list(zip(said, held, strict=True))
 
 
 def flip_a_bit(path: Path) -> None:
