@@ -289,5 +289,5 @@ def assert_same(run: Run, reference: Run) -> None:
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(weights[name], tensor), name
-    assert run.checkpoints() == reference.checkpoints()
+    assert run.checkpoints() == reference.checkpoints(), run.checkpoints()
     assert not (leftovers := [p.name for p in run.path.rglob("*.tmp*")]), leftovers
