@@ -214,6 +214,11 @@ class CheckpointManager:
         tell(f"warning: no checkpoint at step {step}: {complaint}; training goes on, {last}")
         return False
 
+    def clear_up(self, step: int, tell: Tell = tell_on_rank_zero) -> None:
+        """Removes what need not be kept besides the checkpoint of `step`: who saved it may have been killed before."""
+        if self._place().leads:
+            self._prune(step, tell)
+
     def _place(self) -> Place:
         return Place.shared()
 

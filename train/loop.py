@@ -231,6 +231,8 @@ class Trainer:
         if self.state.step == self.unsaved_step:
             return False
         if self.checkpoints.has(self.state.step):
+            if wait:
+                self.checkpoints.clear_up(self.state.step, self.tell)
             return True
         with self.speed.paused():
             if not wait:

@@ -164,3 +164,15 @@ def test_kills_at_random_times(make_run, two_ranks):
 @pytest.mark.timeout(3600)
 def test_fifty_kills_at_random_times(make_run, two_ranks):
     _kill_until_finished(make_run, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=50)
+
+
+def test_a_kill_before_the_last_checkpoints_were_cleared(make_run, two_ranks):
+    """What the end of the run would have removed the next start removes."""
+    run = make_run(ranks=2)
+    run.finish("--stop-step", "25")
+    attempt = run.start(faults=_pause("prune", 30))
+    attempt.wait_for_mark("prune")
+    attempt.kill()
+    assert len(run.checkpoints()) == 3
+    run.finish()
+    assert_same(run, two_ranks)
