@@ -1,20 +1,23 @@
 """Copies of the state that stay with the node: what a run goes on from after a kill, and what it never goes on from."""
 
 import errno
+import functools
 import json
 import os
 import shutil
 import threading
 
 import pytest
+from object_store import running_store
 from runs import losses, records, run_recipe, weights
 
-from matmix.train import checkpoint_save, local_copies
+from matmix.train import checkpoint_save, lease, local_copies
 from matmix.train.callbacks.nan_guard import NanGuard
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.checkpoint_files import read_manifest
 from matmix.train.checkpoint_listing import list_checkpoints
 from matmix.train.outcome import newest_saved
+from matmix.train.places import mirror_folder
 from matmix.train.spikes import SpikeGuard
 
 STEPS = 8  # of the recipe
@@ -45,30 +48,31 @@ def at_once(monkeypatch):
     monkeypatch.setattr(CheckpointManager, "begin_copy", begin_and_wait)
 
 
+def starting(dataset, run, copies, monkeypatch, capsys, *overrides, kill=None):
+    """One start of the run, killed after the step `kill`; what it said."""
+    on_step = NanGuard.on_step
+
+    def extended(self, trainer):
+        on_step(self, trainer)
+        if trainer.state.step == kill:
+            raise Killed
+
+    options = ("--checkpoint.every", "4", "--checkpoint.local-every", "1", "--logging.every", "1")
+    options += ("--checkpoint.local-dir", str(copies), *overrides)
+    with monkeypatch.context() as patch:
+        patch.setattr(NanGuard, "on_step", extended)
+        if kill is None:
+            run_recipe("debug_mru", dataset, run, *options)
+        else:
+            with pytest.raises(Killed):
+                run_recipe("debug_mru", dataset, run, *options)
+    return " ".join(capsys.readouterr().err.split())
+
+
 @pytest.fixture
 def start(dataset, tmp_path, monkeypatch, capsys):
-    """`start(*overrides, kill=None)`: one start of the run, killed after that step; what it said."""
-
-    def go(*overrides, kill=None, copies=tmp_path / "node"):
-        on_step = NanGuard.on_step
-
-        def extended(self, trainer):
-            on_step(self, trainer)
-            if trainer.state.step == kill:
-                raise Killed
-
-        options = ("--checkpoint.every", "4", "--checkpoint.local-every", "1", "--logging.every", "1")
-        options += ("--checkpoint.local-dir", str(copies), *overrides)
-        with monkeypatch.context() as patch:
-            patch.setattr(NanGuard, "on_step", extended)
-            try:
-                go.result = run_recipe("debug_mru", dataset, tmp_path / "run", *options)
-                assert kill is None
-            except Killed:
-                pass
-        return " ".join(capsys.readouterr().err.split())
-
-    return go
+    """`start(*overrides, kill=None)`, as above, of the run that the test is about."""
+    return functools.partial(starting, dataset, tmp_path / "run", tmp_path / "node", monkeypatch, capsys)
 
 
 def kept(tmp_path):
@@ -89,7 +93,7 @@ def test_a_kill_costs_the_steps_since_the_copy(start, straight, at_once, tmp_pat
     assert [facts.step for facts in list_checkpoints(tmp_path / "run" / "checkpoints").checkpoints] == [4]
     told = start()
     assert "going on from the node-local copy of step 6: the newest checkpoint is step-00000004" in told
-    assert start.result.steps_done == STEPS - 6
+    assert "resumed from step-00000006: 2 steps to go" in told
     assert_same(tmp_path / "run", straight)
     assert kept(tmp_path) == []
     assert not (tmp_path / "run" / local_copies.RECORD).exists()
@@ -255,3 +259,28 @@ def test_one_save_at_a_time(start, straight, monkeypatch, tmp_path):
     assert writing[:2] == [(1, True), (4, False)]
     assert "warning" not in told
     assert_same(tmp_path / "run", straight)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_run_at_a_url(elsewhere, dataset, tmp_path, straight, monkeypatch, capsys):
+    """A copy is used where the records of the steps since the last checkpoint are, which no store has yet."""
+    monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+    with running_store(monkeypatch) as store:
+        url = f"{store.url}/runs/a"
+        start = functools.partial(starting, dataset, url, tmp_path / "node", monkeypatch, capsys)
+        begin = CheckpointManager.begin_copy
+
+        def begin_and_wait(self, *arguments):
+            self.wait(arguments[-1])
+            begin(self, *arguments)
+
+        monkeypatch.setattr(CheckpointManager, "begin_copy", begin_and_wait)
+        start(kill=7)
+        if elsewhere:
+            shutil.rmtree(tmp_path / "scratch")
+        told = start()
+        assert ("resumed from step-00000004" in told) == elsewhere
+        assert ("going on from the node-local copy of step 6" in told) != elsewhere
+        assert not [name for name in store.names("runs/a/") if local_copies.RECORD in name]
+        assert_same(mirror_folder(url), straight)
