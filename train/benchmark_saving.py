@@ -34,6 +34,7 @@ from matmix.train.config import ObjectiveConfig, OptimizerConfig
 from matmix.train.console import guarded
 from matmix.train.distributed import Distributed, barrier, from_rank_zero
 from matmix.train.engine import Engine, EngineConfig, build_engine
+from matmix.train.local_copies import RECORD, LocalCopies
 from matmix.train.objectives import compute_loss
 from matmix.train.optimizer import make_optimizer
 
@@ -98,6 +99,22 @@ def measure_saves(engine: Engine, manager: CheckpointManager, repeats: int) -> d
     }
 
 
+def measure_copies(engine: Engine, folder: Path, repeats: int) -> dict[str, float]:
+    """Medians in seconds of a copy in the node's memory: until training goes on, and until the copy is complete."""
+    copies = LocalCopies(str(folder), folder / RECORD, every=1)
+    manager = CheckpointManager(folder, copies=copies)
+    manager.begin_anew()
+    stalls, background = [], []
+    for step in range(1, repeats + 2):
+        train_step(engine)
+        stalls.append(timed(manager.begin_copy, step, engine, {}))
+        background.append(stalls[-1] + timed(manager.wait))
+    if copies.off:
+        raise ValueError("copies could not be made")
+    manager.end_copies()
+    return {"copy_stall": statistics.median(stalls[1:]), "copy": statistics.median(background[1:])}
+
+
 def measure_resume(engine: Engine, manager: CheckpointManager, repeats: int) -> dict[str, float]:
     """Medians in seconds of checking the newest checkpoint, and of loading it."""
     newest = manager.path(manager.steps()[-1])
@@ -117,6 +134,7 @@ def measure(config: EngineConfig, distributed: Distributed, parameters: int, fol
     manager = CheckpointManager(folder / f"{parameters}", keep_last=1)
     count = sum(torch.Size(shape).numel() for shape in engine.shapes().values())
     seconds = measure_saves(engine, manager, repeats)
+    seconds |= measure_copies(engine, manager.directory, repeats)
     size = sum(path.stat().st_size for path in manager.directory.rglob("*") if path.is_file())
     del engine  # the next one has room, and no moments yet
     seconds |= measure_resume(build(config, distributed, model), manager, repeats)
@@ -137,10 +155,13 @@ def drop_from_cache(directory: Path) -> None:
 def table(rows: list[dict]) -> str:
     """Rows of `measure`, as text."""
     heads = ("parameters", "size", "stall", "first stall", "in background", "blocking", "stall/blocking")
-    lines = ["  ".join(f"{head:>14}" for head in (*heads, "verify", "load"))]
+    lines = ["  ".join(f"{head:>14}" for head in (*heads, "verify", "load", "copy's stall", "copy"))]
     for row in rows:
         times = [f"{row[name]:.3f} s" for name in ("stall", "first_stall", "background", "blocking")]
-        share, reading = f"{row['stall'] / row['blocking']:.1%}", [f"{row[name]:.3f} s" for name in ("verify", "load")]
+        share, reading = (
+            f"{row['stall'] / row['blocking']:.1%}",
+            [f"{row[name]:.3f} s" for name in ("verify", "load", "copy_stall", "copy")],
+        )
         cells = [f"{row['parameters'] / 1e6:.1f} M", f"{row['bytes'] / 1e9:.2f} GB", *times, share, *reading]
         lines.append("  ".join(f"{cell:>14}" for cell in cells))
     return "\n".join(lines)

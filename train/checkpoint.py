@@ -27,6 +27,7 @@ from matmix.train.distributed import from_rank_zero, gather_objects, make_side_g
 from matmix.train.engine.base import Engine
 from matmix.train.failures import is_out_of_memory
 from matmix.train.files import write_whole
+from matmix.train.local_copies import LocalCopies
 from matmix.train.places import Place
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -50,12 +51,14 @@ class CheckpointManager:
         keep_every: int = 0,
         record: Path | None = None,
         start_over: bool = False,
+        copies: LocalCopies | None = None,
     ) -> None:
         """keep_last: newest checkpoints that stay; keep_every: multiples of so many steps stay for ever; record: a file
-        outside of `directory` that says that there were checkpoints, should they vanish; start_over: they may have."""
+        outside of `directory` that says that there were checkpoints, should they vanish; start_over: they may have;
+        copies: those of the same run that lie with the nodes."""
         self.directory = Path(directory)
         self.keep_last, self.keep_every = keep_last, keep_every
-        self.record, self.start_over = record, start_over
+        self.record, self.start_over, self.copies = record, start_over, copies
         self._damaged: set[Path] = set()
         self._verified: set[Path] = set()
         self._running: BackgroundSave | None = None
@@ -100,10 +103,11 @@ class CheckpointManager:
         There is never more than one: waits first for a save that is running. Where a rank has no memory for its copy,
         saves as `save` does.
         """
-        if self._running is not None and self._running.is_running() and not self._said_slow:
+        running = self._running
+        if running is not None and running.is_running() and not running.local and not self._said_slow:
             self._said_slow = True
             tell(
-                f"warning: at step {step} the checkpoint of step {self._running.step} is still being written, and "
+                f"warning: at step {step} the checkpoint of step {running.step} is still being written, and "
                 f"training waits for it: raise checkpoint.every, or use faster storage (said once)"
             )
         self.wait(tell)
@@ -115,10 +119,40 @@ class CheckpointManager:
             )
             self.save(step, engine, extra, tell)
             return
+        self._running = BackgroundSave(step, functools.partial(self._complete, contents, self._side()), engine.device)
+
+    def begin_copy(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> None:
+        """As `begin_save`, for a copy that lies with the nodes and is no checkpoint; none is made where a save is still
+        running on any rank. What keeps copies from being made costs one line of warning."""
+        copies = self.copies
+        if copies is None or copies.off:
+            return
+        if any(gather_objects(self._running is not None and self._running.is_running())):
+            return
+        self.wait(tell)
+        if copies.off:
+            return
+        contents = self._copied(step, engine, copies.labelled(extra))
+        if contents is None:
+            copies.give_up("there is no host memory for a copy of the state", tell)
+        elif copies.has_room(engine.host.size, tell):
+            work = functools.partial(copies.complete, contents, self._side())
+            self._running = BackgroundSave(step, work, engine.device, local=True)
+
+    def begin_anew(self, tell: Tell = tell_on_rank_zero) -> None:
+        """For a run that begins at step 0: no copy that lies with the nodes is of it."""
+        if self.copies is not None:
+            self.copies.follow(None, tell)
+
+    def end_copies(self) -> None:
+        """Removes the copies that lie with the nodes: all that was done is saved."""
+        if self.copies is not None:
+            self.copies.end()
+
+    def _side(self) -> dist.ProcessGroup | None:
         if self._group is None:
             self._group = make_side_group()
-        work = functools.partial(self._complete, contents, self._group)
-        self._running = BackgroundSave(step, work, engine.device)
+        return self._group
 
     @staticmethod
     def _copied(step: int, engine: Engine, extra: dict[str, Any]) -> Contents | None:
@@ -145,15 +179,21 @@ class CheckpointManager:
         Raises what is no failure of the storage, but a mistake of ours or the end of another rank.
         """
         running, self._running = self._running, None
-        return None if running is None or running.join(tell) else running.step
+        if running is None or running.join(tell):
+            return None
+        if running.local:
+            self.copies.off = True
+            return None
+        return running.step
 
     def close(self, tell: Tell = tell_on_rank_zero) -> None:
         """Waits for a save in the background and raises nothing: for the end of a run, also after an error."""
-        step = None if self._running is None else self._running.step
+        running = self._running
         try:
             self.wait(tell)
         except Exception as error:
-            tell(f"warning: no checkpoint at step {step}: {error}")
+            what = "node-local copy" if running.local else "checkpoint"
+            tell(f"warning: no {what} at step {running.step}: {error}")
 
     def _complete(self, contents: Contents, group: dist.ProcessGroup | None, tell: Tell) -> bool:
         """Writes, then clears up; in the background, too. Whether there is a checkpoint now."""
@@ -173,6 +213,11 @@ class CheckpointManager:
         last = f"the last valid one is {self.path(whole[-1]).name}" if whole else "there is none so far"
         tell(f"warning: no checkpoint at step {step}: {complaint}; training goes on, {last}")
         return False
+
+    def clear_up(self, step: int, tell: Tell = tell_on_rank_zero) -> None:
+        """Removes what need not be kept besides the checkpoint of `step`: who saved it may have been killed before."""
+        if self._place().leads:
+            self._prune(step, tell)
 
     def _place(self) -> Place:
         return Place.shared()
@@ -210,6 +255,19 @@ class CheckpointManager:
         shutil.rmtree(aside)
 
     # -- loading -----------------------------------------------------------------------------------------
+
+    def newest(self, engine: Engine, tell: Tell = tell_on_rank_zero) -> Path | None:
+        """What to go on from after a start: `latest_valid`, or a copy that the nodes hold of a later step; each node
+        then has what its ranks need of it to load it into `engine`."""
+        saved = self.latest_valid(tell)
+        step = -1 if saved is None else int(saved.name.removeprefix("step-"))
+        copy = None if self.copies is None else self.copies.newest(step, engine, tell)
+        if copy is None:
+            return saved
+        self._verified.add(copy)
+        there = "there is no checkpoint yet" if saved is None else f"the newest checkpoint is {saved.name}"
+        tell(f"going on from the node-local copy of step {int(copy.name.removeprefix('step-'))}: {there}")
+        return copy
 
     def latest_valid(self, tell: Tell = tell_on_rank_zero) -> Path | None:
         """The newest whole checkpoint, or None if there is none at all; damaged ones are named and skipped.
@@ -272,6 +330,8 @@ class CheckpointManager:
         else:
             engine.load(path, layout)
         _restore_generators(generators)
+        if self.copies is not None:
+            self.copies.follow(path, tell_on_rank_zero)
         return manifest["extra"]
 
 

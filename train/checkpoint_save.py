@@ -125,9 +125,10 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 class BackgroundSave:
     """A save in a thread of its own. What it has to say is kept until somebody listens."""
 
-    def __init__(self, step: int, work: Callable[[Tell], bool], device: torch.device) -> None:
-        """work: does the save, is given what to tell with, and returns whether there is a checkpoint now."""
-        self.step = step
+    def __init__(self, step: int, work: Callable[[Tell], bool], device: torch.device, *, local: bool = False) -> None:
+        """work: does the save, is given what to tell with, and returns whether there is a checkpoint now; local: it is
+        only a copy with the nodes."""
+        self.step, self.local = step, local
         self._work, self._device = work, device
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._saved = False

@@ -178,6 +178,14 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Training goes on once a checkpoint is copied to host memory, and a thread writes it; the last one is
     waited for. False saves the memory of that copy."""
+    local_every: int = 0
+    """Steps between copies of the state that stay with the nodes; after a kill the run goes on from one that is newer
+    than the last checkpoint; 0 = none."""
+    local_dir: str = ""
+    """A node's folder for them; empty = in its memory (/dev/shm). Twice what the node's ranks hold must fit in, with
+    local_peers four times."""
+    local_peers: bool = True
+    """Each node also holds what the one before it wrote, so that a node that is lost loses nothing."""
     start_over: bool = False
     """Begin again at step 0 where the run's checkpoints are gone; what was recorded is moved aside. Holds for one
     start."""
@@ -186,6 +194,7 @@ class CheckpointConfig:
         _require(self.every >= 0, f"checkpoint.every must be >= 0, got {self.every}")
         _require(self.keep_last >= 1, f"checkpoint.keep_last must be >= 1, got {self.keep_last}")
         _require(self.keep_every >= 0, f"checkpoint.keep_every must be >= 0, got {self.keep_every}")
+        _require(self.local_every >= 0, f"checkpoint.local_every must be >= 0, got {self.local_every}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -193,7 +193,11 @@ class Trainer:
                     self.evaluate()
                 if self.is_time(config.checkpoint.every):
                     self.save()
+                elif self.is_time(config.checkpoint.local_every):
+                    self.copy()
             saved = self.state.step == 0 or self.save(wait=True)
+            if saved:
+                self.checkpoints.end_copies()
             finished = self.state.step == config.steps and (not saved or self.is_summarised() or self.finish())
         finally:
             try:
@@ -244,7 +248,7 @@ class Trainer:
         """
         take_together(self.lock, self.tell)
         changes: list[Change] = []
-        newest = self.checkpoints.latest_valid(self.tell)
+        newest = self.checkpoints.newest(self.engine, self.tell)
         if newest is None:
             self.goodput.begin(first_start(self.run.path, write=False))
         else:
@@ -259,6 +263,8 @@ class Trainer:
                 self.run.set_aside_records(self.tell)
             self.run.begin(self.config, self.state.step, self.loader.tokenizer, self.tell, changes)
             first_start(self.run.path, write=True)
+        if newest is None:
+            self.checkpoints.begin_anew(self.tell)
 
     def load(self, newest: Path, *, lost_to: str = "restarts") -> list[Change]:
         """Puts everything where the checkpoint `newest` has it, except what a changed config now says, and returns
@@ -293,29 +299,44 @@ class Trainer:
         if self.state.step == self.unsaved_step:
             return False
         if self.checkpoints.has(self.state.step):
+            if wait:
+                self.checkpoints.clear_up(self.state.step, self.tell)
             return True
         if self.config.faults.replica_check_every and (difference := self.compare_replicas()) is not None:
             raise ReplicaError(f"step {self.state.step} is not saved: {difference}")
         with self.speed.paused():
-            extra = {
-                "train_state": dataclasses.asdict(self.state),
-                "data": self.loader.state_dict(),
-                "config": config_to_dict(self.config),
-                "tokenizer_sha256": self.loader.tokenizer.sha256,
-                "git_revision": git_revision(),
-                "parameter_rules": rule_record(self.groups),
-                "spikes": self.spikes.state_dict(),
-                "evaluation": self.metrics if self.metrics.get("step") == self.state.step else None,
-                "goodput": self.goodput.state_dict(),
-            }
             if not wait:
-                self.checkpoints.begin_save(self.state.step, self.engine, extra, self.tell)
+                self.checkpoints.begin_save(self.state.step, self.engine, self.extra(), self.tell)
                 self.goodput.spend("saves")
                 return True
-            path = self.checkpoints.save(self.state.step, self.engine, extra, self.tell)
+            path = self.checkpoints.save(self.state.step, self.engine, self.extra(), self.tell)
         self.goodput.spend("saves")
         self.unsaved_step = self.state.step if path is None else -1
         return path is not None
+
+    def copy(self) -> None:
+        """Begins a copy of the current step that stays with the nodes, unless a checkpoint comes at once."""
+        if self.stop_agreed or self.state.step >= self.config.last_step:
+            return
+        if self.config.faults.replica_check_every and self.compare_replicas() is not None:
+            return  # nobody shall go on from there; the next comparison of the loop says what differs
+        with self.speed.paused():
+            self.checkpoints.begin_copy(self.state.step, self.engine, self.extra(), self.tell)
+        self.goodput.spend("saves")
+
+    def extra(self) -> dict[str, Any]:
+        """What a checkpoint of the current step holds besides what the engine has."""
+        return {
+            "train_state": dataclasses.asdict(self.state),
+            "data": self.loader.state_dict(),
+            "config": config_to_dict(self.config),
+            "tokenizer_sha256": self.loader.tokenizer.sha256,
+            "git_revision": git_revision(),
+            "parameter_rules": rule_record(self.groups),
+            "spikes": self.spikes.state_dict(),
+            "evaluation": self.metrics if self.metrics.get("step") == self.state.step else None,
+            "goodput": self.goodput.state_dict(),
+        }
 
     def is_time(self, every: int) -> bool:
         """Whether what happens every so many steps (0 = never) happens after the current one."""

@@ -18,11 +18,12 @@ from matmix.data.remote import RemoteError, RemoteFolder
 from matmix.train import lease
 from matmix.train.checkpoint_files import MANIFEST, list_files, matches, read_manifest
 from matmix.train.heartbeat import beat
+from matmix.train.local_copies import RECORD
 
 CHECKPOINTS = "checkpoints"
 _STEP = re.compile(rf"{CHECKPOINTS}/step-(\d{{8,}})/(.+)")
-# Belongs to this node or to the store: locks, and files that are being written.
-_OWN = re.compile(rf"(.*/)?(\.[^/]*|lock\.json|{re.escape(lease.NAME)}|[^/]*\.(tmp|part))")
+# Belongs to this node or to the store: locks, what is said of copies here, and files that are being written.
+_OWN = re.compile(rf"(.*/)?(\.[^/]*|lock\.json|{re.escape(lease.NAME)}|{re.escape(RECORD)}|[^/]*\.(tmp|part))")
 # What launchers and ranks may leave before a run has begun.
 _BEFORE_THE_RUN = re.compile(r"(logs|launch)/.*")
 # What ranks on other nodes than the first write under names of their own.

@@ -16,10 +16,12 @@ from typing import Any
 from matmix.data.artifacts import read_json, read_json_lines
 from matmix.data.remote import is_url
 from matmix.data.tokenizer import Tokenizer
+from matmix.train import local_copies
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.config import CheckpointConfig, RunConfig
 from matmix.train.distributed import from_rank_zero, rank_and_world_size
 from matmix.train.files import set_aside, write_whole
+from matmix.train.local_copies import LocalCopies
 from matmix.train.lock import RunLock
 from matmix.train.places import mirror_folder
 from matmix.train.recipe import config_from_dict, config_to_dict, differences, read_toml, with_defaults, write_config
@@ -57,6 +59,9 @@ def _is_free(key: str) -> bool:
 
 class RunDirectory:
     """One run on disk."""
+
+    up_to_date = True
+    """Whether the records are here as the last start left them."""
 
     def __init__(self, path: str | Path) -> None:
         """path: a folder, or a URL, for which this node's folder stands (`matmix.train.remote` fills it)."""
@@ -156,7 +161,15 @@ class RunDirectory:
 
     def _checkpoint_options(self, config: CheckpointConfig) -> dict[str, Any]:
         options = {name: getattr(config, name) for name in ("keep_last", "keep_every", "start_over")}
-        return {**options, "record": self.path / SAVED}
+        copies = LocalCopies(
+            self.url or str(self.path.resolve()),
+            self.path / local_copies.RECORD,
+            every=config.local_every,
+            directory=config.local_dir,
+            peers=config.local_peers,
+            up_to_date=self.up_to_date,
+        )
+        return {**options, "record": self.path / SAVED, "copies": copies}
 
     def lock(self) -> RunLock:
         """Who holds it may write here."""

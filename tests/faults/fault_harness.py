@@ -182,9 +182,16 @@ class Run:
     """One run directory and the command that starts it."""
 
     def __init__(
-        self, zygote: Zygote, folder: Path, dataset: str, *overrides: str, ranks: int = 1, recipe: str = "debug_mru"
+        self,
+        zygote: Zygote,
+        folder: Path,
+        dataset: str,
+        *overrides: str,
+        ranks: int = 1,
+        nodes: int = 1,
+        recipe: str = "debug_mru",
     ) -> None:
-        self.zygote, self.folder, self.ranks, self.recipe = zygote, folder, ranks, recipe
+        self.zygote, self.folder, self.ranks, self.nodes, self.recipe = zygote, folder, ranks, nodes, recipe
         self.path = folder / "run"
         self.overrides = ["--data.path", dataset, "--run-dir", str(self.path), "--device", "cpu", *overrides]
         self.attempts: list[Attempt] = []
@@ -215,8 +222,10 @@ class Run:
             attempt.outputs = [self.folder / f"attempt-{number}.log"]
             attempt.launcher = self._torchrun(arguments, common, attempt.outputs[0])
             return attempt
+        here = self.ranks // self.nodes
         for rank in range(self.ranks):
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
+            places = {"RANK": rank, "LOCAL_RANK": rank % here, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": here}
+            places["GROUP_RANK"] = rank // here
             attempt.outputs.append(self.folder / f"attempt-{number}-rank-{rank}.log")
             environment = {**common, **{name: str(value) for name, value in places.items()}}
             attempt.pids.append(self.zygote.start(arguments, environment, attempt.outputs[-1]))
@@ -287,5 +296,5 @@ def assert_same(run: Run, reference: Run) -> None:
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(weights[name], tensor), name
-    assert run.checkpoints() == reference.checkpoints()
+    assert run.checkpoints() == reference.checkpoints(), run.checkpoints()
     assert not (leftovers := [p.name for p in run.path.rglob("*.tmp*")]), leftovers

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _SAVE = re.compile(r"/checkpoints/[^/]*step-(\d+)(?:/(.*))?$")
+_COPY = re.compile(r"/matmix-\d+/[^/]+/[^/]+/[^/]*step-(\d+)(?:/(.*))?$")  # that stays with a node
 
 
 def mark(folder: str, name: str) -> None:
@@ -72,11 +73,11 @@ def before_step(step: int, action: Callable[[Any], None]) -> None:
 # -- saving --------------------------------------------------------------------------------------------------
 
 
-def phase_of(event: str, arguments: tuple[Any, ...]) -> tuple[str, int] | None:
+def phase_of(event: str, arguments: tuple[Any, ...], paths: re.Pattern = _SAVE) -> tuple[str, int] | None:
     """The phase of a save that a file operation belongs to, and the step that is saved (or, in "prune", removed)."""
     if not arguments or not isinstance(arguments[0], str | os.PathLike):
         return None
-    match = _SAVE.search(os.fspath(arguments[0]))
+    match = paths.search(os.fspath(arguments[0]))
     if match is None:
         return None
     step, name = int(match[1]), match[2] or ""
@@ -85,7 +86,7 @@ def phase_of(event: str, arguments: tuple[Any, ...]) -> tuple[str, int] | None:
         mode, flags = arguments[1], arguments[2]
         writes = bool(set(mode) & set("wax+")) if isinstance(mode, str) else bool(flags & (os.O_WRONLY | os.O_RDWR))
         if not unfinished:
-            return None
+            return ("sharing", step) if writes else None
         if name.endswith("checkpoint.json"):
             return ("manifest", step) if writes else None
         return ("writing" if writes else "checksums", step)
@@ -96,11 +97,11 @@ def phase_of(event: str, arguments: tuple[Any, ...]) -> tuple[str, int] | None:
     return None
 
 
-def pause_in_save(phase: str, step: int, markers: str, for_ever: bool = True) -> None:
+def pause_in_save(phase: str, step: int, markers: str, for_ever: bool = True, local: bool = False) -> None:
     """Stands still in a phase of the first save at or after `step`, once the marker <phase> is set: for ever, or until
-    the test sets the marker "go"."""
+    the test sets the marker "go". local: of a copy that stays with the node."""
     if phase == "staging":
-        _pause_in_staging(step, markers)
+        _pause_in_staging(step, markers, "copy" if local else "save")
         return
     reached = False
 
@@ -108,7 +109,7 @@ def pause_in_save(phase: str, step: int, markers: str, for_ever: bool = True) ->
         nonlocal reached
         if reached:
             return
-        found = phase_of(event, arguments)
+        found = phase_of(event, arguments, _COPY if local else _SAVE)
         if found is None or found[0] != phase or (phase != "prune" and found[1] < step):
             return
         reached = True
@@ -118,10 +119,10 @@ def pause_in_save(phase: str, step: int, markers: str, for_ever: bool = True) ->
     sys.addaudithook(hook)
 
 
-def _pause_in_staging(step: int, markers: str) -> None:
+def _pause_in_staging(step: int, markers: str, method: str) -> None:
     from matmix.train.loop import Trainer
 
-    save = Trainer.save
+    save = getattr(Trainer, method)
 
     def faulty(self: Any, *arguments: Any, **options: Any) -> Any:
         if self.state.step >= step:
@@ -135,7 +136,7 @@ def _pause_in_staging(step: int, markers: str) -> None:
             self.engine.named_tensors = paused
         return save(self, *arguments, **options)
 
-    Trainer.save = faulty
+    setattr(Trainer, method, faulty)
 
 
 def no_space(first: int, last: int) -> None:

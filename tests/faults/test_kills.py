@@ -1,6 +1,7 @@
 """SIGKILL of one rank, of all, of the launcher, at any time: the curve that follows is the one that would have been."""
 
 import random
+import shutil
 import time
 
 import pytest
@@ -96,7 +97,8 @@ def _kill_somewhere(run: Run, draw: random.Random) -> bool:
 
 
 def _kill_until_finished(make_run, reference: Run, seed: int, kills: int) -> None:
-    """Harms runs until `kills` have been counted; each of them ends as the reference did."""
+    """Harms runs until `kills` have been counted; each of them ends as the reference did. make_run: of two ranks; where
+    they are two nodes with copies of the state, a node sometimes loses its memory."""
     print(f"seed of the kills: {seed}")
     draw = random.Random(seed)
     while kills > 0:
@@ -105,8 +107,61 @@ def _kill_until_finished(make_run, reference: Run, seed: int, kills: int) -> Non
             if not _kill_somewhere(run, draw):
                 break
             kills -= 1
+            if memories := sorted(run.folder.glob(f"{MEMORY}/*/*/*")):
+                for lost in draw.sample(memories, k=draw.random() < 0.3):
+                    shutil.rmtree(lost)
         run.finish()
         assert_same(run, reference)
+
+
+MEMORY = "memory"
+
+
+@pytest.fixture
+def make_run_with_copies(make_run):
+    """`make_run`, of two nodes that keep copies of the state as often as they can."""
+
+    def make(**options) -> Run:
+        run = make_run("--checkpoint.local-every", "1", nodes=2, **options)
+        run.overrides += ["--checkpoint.local-dir", str(run.folder / MEMORY)]
+        return run
+
+    return make
+
+
+def test_kills_in_each_phase_of_a_local_copy(make_run_with_copies, two_ranks):
+    run = make_run_with_copies(ranks=2)
+    for phase, step, rank, alone in (
+        ("staging", 3, 1, False),
+        ("writing", 3, 1, True),
+        ("checksums", 6, 1, False),
+        ("manifest", 8, 0, True),
+        ("rename", 11, 1, False),
+        ("sharing", 13, 0, False),
+        ("sharing", 16, 1, True),
+        ("prune", 18, 0, False),
+    ):
+        attempt = run.start(faults=[{**_pause(phase, step, rank)[0], "local": True}])
+        attempt.wait_for_mark(phase, rank)
+        if alone:
+            attempt.kill(rank)
+            _assert_survivor_ended_well(attempt, 1 - rank)
+        attempt.kill()
+    run.finish()
+    assert_same(run, two_ranks)
+    used = ["going on from the node-local copy of step" in attempt.text(0) for attempt in run.attempts]
+    assert used.count(True) >= 4
+    assert not list((run.folder / MEMORY).glob("*/*/*"))
+
+
+def test_kills_at_random_times_with_local_copies(make_run_with_copies, two_ranks):
+    _kill_until_finished(make_run_with_copies, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_kills_at_random_times_with_local_copies(make_run_with_copies, two_ranks):
+    _kill_until_finished(make_run_with_copies, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=50)
 
 
 def test_kills_at_random_times(make_run, two_ranks):
@@ -117,3 +172,15 @@ def test_kills_at_random_times(make_run, two_ranks):
 @pytest.mark.timeout(3600)
 def test_a_hundred_kills_at_random_times(make_run, two_ranks):
     _kill_until_finished(make_run, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=100)
+
+
+def test_a_kill_before_the_last_checkpoints_were_cleared(make_run, two_ranks):
+    """What the end of the run would have removed the next start removes."""
+    run = make_run(ranks=2)
+    run.finish("--stop-step", "25")
+    attempt = run.start(faults=_pause("prune", 30))
+    attempt.wait_for_mark("prune")
+    attempt.kill()
+    assert len(run.checkpoints()) == 3
+    run.finish()
+    assert_same(run, two_ranks)

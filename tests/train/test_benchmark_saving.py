@@ -19,6 +19,7 @@ def test_table_and_record(tmp_path, capsys):
     for row in (small, large):
         assert row["bytes"] > 12 * row["parameters"]  # weights and two moments in float32
         assert 0 < row["stall"] <= row["background"]
+        assert 0 < row["copy_stall"] <= row["copy"]
         assert min(row["blocking"], row["verify"], row["load"]) > 0
     assert list(tmp_path.iterdir()) == [record]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,15 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
         """Reads what a snapshot wrote, for any number of ranks; layout: what `layout` returned at the save."""
+
+    def shards(self, files: Iterable[str]) -> list[str]:
+        """Those of a checkpoint's files of which a rank's `load` reads some only."""
+        return []
+
+    def shards_to_load(self, directory: Path, layout: dict[str, Any]) -> set[str]:
+        """Which of its `shards` this rank's `load` would read; the checkpoint is of this kind of engine and this model,
+        and all its other files are in `directory`."""
+        return set()
 
     @abc.abstractmethod
     def load_full(self, state: FullState) -> None:

@@ -8,7 +8,7 @@ and keyed by parameter names, so that any of these, with any number of ranks, re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import by_name, clip_limits, clip_to, gradients_by_clip_group, norms_of, total_norm
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, load_moments, load_weights
-from matmix.train.engine.sharded_files import ShardedFiles, write_sharded
+from matmix.train.engine.sharded_files import SHARD_SUFFIX, ShardedFiles, write_sharded
 from matmix.train.engine.snapshot import Snapshot
 
 SUBDIRECTORY = "sharded"
@@ -213,6 +213,19 @@ class FsdpEngine(Engine):
                 contents["state"].setdefault(number, {})[entry] = wanted[key]
         source.fill(wanted)
         self.optimizer.load_state_dict(contents)
+
+    def shards(self, files: Iterable[str]) -> list[str]:
+        return [name for name in files if name.startswith(f"{SUBDIRECTORY}/") and name.endswith(SHARD_SUFFIX)]
+
+    def shards_to_load(self, directory: Path, layout: dict[str, Any]) -> set[str]:
+        source = ShardedFiles(directory / SUBDIRECTORY, layout)
+        state, held = self._model_state(), source.moments()
+        for name, parameter in self.module.named_parameters():
+            for entry in held.get(name, ()):
+                key = f"{OPTIMIZER}{name}.{entry}"
+                # Moments lie as their parameter does.
+                state[key] = parameter.detach() if source.entries[key].shape else torch.zeros(())
+        return {f"{SUBDIRECTORY}/{name}" for name in source.files_of(state)}
 
     def load_full(self, state: FullState) -> None:
         load_weights(self.named_tensors(), state)

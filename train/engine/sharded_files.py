@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from matmix.train.distributed import is_distributed
 from matmix.train.engine.full_state import Entry, FullState
 from matmix.train.engine.sharded_index import read_index, write_index
+
+SHARD_SUFFIX = ".distcp"
 
 # It logs two lines for every tensor at the debug level, for whoever listens to the root logger.
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
@@ -93,6 +95,11 @@ class ShardedFiles(FullState):
     def fill(self, state: dict[str, torch.Tensor]) -> None:
         """Fills tensors or DTensors, given by key, in place, on all ranks together."""
         self._read(state, alone=not is_distributed())
+
+    def files_of(self, state: dict[str, torch.Tensor]) -> set[str]:
+        """Names of the files from which `fill` would read on this rank."""
+        plan = create_default_local_load_plan(state, self._index)
+        return {self._index.storage_data[item.storage_index].relative_path for item in plan.items}
 
     def _read(self, state: dict[str, torch.Tensor], *, alone: bool) -> None:
         reader = _Reader(self.directory, self._index)
