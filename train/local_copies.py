@@ -114,6 +114,7 @@ class LocalCopies:
                 continue
             start = manifest["extra"].get(START)
             if step > after and ((start, None) in kept or (start, step) in kept):
+                manifest["extra"].pop("goodput", None)  # each rank's own clock
                 said = json.dumps([manifest[name] for name in ("layout", "extra", "files")], sort_keys=True)
                 found[step] = hashlib.sha256(said.encode()).hexdigest(), raw
         return found

@@ -44,7 +44,7 @@ def wait_until(condition: Callable[[], Any], what: str, patience: float = PATIEN
 def free_port() -> int:
     """One below those that Linux gives to outgoing connections, so that it stays free until it is used again."""
     while True:
-        port = random.randint(20000, 32000)
+        port = random.SystemRandom().randint(20000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
