@@ -13,8 +13,8 @@ from matmix.train.outcome import read_last_step, read_outcomes
 PHASES = ("staging", "writing", "checksums", "manifest", "rename", "prune")
 
 
-def _pause(phase: str, step: int, rank: int = 0) -> list[dict]:
-    return [{"kind": "pause_in_save", "phase": phase, "step": step, "rank": rank, "markers": True}]
+def _pause(phase: str, step: int, rank: int = 0, **more: bool) -> list[dict]:
+    return [{"kind": "pause_in_save", "phase": phase, "step": step, "rank": rank, "markers": True, **more}]
 
 
 def _assert_survivor_ended_well(attempt, rank: int) -> None:
@@ -27,23 +27,31 @@ def _assert_survivor_ended_well(attempt, rank: int) -> None:
 
 def test_kills_in_each_phase_of_a_save(make_run, two_ranks):
     run = make_run(ranks=2)
-    # The one that is killed alone stands in the phase; only rank 0 writes the manifest, renames and prunes.
-    for phase, step, rank, alone in (
+    phases = (
         ("staging", 5, 1, False),
         ("writing", 5, 1, True),
         ("checksums", 10, 1, False),
         ("manifest", 10, 0, True),
         ("rename", 15, 0, False),
         ("prune", 15, 0, False),
-    ):
-        attempt = run.start(faults=_pause(phase, step, rank))
+    )
+    _kill_in_phases(run, phases)
+    assert_same(run, two_ranks)
+
+
+def _kill_in_phases(run: Run, phases, **more: bool) -> None:
+    """Kills all ranks, or one of them alone, in each phase (name, step, rank, whether alone); then finishes the run.
+
+    The one that is killed alone stands in the phase; only rank 0 writes a checkpoint's manifest, renames and prunes.
+    """
+    for phase, step, rank, alone in phases:
+        attempt = run.start(faults=_pause(phase, step, rank, **more))
         attempt.wait_for_mark(phase, rank)
         if alone:
             attempt.kill(rank)
             _assert_survivor_ended_well(attempt, 1 - rank)
         attempt.kill()
     run.finish()
-    assert_same(run, two_ranks)
 
 
 def test_the_launcher_is_killed(make_run, two_ranks):
@@ -131,7 +139,7 @@ def make_run_with_copies(make_run):
 
 def test_kills_in_each_phase_of_a_local_copy(make_run_with_copies, two_ranks):
     run = make_run_with_copies(ranks=2)
-    for phase, step, rank, alone in (
+    phases = (
         ("staging", 3, 1, False),
         ("writing", 3, 1, True),
         ("checksums", 6, 1, False),
@@ -140,14 +148,8 @@ def test_kills_in_each_phase_of_a_local_copy(make_run_with_copies, two_ranks):
         ("sharing", 13, 0, False),
         ("sharing", 16, 1, True),
         ("prune", 18, 0, False),
-    ):
-        attempt = run.start(faults=[{**_pause(phase, step, rank)[0], "local": True}])
-        attempt.wait_for_mark(phase, rank)
-        if alone:
-            attempt.kill(rank)
-            _assert_survivor_ended_well(attempt, 1 - rank)
-        attempt.kill()
-    run.finish()
+    )
+    _kill_in_phases(run, phases, local=True)
     assert_same(run, two_ranks)
     used = ["going on from the node-local copy of step" in attempt.text(0) for attempt in run.attempts]
     assert used.count(True) >= 4
