@@ -72,7 +72,7 @@ def make_room(root: Path, limit: int) -> None:
         return
     try:
         limit = limit or int(shutil.disk_usage(root).total * _SHARE_OF_DISK)
-        with FileLock(root / "room.lock"):
+        with FileLock(root / "room.lock", blocking=False):
             _remove_stale(root)
             found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _shards(root)]
             total = sum(size for _, size, _ in found)
@@ -82,7 +82,7 @@ def make_room(root: Path, limit: int) -> None:
                 if _remove_if_unused(path):
                     total -= size
     except (OSError, NotImplementedError):
-        return  # another user's folder, or no locks: the limit is a courtesy, reading goes on
+        return  # another process is at it, another user's folder, or no locks: the limit is a courtesy, reading goes on
 
 
 def _shards(root: Path) -> list[tuple[Path, os.stat_result]]:
