@@ -41,8 +41,8 @@ def make_run(zygote, dataset, tmp_path) -> Iterator:
         run.close()
 
 
-def _reference(zygote, dataset, folder: Path, ranks: int) -> Run:
-    run = Run(zygote, folder, dataset, *SETTINGS, ranks=ranks)
+def _reference(zygote, dataset, folder: Path, ranks: int, *overrides: str) -> Run:
+    run = Run(zygote, folder, dataset, *SETTINGS, *overrides, ranks=ranks)
     run.finish()
     assert [step for step, *_ in run.curve()] == list(range(1, 31))
     return run
@@ -58,6 +58,12 @@ def one_rank(zygote, dataset, tmp_path_factory) -> Run:
 def two_ranks(zygote, dataset, tmp_path_factory) -> Run:
     """A run of two ranks that nothing happened to."""
     return _reference(zygote, dataset, tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="session")
+def two_copies(zygote, dataset, tmp_path_factory) -> Run:
+    """A run of two ranks that each hold all of the model, that nothing happened to."""
+    return _reference(zygote, dataset, tmp_path_factory.mktemp("copies"), 2, "--engine.name", "ddp")
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,10 @@
 """Silent changes on one rank of a replicated run: steps are skipped on all ranks, copies that differ stop the run or
 send it back, and no checkpoint ever holds them."""
 
-import pytest
-from fault_harness import Run, assert_same
+from fault_harness import assert_same
 
 DDP = ("--engine.name", "ddp")
 EVERY = ("--faults.replica-check-every", "1")
-
-
-@pytest.fixture(scope="module")
-def two_copies(zygote, dataset, tmp_path_factory) -> Run:
-    """A run of two copies that nothing happened to."""
-    from conftest import SETTINGS
-
-    run = Run(zygote, tmp_path_factory.mktemp("copies"), dataset, *SETTINGS, *DDP, ranks=2)
-    run.finish()
-    return run
 
 
 def test_a_nan_on_one_rank_after_the_reduction_skips_the_step_on_all(make_run):
