@@ -68,14 +68,14 @@ def test_a_damaged_checkpoint_names_the_file(damage, dataset, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_of_another_architecture_names_key_and_shapes(dataset, tmp_path, capsys):
+def test_a_checkpoint_of_another_architecture_names_what_differs(dataset, tmp_path, capsys):
     narrow, wide = tmp_path / "narrow", tmp_path / "wide"
     run_recipe("debug_mru", dataset, narrow, "--stop-step", "1")
     run_recipe("debug_mru", dataset, wide, "--stop-step", "1", "--model.mlp-ratio", "4")
     shutil.rmtree(wide / "checkpoints")
     shutil.copytree(narrow / "checkpoints", wide / "checkpoints")
     arguments = ["train", "debug_mru", "--data.path", dataset, "--run-dir", str(wide), "--model.mlp-ratio", "4"]
-    _fails(capsys, arguments, "blocks.0.mlp", "64", "128")
+    _fails(capsys, arguments, "model.mlp_ratio: 2.0 there, 4.0 here")
 
 
 PREPARE = {
