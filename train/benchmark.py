@@ -139,6 +139,7 @@ def measure_replicas(config: RunConfig) -> dict[str, float]:
     """Seconds of the fingerprint of all weights and moments (median of 7), as each rank with a copy takes it."""
     with _trainer(config) as trainer:
         engine = trainer.engine
+        trainer.call("on_start")
         trainer.train_step(iter(trainer.loader))  # so that there are moments
 
         def seconds() -> float:

@@ -124,6 +124,7 @@ def test_one_step_count_for_each_parameter(saved):
     assert "updated unequally often (3 to 4 times)" in problem
 
 
+@pytest.mark.slow
 def test_a_run_changes_its_engine_again_and_again(dataset, tmp_path):
     """FSDP2 -> ZeRO-2 -> ZeRO-3 -> FSDP2, two steps each: the curve is that of FSDP2 alone."""
     options = ["--data.path", dataset, "--device", "cpu", "--model.dropout", "0", "--data.workers", "0"]

@@ -1,5 +1,6 @@
 """What one rank alone gets wrong, all ranks know: they skip together, and copies that differ are named."""
 
+import pytest
 import replica_scenario
 from harness import run_distributed
 from scenarios import ENGINES
@@ -37,6 +38,7 @@ def test_a_gradient_that_differs_on_one_copy_is_seen_in_that_step():
             assert named in run["difference"], name
 
 
+@pytest.mark.slow
 def test_one_changed_bit_of_one_rank_is_named():
     sizes = {2: ENGINES, 4: ON_FOUR}
     for ranks, engines in sizes.items():
