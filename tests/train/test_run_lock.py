@@ -20,8 +20,11 @@ import multiprocessing, sys, time
 from matmix.train.lock import RunLock
 lock = RunLock(sys.argv[1])
 lock.acquire(print)
-child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+fork = multiprocessing.get_context("fork")
+begun = fork.Event()
+child = fork.Process(target=lambda: begun.set() or time.sleep(600))
 child.start()
+begun.wait()  # a child lets go of the lock as its first act
 print(child.pid, flush=True)
 sys.stdin.read()
 """
