@@ -30,7 +30,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matmix.launch.records import read_lines, read_url
+from matmix.data.artifacts import read_json_lines
+from matmix.launch.records import read_url
 from matmix.train.exits import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
 from matmix.train.outcome import Outcome, read_last_step, read_outcomes
 
@@ -153,7 +154,7 @@ def attempts_path(run: Path) -> Path:
 def read_attempts(run: Path) -> list[Attempt]:
     """All attempts that were begun, in order; those without an end have code None."""
     lines: dict[str, dict[str, Any]] = {}
-    for line in read_lines(attempts_path(run)):
+    for line in read_json_lines(attempts_path(run)):
         if isinstance(line.get("attempt"), str):
             lines.setdefault(line["attempt"], {}).update(line)
     known = {field.name for field in dataclasses.fields(Attempt)}

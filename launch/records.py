@@ -7,7 +7,9 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from matmix.data.artifacts import read_json_lines
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,21 +91,4 @@ def add_job(home: Path, job: Job) -> None:
 
 def read_jobs(home: Path) -> list[Job]:
     """All submissions, oldest first."""
-    return [Job(**line) for line in read_lines(home / "launch" / "jobs.jsonl")]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file; [] without a file. A line that was cut off by a crash is left out."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+    return [Job(**line) for line in read_json_lines(home / "launch" / "jobs.jsonl")]

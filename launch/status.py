@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import psutil
 
+from matmix.data.artifacts import read_json_lines
 from matmix.launch import scheduler
 from matmix.launch.attempts import describe, read_attempts
-from matmix.launch.records import Job, read_jobs, read_lines, read_url, run_folder
+from matmix.launch.records import Job, read_jobs, read_url, run_folder
 from matmix.train.checkpoint_listing import list_checkpoints
 from matmix.train.recipe import read_toml
+from matmix.train.run import RunDirectory
 
 _SHOWN = 5  # attempts
 
@@ -138,15 +139,15 @@ def _last_word(run: Path) -> str:
 
 def progress(run: Path, *, active: bool) -> str:
     """Step, loss and, of a run that is going on, speed and estimated end, from metrics.jsonl."""
-    summary = run / "summary.json"
-    records = [record for record in read_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
+    records = [record for record in read_json_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
     if not records:
         return "no step reported yet"
     last, path = records[-1], run / "metrics.jsonl"
     total = read_toml(run / "config.toml").get("steps", 0) if (run / "config.toml").is_file() else 0
     text = f"step {last['step']} of {total}, loss {last['loss']:.4f}"
-    if summary.is_file() and (found := json.loads(summary.read_text(encoding="utf-8")))["step"] >= total:
-        return f"{text}, finished, validation loss {found['validation']['loss']:.4f}"
+    summary = RunDirectory(run).read_summary()
+    if summary is not None and summary["step"] >= total:
+        return f"{text}, finished, validation loss {summary['validation']['loss']:.4f}"
     text += f", {duration(time.time() - path.stat().st_mtime)} ago"
     if not active:
         return text
@@ -158,7 +159,7 @@ def progress(run: Path, *, active: bool) -> str:
 
 def time_lines(run: Path) -> list[str]:
     """Where the time of a run went, and how its ranks share the work, from the last record that says so."""
-    records = [record for record in read_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
+    records = [record for record in read_json_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
     last, lines = records[-1] if records else {}, []
     if "goodput/seconds" in last:
         shares = {key.removeprefix("goodput/"): value for key, value in last.items() if key.startswith("goodput/")}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from pathlib import Path
 
+from matmix.data.artifacts import read_json_lines
 from matmix.launch.planning.hardware import Cluster
 from matmix.launch.planning.traffic import Collective, collectives
 from matmix.train.config import RunConfig
@@ -50,7 +50,7 @@ def measured_efficiency(run: Path) -> float:
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"--measured {run}: there is no metrics.jsonl; name the directory of a run")
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    records = read_json_lines(path)
     shares = [record["mfu"] for record in records if record.get("kind") == "train" and record.get("mfu")]
     if not shares:
         raise ValueError(f"--measured {run}: it recorded no utilisation, as its device has no known peak; give --mfu")

@@ -24,7 +24,7 @@ sys.path.extend(str(Path(__file__).resolve().parents[up] / name) for up, name in
 from cluster import Cluster, wait_until, why_unavailable
 from slurm_runs import SlurmRun
 
-from matmix.launch.records import read_lines
+from matmix.data.artifacts import read_json_lines
 
 PHASES = {
     "save": "signal to the end of all ranks, everything saved",
@@ -55,7 +55,7 @@ def _when(check: Callable[[], Any], what: str) -> float:
 
 
 def _lines(run: SlurmRun, key: str) -> list[dict[str, Any]]:
-    return [line for line in read_lines(run.path / "launch" / "attempts.jsonl") if key in line]
+    return [line for line in read_json_lines(run.path / "launch" / "attempts.jsonl") if key in line]
 
 
 def main() -> int:

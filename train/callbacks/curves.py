@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import json
-from pathlib import Path
 from typing import Any
 
+from matmix.data.artifacts import read_json_lines
 from matmix.train.callbacks.base import Callback
 from matmix.train.context import PREFIX
 from matmix.train.files import write_whole
@@ -29,18 +28,7 @@ class Curves(Callback):
         # What has failed is not drawn, nor what has to make room quickly, nor what is drawn already.
         ended = trainer.state.step == trainer.config.last_step and not trainer.stop_agreed
         if ended and (self.evaluated or not trainer.run.curves.exists()):
-            write_whole(trainer.run.curves, draw(read_records(trainer.run.path / "metrics.jsonl")))
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, without lines that a full disk cut off."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
-    return records
+            write_whole(trainer.run.curves, draw(read_json_lines(trainer.run.path / "metrics.jsonl")))
 
 
 def draw(records: list[dict[str, Any]]) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from matmix.train.callbacks.curves import read_records
+from matmix.data.artifacts import read_json_lines
 from matmix.train.comparison.config import Comparison, Entry
 from matmix.train.comparison.runs import Task, tasks_of
 from matmix.train.comparison.settings import other_settings
@@ -154,4 +154,4 @@ def read_run(task: Task) -> RunResult:
 
 def training_records(path: Path) -> list[dict[str, Any]]:
     """The records of training steps in a metrics.jsonl, in order; [] where there is none."""
-    return [record for record in read_records(path) if record["kind"] == "train"] if path.is_file() else []
+    return [record for record in read_json_lines(path) if record["kind"] == "train"]
