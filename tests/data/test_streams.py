@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from manifests import set_value
 
 from matmix.data.manifest import Manifest
 from matmix.data.remote import RemoteError
@@ -176,17 +177,6 @@ def test_nothing_there(tmp_path):
         open_dataset((tmp_path / "missing").as_uri())
     with pytest.raises(ValueError, match=r"is not a prepared dataset: it has no manifest.json"):
         open_dataset(str(tmp_path))
-
-
-def set_value(*keys_and_value):
-    *keys, last, value = keys_and_value
-
-    def change(manifest):
-        for key in keys:
-            manifest = manifest[key]
-        manifest[last] = value
-
-    return change
 
 
 @pytest.mark.parametrize(

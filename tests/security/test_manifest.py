@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 from hostile_data import edit_manifest, older, prepared, snapshot
+from manifests import set_value
 
 from matmix.data.config import DataConfig
 from matmix.data.loader import build_loader
@@ -31,17 +32,6 @@ def loader_of(where, cache):
     return build_loader(config, global_batch_size=2, micro_batch_size=2)
 
 
-def put(*keys_and_value):
-    *keys, last, value = keys_and_value
-
-    def change(manifest):
-        for key in keys:
-            manifest = manifest[key]
-        manifest[last] = value
-
-    return change
-
-
 def rename(split, to):
     def change(manifest):
         manifest["splits"][to] = manifest["splits"].pop(split)
@@ -58,11 +48,11 @@ def test_no_name_in_it_leads_out_of_the_cache(path, tmp_path, name, remote):
     (path.parent / "x").write_text("planted")
     (path.parent.parent / "x").write_text("planted")
     changes = [
-        put("token_histogram", name),
-        put("tokenizer", "file", name),
-        put("splits", "train", "shards", 0, "file", name),
+        set_value("token_histogram", name),
+        set_value("tokenizer", "file", name),
+        set_value("splits", "train", "shards", 0, "file", name),
         rename("train", name),
-        put("files", {name: "0" * 64}),
+        set_value("files", {name: "0" * 64}),
     ]
     whole = path / "manifest.json"
     text = whole.read_text()
@@ -81,37 +71,37 @@ def test_no_name_in_it_leads_out_of_the_cache(path, tmp_path, name, remote):
 @pytest.mark.parametrize(
     "change",
     [
-        put("splits", "train", "shards", 0, "tokens", -1),
-        put("splits", "train", "shards", 0, "tokens", 1.5),
-        put("splits", "train", "shards", 0, "tokens", True),
-        put("splits", "train", "shards", 0, "documents", 10**30),
-        put("splits", "train", "shards", 0, "sha256", "A" * 64),
-        put("splits", "train", "shards", 0, "sha256", ["0" * 64]),
-        put("splits", "train", "shards", 0, "raw_bytes", 1 << 40),
-        put("splits", "train", "shards", {}),
-        put("splits", "train", "shards", [5]),
-        put("splits", []),
-        put("splits", "train", "bytes", "many"),
-        put("splits", "train", "unknown\n\x1b[2J", 1),
-        put("dtype", "float64"),
-        put("dtype", ["uint16"]),
-        put("format", None),
-        put("tokenizer", "kind", "pickle"),
-        put("tokenizer", "vocab_size", 0),
-        put("tokenizer", "vocab_size", 10**12),
-        put("tokenizer", "special", "eos", 300),
-        put("tokenizer", "special", "eos", -1),
-        put("tokenizer", "special", "eos", "3"),
-        put("tokenizer", "special", [3]),
-        put("unigram_entropy", float("nan")),
-        put("unigram_entropy", 10**400),
-        put("empty_documents", None),
-        put("malformed", {"count": 1, "records": 1, "examples": [{"file": 5}]}),
-        put("sources", ["x"]),
-        put("options", []),
-        put("files", {"train/lengths.npy": "x"}),
-        put("version", True),
-        put("surprise", 1),
+        set_value("splits", "train", "shards", 0, "tokens", -1),
+        set_value("splits", "train", "shards", 0, "tokens", 1.5),
+        set_value("splits", "train", "shards", 0, "tokens", True),
+        set_value("splits", "train", "shards", 0, "documents", 10**30),
+        set_value("splits", "train", "shards", 0, "sha256", "A" * 64),
+        set_value("splits", "train", "shards", 0, "sha256", ["0" * 64]),
+        set_value("splits", "train", "shards", 0, "raw_bytes", 1 << 40),
+        set_value("splits", "train", "shards", {}),
+        set_value("splits", "train", "shards", [5]),
+        set_value("splits", []),
+        set_value("splits", "train", "bytes", "many"),
+        set_value("splits", "train", "unknown\n\x1b[2J", 1),
+        set_value("dtype", "float64"),
+        set_value("dtype", ["uint16"]),
+        set_value("format", None),
+        set_value("tokenizer", "kind", "pickle"),
+        set_value("tokenizer", "vocab_size", 0),
+        set_value("tokenizer", "vocab_size", 10**12),
+        set_value("tokenizer", "special", "eos", 300),
+        set_value("tokenizer", "special", "eos", -1),
+        set_value("tokenizer", "special", "eos", "3"),
+        set_value("tokenizer", "special", [3]),
+        set_value("unigram_entropy", float("nan")),
+        set_value("unigram_entropy", 10**400),
+        set_value("empty_documents", None),
+        set_value("malformed", {"count": 1, "records": 1, "examples": [{"file": 5}]}),
+        set_value("sources", ["x"]),
+        set_value("options", []),
+        set_value("files", {"train/lengths.npy": "x"}),
+        set_value("version", True),
+        set_value("surprise", 1),
     ],
 )
 def test_what_nobody_would_prepare_is_one_line(path, tmp_path, change):
@@ -157,8 +147,8 @@ def test_every_single_edit_of_the_text_is_noticed(path):
 
 
 EDITS = {
-    "special.eos": put("tokenizer", "special", "eos", 2),
-    "bytes": put("splits", "train", "bytes", 7),
+    "special.eos": set_value("tokenizer", "special", "eos", 2),
+    "bytes": set_value("splits", "train", "bytes", 7),
 }
 
 
