@@ -51,8 +51,8 @@ def convert_run(
     run, out = RunDirectory(local_run(run_dir, step=step)), Path(out_dir)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty directory; choose another one, or remove it")
-    found = find_trained(run, step, tell)
-    config, source = found.config, found.checkpoint
+    trained = find_trained(run, step, tell)
+    config, source = trained.config, trained.checkpoint
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.parent / f".tmp-{out.name}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)

@@ -10,7 +10,6 @@ from matmix.data.artifacts import artifact_name, artifact_path
 from matmix.data.tokenizer import Tokenizer
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.huggingface import SUMS, check_target, export_model
-from matmix.train.checkpoint import read_portable
 from matmix.train.checkpoint_files import sha256
 from matmix.train.remote import local_run
 from matmix.train.run import RunDirectory
@@ -42,7 +41,7 @@ def export_run(
     config, checkpoint, tokenizer = trained.config, trained.checkpoint, trained.tokenizer
     out = export_model(
         config.model,
-        read_portable(checkpoint),
+        trained.weights(),
         tokenizer.path,
         out_dir,
         special=tokenizer.special,

@@ -17,7 +17,6 @@ from matmix.model.backbone import Backbone
 from matmix.model.interop.foreign import indexed_files, read_safetensors
 from matmix.model.interop.huggingface_tokenizer import load_fast_tokenizer, special_tokens_around
 from matmix.model.interop.plain_config import model_config_from_dict
-from matmix.train.checkpoint import read_portable
 from matmix.train.remote import local_run
 from matmix.train.run import RunDirectory
 from matmix.train.sampling import Sampling, text_pieces
@@ -102,7 +101,7 @@ def _load_run(path: Path, step: int | None, device: str | None) -> Source:
     trained = find_trained(run, step, _tell_on_stderr)
     config, tokenizer = trained.config, trained.tokenizer
     model = build_model(config.model)
-    load_weights(model, read_portable(trained.checkpoint), path)
+    load_weights(model, trained.weights(), path)
     fast = load_fast_tokenizer(tokenizer.path, tokenizer.special)
     prefix = tokenizer.special.get(config.data.prefix)
     suffix = None if config.model.causal else tokenizer.special.get(config.data.suffix)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from matmix.data.streams import Storage
 from matmix.data.tokenizer import Tokenizer
+from matmix.train import portable
 from matmix.train.checkpoint import CheckpointManager
 from matmix.train.checkpoint_files import find_problem, read_manifest
 from matmix.train.config import RunConfig
@@ -24,8 +27,12 @@ class Trained:
     run: RunDirectory
     checkpoint: Path
     config: RunConfig
-    extra: dict[str, Any]
-    """What the training loop saved."""
+    manifest: dict[str, Any]
+    """What the checkpoint, which is whole, says of itself."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and full CPU tensor of the weights and persistent buffers, one at a time."""
+        return portable.open_full(self.checkpoint, self.manifest["layout"]).weights()
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -36,7 +43,7 @@ class Trained:
             path = self.config.data.path or next(iter(self.config.data.mixture), "")
             storage = Storage(path, self.config.data.cache_dir)
             tokenizer = Tokenizer.load(storage.file(storage.manifest.tokenizer.file))
-        check_tokenizer(self.extra, tokenizer, self.checkpoint)
+        check_tokenizer(self.manifest["extra"], tokenizer, self.checkpoint)
         return tokenizer
 
 
@@ -50,12 +57,12 @@ def find_trained(run: RunDirectory, step: int | None = None, tell: Callable[[str
     checkpoint = find_checkpoint(run, step)
     if step is not None and (problem := find_problem(checkpoint)) is not None:
         raise ValueError(problem)
-    extra = read_manifest(checkpoint)["extra"]
-    check_extra(extra, checkpoint)
-    if changes := run.changes_since(extra, config):
+    manifest = read_manifest(checkpoint)
+    check_extra(manifest["extra"], checkpoint)
+    if changes := run.changes_since(manifest["extra"], config):
         listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
         tell(f"config.toml has changed since {checkpoint.name}: {listed}")
-    return Trained(run, checkpoint, config, extra)
+    return Trained(run, checkpoint, config, manifest)
 
 
 def find_checkpoint(run: RunDirectory, step: int | None) -> Path:
