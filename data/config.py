@@ -2,15 +2,15 @@
 
 Only the fields are checked here; what needs the files themselves (is there a split, are there enough
 tokens for one sequence, is the special id in the vocabulary) is checked by
-`matmix.data.loader.build_loader`.
+`matmix.data.loading.loader.build_loader`.
 """
 
 import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from matmix.data.storage.urls import refuse_secrets
 from matmix.data.synthetic import SyntheticConfig, make_task
-from matmix.data.urls import refuse_secrets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

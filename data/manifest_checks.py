@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from matmix.data.artifacts import artifact_name
 
 if TYPE_CHECKING:
+    from matmix.data.formats.writers import Shard
     from matmix.data.manifest import Manifest, ShardInfo
-    from matmix.data.writers import Shard
 
 LARGEST_SHARD = (1 << 32) - 1
 """Bytes of a shard without compression: offsets inside an MDS shard are 32-bit, and no format is given more."""

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from matmix.launch.parser import Parser
-from matmix.train.checkpoint_listing import CheckpointFacts, Listing, list_checkpoints
-from matmix.train.remote import local_outline
-from matmix.train.run import RunDirectory
+from matmix.train.checkpoint.listing import CheckpointFacts, Listing, list_checkpoints
+from matmix.train.run.directory import RunDirectory
+from matmix.train.run.remote import local_outline
 
 _DESCRIPTION = """\
 List the checkpoints of a run: step, tokens seen, size, the engine and the number of ranks that wrote it, when, and
@@ -42,7 +42,7 @@ def _list(arguments: list[str]) -> int:
 
 
 def _convert(arguments: list[str]) -> int:
-    from matmix.train.convert import MAX_FILE_BYTES, convert_run
+    from matmix.launch.convert import MAX_FILE_BYTES, convert_run
 
     parser = Parser(prog="matmix checkpoints convert", description=_CONVERT_DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="run directory")

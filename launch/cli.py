@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from matmix.data.urls import refuse_secrets
+from matmix.data.storage.urls import refuse_secrets
 from matmix.launch.parser import Parser
-from matmix.train.console import begin_process, guarded
-from matmix.train.process import begin_training
+from matmix.train.process.begin import begin_training
+from matmix.train.process.console import begin_process, guarded
 
 _TEXTS = ("--prompt", "--text")
 _EPILOG = """\
@@ -33,7 +33,7 @@ def _train(arguments: list[str]) -> int:
 
 
 def _compare(arguments: list[str]) -> int:
-    from matmix.launch.compare import main
+    from matmix.launch.lab.compare.command import main
 
     return main(arguments)
 
@@ -45,13 +45,13 @@ def _launch(arguments: list[str]) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
-    from matmix.launch.plan import main
+    from matmix.launch.lab.plan.command import main
 
     return main(arguments)
 
 
 def _generate(arguments: list[str]) -> int:
-    from matmix.train.generate import generate
+    from matmix.launch.generate import generate
 
     parser = Parser(prog="matmix generate", description="Sample text from a run or an export.")
     parser.add_argument("source", metavar="RUN", help="run directory or export directory")
@@ -73,7 +73,7 @@ def _checkpoints(arguments: list[str]) -> int:
 
 
 def _export(arguments: list[str]) -> int:
-    from matmix.train.export import check_export, export_run
+    from matmix.launch.export import check_export, export_run
 
     parser = Parser(
         prog="matmix export", description="Write a run's weights as a directory that transformers loads by itself."
@@ -98,7 +98,7 @@ def _export(arguments: list[str]) -> int:
 
 
 def _import(arguments: list[str]) -> int:
-    from matmix.train.export import import_reference
+    from matmix.launch.export import import_reference
 
     parser = Parser(prog="matmix import", description="Turn a checkpoint of another project into an export directory.")
     parser.add_argument("--from", dest="kind", required=True, choices=["hydra", "mru-lm"], help="whose it is")
@@ -110,7 +110,7 @@ def _import(arguments: list[str]) -> int:
 
 
 def _show_mixer(arguments: list[str]) -> int:
-    from matmix.train.show_mixer import show_mixer
+    from matmix.launch.lab.show_mixer.command import show_mixer
 
     parser = Parser(
         prog="matmix show-mixer",

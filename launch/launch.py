@@ -10,9 +10,9 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from matmix.launch import slurm_options
+from matmix.launch.jobs.slurm import options as slurm_options
+from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.parser import Parser as AnyParser
-from matmix.launch.slurm_options import SlurmOptions
 
 _USAGE = """\
 usage: matmix launch KIND ...   (matmix launch KIND --help explains each)
@@ -57,8 +57,8 @@ def check_overrides(parser: argparse.ArgumentParser, overrides: Sequence[str]) -
 
 
 def _slurm(arguments: list[str]) -> int:
-    from matmix.launch import slurm
-    from matmix.launch.sweep import parse_sweep
+    from matmix.launch.jobs.slurm import submit as slurm
+    from matmix.launch.jobs.sweep import parse_sweep
 
     if "--prepare" in arguments:
         return _prepare(arguments)
@@ -90,7 +90,7 @@ def _slurm(arguments: list[str]) -> int:
 
 
 def slurm_options_of(given: argparse.Namespace) -> SlurmOptions:
-    from matmix.launch.profiles import load_profile
+    from matmix.launch.jobs.profiles import load_profile
 
     profile = load_profile(given.profile)
     if address := os.environ.get("MATMIX_MASTER_ADDR"):
@@ -99,7 +99,7 @@ def slurm_options_of(given: argparse.Namespace) -> SlurmOptions:
 
 
 def _prepare(arguments: list[str]) -> int:
-    from matmix.launch import slurm_prepare
+    from matmix.launch.jobs.slurm import prepare as slurm_prepare
 
     usage = "matmix launch slurm --prepare --parts N INPUT ... --out DIR [options] [--key value ...]"
     parser = Parser(prog="matmix launch slurm --prepare", usage=usage)
@@ -124,8 +124,8 @@ def _prepare(arguments: list[str]) -> int:
 
 
 def _status(arguments: list[str]) -> int:
-    from matmix.launch.records import find_home
-    from matmix.launch.status import status_lines
+    from matmix.launch.jobs.records import find_home
+    from matmix.launch.jobs.status import status_lines
 
     parser = Parser(prog="matmix launch status", description="Jobs, attempts, progress, checkpoint and logs of a run.")
     parser.add_argument("run", metavar="RUN", help="directory of a run, a sweep or a prepared dataset")
@@ -134,8 +134,8 @@ def _status(arguments: list[str]) -> int:
 
 
 def _cancel(arguments: list[str]) -> int:
-    from matmix.launch.jobs import cancel
-    from matmix.launch.records import find_home
+    from matmix.launch.jobs.control import cancel
+    from matmix.launch.jobs.records import find_home
 
     parser = Parser(prog="matmix launch cancel", description="Tell a run to save, then end its jobs.")
     parser.add_argument("run", metavar="RUN", help="directory of a run, a sweep or a prepared dataset")
@@ -145,8 +145,8 @@ def _cancel(arguments: list[str]) -> int:
 
 
 def _resubmit(arguments: list[str]) -> int:
-    from matmix.launch import jobs
-    from matmix.launch.records import find_home
+    from matmix.launch.jobs import control as jobs
+    from matmix.launch.jobs.records import find_home
 
     parser = Parser(prog="matmix launch resubmit", description="Start the last launch again: same code, same config.")
     parser.add_argument("run", metavar="RUN", help="directory of a run, a sweep or a prepared dataset")
@@ -179,7 +179,7 @@ def _read(parser: Parser, arguments: list[str]) -> tuple[str, argparse.Namespace
 
 
 def _local(arguments: list[str]) -> int:
-    from matmix.launch.local import prepare_local, run_local
+    from matmix.launch.jobs.local import prepare_local, run_local
 
     parser = _processes_parser("local")
     parser.add_argument(
@@ -201,8 +201,8 @@ def _local(arguments: list[str]) -> int:
 
 
 def _torchrun(arguments: list[str]) -> int:
-    from matmix.launch import torchrun
-    from matmix.launch.host import rank_command, run_here
+    from matmix.launch.jobs import torchrun
+    from matmix.launch.jobs.host import rank_command, run_here
     from matmix.train.recipe import load_config
 
     parser = _processes_parser("torchrun")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from matmix.data.prepare import prepare, prepare_tokenizer
-from matmix.data.prepare_config import PrepareConfig
-from matmix.data.prepare_merge import MergeConfig, merge
-from matmix.data.remote import is_url
-from matmix.data.upload import prepare_to_url
+from matmix.data.prepare.command import prepare, prepare_tokenizer
+from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.merge import MergeConfig, merge
+from matmix.data.prepare.upload import prepare_to_url
+from matmix.data.storage.remote import is_url
 from matmix.train.arguments import parse_arguments
-from matmix.train.console import report
+from matmix.train.process.console import report
 
 _USAGE = "matmix prepare INPUT ... --out DIR"
 _MERGE_USAGE = "matmix prepare --merge --out DIR"

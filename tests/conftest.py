@@ -95,8 +95,8 @@ def write_corpus(path, documents: int = 160, seed: int = 0) -> None:
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory) -> str:
     """A prepared dataset of a few thousand tokens (MDS, zstd) with both splits."""
-    from matmix.data.prepare import prepare
-    from matmix.data.prepare_config import PrepareConfig
+    from matmix.data.prepare.command import prepare
+    from matmix.data.prepare.config import PrepareConfig
 
     folder = tmp_path_factory.mktemp("dataset")
     write_corpus(folder / "verses.jsonl")

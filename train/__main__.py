@@ -2,7 +2,7 @@
 
 import sys
 
-from matmix.train.process import begin_training
+from matmix.train.process.begin import begin_training
 
 if __name__ == "__main__":
     code = begin_training(sys.argv[1:])

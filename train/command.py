@@ -8,13 +8,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from matmix.train.config import RunConfig
-from matmix.train.console import exit_code, guarded, is_expected, one_line
 from matmix.train.errors import RunFailure
-from matmix.train.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
-from matmix.train.outcome import Attempt
+from matmix.train.process.console import exit_code, guarded, is_expected, one_line
+from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from matmix.train.recipe import bundled_recipes, load_config
-from matmix.train.remote import push_outcome
-from matmix.train.run import RunDirectory
+from matmix.train.run.directory import RunDirectory
+from matmix.train.run.outcome import Attempt
+from matmix.train.run.remote import push_outcome
 
 if TYPE_CHECKING:
     from matmix.train.loop import Result
@@ -29,7 +29,7 @@ The same command again resumes the run from its newest checkpoint."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code (`matmix.train.exits`)."""
+    """Entry point; returns the exit code (`matmix.train.process.exits`)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE.format(recipes=", ".join(bundled_recipes())))
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     if code or not loaded:  # the reader of a long --help has left
         return code
     if dry_run:
-        from matmix.train.plan import print_plan
+        from matmix.train.estimate.plan import print_plan
 
         return guarded(lambda: print_plan(loaded[0]))
     return guarded(lambda: _train(loaded[0]), every_rank=True)
@@ -96,14 +96,14 @@ def _closing_words(config: RunConfig, result: Result) -> str:
             )
         how = f"at step {result.step} of {config.steps} as stop_step says, saved"
         return f"Stopped {how}. Without stop_step it goes on from there."
-    from matmix.train.context import context_words
+    from matmix.train.evaluators.context import context_words
 
     metrics = result.metrics
     done = "Finished" if result.steps_done else "Nothing to do, the run finished"
     lines = [f"{done} at step {result.step}: {config.run_dir}"]
     line = f"Validation loss {metrics['loss']:.4f} nats per token"
     if "chance_accuracy" in metrics:
-        from matmix.train.lengths import words_on_accuracy
+        from matmix.train.evaluators.lengths import words_on_accuracy
 
         lines.append(words_on_accuracy(metrics, config.data.seqlen))
     elif "masked_accuracy" in metrics:

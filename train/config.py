@@ -12,9 +12,9 @@ import re
 from typing import Literal
 
 from matmix.data.config import DataConfig
-from matmix.data.masking import MaskingConfig
+from matmix.data.loading.masking import MaskingConfig
+from matmix.data.storage.urls import refuse_secrets
 from matmix.data.synthetic import TASKS
-from matmix.data.urls import refuse_secrets
 from matmix.model.config import ModelConfig
 from matmix.model.parameter_rules import ParameterRule
 from matmix.train.engine.config import EngineConfig

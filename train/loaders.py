@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from matmix.data.loader import Loader, build_loader
+from matmix.data.loading.loader import Loader, build_loader
 from matmix.train.config import RunConfig
 
 

@@ -10,37 +10,39 @@ from typing import Any
 
 import torch
 
-from matmix.data.loader import Loader
+from matmix.data.loading.loader import Loader
 from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
-from matmix.train import collectives, rng, stop
+from matmix.train import rng
 from matmix.train.callbacks import make_callbacks
-from matmix.train.checkpoint_files import read_manifest
+from matmix.train.checkpoint.files import read_manifest
 from matmix.train.config import RunConfig
-from matmix.train.damage import DamageReport
-from matmix.train.distributed import Distributed, barrier, from_rank_zero, gather_objects
 from matmix.train.engine import Engine, build_engine
 from matmix.train.errors import ReplicaError
-from matmix.train.evaluate import evaluate
+from matmix.train.evaluators.lengths import score_lengths
+from matmix.train.evaluators.validation import evaluate
 from matmix.train.failures import explaining
-from matmix.train.goodput import Goodput, first_start
-from matmix.train.health import tell_health
-from matmix.train.lengths import score_lengths
+from matmix.train.guards.damage import DamageReport
+from matmix.train.guards.replicas import Replicas
+from matmix.train.guards.spikes import SpikeGuard
 from matmix.train.loaders import make_loader, with_data_facts
-from matmix.train.monitor import Monitor
-from matmix.train.objectives import compute_loss, count_targets
-from matmix.train.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
-from matmix.train.outcome import Attempt, adopt_attempt, attempt_id
+from matmix.train.meters import collectives
+from matmix.train.meters.goodput import Goodput, first_start
+from matmix.train.meters.monitor import Monitor
+from matmix.train.meters.speed import Speedometer
+from matmix.train.meters.stragglers import Stragglers
+from matmix.train.optim.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
+from matmix.train.optim.schedule import rate_share
+from matmix.train.process import stop
+from matmix.train.process.distributed import Distributed, barrier, from_rank_zero, gather_objects
+from matmix.train.process.health import tell_health
 from matmix.train.recipe import config_to_dict
-from matmix.train.remote import opened
-from matmix.train.replicas import Replicas
-from matmix.train.run import Change, RunDirectory, check_tokenizer, git_revision, take_together
-from matmix.train.schedule import rate_share
-from matmix.train.speed import Speedometer
-from matmix.train.spikes import SpikeGuard
+from matmix.train.run.directory import Change, RunDirectory, check_tokenizer, git_revision, take_together
+from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id
+from matmix.train.run.remote import opened
 from matmix.train.state import Result, TrainState, check_extra
-from matmix.train.stragglers import Stragglers
+from matmix.train.tasks.objectives import compute_loss, count_targets
 
 
 class Trainer:

@@ -14,13 +14,13 @@ import dacite
 import tomli_w
 
 from matmix.data.artifacts import errors_in_one_line, one_line
-from matmix.data.remote import RemoteFolder, is_url
-from matmix.data.urls import refuse_secrets
+from matmix.data.storage.remote import RemoteFolder, is_url
+from matmix.data.storage.urls import refuse_secrets
 from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
 from matmix.train.arguments import DACITE, check_rows, parse_arguments, row_type, unknown_key
 from matmix.train.config import RunConfig
-from matmix.train.files import write_whole
+from matmix.train.process.files import write_whole
 
 _DEEPEST = 50
 """Tables in tables; no recipe has more than a few, and what walks them recurses."""

@@ -8,8 +8,8 @@ and the position in the data is one number, as for prepared data.
 import numpy as np
 from torch.utils.data import Dataset
 
-from matmix.data.batch import Batch, row_batch
-from matmix.data.masking import IGNORED
+from matmix.data.loading.batch import Batch, row_batch
+from matmix.data.loading.masking import IGNORED
 from matmix.data.rng import GENERATED_TRAINING, GENERATED_VALIDATION, generator
 from matmix.data.synthetic.task import Task
 

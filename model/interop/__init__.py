@@ -1,6 +1,6 @@
 """Reading other projects' weights, and writing ours for others."""
 
-from matmix.model.interop.importing import read_checkpoint
-from matmix.model.interop.reference import from_reference
+from matmix.model.interop.importing.checkpoints import read_checkpoint
+from matmix.model.interop.importing.reference import from_reference
 
 __all__ = ["from_reference", "read_checkpoint"]

@@ -1,36 +1,42 @@
 """The sequence mixers by name. To add one: write its file, and add its line here."""
 
-from matmix.model.mixers.attention import Attention
+from matmix.model.mixers.attention.masked import (
+    SmaCausal,
+    SmaDecay,
+    SmaFourier,
+    SmaSemiseparable,
+    SmaToeplitz,
+)
+from matmix.model.mixers.attention.softmax_attention import Attention
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.bidirectional import (
+from matmix.model.mixers.convolutions.hyena import Hyena
+from matmix.model.mixers.convolutions.short import Convolution
+from matmix.model.mixers.mru import MRU
+from matmix.model.mixers.scans.bidirectional import (
     BidirectionalAdd,
     BidirectionalAddDiagonal,
     BidirectionalAddShift,
     BidirectionalConcat,
     BidirectionalMult,
 )
-from matmix.model.mixers.butterfly import Butterfly, Monarch
-from matmix.model.mixers.cauchy import CauchyDD, CauchyDI
-from matmix.model.mixers.convolution import Convolution
-from matmix.model.mixers.dense import Dense
-from matmix.model.mixers.dft import DFT
-from matmix.model.mixers.gated_delta import GatedDelta
-from matmix.model.mixers.hydra import Hydra
-from matmix.model.mixers.hyena import Hyena
-from matmix.model.mixers.linear_attention import LinearAttention
-from matmix.model.mixers.lion import LionD, LionLit, LionS
-from matmix.model.mixers.low_rank import LowRankDD, LowRankDI
-from matmix.model.mixers.masked_attention import SmaCausal, SmaDecay, SmaFourier, SmaSemiseparable, SmaToeplitz
-from matmix.model.mixers.mlp_mixer import MLPMixer
-from matmix.model.mixers.mru import MRU
-from matmix.model.mixers.quasiseparable import QuasiseparableDD, QuasiseparableDI
-from matmix.model.mixers.retnet import RetNet
-from matmix.model.mixers.rwkv7 import RWKV7
-from matmix.model.mixers.s4d import S4D
-from matmix.model.mixers.semiseparable import Semiseparable
-from matmix.model.mixers.softmax import SoftmaxDD, SoftmaxDI
-from matmix.model.mixers.toeplitz import ToeplitzDD, ToeplitzDI
-from matmix.model.mixers.vandermonde import VandermondeDD, VandermondeDI
+from matmix.model.mixers.scans.gated_delta import GatedDelta
+from matmix.model.mixers.scans.hydra import Hydra
+from matmix.model.mixers.scans.linear_attention import LinearAttention
+from matmix.model.mixers.scans.lion import LionD, LionLit, LionS
+from matmix.model.mixers.scans.quasiseparable import QuasiseparableDD, QuasiseparableDI
+from matmix.model.mixers.scans.retnet import RetNet
+from matmix.model.mixers.scans.rwkv7 import RWKV7
+from matmix.model.mixers.scans.s4d import S4D
+from matmix.model.mixers.scans.semiseparable import Semiseparable
+from matmix.model.mixers.structured.butterfly import Butterfly, Monarch
+from matmix.model.mixers.structured.cauchy import CauchyDD, CauchyDI
+from matmix.model.mixers.structured.dense import Dense
+from matmix.model.mixers.structured.dft import DFT
+from matmix.model.mixers.structured.low_rank import LowRankDD, LowRankDI
+from matmix.model.mixers.structured.mlp_mixer import MLPMixer
+from matmix.model.mixers.structured.softmax import SoftmaxDD, SoftmaxDI
+from matmix.model.mixers.structured.toeplitz import ToeplitzDD, ToeplitzDI
+from matmix.model.mixers.structured.vandermonde import VandermondeDD, VandermondeDI
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,

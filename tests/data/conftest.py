@@ -1,4 +1,4 @@
-"""Small prepared datasets, written with the formats' own writers (not with matmix.data.prepare)."""
+"""Small prepared datasets, written with the formats' own writers (not with matmix.data.prepare.command)."""
 
 import hashlib
 import json

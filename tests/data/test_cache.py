@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from matmix.data.config import DataConfig
-from matmix.data.loader import build_loader
-from matmix.data.streams import cache as module
-from matmix.data.streams import open_dataset
-from matmix.data.streams.cache import hold_shard, make_room
+from matmix.data.formats import open_dataset
+from matmix.data.loading.loader import build_loader
+from matmix.data.storage import cache as module
+from matmix.data.storage.cache import hold_shard, make_room
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from matmix.data.config import DataConfig
-from matmix.data.loader import build_loader
-from matmix.data.masking import IGNORED, MaskingConfig
-from matmix.data.streams import open_dataset
+from matmix.data.formats import open_dataset
+from matmix.data.loading.loader import build_loader
+from matmix.data.loading.masking import IGNORED, MaskingConfig
 
 GLOBAL = 16
 STEPS = 12
@@ -168,8 +168,8 @@ def test_nothing_is_skipped_where_everything_has_gone(small, tmp_path):
 
 
 def test_a_download_that_fails_is_not_damage(any_format, tmp_path, monkeypatch):
-    from matmix.data.remote import RemoteError
-    from matmix.data.streams.storage import Storage
+    from matmix.data.storage.remote import RemoteError
+    from matmix.data.storage.storage import Storage
 
     loader = loader_of(any_format.as_uri(), cache_dir=str(tmp_path / "cache"))
 

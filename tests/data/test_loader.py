@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from matmix.data import benchmark
-from matmix.data.batch import Batch
 from matmix.data.config import DataConfig
-from matmix.data.loader import Loader, build_loader
-from matmix.data.masking import IGNORED, MaskingConfig
-from matmix.data.prepare import PrepareConfig, prepare
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.loader import Loader, build_loader
+from matmix.data.loading.masking import IGNORED, MaskingConfig
+from matmix.data.prepare.command import PrepareConfig, prepare
+from matmix.launch.lab.benchmarks import reading as benchmark
 
 GLOBAL = 16
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from matmix.data.order import Order
-from matmix.data.packing import ConcatPacking, DocumentPacking
+from matmix.data.loading.order import Order
+from matmix.data.loading.packing import ConcatPacking, DocumentPacking
 
 BOS, EOS = 2, 3
 

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from matmix.data.formats.writers import MdsFormat, SplitWriter, WebDatasetFormat
 from matmix.data.manifest import Manifest, unigram_entropy
-from matmix.data.prepare import PrepareConfig, prepare
-from matmix.data.prepare_progress import ProgressReport
+from matmix.data.prepare.command import PrepareConfig, prepare
+from matmix.data.prepare.progress import ProgressReport
 from matmix.data.tokenizer import Tokenizer
-from matmix.data.writers import MdsFormat, SplitWriter, WebDatasetFormat
 
 WORDS = ["a\nin", "is\n", *(f"{a}{b}" for a in ("sweet", "night", "love") for b in ("ly", "ing", "er", ""))]
 
@@ -201,7 +201,7 @@ def test_webdataset_size_limit(tmp_path):
 
 
 def test_result_does_not_depend_on_processes(tmp_path, texts, monkeypatch):
-    from matmix.data import readers
+    from matmix.data.prepare import readers
 
     monkeypatch.setattr(readers, "CHUNK_BYTES", 4000)
     prepare(options(tmp_path, out=str(tmp_path / "one")))
@@ -300,7 +300,7 @@ def test_tokenizer_sample_is_bounded(tmp_path, capfd):
 def test_cli_of_the_options_and_plain_progress(tmp_path, texts):
     """The options make a command line, and progress without a terminal is plain lines."""
     program = (
-        "import sys, tyro, matmix.data.prepare as p, matmix.data.prepare_progress as r;"
+        "import sys, tyro, matmix.data.prepare.command as p, matmix.data.prepare.progress as r;"
         "r._SECONDS_BETWEEN_LINES = 0; p.prepare(tyro.cli(p.PrepareConfig))"
     )
     call = [
@@ -363,6 +363,6 @@ def test_bundled_corpora(tmp_path):
 
 
 def test_workers_do_not_pay_for_torch():
-    program = "import sys, matmix.data.prepare_pool; print('torch' in sys.modules or 'streaming' in sys.modules)"
+    program = "import sys, matmix.data.prepare.pool; print('torch' in sys.modules or 'streaming' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout.strip() == "False"

@@ -11,11 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from matmix.data import prepare_cuts, readers
-from matmix.data.documents import ReadOptions, documents_of
-from matmix.data.prepare_cuts import find_cuts
-from matmix.data.readers import Position, read_chunks
-from matmix.data.sources import find_sources
+from matmix.data.prepare import cuts as prepare_cuts
+from matmix.data.prepare import readers
+from matmix.data.prepare.cuts import find_cuts
+from matmix.data.prepare.documents import ReadOptions, documents_of
+from matmix.data.prepare.readers import Position, read_chunks
+from matmix.data.prepare.sources import find_sources
 
 TEXTS = [f"document {i}" + " and words" * (i * 7 % 23) + f"\n\nsecond paragraph {i}\nlast line" for i in range(60)]
 COMPRESS = {

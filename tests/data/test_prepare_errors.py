@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from matmix.data import prepare as module
-from matmix.data import prepare_pool
 from matmix.data.manifest import Manifest
-from matmix.data.prepare import MalformedError, PrepareConfig, prepare
+from matmix.data.prepare import command as module
+from matmix.data.prepare import pool as prepare_pool
+from matmix.data.prepare.command import MalformedError, PrepareConfig, prepare
 
 TEXTS = [f"some words of document {i}\nand a second line\n" for i in range(200)]
 

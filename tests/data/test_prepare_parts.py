@@ -15,13 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from matmix.data import prepare as module
-from matmix.data import prepare_cuts, prepare_merge, readers
+from matmix.data.formats import open_dataset
 from matmix.data.manifest import Manifest
-from matmix.data.prepare import MalformedError, PrepareConfig, prepare, prepare_tokenizer
-from matmix.data.prepare_merge import MergeConfig, merge
-from matmix.data.prepare_parts import missing_parts
-from matmix.data.streams import open_dataset
+from matmix.data.prepare import command as module
+from matmix.data.prepare import cuts as prepare_cuts
+from matmix.data.prepare import merge as prepare_merge
+from matmix.data.prepare import readers
+from matmix.data.prepare.command import MalformedError, PrepareConfig, prepare, prepare_tokenizer
+from matmix.data.prepare.merge import MergeConfig, merge
+from matmix.data.prepare.parts import missing_parts
 
 WORDS = [f"{a}{b}" for a in ("ki", "ra", "to", "mo", "lu") for b in ("n", "se", "m", "p")]
 PARTS = 5
@@ -406,7 +408,7 @@ def test_a_file_system_without_locks(tmp_path, inputs, monkeypatch):
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from matmix.data.prepare import PrepareConfig, prepare
+from matmix.data.prepare.command import PrepareConfig, prepare
 print("ready", flush=True)
 while not Path(sys.argv[3]).exists():
     time.sleep(0.01)

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from matmix.data import prepare as module
-from matmix.data import readers
-from matmix.data.prepare import PrepareConfig, prepare
+from matmix.data.prepare import command as module
+from matmix.data.prepare import readers
+from matmix.data.prepare.command import PrepareConfig, prepare
 
 WORDS = [f"{a}{b}" for a in ("ki", "ra", "to", "mo", "lu") for b in ("n", "se", "m", "p")]
 

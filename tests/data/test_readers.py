@@ -11,10 +11,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matmix.data import readers
-from matmix.data.documents import Malformed, ReadOptions, documents_of, split_text
-from matmix.data.readers import read_chunks
-from matmix.data.sources import find_sources
+from matmix.data.prepare import readers
+from matmix.data.prepare.documents import Malformed, ReadOptions, documents_of, split_text
+from matmix.data.prepare.readers import read_chunks
+from matmix.data.prepare.sources import find_sources
 
 COMPRESS = {
     "": lambda raw: raw,

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import sys, time
-import matmix.data.loader as module
+import matmix.data.loading.loader as module
 from matmix.data.config import DataConfig
 
 def main():
@@ -100,7 +100,7 @@ def test_an_orderly_end_is_quick_and_silent(tmp_path, small, mode):
 def test_a_reader_that_hangs_does_not_hold_up_the_end(data, tmp_path):
     """A worker that sleeps in its storage when the loader is closed is ended, by the signal that is not ignored."""
     from matmix.data.config import DataConfig
-    from matmix.data.loader import build_loader
+    from matmix.data.loading.loader import build_loader
 
     path = data.write(tmp_path / "data", data.documents(43))
     config = DataConfig(path=str(path), seqlen=24, workers=1, prefetch=1)

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from object_store import ObjectStore, running_store
 
-from matmix.data import remote
-from matmix.data.remote import RemoteError, RemoteFolder
+from matmix.data.storage import remote
+from matmix.data.storage.remote import RemoteError, RemoteFolder
 
 
 @pytest.fixture

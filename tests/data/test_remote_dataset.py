@@ -9,12 +9,12 @@ import pytest
 from object_store import running_store
 
 from matmix.data.config import DataConfig
-from matmix.data.loader import build_loader
-from matmix.data.prepare import prepare
-from matmix.data.prepare_config import PrepareConfig
-from matmix.data.remote import RemoteError, scratch_folder
-from matmix.data.streams import open_dataset
-from matmix.data.upload import prepare_to_url
+from matmix.data.formats import open_dataset
+from matmix.data.loading.loader import build_loader
+from matmix.data.prepare.command import prepare
+from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.upload import prepare_to_url
+from matmix.data.storage.remote import RemoteError, scratch_folder
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ import pytest
 import zstandard
 from manifests import set_value
 
+from matmix.data.formats import open_dataset, webdataset
 from matmix.data.manifest import Manifest
-from matmix.data.remote import RemoteError
-from matmix.data.streams import open_dataset, storage, webdataset
+from matmix.data.storage import storage
+from matmix.data.storage.remote import RemoteError
 
 
 def everything(shards) -> list[list[int]]:

@@ -9,11 +9,11 @@ import scenarios
 import torch
 from scenarios import ENGINES, make_engine, run_steps, weights
 
-from matmix.train.checkpoint import CheckpointManager
-from matmix.train.checkpoint_files import read_manifest
+from matmix.train.checkpoint.files import read_manifest
+from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.checkpoint.portable import open_full
 from matmix.train.engine import EngineConfig
 from matmix.train.engine.full_state import Entry, FullState
-from matmix.train.portable import open_full
 
 STOP, STEPS = 3, 6
 

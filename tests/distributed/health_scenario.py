@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from matmix.train import health
-from matmix.train.distributed import Distributed
 from matmix.train.errors import HealthError
+from matmix.train.process import health
+from matmix.train.process.distributed import Distributed
 
 
 def check(folder: str) -> dict[str, str]:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import scenarios
 
-from matmix.train import local_copies, loop
+from matmix.train import loop
 from matmix.train.callbacks.nan_guard import NanGuard
-from matmix.train.checkpoint import CheckpointManager
-from matmix.train.distributed import barrier
+from matmix.train.checkpoint import local_copies
+from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.process.distributed import barrier
 from matmix.train.recipe import load_config
 
 

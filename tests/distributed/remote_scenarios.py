@@ -8,9 +8,10 @@ from pathlib import Path
 
 import scenarios
 
-from matmix.train import lease, loop
-from matmix.train.distributed import barrier
+from matmix.train import loop
+from matmix.train.process.distributed import barrier
 from matmix.train.recipe import load_config
+from matmix.train.run import lease
 
 
 def train_on_nodes(

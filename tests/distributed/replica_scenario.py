@@ -9,9 +9,9 @@ import torch
 from scenarios import make_engine, moments, partition_everything, place, run_steps, train_step, weights
 
 from matmix.train.config import FaultsConfig
-from matmix.train.distributed import gather_objects
 from matmix.train.engine import Engine, EngineConfig
-from matmix.train.replicas import Replicas
+from matmix.train.guards.replicas import Replicas
+from matmix.train.process.distributed import gather_objects
 
 LAST = 1
 

@@ -8,7 +8,7 @@ from typing import Any
 import scenarios
 from scenarios import ENGINES, make_engine, run_steps, weights
 
-from matmix.train.checkpoint import CheckpointManager
+from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
 
 STOP, STEPS = 3, 12

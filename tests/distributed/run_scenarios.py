@@ -8,9 +8,9 @@ from typing import Any
 
 import scenarios
 
-from matmix.data.batch import Batch
+from matmix.data.loading.batch import Batch
 from matmix.train import loop
-from matmix.train.distributed import gather_objects
+from matmix.train.process.distributed import gather_objects
 from matmix.train.recipe import load_config
 
 GlobalBatches = dict[int, list[int]]

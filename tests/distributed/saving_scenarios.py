@@ -23,9 +23,9 @@ from scenarios import (
 )
 from torch.distributed.tensor import DTensor
 
-from matmix.train.checkpoint import CheckpointManager
-from matmix.train.distributed import gather_objects
+from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import Engine, EngineConfig
+from matmix.train.process.distributed import gather_objects
 
 HSDP = {"hsdp": {"name": "fsdp2", "replicate": 2}}
 

@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from matmix.train import rng
-from matmix.train.checkpoint import CheckpointManager
-from matmix.train.checkpoint_files import together
-from matmix.train.distributed import Distributed, from_rank_zero, gather_objects
+from matmix.train.checkpoint.files import together
+from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import Engine, EngineConfig, build_engine
+from matmix.train.process.distributed import Distributed, from_rank_zero, gather_objects
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH = 33, 10, 6, 8
 
@@ -212,7 +212,7 @@ def losses_of_all(runs: list[tuple[dict[str, Any], int, int]]) -> list[Any]:
 
 def partition_everything() -> None:
     """DeepSpeed would leave tensors as small as these whole at stage 3."""
-    from matmix.train.engine import zero
+    from matmix.train.engine.deepspeed import engine as zero
 
     zero.ZERO_OPTIONS["stage3_param_persistence_threshold"] = 0
 

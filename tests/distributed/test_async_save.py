@@ -13,8 +13,8 @@ import scenarios
 import torch
 from harness import run_distributed
 
-from matmix.train.checkpoint import CheckpointManager, read_portable
-from matmix.train.checkpoint_listing import list_checkpoints
+from matmix.train.checkpoint.listing import list_checkpoints
+from matmix.train.checkpoint.manager import CheckpointManager, read_portable
 from matmix.train.engine import EngineConfig
 
 SLOW = (

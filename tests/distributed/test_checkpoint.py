@@ -8,11 +8,11 @@ import pytest
 import scenarios
 import torch
 
-from matmix.train import checkpoint as checkpoints
-from matmix.train import checkpoint_files
-from matmix.train.checkpoint import CheckpointManager, read_portable
-from matmix.train.checkpoint_files import MANIFEST
-from matmix.train.checkpoint_listing import list_checkpoints
+from matmix.train.checkpoint import files as checkpoint_files
+from matmix.train.checkpoint import manager as checkpoints
+from matmix.train.checkpoint.files import MANIFEST
+from matmix.train.checkpoint.listing import list_checkpoints
+from matmix.train.checkpoint.manager import CheckpointManager, read_portable
 from matmix.train.engine import EngineConfig
 
 

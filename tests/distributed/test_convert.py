@@ -14,12 +14,12 @@ from runs import records
 from safetensors.torch import load_file
 
 from matmix.launch import checkpoints as verb
-from matmix.train.checkpoint import CheckpointManager, read_portable
-from matmix.train.checkpoint_files import find_problem, read_manifest
-from matmix.train.checkpoint_listing import list_checkpoints
-from matmix.train.convert import convert_checkpoint, convert_run
+from matmix.launch.convert import convert_checkpoint, convert_run
+from matmix.train.checkpoint.files import find_problem, read_manifest
+from matmix.train.checkpoint.listing import list_checkpoints
+from matmix.train.checkpoint.manager import CheckpointManager, read_portable
 from matmix.train.engine import EngineConfig
-from matmix.train.run import RunDirectory
+from matmix.train.run.directory import RunDirectory
 
 NAMES = list(scenarios.ENGINES)
 
@@ -231,7 +231,7 @@ def test_a_failed_conversion_leaves_nothing(run, tmp_path, monkeypatch):
     def full_disk(*_arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("matmix.train.convert.write_manifest", full_disk)
+    monkeypatch.setattr("matmix.launch.convert.write_manifest", full_disk)
     with pytest.raises(OSError, match="No space left"):
         convert_run(run, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]

@@ -7,8 +7,8 @@ import scenarios
 from harness import run_distributed
 from scenarios import ENGINES, GLOBAL_BATCH
 
-from matmix.train.distributed import Distributed
 from matmix.train.engine import EngineConfig, build_engine
+from matmix.train.process.distributed import Distributed
 
 STEPS = 20
 HSDP = {"name": "fsdp2", "replicate": 2}

@@ -9,8 +9,8 @@ import torch
 from harness import run_distributed
 
 from matmix.train import rng
-from matmix.train.checkpoint_files import together
-from matmix.train.distributed import Distributed, choose_device, from_rank_zero, gather_objects
+from matmix.train.checkpoint.files import together
+from matmix.train.process.distributed import Distributed, choose_device, from_rank_zero, gather_objects
 
 
 def test_one_process_without_torchrun(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import scenarios
 from harness import run_distributed
 
-from matmix.train.checkpoint import read_portable
+from matmix.train.checkpoint.manager import read_portable
 
 STEPS = 4
 RECIPES = ("debug_mru", "debug_hydra")  # packed documents of one, masked and packed ones of the other

@@ -8,7 +8,7 @@ import torch
 from harness import run_distributed
 
 from matmix.model import MixerOptions, ModelConfig, build_model, initialize
-from matmix.model.mixers.hydra import HydraConfig
+from matmix.model.mixers.scans.hydra import HydraConfig
 from matmix.train.engine import EngineConfig, build_engine
 
 

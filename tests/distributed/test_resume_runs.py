@@ -9,8 +9,8 @@ import torch
 from harness import run_distributed
 from runs import records, weights
 
-from matmix.data.prepare import prepare
-from matmix.data.prepare_config import PrepareConfig
+from matmix.data.prepare.command import prepare
+from matmix.data.prepare.config import PrepareConfig
 
 STEPS = 6
 ENGINES = {

@@ -8,8 +8,8 @@ import pytest
 import scenarios
 from harness import run_distributed
 
-from matmix.train import checkpoint_save
-from matmix.train.checkpoint import CheckpointManager
+from matmix.train.checkpoint import save as checkpoint_save
+from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
 
 

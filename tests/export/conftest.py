@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from matmix.data.tokenizer import train_sentencepiece
-from matmix.model.interop.huggingface import export_model
+from matmix.model.interop.export.directory import export_model
 
 # For `import small_models` and `import bare_site`, here and in the tests.
 sys.path.insert(0, str(Path(__file__).resolve().parent))

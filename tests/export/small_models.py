@@ -6,9 +6,9 @@ import torch
 
 from matmix.model import ModelConfig, build_model, initialize
 from matmix.model.config import MixerOptions
-from matmix.model.mixers.attention import AttentionConfig
-from matmix.model.mixers.hydra import HydraConfig
+from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.mru import MRUConfig
+from matmix.model.mixers.scans.hydra import HydraConfig
 
 MIXERS = MixerOptions(
     mru=MRUConfig(order=4), hydra=HydraConfig(d_state=8, headdim=8), attention=AttentionConfig(headdim=8)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from matmix.data.tokenizer import Tokenizer
-from matmix.train.export import export_run, import_reference
-from matmix.train.generate import continue_text, fill_masks, generate, load_source
-from matmix.train.sampling import Sampling
+from matmix.launch.export import export_run, import_reference
+from matmix.launch.generate import continue_text, fill_masks, generate, load_source
+from matmix.launch.sampling import Sampling
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 GREEDY = Sampling(temperature=0.0)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from matmix.train.sampling import Sampling, text_pieces
+from matmix.launch.sampling import Sampling, text_pieces
 
 PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
 LOGITS = torch.tensor(PROBABILITIES).log()

@@ -13,12 +13,8 @@ from small_models import MULTILINGUAL, training_text
 from tokenizers import Tokenizer as FastTokenizer
 
 from matmix.data.tokenizer import train_sentencepiece
-from matmix.model.interop.huggingface_tokenizer import load_fast_tokenizer
-from matmix.model.interop.tokenizer_conversion import (
-    PROBE_TEXTS,
-    first_difference,
-    sentencepiece_to_fast,
-)
+from matmix.model.interop.export.tokenizer import load_fast_tokenizer
+from matmix.model.interop.export.tokenizer_conversion import PROBE_TEXTS, first_difference, sentencepiece_to_fast
 
 _ALPHABET = "aabbcde  \n\t▁<>/s0x4Eé́😀👍🏽中あ゙한ﬁ½ "
 
@@ -122,7 +118,7 @@ def test_a_difference_is_found_and_refused(tokenizer, tmp_path, monkeypatch):
     assert first_difference(fast, tokenizer.path) is None
     other = train(tmp_path / "other.model", model_type="bpe")
     assert first_difference(fast, other) == PROBE_TEXTS[0]
-    monkeypatch.setattr("matmix.model.interop.huggingface_tokenizer.sentencepiece_to_fast", lambda *a, **k: fast)
+    monkeypatch.setattr("matmix.model.interop.export.tokenizer.sentencepiece_to_fast", lambda *a, **k: fast)
     with pytest.raises(ValueError, match="cannot be made a fast tokenizer with the same ids: they differ for 'To be"):
         load_fast_tokenizer(other, {})
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from small_models import MODELS, random_model
 
-from matmix.model.interop.huggingface import export_model
-from matmix.model.interop.huggingface_weights import write_weights
+from matmix.model.interop.export.directory import export_model
+from matmix.model.interop.export.weights import write_weights
 
 SHAPES = {f"layer.{index}": torch.Size((10, 10)) for index in range(7)}
 

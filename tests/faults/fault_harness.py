@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import torch
 
-from matmix.train.checkpoint import read_portable
+from matmix.train.checkpoint.manager import read_portable
 
 HERE = Path(__file__).resolve().parent
 # What a run may take on a machine that does other things besides; a test that gets there has failed.

@@ -303,7 +303,7 @@ def clock_offset(seconds: float) -> None:
 
 def slow_reader(seconds: float) -> None:
     """Every micro-batch takes this much longer to read."""
-    from matmix.data.micro_batches import MicroBatches
+    from matmix.data.loading.micro_batches import MicroBatches
 
     read = MicroBatches.__getitems__
 

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from matmix.data.artifacts import read_json_lines
-from matmix.launch.attempts import read_attempts
+from matmix.launch.jobs.attempts import read_attempts
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = 300.0) -> Any:
@@ -48,7 +48,7 @@ def saved_step(run: Path) -> int:
 def kill_a_rank(launcher: psutil.Process) -> None:
     """Sends SIGKILL to the second rank."""
     for process in launcher.children(recursive=True):
-        if process.environ().get("RANK") == "1" and "matmix.launch.rank" in process.cmdline():
+        if process.environ().get("RANK") == "1" and "matmix.launch.jobs.rank" in process.cmdline():
             os.kill(process.pid, signal.SIGKILL)
             return
     raise LookupError("there is no second rank")

@@ -9,10 +9,10 @@ import pytest
 from fault_harness import assert_same
 from runs import losses, records, run_recipe
 
-from matmix.data.prepare import prepare
-from matmix.data.prepare_config import PrepareConfig
-from matmix.data.streams import TokenShards
-from matmix.train.exits import EXIT_USER
+from matmix.data.formats.base import TokenShards
+from matmix.data.prepare.command import prepare
+from matmix.data.prepare.config import PrepareConfig
+from matmix.train.process.exits import EXIT_USER
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import pytest
 from fault_harness import assert_same
 
 from matmix.train.callbacks.watchdog import Watchdog
-from matmix.train.exits import EXIT_HUNG
-from matmix.train.outcome import read_outcomes
+from matmix.train.process.exits import EXIT_HUNG
+from matmix.train.run.outcome import read_outcomes
 
 
 def _hang_before(step: int, how: str) -> list[dict]:

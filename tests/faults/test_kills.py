@@ -7,8 +7,8 @@ import time
 import pytest
 from fault_harness import Run, assert_same, wait_until
 
-from matmix.train.exits import EXIT_STOPPED
-from matmix.train.outcome import read_last_step, read_outcomes
+from matmix.train.process.exits import EXIT_STOPPED
+from matmix.train.run.outcome import read_last_step, read_outcomes
 
 PHASES = ("staging", "writing", "checksums", "manifest", "rename", "prune")
 

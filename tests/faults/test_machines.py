@@ -3,7 +3,7 @@
 import pytest
 from fault_harness import assert_same
 
-from matmix.train.exits import EXIT_FAILED, EXIT_OK, EXIT_USER
+from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_USER
 
 
 def test_a_clock_is_an_hour_off(make_run, two_ranks):

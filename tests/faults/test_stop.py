@@ -10,10 +10,10 @@ import psutil
 import pytest
 from fault_harness import assert_same, python_path, wait_until
 
-from matmix.train.exits import EXIT_INTERRUPTED, EXIT_STOPPED
-from matmix.train.outcome import read_last_step, read_outcomes
+from matmix.train.process.exits import EXIT_INTERRUPTED, EXIT_STOPPED
+from matmix.train.run.outcome import read_last_step, read_outcomes
 
-LOOP, EVALUATE = "matmix.train.loop", "matmix.train.evaluate"
+LOOP, EVALUATE = "matmix.train.loop", "matmix.train.evaluators.validation"
 
 
 def stop_at(run, fault: dict, number: int = signal.SIGUSR2, rank: int = -1):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fault_harness import assert_same
 
-from matmix.train.exits import EXIT_FAILED, EXIT_USER
+from matmix.train.process.exits import EXIT_FAILED, EXIT_USER
 
 
 def _largest(checkpoint: Path) -> Path:

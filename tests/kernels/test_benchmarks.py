@@ -5,18 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 
-import matmix.kernels.benchmarks
-from matmix.kernels.benchmarks import packages, report
-from matmix.kernels.benchmarks.__main__ import COMMANDS, main
-from matmix.kernels.benchmarks.cases import CPU_CASES, quasiseparable
-from matmix.kernels.benchmarks.compiled import compiled_scan
-from matmix.kernels.benchmarks.conv import conv_case
-from matmix.kernels.benchmarks.flipped import flipped, our_causal, plain_causal
-from matmix.kernels.benchmarks.norm import norm_case
-from matmix.kernels.benchmarks.plot import draw
-from matmix.kernels.benchmarks.scan import hydra_inputs, ours, scan_case
-from matmix.kernels.benchmarks.settings import Settings, slug
-from matmix.kernels.benchmarks.suite import (
+import matmix.launch.lab.benchmarks.kernels
+from matmix.launch.lab.benchmarks.kernels import packages, report
+from matmix.launch.lab.benchmarks.kernels.__main__ import COMMANDS, main
+from matmix.launch.lab.benchmarks.kernels.cases import CPU_CASES, quasiseparable
+from matmix.launch.lab.benchmarks.kernels.compiled import compiled_scan
+from matmix.launch.lab.benchmarks.kernels.conv import conv_case
+from matmix.launch.lab.benchmarks.kernels.flipped import flipped, our_causal, plain_causal
+from matmix.launch.lab.benchmarks.kernels.norm import norm_case
+from matmix.launch.lab.benchmarks.kernels.plot import draw
+from matmix.launch.lab.benchmarks.kernels.scan import hydra_inputs, ours, scan_case
+from matmix.launch.lab.benchmarks.kernels.settings import Settings, slug
+from matmix.launch.lab.benchmarks.kernels.suite import (
     PASSES,
     Candidate,
     Case,
@@ -26,7 +26,7 @@ from matmix.kernels.benchmarks.suite import (
     measure_case,
     on_leaves,
 )
-from matmix.kernels.benchmarks.timing import Clock, copy_bandwidth, quartiles
+from matmix.launch.lab.benchmarks.kernels.timing import Clock, copy_bandwidth, quartiles
 
 PEERS = {
     "scan": {"flipped, mamba-ssm (published)": "mamba-ssm", "flipped, flash-linear-attention": "fla-core"},
@@ -310,7 +310,7 @@ def test_a_command_runs_on_a_gpu(command, tmp_path):
 
 
 def test_the_committed_record_has_every_case_and_can_be_drawn(tmp_path):
-    results = Path(matmix.kernels.benchmarks.__path__[0]) / "results"
+    results = Path(matmix.launch.lab.benchmarks.kernels.__path__[0]) / "results"
     record = json.loads((results / "cpu.json").read_text())
     assert set(record["cases"]) == set(CPU_CASES)
     draw(record, tmp_path / "ratios.png")

@@ -34,10 +34,10 @@ def run(*command: str) -> subprocess.CompletedProcess:
 
 
 def resources_of(tmp_path: Path, op: str, *options: str) -> list[dict]:
-    """What `python -m matmix.kernels.benchmarks.resources` finds out about one op's kernels, if all of it is well."""
+    """What `resources` of the kernels' benchmarks finds out about one op's kernels, if all of it is well."""
     out = tmp_path / "resources.json"
     options = ("--only", f"{op}: ", *options, "--workers", "2", "--json", str(out))
-    done = run("-m", "matmix.kernels.benchmarks.resources", *options)
+    done = run("-m", "matmix.launch.lab.benchmarks.kernels.resources", *options)
     assert out.exists(), done.stdout + done.stderr
     found = json.loads(out.read_text())
     faults = [f"{x['kernel']} on {x['target']}, {x['dtype']}: {fault}" for x in found if (fault := fault_of(x))]

@@ -6,10 +6,20 @@ import sys
 
 import pytest
 
-from matmix.launch.attempts import AGAIN, ENOUGH, FINISHED, Attempt, begin, decide, main, mark_cancelled, read_attempts
-from matmix.launch.records import note_url
-from matmix.train.outcome import outcome_path, step_path
-from matmix.train.places import mirror_folder
+from matmix.launch.jobs.attempts import (
+    AGAIN,
+    ENOUGH,
+    FINISHED,
+    Attempt,
+    begin,
+    decide,
+    main,
+    mark_cancelled,
+    read_attempts,
+)
+from matmix.launch.jobs.records import note_url
+from matmix.train.process.places import mirror_folder
+from matmix.train.run.outcome import outcome_path, step_path
 
 
 def attempts(*ends: tuple) -> list[Attempt]:
@@ -128,7 +138,7 @@ def test_a_cancelled_job_does_not_come_back(tmp_path, capsys):
 
 def test_it_needs_no_torch(tmp_path):
     """It runs between two attempts, on a node that is paid for."""
-    code = "import sys, matmix.launch.attempts; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = "import sys, matmix.launch.jobs.attempts; print('torch' in sys.modules, 'numpy' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert run.stdout.split() == ["False", "False"]
 

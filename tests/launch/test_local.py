@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from matmix.launch.attempts import read_attempts
 from matmix.launch.cli import main
-from matmix.train.exits import EXIT_STOPPED
+from matmix.launch.jobs.attempts import read_attempts
+from matmix.train.process.exits import EXIT_STOPPED
 
 
 class Local:
@@ -49,9 +49,9 @@ class Local:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
-                if "matmix.launch.rank" in words and any(str(self.run) in word for word in words):
+                if "matmix.launch.jobs.rank" in words and any(str(self.run) in word for word in words):
                     found.append(process)
-        return [process for process in found if "matmix.launch.agent" not in process.cmdline()]
+        return [process for process in found if "matmix.launch.jobs.agent" not in process.cmdline()]
 
     def end(self) -> None:
         self.process.kill()

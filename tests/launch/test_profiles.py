@@ -2,8 +2,8 @@
 
 import pytest
 
-from matmix.launch.profiles import load_profile, profiles_path
-from matmix.launch.slurm_options import SlurmOptions, from_layers
+from matmix.launch.jobs.profiles import load_profile, profiles_path
+from matmix.launch.jobs.slurm.options import SlurmOptions, from_layers
 
 FILE = """
 default = "small"

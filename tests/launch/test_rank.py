@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from matmix.launch.environment import apply_defaults, defaults, interface_towards
-from matmix.launch.rank import find_run_dir, log_path, rank_variables
-from matmix.train.places import mirror_folder
+from matmix.launch.jobs.environment import apply_defaults, defaults, interface_towards
+from matmix.launch.jobs.rank import find_run_dir, log_path, rank_variables
+from matmix.train.process.places import mirror_folder
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -92,7 +92,7 @@ def test_logs():
 def test_errors_of_other_ranks_reach_their_log_and_the_job(tmp_path):
     environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "MATMIX_ATTEMPT": "7.0"}
     environment.pop("MASTER_ADDR", None)
-    command = [sys.executable, "-P", "-m", "matmix.launch.rank", "debug_mru", "--run-dir", str(tmp_path / "run")]
+    command = [sys.executable, "-P", "-m", "matmix.launch.jobs.rank", "debug_mru", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     expected = "matmix: error: [rank 1] WORLD_SIZE is 2 but MASTER_ADDR and MASTER_PORT are not set"
     assert done.returncode == 2

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from matmix.launch.cli import main
-from matmix.launch.script import array_option, render, sbatch_value
+from matmix.launch.jobs.slurm.script import array_option, render, sbatch_value
 
 ODD = 'it\'s "odd" $HOME `x` 100%'
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from matmix.launch import snapshot
+from matmix.launch.jobs import snapshot
 
 
 def run_python(code: str, path: Path, **variables: str) -> str:
@@ -25,8 +25,8 @@ def test_the_copied_code_is_what_runs(tmp_path):
     assert (copied / "train" / "recipes" / "debug_mru.toml").is_file()
     assert (copied / "launch" / "templates" / "train.sbatch").is_file()
     # The installed package, too, is there; the copy goes first.
-    (copied / "train" / "exits.py").write_text("EXIT_OK = 'the copy'\n")
-    assert run_python("from matmix.train.exits import EXIT_OK; print(EXIT_OK)", folder / "code") == "the copy"
+    (copied / "train" / "process" / "exits.py").write_text("EXIT_OK = 'the copy'\n")
+    assert run_python("from matmix.train.process.exits import EXIT_OK; print(EXIT_OK)", folder / "code") == "the copy"
     packages = (folder / "packages.txt").read_text()
     assert "\ntorch==" in packages
     assert sys.executable in packages
@@ -57,14 +57,14 @@ def test_changes_are_kept_as_a_patch(tmp_path):
         return done.stdout.strip()
 
     git("init", "-q")
-    git("add", "launch", "train/exits.py")
+    git("add", "launch", "train/process/exits.py")
     git("commit", "-qm", "first")
-    code = "from matmix.launch.snapshot import describe_revision as d; r, p = d(); print(r); print(p.decode())"
+    code = "from matmix.launch.jobs.snapshot import describe_revision as d; r, p = d(); print(r); print(p.decode())"
     (tmp_path / "import").mkdir()
     (tmp_path / "import" / "matmix").symlink_to(copy)
     clean = run_python(code, tmp_path / "import")
     assert f"git {git('rev-parse', 'HEAD')}\n" in clean
-    with (copy / "train" / "exits.py").open("a") as file:
+    with (copy / "train" / "process" / "exits.py").open("a") as file:
         file.write("EXIT_NEW = 9\n")
     changed = run_python(code, tmp_path / "import")
     assert "with changes" in changed

@@ -12,14 +12,14 @@ import psutil
 import pytest
 
 from matmix.launch.cli import main
-from matmix.launch.torchrun import address_here, parse_endpoint, torchrun_words, wait_for_host
+from matmix.launch.jobs.torchrun import address_here, parse_endpoint, torchrun_words, wait_for_host
 from matmix.train.errors import RendezvousError
 
 # A rank that takes a second to save (a minute where the folder says so), as if it were torch's worker: named in its
 # command line.
 RANK = """
 import pathlib, signal, sys, time
-from matmix.train.launcher import follow_launcher
+from matmix.train.process.launcher import follow_launcher
 follow_launcher()
 folder, number = pathlib.Path(sys.argv[2]), sys.argv[3]
 told = []
@@ -35,12 +35,12 @@ sys.exit(75)
 # Starts two ranks, each in a session of its own as torch does, and ends with the worst of their codes.
 AGENT = f"""
 import os, pathlib, signal, subprocess, sys
-from matmix.train.launcher import follow_launcher
+from matmix.train.process.launcher import follow_launcher
 follow_launcher()
 os.environ["MATMIX_LAUNCHER"] = str(os.getpid())
 folder = pathlib.Path(sys.argv[1])
 signal.signal(signal.SIGTERM, lambda *_: (folder / "agent-told").touch())
-words = [sys.executable, "-c", {RANK!r}, "matmix.launch.rank", str(folder)]
+words = [sys.executable, "-c", {RANK!r}, "matmix.launch.jobs.rank", str(folder)]
 ranks = [subprocess.Popen([*words, str(number)], start_new_session=True) for number in range(2)]
 codes = [rank.wait() for rank in ranks]
 sys.exit(max(map(abs, codes)))
@@ -48,7 +48,7 @@ sys.exit(max(map(abs, codes)))
 
 LAUNCHER = f"""
 import os, sys
-from matmix.launch.supervise import StopRequests, run_agent
+from matmix.launch.jobs.supervise import StopRequests, run_agent
 with StopRequests() as requests:
     sys.exit(run_agent([sys.executable, "-c", {AGENT!r}, sys.argv[1]], os.environ, requests))
 """
@@ -151,7 +151,7 @@ def test_the_node_that_is_named_uses_the_name_it_is_known_by():
 def test_ipv6_and_fixed_ranks():
     words = torchrun_words(["r"], nnodes=2, nproc=4, endpoint=("::1", 29401), run_id="a", local_addr="::1")
     assert "--rdzv-endpoint=[::1]:29401" in words
-    assert words[-3:] == ["-m", "matmix.launch.rank", "r"]
+    assert words[-3:] == ["-m", "matmix.launch.jobs.rank", "r"]
     fixed = torchrun_words(["r"], nnodes=2, nproc=4, endpoint=("n", 1), run_id="a", local_addr="n", node_rank=1)
     assert {"--node-rank=1", "--master-addr=n", "--master-port=1", "--rdzv-backend=static"} <= set(fixed)
 
@@ -172,6 +172,6 @@ def test_the_command_of_a_node_is_printed(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("torchrun --nnodes=2 --nproc-per-node=2 ")
     assert "--rdzv-id=a-b" in printed
-    assert printed.endswith("-m matmix.launch.rank debug_mru --run-dir 'runs/a b'\n")
+    assert printed.endswith("-m matmix.launch.jobs.rank debug_mru --run-dir 'runs/a b'\n")
     assert main(["launch", "torchrun", "debug_mru", "--nnodes", "3", *words[2:]]) == 2
     assert "does not divide" in capsys.readouterr().err

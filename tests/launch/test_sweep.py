@@ -2,10 +2,10 @@
 
 import pytest
 
-from matmix.launch.records import launch_home
-from matmix.launch.slurm import plan_launch, render_launch, write_launch
-from matmix.launch.slurm_options import SlurmOptions
-from matmix.launch.sweep import parse_sweep
+from matmix.launch.jobs.records import launch_home
+from matmix.launch.jobs.slurm.options import SlurmOptions
+from matmix.launch.jobs.slurm.submit import plan_launch, render_launch, write_launch
+from matmix.launch.jobs.sweep import parse_sweep
 from matmix.train.recipe import load_config
 
 

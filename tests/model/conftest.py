@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from matmix.model import MixerOptions, ModelConfig, build_model
-from matmix.model.mixers.attention import AttentionConfig
-from matmix.model.mixers.hydra import HydraConfig
+from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.mru import MRUConfig
+from matmix.model.mixers.scans.hydra import HydraConfig
 
 
 def _small_options(**changes):

@@ -41,7 +41,7 @@ def package(tmp_path_factory) -> Path:
     imported, entry = registration.splitlines()
     registry = site / "matmix/model/mixers/__init__.py"
     text = registry.read_text()
-    text = text.replace("from matmix.model.mixers.hydra", f"{imported}\nfrom matmix.model.mixers.hydra", 1)
+    text = text.replace("from matmix.model.mixers.scans.hydra", f"{imported}\nfrom matmix.model.mixers.scans.hydra", 1)
     registry.write_text(re.sub(r"^MIXERS.*\{\n", lambda start: f"{start[0]}{entry}\n", text, flags=re.MULTILINE))
     return site
 

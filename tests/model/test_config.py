@@ -4,10 +4,10 @@ import json
 import pytest
 
 from matmix.model import MixerOptions, ModelConfig, count_parameters
-from matmix.model.mixers.attention import AttentionConfig
-from matmix.model.mixers.convolution import ConvolutionConfig
-from matmix.model.mixers.hydra import HydraConfig
+from matmix.model.mixers.attention.softmax_attention import AttentionConfig
+from matmix.model.mixers.convolutions.short import ConvolutionConfig
 from matmix.model.mixers.mru import MRUConfig
+from matmix.model.mixers.scans.hydra import HydraConfig
 
 
 def test_the_published_encoder_has_112_1_million_parameters():

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from storages import Storages
 from torch.utils.checkpoint import checkpoint
 
-from matmix.model.interop.bundle import bundle
-from matmix.model.mixers.hydra import Hydra, HydraConfig
-from matmix.model.mixers.hydra_functions import StepSizes, ValuesAndVectors
+from matmix.model.interop.export.bundle import bundle
+from matmix.model.mixers.scans.hydra import Hydra, HydraConfig
+from matmix.model.mixers.scans.hydra_functions import StepSizes, ValuesAndVectors
 from matmix.train.activation import checkpoint_activations
 
 PACKED = torch.tensor([0, 5, 6, 40], dtype=torch.int32)
@@ -212,7 +212,7 @@ def test_nothing_is_recomputed_without_gradients(make):
 
 
 def test_an_exported_layer_recomputes_too(make, tmp_path, monkeypatch):
-    text = bundle([("matmix.model.mixers.hydra", "Hydra")], header="# no package here", version="99.0.0")
+    text = bundle([("matmix.model.mixers.scans.hydra", "Hydra")], header="# no package here", version="99.0.0")
     (tmp_path / "hydra_alone.py").write_text(text, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("hydra_alone", tmp_path / "hydra_alone.py")
     module = importlib.util.module_from_spec(spec)

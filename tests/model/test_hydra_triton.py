@@ -9,8 +9,8 @@ import torch
 from module_results import assert_close, results, rounding
 from triton_on_cpu import names
 
-from matmix.model.mixers import hydra
-from matmix.model.mixers.hydra import Hydra, HydraConfig
+from matmix.model.mixers.scans import hydra
+from matmix.model.mixers.scans.hydra import Hydra, HydraConfig
 from matmix.train.activation import checkpoint_activations
 
 OPS = ("gated_norm", "quasiseparable_scan", "short_conv")

@@ -8,8 +8,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from matmix.model import build_model, initialize
 from matmix.model.initialization import clean_parameter_name
-from matmix.model.mixers.hydra import HydraConfig
 from matmix.model.mixers.mru import MRUConfig
+from matmix.model.mixers.scans.hydra import HydraConfig
 
 ENCODER = {"architecture": "encoder", "layers": ("hydra", "attention"), "norm": "post", "norm_bias": True}
 

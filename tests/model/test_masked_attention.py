@@ -8,7 +8,7 @@ from module_results import assert_close, results, rounding
 
 from matmix.model.initialization import initialize
 from matmix.model.mixers import MIXERS
-from matmix.model.mixers.masked_attention_masks import fourier_mask
+from matmix.model.mixers.attention.masks import fourier_mask
 
 D_MODEL = 12
 KINDS = ("sma_causal", "sma_decay", "sma_semiseparable", "sma_toeplitz", "sma_fourier")

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from matmix.model.initialization import initialize
-from matmix.model.mixers import MIXERS, row_blocks
-from matmix.model.mixers.cauchy import SMALLEST_DENOMINATOR
-from matmix.model.mixers.matrix_mixer import MatrixMixer
+from matmix.model.mixers import MIXERS
+from matmix.model.mixers.structured import row_blocks
+from matmix.model.mixers.structured.cauchy import SMALLEST_DENOMINATOR
+from matmix.model.mixers.structured.matrix_mixer import MatrixMixer
 
 NAMES = [name for name, mixer in MIXERS.items() if issubclass(mixer, MatrixMixer)]
 ANY_LENGTH = [name for name in NAMES if not MIXERS[name].fixed_length]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from matmix.model import build_model, initialize
-from matmix.model.mixers.attention import AttentionConfig
+from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.mru import MRUConfig
 
 KINDS = {

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from layer_equations import assert_layer_equals
 
 from matmix.model.initialization import initialize
-from matmix.model.mixers.delta_rule import delta_rule_step, diagonal_delta_rule, gated_delta_rule, unit_vectors
-from matmix.model.mixers.gated_delta import GatedDelta, GatedDeltaConfig
-from matmix.model.mixers.rwkv7 import RWKV7, RWKV7Config
+from matmix.model.mixers.scans.delta_rule import delta_rule_step, diagonal_delta_rule, gated_delta_rule, unit_vectors
+from matmix.model.mixers.scans.gated_delta import GatedDelta, GatedDeltaConfig
+from matmix.model.mixers.scans.rwkv7 import RWKV7, RWKV7Config
 
 D_MODEL = 16
 HEADS, KEYS, VALUES = 2, 3, 4

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from ssd_definitions import linear_attention, mamba2, retention, two_directions
 
 from matmix.model.initialization import initialize
-from matmix.model.interop.huggingface_state import map_state
+from matmix.model.interop.export.state import map_state
 from matmix.model.mixers import MIXERS
 
 D_MODEL = 8

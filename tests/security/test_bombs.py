@@ -15,9 +15,9 @@ import pytest
 import zstandard
 from hostile_data import edit_manifest, older, prepared, snapshot
 
-from matmix.data.streams import open_dataset
-from matmix.data.streams.damage import DamagedShard
-from matmix.data.streams.webdataset import _token_members
+from matmix.data.formats import open_dataset
+from matmix.data.formats.webdataset import _token_members
+from matmix.data.storage.damage import DamagedShard
 
 MEBIBYTE = 1 << 20
 
@@ -103,7 +103,7 @@ def bombs(folder):
 PREPARE = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[2]), int(sys.argv[2])))
-from matmix.data.prepare import PrepareConfig, prepare
+from matmix.data.prepare.command import PrepareConfig, prepare
 import pyarrow.parquet
 try:
     prepare(PrepareConfig(inputs=(sys.argv[1],), out=sys.argv[1] + "-out", processes=1, max_line_megabytes=1,

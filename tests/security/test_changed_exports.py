@@ -11,7 +11,7 @@ import pytest
 from matmix.launch.cli import main
 from matmix.model import build_model
 from matmix.model.config import ModelConfig
-from matmix.model.interop.huggingface import export_model
+from matmix.model.interop.export.directory import export_model
 
 
 @pytest.fixture(scope="module")

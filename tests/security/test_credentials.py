@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from matmix.data.config import DataConfig
-from matmix.data.prepare_config import PrepareConfig
-from matmix.data.prepare_merge import MergeConfig
-from matmix.data.remote import RemoteFolder
-from matmix.data.streams import open_dataset
-from matmix.data.urls import has_secret
+from matmix.data.formats import open_dataset
+from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.merge import MergeConfig
+from matmix.data.storage.remote import RemoteFolder
+from matmix.data.storage.urls import has_secret
 from matmix.launch.cli import main
 from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config, read_toml
-from matmix.train.remote import local_outline, local_run
+from matmix.train.run.remote import local_outline, local_run
 
 SECRET = "hunter2+abc"
 WITH_SECRETS = [

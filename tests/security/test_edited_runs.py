@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from runs import losses, records, run_recipe
 
+from matmix.launch.convert import convert_run
+from matmix.launch.export import export_run
+from matmix.launch.generate import generate
 from matmix.train.command import main
-from matmix.train.convert import convert_run
-from matmix.train.export import export_run
-from matmix.train.generate import generate
 
 
 @pytest.fixture(scope="module")

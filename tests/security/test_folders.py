@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from matmix.data.private import check_named, private_folder, standard_folder
-from matmix.data.remote import SCRATCH_VARIABLE, scratch_folder
-from matmix.data.streams.storage import Storage
-from matmix.launch.environment import defaults
+from matmix.data.storage.private import check_named, private_folder, standard_folder
+from matmix.data.storage.remote import SCRATCH_VARIABLE, scratch_folder
+from matmix.data.storage.storage import Storage
+from matmix.launch.jobs.environment import defaults
 
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 OTHER_USER = 54321
@@ -85,7 +85,7 @@ def test_own_folders_are_used_without_a_word(shared, capsys):
 def test_every_start_sets_the_caches_before_torch_would_choose_them(shared):
     """Also those that no launcher prepares: torch's own choice is /tmp/torchinductor_<user>."""
     code = (
-        "import os, sys; from matmix.train.process import begin_training; "
+        "import os, sys; from matmix.train.process.begin import begin_training; "
         f"assert begin_training(['debug_mru']) == 0; print(*(os.environ[n] for n in {_CACHES})); "
         "assert 'torch' not in sys.modules"
     )

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from matmix.launch.generate import load_source
 from matmix.model.interop import read_checkpoint
-from matmix.model.interop.foreign import indexed_files, read_safetensors
-from matmix.train.generate import load_source
+from matmix.model.interop.importing.foreign import indexed_files, read_safetensors
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 
-from matmix.train.checkpoint import CheckpointManager, read_portable
-from matmix.train.checkpoint_files import MANIFEST, find_problem, list_files, write_manifest
-from matmix.train.convert import convert_checkpoint
+from matmix.launch.convert import convert_checkpoint
+from matmix.train.checkpoint.files import MANIFEST, find_problem, list_files, write_manifest
+from matmix.train.checkpoint.manager import CheckpointManager, read_portable
 
 
 @functools.cache

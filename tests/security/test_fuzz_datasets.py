@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 
 from matmix.data.arrays import read_vector
+from matmix.data.formats import open_dataset
 from matmix.data.manifest import Manifest
-from matmix.data.prepare_merge import MergeConfig, merge
-from matmix.data.prepare_parts import PartRecord, Parts
-from matmix.data.streams import open_dataset, sidecar
+from matmix.data.prepare.merge import MergeConfig, merge
+from matmix.data.prepare.parts import PartRecord, Parts
+from matmix.data.storage import sidecar
 
 
 def _signed(values):
@@ -111,7 +112,7 @@ def test_notes_of_the_cache(packed, tmp_path, data):
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    from matmix.data.prepare import PrepareConfig, prepare
+    from matmix.data.prepare.command import PrepareConfig, prepare
 
     folder = tmp_path_factory.mktemp("parts")
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"verse {n} of the king"}) + "\n" for n in range(80)))

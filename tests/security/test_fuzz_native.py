@@ -52,8 +52,8 @@ def tokenizer(path):
     found.decode(range(min(found.vocab_size, 50)))
 
 def parquet(path):
-    from matmix.data.readers import read_chunks, ReadOptions
-    from matmix.data.sources import find_sources
+    from matmix.data.prepare.readers import read_chunks, ReadOptions
+    from matmix.data.prepare.sources import find_sources
     (source,), _ = find_sources([str(path)])
     for chunk in read_chunks([source], ReadOptions(max_line_megabytes=1)):
         pass

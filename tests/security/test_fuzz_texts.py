@@ -14,11 +14,11 @@ from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 
 from matmix.data.artifacts import artifact_path, parse_json
 from matmix.data.config import DataConfig
-from matmix.data.documents import ReadOptions, documents_of
-from matmix.data.prepare_cuts import find_cuts
-from matmix.data.readers import read_chunks
-from matmix.data.sources import find_sources
-from matmix.train.comparison.config import read_comparison
+from matmix.data.prepare.cuts import find_cuts
+from matmix.data.prepare.documents import ReadOptions, documents_of
+from matmix.data.prepare.readers import read_chunks
+from matmix.data.prepare.sources import find_sources
+from matmix.launch.lab.compare.config import read_comparison
 from matmix.train.recipe import bundled_comparisons, bundled_recipes, config_from_dict, load_config, read_toml
 
 TEXT = b"".join(b'{"text": "a line of %d words\\n \xc3\xa9 \xf0\x9f\x8c\x8d", "n": %d}\n\n' % (n, n) for n in range(60))

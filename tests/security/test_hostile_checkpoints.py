@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
 
-from matmix.train.checkpoint import CheckpointManager, read_portable
-from matmix.train.checkpoint_files import MANIFEST, find_problem, read_manifest
-from matmix.train.checkpoint_listing import list_checkpoints
-from matmix.train.convert import convert_checkpoint
+from matmix.launch.convert import convert_checkpoint
+from matmix.train.checkpoint.files import MANIFEST, find_problem, read_manifest
+from matmix.train.checkpoint.listing import list_checkpoints
+from matmix.train.checkpoint.manager import CheckpointManager, read_portable
 
 
 @pytest.fixture(scope="module")

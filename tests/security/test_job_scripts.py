@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from matmix.launch import scheduler
 from matmix.launch.cli import main
+from matmix.launch.jobs.slurm import scheduler
 
 # What a name may be that somebody proposes: fields of Slurm's, arithmetic of bash, expansions, quotes.
 HOSTILE = {

@@ -20,9 +20,9 @@ import torch
 from cluster import Cluster, wait_until
 
 from matmix.launch import launch
-from matmix.launch.attempts import Attempt, read_attempts
-from matmix.launch.records import read_jobs
-from matmix.train.checkpoint import CheckpointManager
+from matmix.launch.jobs.attempts import Attempt, read_attempts
+from matmix.launch.jobs.records import read_jobs
+from matmix.train.checkpoint.manager import CheckpointManager
 
 # A run of some seconds, so that there is time to act once a step of it has been seen; its step takes 10 to 20 ms.
 STEPS = 200

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stories import tells
 
-from matmix.train.exits import EXIT_FAILED, EXIT_USER
+from matmix.train.process.exits import EXIT_FAILED, EXIT_USER
 
 # -- the run's own fault ---------------------------------------------------------------------------------------------
 

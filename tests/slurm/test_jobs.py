@@ -11,9 +11,10 @@ from comparisons import ENTRIES, TINY
 from slurm_runs import PATIENT, STEPS, SlurmRun, assert_undisturbed
 from stories import tells
 
-from matmix.launch import compare, launch
-from matmix.launch.records import preparation_home, read_jobs
-from matmix.train.exits import EXIT_OK, EXIT_STOPPED
+from matmix.launch import launch
+from matmix.launch.jobs.records import preparation_home, read_jobs
+from matmix.launch.lab.compare import command as compare
+from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
 
 # -- chains and cancelled jobs ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from cluster import wait_until
 from slurm_runs import STEPS, assert_undisturbed
 from stories import tells
 
-from matmix.train.exits import EXIT_OK, EXIT_STOPPED
+from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
 
 # -- nothing happens -------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ def signalled_early(stage):
     cluster.wait_for(run.job, "RUNNING")
     cluster.run("scancel", "--batch", "--signal=USR2", run.job)
     cluster.wait_for(run.job, "RUNNING", restarts=1)
-    wait_until(lambda: cluster.find_processes(run.job, "matmix.launch.rank"), "the rank's process", poll=0.5)
+    wait_until(lambda: cluster.find_processes(run.job, "matmix.launch.jobs.rank"), "the rank's process", poll=0.5)
     cluster.run("scancel", "--batch", "--signal=USR2", run.job)
     cluster.wait_for_end(run.job)
 
@@ -145,7 +145,7 @@ def out_of_time(stage):
     run = stage.run("out-of-time").submit(stage.dataset, "--time", "2", "--save-seconds", "60")
     yield run
     run.wait_for_step(60)
-    ranks = cluster.find_processes(run.job, "matmix.launch.rank")
+    ranks = cluster.find_processes(run.job, "matmix.launch.jobs.rank")
     for rank in ranks:
         rank.suspend()
     wait_until(lambda: "USR2: telling the ranks" in run.output(), "Slurm's signal before the time limit", seconds=200)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.manifest import Manifest
-from matmix.data.prepare import prepare
-from matmix.data.prepare_config import PrepareConfig
+from matmix.data.prepare.command import prepare
+from matmix.data.prepare.config import PrepareConfig
 
 _KEPT = tempfile.TemporaryDirectory()
 _WORDS = ["the", "a", "king", "queen", "sword", "crown", "night", "day", "speaks", "rises", "falls", "gives", "takes"]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from matmix.train.checkpoint import CheckpointManager
-from matmix.train.checkpoint_files import MANIFEST, describe_files, list_files, read_manifest, write_manifest
-from matmix.train.distributed import Distributed
+from matmix.train.checkpoint.files import MANIFEST, describe_files, list_files, read_manifest, write_manifest
+from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import Engine, EngineConfig, build_engine
+from matmix.train.process.distributed import Distributed
 
 
 class Tiny(nn.Module):

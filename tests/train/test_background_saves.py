@@ -8,9 +8,10 @@ import threading
 import pytest
 from runs import losses, run_recipe
 
-from matmix.train import checkpoint_save, loop
+from matmix.train import loop
 from matmix.train.callbacks.nan_guard import NanGuard
-from matmix.train.checkpoint import CheckpointManager
+from matmix.train.checkpoint import save as checkpoint_save
+from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.errors import NonFiniteError
 
 EACH_STEP = ("--checkpoint.every", "1", "--checkpoint.keep-last", "9")

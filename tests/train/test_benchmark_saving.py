@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from matmix.train.benchmark_saving import main, parse_size
+from matmix.launch.lab.benchmarks.training.saving import main, parse_size
 
 
 def test_table_and_record(tmp_path, capsys):

@@ -6,15 +6,15 @@ import pytest
 import torch
 from comparisons import ENTRIES, TINY, VARIANTS
 
+from matmix.launch.lab.compare.config import keep_recipe, read_comparison
+from matmix.launch.lab.compare.controls import missing_controls
+from matmix.launch.lab.compare.runs import tasks_of
+from matmix.launch.lab.compare.settings import differing_keys, matters, words_on_differences
+from matmix.launch.lab.compare.width import headdims, match_width, matched
 from matmix.model.build import count_parameters
 from matmix.model.config import NO_MIXER, MixerOptions, ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.train.command import main as train_command
-from matmix.train.comparison.config import keep_recipe, read_comparison
-from matmix.train.comparison.controls import missing_controls
-from matmix.train.comparison.runs import tasks_of
-from matmix.train.comparison.settings import differing_keys, matters, words_on_differences
-from matmix.train.comparison.width import headdims, match_width, matched
 from matmix.train.config import RuleConfig
 from matmix.train.loaders import make_loader
 from matmix.train.recipe import (

@@ -8,13 +8,13 @@ import pytest
 from comparisons import ENTRIES, TINY, VARIANTS
 
 from matmix.launch.cli import main
-from matmix.train.comparison import speed
-from matmix.train.comparison.config import keep_recipe, read_comparison
-from matmix.train.comparison.picture import line, style
-from matmix.train.comparison.report import plan_text, table_csv, write_report
-from matmix.train.comparison.results import accuracy_metrics, collect, gain_over_no_mixer, position_metrics
-from matmix.train.comparison.runs import tasks_of
-from matmix.train.comparison.width import matched
+from matmix.launch.lab.compare import speed
+from matmix.launch.lab.compare.config import keep_recipe, read_comparison
+from matmix.launch.lab.compare.picture import line, style
+from matmix.launch.lab.compare.report import plan_text, table_csv, write_report
+from matmix.launch.lab.compare.results import accuracy_metrics, collect, gain_over_no_mixer, position_metrics
+from matmix.launch.lab.compare.runs import tasks_of
+from matmix.launch.lab.compare.width import matched
 
 CONTROLLED = ENTRIES.replace("controls = false", "")
 

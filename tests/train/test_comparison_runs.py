@@ -15,19 +15,19 @@ from comparisons import ENTRIES, TINY, VARIANTS
 from runs import records
 
 from matmix.launch.cli import main
-from matmix.launch.slurm import plan_configs, render_launch, write_launch
-from matmix.launch.slurm_options import SlurmOptions
-from matmix.launch.status import task_runs
+from matmix.launch.jobs.slurm.options import SlurmOptions
+from matmix.launch.jobs.slurm.submit import plan_configs, render_launch, write_launch
+from matmix.launch.jobs.status import task_runs
+from matmix.launch.lab.compare import speed
+from matmix.launch.lab.compare.config import read_comparison
+from matmix.launch.lab.compare.report import write_report
+from matmix.launch.lab.compare.results import collect
+from matmix.launch.lab.compare.runs import Task, check_data, run_tasks, tasks_of
+from matmix.launch.lab.compare.settings import check_directories
+from matmix.launch.lab.compare.width import matched
 from matmix.model.build import count_parameters
-from matmix.train import stop
-from matmix.train.comparison import speed
-from matmix.train.comparison.config import read_comparison
-from matmix.train.comparison.report import write_report
-from matmix.train.comparison.results import collect
-from matmix.train.comparison.runs import Task, check_data, run_tasks, tasks_of
-from matmix.train.comparison.settings import check_directories
-from matmix.train.comparison.width import matched
 from matmix.train.loop import train
+from matmix.train.process import stop
 from matmix.train.recipe import load_config
 
 

@@ -6,7 +6,7 @@ import pytest
 from runs import losses, records, run_recipe
 
 from matmix.train.recipe import load_config, write_config
-from matmix.train.run import RunDirectory
+from matmix.train.run.directory import RunDirectory
 
 
 def changes(run_dir) -> list[tuple]:

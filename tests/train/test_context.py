@@ -11,18 +11,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from matmix.model import build_model, initialize
-from matmix.train import ablation
 from matmix.train.activation import compile_blocks, compute_in_bfloat16
 from matmix.train.callbacks import curves
 from matmix.train.command import _closing_words
-from matmix.train.context import context_words, position_metrics, position_sums
-from matmix.train.distributed import Distributed
 from matmix.train.engine import build_engine
-from matmix.train.evaluate import evaluate
+from matmix.train.evaluators import ablation
+from matmix.train.evaluators.context import context_words, position_metrics, position_sums
+from matmix.train.evaluators.validation import evaluate
 from matmix.train.loaders import make_loader, with_data_facts
-from matmix.train.objectives import compute_loss, row_losses
+from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
 from matmix.train.state import Result
+from matmix.train.tasks.objectives import compute_loss, row_losses
 
 PACKINGS = ("concat", "document", "rows")
 RECIPES = ("debug_mru", "debug_hydra")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from matmix.train import cross_entropy
-from matmix.train.cross_entropy import linear_cross_entropy, row_cross_entropy
+from matmix.train.tasks import cross_entropy
+from matmix.train.tasks.cross_entropy import linear_cross_entropy, row_cross_entropy
 
 
 def _inputs(rows: int, d_model: int, vocab: int, with_bias: bool):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from runs import records, run_recipe
 
-from matmix.launch.status import time_lines
-from matmix.train import goodput
-from matmix.train.goodput import CAUSES, Goodput, first_start
+from matmix.launch.jobs.status import time_lines
+from matmix.train.meters import goodput
+from matmix.train.meters.goodput import CAUSES, Goodput, first_start
 
 
 class _Clock:

@@ -1,6 +1,6 @@
 """A hang's message names the rank that stopped."""
 
-from matmix.train.hang_report import Whereabouts, explain, find_stopped
+from matmix.train.process.hang_report import Whereabouts, explain, find_stopped
 
 
 def at(begun: int, rank: int, inside: str = "") -> Whereabouts:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from matmix.train import health
-from matmix.train.distributed import Distributed
 from matmix.train.errors import HealthError
-from matmix.train.health import NodeReport, check_health, find_warnings
+from matmix.train.process import health
+from matmix.train.process.distributed import Distributed
+from matmix.train.process.health import NodeReport, check_health, find_warnings
 
 
 def test_one_process(tmp_path):

@@ -1,8 +1,8 @@
 """A rank that waits for another's part of a save is not taken to hang; one that does its own part is watched."""
 
-from matmix.train import checkpoint_files
-from matmix.train.checkpoint_files import together
-from matmix.train.heartbeat import beat, last_beat
+from matmix.train.checkpoint import files as checkpoint_files
+from matmix.train.checkpoint.files import together
+from matmix.train.process.heartbeat import beat, last_beat
 
 
 def test_waiting_for_others_is_not_silence(monkeypatch):

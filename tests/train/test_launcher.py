@@ -11,7 +11,7 @@ import pytest
 RANK = (
     "import os, sys, time\n"
     "while os.getppid() == int(sys.argv[1]): time.sleep(0.01)\n"
-    "from matmix.train.console import begin_process\n"
+    "from matmix.train.process.console import begin_process\n"
     "begin_process()\n"
     "print('goes on', flush=True)\n"
 )

@@ -11,9 +11,9 @@ import threading
 import pytest
 from object_store import running_store
 
-from matmix.data.remote import RemoteFolder
-from matmix.train import lease
-from matmix.train.lease import Lease, LeaseLostError
+from matmix.data.storage.remote import RemoteFolder
+from matmix.train.run import lease
+from matmix.train.run.lease import Lease, LeaseLostError
 
 
 @pytest.fixture

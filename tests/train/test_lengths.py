@@ -7,17 +7,17 @@ import pytest
 import torch
 from runs import losses, records, weights
 
-from matmix.data.masking import IGNORED
+from matmix.data.loading.masking import IGNORED
 from matmix.launch.cli import main
+from matmix.launch.lab.show_mixer.subject import fresh
 from matmix.model import build_model, initialize
 from matmix.model.mixers.mru import MRUConfig
-from matmix.train.distributed import Distributed
 from matmix.train.engine import build_engine
-from matmix.train.lengths import multiples, score_lengths, words_on_accuracy
+from matmix.train.evaluators.lengths import multiples, score_lengths, words_on_accuracy
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.loop import train
-from matmix.train.mixer_subject import fresh
-from matmix.train.optimizer import make_optimizer
+from matmix.train.optim.optimizer import make_optimizer
+from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
 
 PARITY = """

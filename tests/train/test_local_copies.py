@@ -11,14 +11,16 @@ import pytest
 from object_store import running_store
 from runs import losses, records, run_recipe, weights
 
-from matmix.train import checkpoint_save, lease, local_copies
 from matmix.train.callbacks.nan_guard import NanGuard
-from matmix.train.checkpoint import CheckpointManager
-from matmix.train.checkpoint_files import read_manifest
-from matmix.train.checkpoint_listing import list_checkpoints
-from matmix.train.outcome import newest_saved
-from matmix.train.places import mirror_folder
-from matmix.train.spikes import SpikeGuard
+from matmix.train.checkpoint import local_copies
+from matmix.train.checkpoint import save as checkpoint_save
+from matmix.train.checkpoint.files import read_manifest
+from matmix.train.checkpoint.listing import list_checkpoints
+from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.guards.spikes import SpikeGuard
+from matmix.train.process.places import mirror_folder
+from matmix.train.run import lease
+from matmix.train.run.outcome import newest_saved
 
 STEPS = 8  # of the recipe
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 from runs import losses, records, run_recipe, weights
 
-from matmix.train import checkpoint_save, loop
+from matmix.train import loop
 from matmix.train.callbacks.metrics_file import MetricsFile
+from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.errors import NonFiniteError
 from matmix.train.loop import train
-from matmix.train.objectives import Loss
 from matmix.train.recipe import load_config
+from matmix.train.tasks.objectives import Loss
 
 
 @pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])

@@ -9,14 +9,14 @@ import torch
 from mixer_cases import small_config
 from storages import Storages
 
+from matmix.launch.lab.benchmarks.training.memory import ENGINES, MODES, compare
 from matmix.model import build_model
 from matmix.model.mixers import MIXERS
-from matmix.model.mixers.hydra import HydraConfig
+from matmix.model.mixers.scans.hydra import HydraConfig
 from matmix.train.activation import checkpoint_activations
-from matmix.train.benchmark_memory import ENGINES, MODES, compare
 from matmix.train.config import RunConfig
-from matmix.train.memory import simulate_step, step_memory
-from matmix.train.plan import make_plan, print_plan
+from matmix.train.estimate.memory import simulate_step, step_memory
+from matmix.train.estimate.plan import make_plan, print_plan
 from matmix.train.recipe import load_config
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peaks are read from Linux's /proc")

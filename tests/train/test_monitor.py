@@ -12,7 +12,7 @@ from matmix.model import build_model
 from matmix.train import loop
 from matmix.train.callbacks.nan_guard import find_overflow
 from matmix.train.errors import NonFiniteError
-from matmix.train.monitor import Monitor
+from matmix.train.meters.monitor import Monitor
 from matmix.train.recipe import load_config
 
 NAMES = {f"monitor/blocks.{index}.log_norm_{kind}" for index in (0, 1) for kind in ("max", "mean")}

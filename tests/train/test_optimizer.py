@@ -11,7 +11,7 @@ from matmix.model import build_model
 from matmix.model.mixers import MIXERS
 from matmix.model.parameter_rules import ParameterRule, stated_rules
 from matmix.train.config import OptimizerConfig, RuleConfig
-from matmix.train.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
+from matmix.train.optim.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.recipe import load_config
 
 DIRECTIONS = ["A_log", "dt_bias"]  # a row for each direction

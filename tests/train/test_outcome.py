@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from matmix.train import checkpoint_save, command, loop, stop
-from matmix.train.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
-from matmix.train.outcome import Attempt, attempt_id, outcomes_folder, read_last_step, read_outcomes
+from matmix.train import command, loop
+from matmix.train.checkpoint import save as checkpoint_save
+from matmix.train.process import stop
+from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
+from matmix.train.run.outcome import Attempt, attempt_id, outcomes_folder, read_last_step, read_outcomes
 
 
 @pytest.fixture

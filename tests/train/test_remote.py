@@ -10,11 +10,12 @@ import pytest
 from object_store import running_store
 from runs import losses, run_recipe
 
-from matmix.train import lease, mirrored
-from matmix.train.checkpoint import CheckpointManager, read_portable
-from matmix.train.mirror import Mirror
-from matmix.train.places import mirror_folder
-from matmix.train.remote import local_run
+from matmix.train.checkpoint.manager import CheckpointManager, read_portable
+from matmix.train.process.places import mirror_folder
+from matmix.train.run import lease
+from matmix.train.run import remote_checkpoints as mirrored
+from matmix.train.run.mirror import Mirror
+from matmix.train.run.remote import local_run
 
 STEPS = ("--steps", "12", "--checkpoint.every", "4", "--logging.every", "1", "--evaluation.every", "0")
 

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from matmix.train.errors import RendezvousError
-from matmix.train.ranks import as_ranges, tasks_per_node
-from matmix.train.rendezvous import Meeting, meet, patience
+from matmix.train.process.ranks import as_ranges, tasks_per_node
+from matmix.train.process.rendezvous import Meeting, meet, patience
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from matmix.train import replicas
 from matmix.train.config import FaultsConfig
-from matmix.train.replicas import describe, fingerprint
+from matmix.train.guards import replicas
+from matmix.train.guards.replicas import describe, fingerprint
 
 CPU = torch.device("cpu")
 

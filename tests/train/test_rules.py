@@ -8,9 +8,9 @@ import small_checkpoints
 import tomli_w
 from runs import losses, records, run_recipe
 
-from matmix.train.checkpoint_files import read_manifest
+from matmix.launch.convert import convert_run
+from matmix.train.checkpoint.files import read_manifest
 from matmix.train.command import main
-from matmix.train.convert import convert_run
 from matmix.train.recipe import load_config, read_toml
 
 RULE = '{match = "*.in_proj.weight", lr = 0.5, clip = 0.01}'

@@ -12,12 +12,12 @@ import threading
 import pytest
 from runs import losses, run_recipe
 
-from matmix.train.lock import RunLock
+from matmix.train.run.lock import RunLock
 
 # Holds the lock until it is told to go or killed; its forked child lives on, as a reading process may.
 _HOLDER = """
 import multiprocessing, sys, time
-from matmix.train.lock import RunLock
+from matmix.train.run.lock import RunLock
 lock = RunLock(sys.argv[1])
 lock.acquire(print)
 fork = multiprocessing.get_context("fork")

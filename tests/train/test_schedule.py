@@ -1,7 +1,7 @@
 import pytest
 
 from matmix.train.config import ScheduleConfig
-from matmix.train.schedule import rate_share
+from matmix.train.optim.schedule import rate_share
 
 
 def test_warmup_rises_linearly_and_the_peak_is_reached():

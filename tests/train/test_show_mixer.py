@@ -13,14 +13,21 @@ from mixer_cases import small_config
 from runs import run_recipe
 
 from matmix.launch.cli import main
+from matmix.launch.lab.show_mixer.command import (
+    as_head,
+    choose_heads,
+    is_per_channel,
+    mixer_matrices,
+    numerical_rank,
+    show_mixer,
+)
+from matmix.launch.lab.show_mixer.pictures import Page, draw_page
+from matmix.launch.lab.show_mixer.subject import fresh, trained
 from matmix.model import build_model
 from matmix.model.initialization import initialize
 from matmix.model.mixers import MIXERS
 from matmix.train.command import _closing_words
-from matmix.train.mixer_pictures import Page, draw_page
-from matmix.train.mixer_subject import fresh, trained
 from matmix.train.recipe import load_config
-from matmix.train.show_mixer import as_head, choose_heads, is_per_channel, mixer_matrices, numerical_rank, show_mixer
 from matmix.train.state import Result
 
 TEXT = "the king speaks to the queen and the night falls cold"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from matmix.train import collectives
-from matmix.train.collectives import CollectiveClock
-from matmix.train.stragglers import RECORDS, Stragglers, numbers, own_times
+from matmix.train.meters import collectives
+from matmix.train.meters.collectives import CollectiveClock
+from matmix.train.meters.stragglers import RECORDS, Stragglers, numbers, own_times
 
 EVEN = [(0.1, 0.001, 0.01)] * 4  # step, data, collectives
 

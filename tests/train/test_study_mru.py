@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from matmix.launch.lab.studies.mru import beyond, growth, speed
+from matmix.launch.lab.studies.mru.__main__ import main
+from matmix.launch.lab.studies.mru.grid import FOLLOWED, best_runs, run_key, share
+from matmix.launch.lab.studies.mru.results import Results
+from matmix.launch.lab.studies.mru.variants import MRU_VARIANTS, RATES, VARIANTS, configs
 from matmix.model.build import build_model, count_parameters
 from matmix.model.parameter_rules import stated_rules
-from matmix.train.study_mru import beyond, growth, speed
-from matmix.train.study_mru.__main__ import main
-from matmix.train.study_mru.grid import FOLLOWED, best_runs, run_key, share
-from matmix.train.study_mru.results import Results
-from matmix.train.study_mru.variants import MRU_VARIANTS, RATES, VARIANTS, configs
 
 TWO = ("no mixer", "affine, chunked, gate and shift")
 

@@ -14,7 +14,7 @@ from matmix.train.callbacks.progress import Progress
 from matmix.train.callbacks.tensorboard import TensorBoard
 from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.config import RunConfig
-from matmix.train.launcher import followed
+from matmix.train.process.launcher import followed
 
 __all__ = ["Callback", "Callbacks", "StepRecord", "make_callbacks"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from matmix.data.artifacts import read_json_lines
 from matmix.train.callbacks.base import Callback
-from matmix.train.context import PREFIX
-from matmix.train.files import write_whole
+from matmix.train.evaluators.context import PREFIX
+from matmix.train.process.files import write_whole
 
 _SMOOTH = 0.05  # share of the records over which the training loss is averaged
 

@@ -3,8 +3,8 @@ its way."""
 
 from __future__ import annotations
 
-from matmix.train import launcher, stop
 from matmix.train.callbacks.base import Callback
+from matmix.train.process import launcher, stop
 
 
 class LauncherGone(Callback):

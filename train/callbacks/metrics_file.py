@@ -9,7 +9,7 @@ from typing import Any
 
 from matmix.data.artifacts import parse_json
 from matmix.train.callbacks.base import Callback, StepRecord
-from matmix.train.files import set_aside, write_whole
+from matmix.train.process.files import set_aside, write_whole
 
 _MOST_WAITING = 100_000  # records kept in memory while they cannot be written; some 50 MB
 

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from matmix.train import collectives
 from matmix.train.callbacks.base import Callback
-from matmix.train.distributed import wait_for_ranks
-from matmix.train.exits import EXIT_HUNG
-from matmix.train.hang_report import Whereabouts, exchange, explain
-from matmix.train.heartbeat import beat, last_beat
-from matmix.train.outcome import attempt_id, write_outcome
+from matmix.train.meters import collectives
+from matmix.train.process.distributed import wait_for_ranks
+from matmix.train.process.exits import EXIT_HUNG
+from matmix.train.process.hang_report import Whereabouts, exchange, explain
+from matmix.train.process.heartbeat import beat, last_beat
+from matmix.train.run.outcome import attempt_id, write_outcome
 
 _LONGEST_POLL = 5.0
 # How long ranks that are ready to end wait for the others' stacks: the first one to go takes the rest with it.
@@ -31,7 +31,7 @@ _LONGEST_GRACE = 60.0
 
 
 class Watchdog(Callback):
-    """Ends the process after `minutes` without a sign of life (`matmix.train.heartbeat`)."""
+    """Ends the process after `minutes` without a sign of life (`matmix.train.process.heartbeat`)."""
 
     main_rank_only = False
 

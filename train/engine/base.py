@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
-from matmix.train.distributed import Distributed, is_distributed
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import FullState
 from matmix.train.engine.snapshot import HostMemory, Snapshot
+from matmix.train.process.distributed import Distributed, is_distributed
 
 
 class Engine(abc.ABC):

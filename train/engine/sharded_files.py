@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from matmix.train.distributed import is_distributed
 from matmix.train.engine.full_state import Entry, FullState
 from matmix.train.engine.sharded_index import read_index, write_index
+from matmix.train.process.distributed import is_distributed
 
 SHARD_SUFFIX = ".distcp"
 

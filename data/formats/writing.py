@@ -1,0 +1,206 @@
+"""Documents of tokens into numbered shard files, such that writing can be stopped and taken up again."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from matmix.data.artifacts import artifact_name
+from matmix.data.manifest import ShardInfo
+from matmix.data.manifest_checks import LARGEST_SHARD, check_shard
+from matmix.data.storage.files import write_atomic
+
+ZSTD_LEVEL = 3
+
+
+class DamagedPreparationError(ValueError):
+    """A file that a preparation counts on is not as it was left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """A finished shard file."""
+
+    file: str
+    documents: int
+    tokens: int
+    bytes: int
+    """Size on the disk."""
+    sha256: str
+    """Digest of the file as it lies on the disk."""
+    raw_file: str
+    """File name without the suffix of the compression."""
+    raw_bytes: int
+    raw_sha256: str
+
+    @classmethod
+    def checked(cls, raw: dict[str, Any]) -> Shard:
+        """From what a file says. Raises ValueError, TypeError or AttributeError for what no writer says."""
+        shard = cls(**raw)
+        check_shard(shard, "shard")
+        artifact_name(shard.raw_file, "it")
+        return shard
+
+    @property
+    def info(self) -> ShardInfo:
+        """What the manifest says of it."""
+        return ShardInfo(
+            file=self.file,
+            documents=self.documents,
+            tokens=self.tokens,
+            bytes=self.bytes,
+            sha256=self.sha256,
+            raw_bytes=self.raw_bytes,
+            raw_sha256=self.raw_sha256,
+        )
+
+
+class ShardFormat(ABC):
+    """How documents are laid out in a file, and what the split's index.json says of the files."""
+
+    name: Literal["mds", "webdataset"]
+    compressed_suffix: str
+    """Appended to the file name by zstd."""
+    shard_overhead: int
+    """Bytes of a shard without documents."""
+
+    def __init__(self, *, dtype: str, compression: Literal["zstd"] | None, size_limit: int) -> None:
+        self.dtype = np.dtype(dtype)
+        self.compression = compression
+        self.size_limit = size_limit
+
+    @abstractmethod
+    def file_name(self, shard: int) -> str:
+        """Name of a shard before compression."""
+
+    @abstractmethod
+    def document_bytes(self, tokens: int) -> int:
+        """Bytes that a document of so many tokens adds to a shard."""
+
+    @abstractmethod
+    def encode(self, documents: list[np.ndarray], first: int) -> bytes:
+        """A shard of documents, each (n,) of `self.dtype`; `first`: number of the first in the split."""
+
+    @abstractmethod
+    def index(self, shards: list[Shard]) -> dict[str, Any]:
+        """Contents of the split's index.json."""
+
+
+@dataclass
+class SplitWriter:
+    """Shards of one split.
+
+    A shard is closed when the next document would make it larger than the format's limit, so the files depend
+    on the sequence of documents only. For each shard the lengths of its documents are kept in `scratch` until
+    `finish`.
+    """
+
+    format: ShardFormat
+    directory: Path
+    scratch: Path
+    shards: list[Shard] = field(default_factory=list)
+    pending: list[np.ndarray] = field(default_factory=list)
+    pending_bytes: int = 0
+    documents: int = 0
+    """Documents written, the pending ones included."""
+    tokens: int = 0
+    text_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.scratch.mkdir(parents=True, exist_ok=True)
+
+    def write(self, tokens: np.ndarray, text_bytes: int) -> None:
+        """Add a document: its tokens (n,), n >= 1, and how many UTF-8 bytes they stand for."""
+        size = self.format.document_bytes(len(tokens))
+        if self.format.shard_overhead + size > LARGEST_SHARD:
+            raise ValueError(f"a document of {len(tokens):,} tokens fits into no shard; cut long documents")
+        if self.pending and self.format.shard_overhead + self.pending_bytes + size > self.format.size_limit:
+            self.flush()
+        self.pending.append(tokens)
+        self.pending_bytes += size
+        self.documents += 1
+        self.tokens += len(tokens)
+        self.text_bytes += text_bytes
+
+    def flush(self) -> None:
+        """Write the pending documents as a shard."""
+        if not self.pending:
+            return
+        number = len(self.shards)
+        raw_name = name = self.format.file_name(number)
+        raw = data = self.format.encode(self.pending, self.documents - len(self.pending))
+        if self.format.compression:
+            import zstandard
+
+            name += self.format.compressed_suffix
+            data = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw)
+        lengths = np.array([len(d) for d in self.pending], dtype=np.uint32)
+        write_atomic(self.scratch / f"{number:08}.lengths", lengths.tobytes())
+        write_atomic(self.directory / name, data)
+        self.shards.append(
+            Shard(
+                file=name,
+                documents=len(lengths),
+                tokens=int(lengths.sum(dtype=np.int64)),
+                bytes=len(data),
+                sha256=hashlib.sha256(data).hexdigest(),
+                raw_file=raw_name,
+                raw_bytes=len(raw),
+                raw_sha256=hashlib.sha256(raw).hexdigest(),
+            )
+        )
+        self.pending, self.pending_bytes = [], 0
+
+    def finish(self) -> None:
+        """Write the last shard, lengths.npy and index.json."""
+        self.flush()
+        write_atomic(self.directory / "lengths.npy", self._lengths())
+        index = json.dumps(self.format.index(self.shards), sort_keys=True)
+        write_atomic(self.directory / "index.json", index.encode())
+
+    def _lengths(self) -> Iterator[bytes]:
+        header = io.BytesIO()
+        described = {"descr": "<u4", "fortran_order": False, "shape": (self.documents,)}
+        np.lib.format.write_array_header_1_0(header, described)
+        yield header.getvalue()
+        for number in range(len(self.shards)):
+            yield (self.scratch / f"{number:08}.lengths").read_bytes()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """What `restore` needs: a JSON object and arrays."""
+        tokens = np.concatenate(self.pending) if self.pending else np.zeros(0, self.format.dtype)
+        lengths = np.array([len(d) for d in self.pending], dtype=np.int64)
+        facts = {
+            "shards": [asdict(s) for s in self.shards],
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "text_bytes": self.text_bytes,
+        }
+        return facts, {"tokens": tokens, "lengths": lengths}
+
+    def restore(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        """Take up a state. Raises DamagedPreparationError if a shard it counts on is missing or has another size."""
+        self.shards = [Shard.checked(s) for s in facts["shards"]]
+        self.documents, self.tokens = facts["documents"], facts["tokens"]
+        self.text_bytes = facts["text_bytes"]
+        ends = np.cumsum(arrays["lengths"])
+        self.pending = np.split(arrays["tokens"], ends[:-1]) if len(ends) else []
+        self.pending_bytes = sum(self.format.document_bytes(len(d)) for d in self.pending)
+        for number, shard in enumerate(self.shards):
+            path = self.directory / shard.file
+            lengths = self.scratch / f"{number:08}.lengths"
+            whole = path.is_file() and path.stat().st_size == shard.bytes
+            if not (whole and lengths.is_file() and lengths.stat().st_size == 4 * shard.documents):
+                raise DamagedPreparationError(
+                    f"{path} is missing or damaged, the preparation cannot go on; "
+                    f"delete {self.directory.parent} and prepare again"
+                )

@@ -1,0 +1,113 @@
+"""The micro-batch that the loader hands to the training loop, and how it is put together from rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import torch
+
+from matmix.data.loading.masking import IGNORED
+
+
+@dataclass(slots=True)
+class Batch:
+    """A micro-batch of B sequences of L tokens.
+
+    Concatenated documents come with `cu_seqlens`, one document a row with `attention_mask`; the other is
+    None, and both are where whole rows count as documents.
+    """
+
+    input_ids: torch.Tensor
+    """int64 (B, L)."""
+    labels: torch.Tensor
+    """int64 (B, L): the token to predict at each position (for causal models already shifted), -100 =
+    none."""
+    cu_seqlens: torch.Tensor | None
+    """int32 (ndocs + 1,): borders of the documents over the flattened B * L tokens, from 0 to B * L. A
+    row begins a new one; padding behind the last token of a row counts as a document of its own."""
+    attention_mask: torch.Tensor | None
+    """bool (B, L): True where there is a token, False where there is padding."""
+    max_seqlen: int
+    """Tokens of the longest document (piece) in the micro-batch."""
+    select: torch.Tensor | None
+    """int64 (n,): flattened positions whose label is not -100, ascending; None for causal models."""
+    n_tokens: int
+    """Real tokens, without padding."""
+    n_damaged: int = 0
+    """Rows that are padding because a shard they need cannot be used."""
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Those shards: name -> what is wrong with it, in one line."""
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{k: change(v) for k, v in values.items() if isinstance(v, torch.Tensor)})
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        return self._map(lambda tensor: tensor.pin_memory())
+
+
+def causal_batch(tokens: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, packing: str) -> Batch:
+    """Batch for next-token prediction.
+
+    tokens int64 (B, L + 1) with the last column only a target, begins bool (B, L + 1) True where a
+    document begins, counts int64 (B,) = real tokens of each row out of L + 1, packing that of `DataConfig`. Nothing
+    predicts the first token of a document.
+    """
+    seqlen = tokens.shape[1] - 1
+    input_ids = np.ascontiguousarray(tokens[:, :-1])
+    known = np.arange(1, seqlen + 1) < counts[:, None]
+    labels = np.where(known & ~begins[:, 1:], tokens[:, 1:], IGNORED)
+    return _batch(input_ids, labels, begins[:, :-1], np.minimum(counts, seqlen), packing, None)
+
+
+def masked_batch(
+    input_ids: np.ndarray, labels: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, packing: str
+) -> Batch:
+    """Batch for masked-token prediction; all (B, L), counts (B,) = real tokens of each row."""
+    return _batch(input_ids, labels, begins, counts, packing, np.flatnonzero(labels != IGNORED))
+
+
+def row_batch(input_ids: np.ndarray, labels: np.ndarray, *, n_tokens: int, causal: bool) -> Batch:
+    """Batch of rows that are one document each, with labels as they are; both int64 (B, L), n_tokens without padding.
+
+    Batches that are not causal come with `select`.
+    """
+    counts = np.full(len(input_ids), input_ids.shape[1])
+    select = None if causal else np.flatnonzero(labels != IGNORED)
+    return replace(_batch(input_ids, labels, labels == IGNORED, counts, "rows", select), n_tokens=n_tokens)
+
+
+def _batch(
+    input_ids: np.ndarray,
+    labels: np.ndarray,
+    begins: np.ndarray,
+    counts: np.ndarray,
+    packing: str,
+    select: np.ndarray | None,
+) -> Batch:
+    seqlen = input_ids.shape[1]
+    cu_seqlens = attention_mask = None
+    max_seqlen = seqlen
+    if packing == "document":
+        # A row without a token (it fills up the last batch) keeps one: no model meets an empty document.
+        attention_mask = np.arange(seqlen) < np.maximum(counts, 1)[:, None]
+        max_seqlen = max(int(counts.max()), 1)
+    elif packing == "concat":
+        borders = begins.copy()
+        borders[:, 0] = True
+        short = np.flatnonzero(counts < seqlen)
+        borders[short, counts[short]] = True
+        cu_seqlens = np.append(np.flatnonzero(borders), borders.size).astype(np.int32)
+        max_seqlen = int(np.diff(cu_seqlens).max())
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        labels=torch.from_numpy(labels),
+        cu_seqlens=None if cu_seqlens is None else torch.from_numpy(cu_seqlens),
+        attention_mask=None if attention_mask is None else torch.from_numpy(attention_mask),
+        max_seqlen=max_seqlen,
+        select=None if select is None else torch.from_numpy(select),
+        n_tokens=int(counts.sum()),
+    )

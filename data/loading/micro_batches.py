@@ -1,0 +1,85 @@
+"""One micro-batch from the numbers of its samples: what a reading process does."""
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from matmix.data.loading.batch import Batch, causal_batch, masked_batch
+from matmix.data.loading.masking import Masker
+from matmix.data.loading.mixture import Mixture
+from matmix.data.loading.packing import Packing
+from matmix.data.storage.damage import DamagedShard
+from matmix.data.storage.remote import RemoteError
+
+
+class Failure:
+    """An error of the data on its way from a worker: torch would wrap it into a page of traceback."""
+
+    def __init__(self, error: Exception) -> None:
+        kinds = (FileNotFoundError, RemoteError, ValueError)
+        self.kind = next((kind for kind in kinds if isinstance(error, kind)), OSError)
+        self.message = str(error)
+
+
+class MicroBatches(Dataset):
+    """Map-style dataset whose item is a whole micro-batch: `__getitems__` takes the sample numbers of
+    its rows.
+
+    Numbers at or above `limit` (one-pass reading) give rows of padding; with `skip_damaged` so do those that need a
+    damaged shard.
+    """
+
+    def __init__(
+        self,
+        packings: list[Packing],
+        mixture: Mixture,
+        masker: Masker | None,
+        *,
+        packing: str,
+        pad_id: int,
+        limit: int | None,
+        skip_damaged: bool = False,
+    ) -> None:
+        self.packings = packings
+        self.mixture = mixture
+        self.masker = masker
+        self.packing = packing
+        self.pad_id = pad_id
+        self.limit = limit
+        self.skip_damaged = skip_damaged
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.mixture.samples_per_epoch
+
+    def __getitems__(self, samples: list[int]) -> Batch | Failure:
+        try:
+            return self.batch(np.asarray(samples, dtype=np.int64))
+        except (ValueError, OSError) as error:
+            return Failure(error)
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        """The micro-batch of sample numbers int64 (B,)."""
+        width = self.packings[0].width
+        tokens = np.full((len(samples), width), self.pad_id, dtype=np.int64)
+        begins = np.zeros((len(samples), width), dtype=bool)
+        counts = np.zeros(len(samples), dtype=np.int64)
+        n_damaged, damaged = 0, {}
+        dataset, epoch, slot = (part.tolist() for part in self.mixture.locate(samples))
+        for row, sample in enumerate(samples.tolist()):
+            if self.limit is None or sample < self.limit:
+                packing = self.packings[dataset[row]]
+                try:
+                    counts[row] = packing.fill(epoch[row], slot[row], tokens[row], begins[row])
+                except DamagedShard as error:
+                    if not self.skip_damaged:
+                        raise
+                    tokens[row], begins[row] = self.pad_id, False
+                    n_damaged += 1
+                    damaged.setdefault(error.where, str(error))
+        if self.masker is None:
+            batch = causal_batch(tokens, begins, counts, packing=self.packing)
+        else:
+            input_ids, labels = self.masker.apply(tokens, counts, self.mixture.epoch(samples), samples)
+            batch = masked_batch(input_ids, labels, begins, counts, packing=self.packing)
+        batch.n_damaged, batch.damaged = n_damaged, damaged
+        return batch

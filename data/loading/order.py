@@ -1,0 +1,117 @@
+"""In which order the documents of a split are read in an epoch.
+
+With shuffling, an epoch permutes the shards, takes them `shuffle_block` at a time, and permutes the
+documents inside each such block; so any one moment needs only one block's shards (remote ones are
+fetched one after another), and yet documents from all over the split meet. Without shuffling it is the
+order of the files. Empty documents are left out. Each remaining document counts its tokens plus its
+special tokens (prefix, suffix): its *size*. Everything above is a function of (lengths, shuffle_block,
+seed, epoch) and is made when it is asked for:
+
+    epoch:  | block 0                       | block 1              | ...
+            | doc doc doc doc doc doc doc   | doc doc doc doc doc  |
+    token   0                               token_starts[1]        token_starts[2]     ... token_starts[-1]
+
+Sizes add up to the same total in every epoch, so a token's place in the epoch is a plain number;
+`packing` cuts sequences out of that line.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from matmix.data.formats.base import TokenShards
+from matmix.data.rng import DOCUMENTS, SHARDS, generator
+
+_T = TypeVar("_T")
+
+
+class Recent:
+    """The last few values of a function of a key: like `functools.lru_cache`, but left out when pickled."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: OrderedDict[Hashable, object] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        value = self._values[key] = make()
+        if len(self._values) > self.size:
+            self._values.popitem(last=False)
+        return value
+
+    def __getstate__(self) -> dict:
+        return {"size": self.size, "_values": OrderedDict()}
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """Where the blocks of an epoch begin. K = number of blocks."""
+
+    shards: np.ndarray  # int64 (n_shards,): shard numbers in the epoch's order
+    token_starts: np.ndarray  # int64 (K + 1,): first token of each block, and the total
+    document_starts: np.ndarray  # int64 (K + 1,): first document of each block, and the total
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The documents of one block in the epoch's order. n = number of documents."""
+
+    shard: np.ndarray  # int64 (n,)
+    index: np.ndarray  # int64 (n,): number inside the shard
+    ends: np.ndarray  # int64 (n,): token after the last one of each document, from the block's first token
+
+
+class Order:
+    """The order of one split. extra = special tokens added to each document."""
+
+    def __init__(self, shards: TokenShards, *, extra: int, shuffle: bool, shuffle_block: int, seed: int) -> None:
+        self.shards = shards
+        self.extra = extra
+        self.shuffle = shuffle
+        self.shuffle_block = shuffle_block
+        self.seed = seed
+        lengths = [shards.lengths(s) for s in range(shards.n_shards)]
+        self._shard_documents = np.array([np.count_nonzero(n) for n in lengths], dtype=np.int64)
+        tokens = np.array([n.sum(dtype=np.int64) for n in lengths], dtype=np.int64)
+        self._shard_tokens = tokens + extra * self._shard_documents
+        self.total_documents = int(self._shard_documents.sum())
+        self.total_tokens = int(self._shard_tokens.sum())
+        self._plans = Recent(2)
+        self._blocks = Recent(4)  # neighbours meet at sequences that cross a border, also between epochs
+
+    def plan(self, epoch: int) -> EpochPlan:
+        return self._plans.get(epoch, lambda: self._make_plan(epoch))
+
+    def block(self, epoch: int, number: int) -> Block:
+        return self._blocks.get((epoch, number), lambda: self._make_block(epoch, number))
+
+    def _make_plan(self, epoch: int) -> EpochPlan:
+        shards = np.arange(self.shards.n_shards)
+        if self.shuffle:
+            shards = generator(self.seed, epoch, SHARDS, 0).permutation(shards)
+        first = np.arange(0, len(shards), self.shuffle_block)
+
+        def starts(per_shard: np.ndarray) -> np.ndarray:
+            if len(shards) == 0:
+                return np.zeros(1, dtype=np.int64)
+            return np.concatenate([[0], np.cumsum(np.add.reduceat(per_shard[shards], first))])
+
+        return EpochPlan(shards, starts(self._shard_tokens), starts(self._shard_documents))
+
+    def _make_block(self, epoch: int, number: int) -> Block:
+        members = self.plan(epoch).shards[number * self.shuffle_block : (number + 1) * self.shuffle_block]
+        lengths = [self.shards.lengths(s) for s in members.tolist()]
+        kept = [np.flatnonzero(n) for n in lengths]
+        index = np.concatenate(kept)
+        shard = np.repeat(members, [len(k) for k in kept])
+        sizes = np.concatenate([n[k] for n, k in zip(lengths, kept, strict=True)]).astype(np.int64)
+        sizes += self.extra
+        if self.shuffle:
+            order = generator(self.seed, epoch, DOCUMENTS, number).permutation(len(index))
+            index, shard, sizes = index[order], shard[order], sizes[order]
+        return Block(shard, index, np.cumsum(sizes))

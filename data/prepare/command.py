@@ -1,0 +1,280 @@
+"""Text files to a dataset of token shards: `prepare`.
+
+    matmix prepare --inputs bundled:shakespeare --out datasets/shakespeare --vocab-size 4096
+    --max-document-chars 2000
+
+One process reads the files in order and writes the shards, others tokenise. What comes out depends on the
+text and on the options, not on the number of processes nor on how often the work was stopped and taken up
+again.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from matmix.data.formats.writers import SplitWriter, make_format, write_atomic
+from matmix.data.manifest import MANIFEST_NAME, Manifest
+from matmix.data.prepare.checks import (
+    MalformedError,
+    check_malformed,
+    check_splits,
+    empty_sentence,
+    malformed_sentence,
+)
+from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.cuts import find_cuts
+from matmix.data.prepare.parts import Parts, Share, write_record
+from matmix.data.prepare.pool import Tokenized, tokenize_in_order
+from matmix.data.prepare.progress import ProgressReport, say
+from matmix.data.prepare.readers import Chunk, Position, read_chunks
+from matmix.data.prepare.report import make_manifest, print_summary
+from matmix.data.prepare.sample import take_sample
+from matmix.data.prepare.sources import Source, find_sources
+from matmix.data.prepare.state import HISTOGRAM_NAME, KEPT_EXAMPLES, SPLITS, Progress, Workspace, fingerprint
+from matmix.data.tokenizer import Tokenizer, train_sentencepiece
+
+__all__ = ["MalformedError", "PrepareConfig", "prepare"]
+
+# How often the state is saved; what was done since is done again after a stop. A state holds up to a shard of
+# each split, so it is saved more rarely where that would take more than the given share of the time.
+STATE_SECONDS = 5.0
+STATE_SHARE = 0.05
+# So many records without a single good one: something else is wrong with them than a few bad lines.
+HOPELESS_RECORDS = 1000
+
+
+def prepare(config: PrepareConfig, *, summary: bool = True) -> Manifest:
+    """Write the dataset that `config` describes (or its part `config.part`), or go on with it, and say what came out.
+
+    Progress goes to stderr, the summary to stdout. A complete dataset of the same options is left as it is.
+
+    Raises FileNotFoundError and ValueError (one line each) for what a user can mend; nothing that was there
+    before is touched then. Raises RuntimeError if a tokenising process was killed.
+    """
+    sources, given, wanted = _input(config)
+    workspace = Workspace(config.out, wanted)
+    if config.share is not None and not (workspace.out / MANIFEST_NAME).exists():
+        return _prepare_part(config, sources, given, wanted, summary)
+    status = workspace.check()
+    if status == "finished":
+        return _finished(workspace, summary)
+    with tempfile.TemporaryDirectory() as scratch:
+        # Before the folder is made, so that an error in the input leaves none behind.
+        copied = _copied_tokenizer(workspace) if status == "unfinished" else None
+        tokenizer = copied or given or _train(config, sources, Path(scratch))
+        return _fill(workspace, config, sources, tokenizer, None, summary)
+
+
+def prepare_tokenizer(config: PrepareConfig) -> Tokenizer:
+    """Make the tokenizer that all parts of `config.out` will share, unless it is there. Raises as `prepare`."""
+    sources, given, wanted = _input(config)
+    workspace = Workspace(config.out, wanted)
+    if (workspace.out / MANIFEST_NAME).exists() and workspace.check() == "finished":
+        tokenizer = _copied_tokenizer(workspace)
+        assert tokenizer is not None
+        return tokenizer
+    with tempfile.TemporaryDirectory() as scratch:
+        make = partial(_train, config, sources, Path(scratch))
+        return Parts(config.out).begin(config, wanted, sources, lambda: given or make())
+
+
+def _prepare_part(
+    config: PrepareConfig, sources: list[Source], given: Tokenizer | None, wanted: dict[str, Any], summary: bool
+) -> Manifest:
+    parts, (number, of) = Parts(config.out), config.share
+    with tempfile.TemporaryDirectory() as scratch:
+        make = partial(_train, config, sources, Path(scratch))
+        tokenizer = parts.begin(config, wanted, sources, lambda: given or make())
+    share = parts.share(number, of, lambda: find_cuts(sources, config.read_options(), of))
+    workspace = Workspace(str(parts.part(number, of)), {**wanted, "part": config.part})
+    if workspace.check() == "finished":
+        return _finished(workspace, summary)
+    return _fill(workspace, config, sources, tokenizer, share, summary)
+
+
+def _input(config: PrepareConfig) -> tuple[list[Source], Tokenizer | None, dict[str, Any]]:
+    """The input files, the tokenizer if one is given, and the fingerprint of the whole preparation."""
+    sources, ignored = find_sources(config.inputs)
+    if ignored:
+        say(f"passed over {len(ignored)} files that are no .txt, .jsonl or .parquet, such as {ignored[0]}")
+    given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
+    wanted = fingerprint(config, sources, given.sha256 if given else "")
+    return sources, given, json.loads(json.dumps(wanted))
+
+
+def _fill(
+    workspace: Workspace,
+    config: PrepareConfig,
+    sources: list[Source],
+    tokenizer: Tokenizer,
+    share: Share | None,
+    summary: bool,
+) -> Manifest:
+    """Bring a folder that is not finished to its end."""
+    started, status = time.monotonic(), workspace.check()
+    workspace.open()
+    try:
+        if workspace.check() == "finished":
+            return _finished(workspace, summary)
+        if _copied_tokenizer(workspace) is None:
+            tokenizer.save(workspace.out / "tokenizer")
+        manifest = _write(config, sources, workspace, share)
+        workspace.finish(manifest)
+    except MalformedError:
+        raise
+    except (ValueError, FileNotFoundError):
+        # With other text or options this would be another preparation: nothing here could be used again.
+        if status == "new":
+            workspace.discard()
+        raise
+    except KeyboardInterrupt:
+        say(f"stopped; run the same command again to continue in {workspace.out}")
+        raise
+    finally:
+        workspace.close()
+    if summary:
+        print_summary(manifest, workspace.out, f"in {time.monotonic() - started:.0f} s")
+    return manifest
+
+
+def _finished(workspace: Workspace, summary: bool) -> Manifest:
+    manifest = Manifest.load(workspace.out)
+    workspace.clear_work()
+    if summary:
+        print_summary(manifest, workspace.out, "earlier, with the same input and options: nothing to do")
+    return manifest
+
+
+def _copied_tokenizer(workspace: Workspace) -> Tokenizer | None:
+    for name in ("tokenizer.model", "tokenizer.json"):
+        if (path := workspace.out / "tokenizer" / name).is_file():
+            return Tokenizer.load(path)
+    return None
+
+
+def _train(config: PrepareConfig, sources: Sequence[Source], scratch: Path) -> Tokenizer:
+    sample = take_sample(sources, config.read_options(), int(config.sample_megabytes * 1e6))
+    if not sample.texts:
+        if sample.malformed:
+            raise MalformedError(malformed_sentence(sample.malformed, sample.malformed, sample.examples))
+        raise ValueError(empty_sentence(sources))
+    say(
+        f"training a {config.model_type} tokenizer of {config.vocab_size:,} ids on "
+        f"{sample.bytes / 1e6:.1f} MB of text from {len(sources)} {'file' if len(sources) == 1 else 'files'}"
+    )
+    return train_sentencepiece(
+        sample.texts,
+        scratch / "tokenizer.model",
+        vocab_size=config.vocab_size,
+        model_type=config.model_type,
+        byte_fallback=config.byte_fallback,
+        normalization=config.normalization,
+        character_coverage=config.character_coverage,
+    )
+
+
+def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, share: Share | None) -> Manifest:
+    """All shards (of a share of the input) and everything else but the manifest, which is returned."""
+    tokenizer = _copied_tokenizer(workspace)
+    assert tokenizer is not None
+    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    shard_format = make_format(
+        config.format,
+        dtype=dtype,
+        compression=config.compression,
+        megabytes=config.shard_megabytes,
+        prefix=f"{share.number:05}-" if share else "",
+    )
+    splits = SPLITS if config.validation_fraction else SPLITS[:1]
+    writers = {name: SplitWriter(shard_format, workspace.out / name, workspace.work / name) for name in splits}
+    histogram = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    start, stop = (share.start, share.stop) if share else (Position(), Position(source=len(sources)))
+    progress = workspace.restore(writers, histogram, start)
+    if progress.records:
+        say(f"continuing after {sum(w.documents for w in writers.values()):,} documents")
+    worker = (tokenizer.path, dtype, config.read_options(), config.validation_fraction)
+    chunks = read_chunks(share.name(sources) if share else sources, config.read_options(), progress.position, stop)
+    bytes_before = np.cumsum([0, *(s.bytes for s in sources), 0])
+    # Of a compressed file it is known only how much of the disk was read, not where on the disk a position lies.
+    begin, end = (int(bytes_before[p.source]) + p.offset for p in (start, stop))
+    tokens = sum(w.tokens for w in writers.values())
+    saved, pause = time.monotonic(), STATE_SECONDS
+    with (
+        ProgressReport(end - begin, tokens=tokens) as report,
+        closing(tokenize_in_order(chunks, _processes(config, end - begin), worker)) as results,
+    ):
+        for chunk, done in results:
+            _add(chunk, done, writers, histogram, progress)
+            report.update(
+                int(bytes_before[chunk.start.source]) + chunk.disk_bytes - begin,
+                sum(w.tokens for w in writers.values()),
+            )
+            if progress.malformed == progress.records >= HOPELESS_RECORDS:
+                break
+            if (now := time.monotonic()) - saved >= pause:
+                workspace.save(progress, writers, histogram)
+                saved = time.monotonic()
+                pause = max(STATE_SECONDS, (saved - now) / STATE_SHARE)
+    documents = {name: writer.documents for name, writer in writers.items()}
+    if share is None:
+        check_malformed(progress.malformed, progress.records, progress.examples, config.max_malformed)
+        check_splits(documents, sources, config.validation_fraction)
+    elif progress.malformed == progress.records >= HOPELESS_RECORDS:
+        check_malformed(progress.malformed, progress.records, progress.examples, 0)
+    workspace.save(progress, writers, histogram)
+    for writer in writers.values():
+        writer.finish()
+    buffer = io.BytesIO()
+    np.save(buffer, histogram, allow_pickle=False)
+    write_atomic(workspace.out / HISTOGRAM_NAME, buffer.getvalue())
+    if share is not None:
+        write_record(workspace.out, share, progress, writers)
+    return make_manifest(config, sources, workspace, tokenizer, writers, histogram, progress)
+
+
+def _processes(config: PrepareConfig, input_bytes: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.processes or min(cores, 1 + max(0, input_bytes) // (1 << 20))
+
+
+def _add(
+    chunk: Chunk,
+    done: Tokenized,
+    writers: dict[str, SplitWriter],
+    histogram: np.ndarray,
+    progress: Progress,
+) -> None:
+    documents = np.split(done.tokens, np.cumsum(done.lengths)[:-1]) if len(done.lengths) else []
+    for tokens, size, is_validation in zip(documents, done.text_bytes, done.validation, strict=True):
+        writers["validation" if is_validation else "train"].write(tokens, int(size))
+    in_train = ~np.repeat(done.validation, done.lengths)
+    histogram += np.bincount(done.tokens[in_train], minlength=len(histogram))
+    progress.position = chunk.end
+    progress.records += done.records
+    progress.malformed += done.malformed
+    progress.empty += done.empty
+    for example in done.examples[: KEPT_EXAMPLES - len(progress.examples)]:
+        entry = {"file": chunk.source.name, "line": example.line, "reason": example.reason}
+        progress.examples.append(entry)
+    by_source = progress.documents_by_source
+    by_source += [0] * (chunk.start.source + 1 - len(by_source))
+    by_source[chunk.start.source] += len(documents)
+    spans, begin = progress.spans, [chunk.start.source, chunk.start.offset]
+    if not spans or [spans[-1][0], spans[-1][2]] != begin:
+        spans.append([*begin, chunk.start.offset, 0, 0, 0])
+    span = spans[-1]
+    span[2] = chunk.end.offset
+    span[3] += chunk.end.line - chunk.start.line
+    span[4] += done.records
+    span[5] += len(documents)

@@ -1,0 +1,143 @@
+"""Options of `matmix prepare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from matmix.data.prepare.documents import ReadOptions
+from matmix.data.storage.urls import refuse_secrets
+
+# These say how to go about it, not what comes out.
+_WITHOUT_EFFECT_ON_CONTENTS = (
+    *("inputs", "out", "tokenizer", "processes", "max_line_megabytes", "max_malformed", "part", "tokenizer_only"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareConfig:
+    """Text files to shards of tokens."""
+
+    inputs: tuple[str, ...]
+    """Files (.txt, .jsonl, also .gz .xz .zst; .parquet), folders, globs, or bundled:shakespeare,
+    bundled:moby_dick.
+    """
+    out: str
+    """Folder or URL (s3://, ...) for the dataset. An unfinished one of the same options is continued, any other is
+    left alone."""
+    text_field: str = "text"
+    """Field of .jsonl objects, or column of .parquet files, that holds the text."""
+    text_documents: Literal["file", "paragraph", "line", "separator"] = "file"
+    """What is a document in .txt files: the whole file, what stands between blank lines, a line, or what
+    stands between lines that consist of the document separator."""
+    document_separator: str = "<|endoftext|>"
+    """The line between two documents of a .txt file, for --text-documents separator."""
+    max_document_chars: int = 0
+    """Cut longer documents into pieces of at most so many characters, between paragraphs, lines or words
+    where possible; the pieces are documents of their own. 0: never."""
+
+    tokenizer: str = ""
+    """An existing sentencepiece .model, tokenizer.json, or folder with one of them. Empty: train a
+    sentencepiece model on the text."""
+    vocab_size: int = 8192
+    """Number of ids of a trained tokenizer, with its 7 special tokens, the line break and the 256 bytes."""
+    model_type: Literal["bpe", "unigram", "char"] = "bpe"
+    """Kind of a trained tokenizer; char has one id a character, and vocab_size bounds their number."""
+    byte_fallback: bool = True
+    """Spell characters that the vocabulary lacks as bytes (else they become <unk>)."""
+    character_coverage: float = 0.9995
+    """Share of the characters of the sample that get an id of their own."""
+    normalization: Literal["identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"] = "identity"
+    """What a trained tokenizer does to text first. Only identity gives back the same text; _cf folds case."""
+    sample_megabytes: float = 64.0
+    """How much text a tokenizer is trained on: the beginning of each file, by its share of all bytes."""
+
+    format: Literal["mds", "webdataset"] = "mds"
+    """Kind of shards: MDS of mosaicml-streaming, or tar files for WebDataset."""
+    compression: Literal["zstd", "none"] = "zstd"
+    """Compression of the shards."""
+    shard_megabytes: float = 64.0
+    """Size of a shard before compression."""
+    validation_fraction: float = 0.01
+    """Share of the documents that go to the validation split. Which ones is decided by a hash of their text,
+    so equal documents never stand on both sides. 0: no validation split."""
+
+    max_line_megabytes: float = 64.0
+    """Longest line, paragraph or value of a .parquet column that is read; a longer one is an error. It bounds the
+    memory that a file can ask for, also a small compressed one."""
+    max_malformed: float = 0.01
+    """Share of the lines (or rows) that may be malformed: not JSON, without the text field, or not text."""
+    part: str = ""
+    """Prepare only this part of the input, such as 3/64 (counted from 1), under OUT/parts. Parts may be made at the
+    same time on several machines that share a file system; `matmix prepare --merge --out OUT` then joins them."""
+    tokenizer_only: bool = False
+    """Only train the tokenizer that the parts of OUT will share. (Else the first part trains it, and others wait.)"""
+    processes: int = 0
+    """Tokenising processes; the result does not depend on it. 0: one for each core, as far as there is work.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("inputs", "out", "tokenizer"):
+            refuse_secrets(getattr(self, name), f"prepare: {name}")
+        if not self.inputs:
+            raise ValueError("prepare: no inputs are given; name files, folders or globs")
+        if not self.out:
+            raise ValueError("prepare: no output folder is given")
+        for name, low in (("max_document_chars", 0), ("processes", 0), ("vocab_size", 1)):
+            if getattr(self, name) < low:
+                raise ValueError(f"prepare: {name} must be at least {low}, got {getattr(self, name)}")
+        if 0 < self.max_document_chars < 16:
+            raise ValueError(f"prepare: max_document_chars must be 0 or at least 16, got {self.max_document_chars}")
+        for name in ("sample_megabytes", "shard_megabytes", "max_line_megabytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"prepare: {name} must be above 0, got {getattr(self, name)}")
+        if self.shard_megabytes > 4000:
+            raise ValueError(f"prepare: shard_megabytes must be at most 4000, got {self.shard_megabytes}")
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(f"prepare: validation_fraction must be in [0, 1), got {self.validation_fraction}")
+        if not 0 <= self.max_malformed <= 1:
+            raise ValueError(f"prepare: max_malformed must be in [0, 1], got {self.max_malformed}")
+        if not 0 < self.character_coverage <= 1:
+            raise ValueError(f"prepare: character_coverage must be in (0, 1], got {self.character_coverage}")
+        if self.text_documents == "separator" and not self.document_separator.strip():
+            raise ValueError("prepare: document_separator is blank; for blank lines use text_documents=paragraph")
+
+        if self.part and self.share is None:
+            raise ValueError(
+                f"prepare: part must be k/n with a k from 1 to n, such as 1/64 for the first of 64, got {self.part}"
+            )
+        if self.tokenizer_only and (self.part or self.tokenizer):
+            raise ValueError("prepare: tokenizer_only trains the tokenizer of all parts: leave out part and tokenizer")
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """(k, n) of part k/n; None without one."""
+        numbers = re.fullmatch(r"(\d+)/(\d+)", self.part)
+        if numbers is None:
+            return None
+        k, n = map(int, numbers.groups())
+        return (k, n) if 1 <= k <= n else None
+
+    def arguments(self) -> list[str]:
+        """The command line of this preparation (of any of its parts), without --out and --part."""
+        flags: list[str] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("inputs", "out", "part", "tokenizer_only") and value != field.default:
+                flags += [f"--{field.name.replace('_', '-')}", str(value)]
+        return [*self.inputs, *flags]
+
+    def read_options(self) -> ReadOptions:
+        return ReadOptions(
+            text_field=self.text_field,
+            text_documents=self.text_documents,
+            document_separator=self.document_separator.strip(),
+            max_document_chars=self.max_document_chars,
+            max_line_megabytes=self.max_line_megabytes,
+        )
+
+    def contents(self) -> dict[str, Any]:
+        """The options that decide what is written, in JSON's types."""
+        return {k: v for k, v in asdict(self).items() if k not in _WITHOUT_EFFECT_ON_CONTENTS}

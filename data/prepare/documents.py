@@ -1,0 +1,133 @@
+"""Raw records to documents: JSON and UTF-8 decoding, what counts as malformed, cutting of long documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from matmix.data.prepare.readers import Chunk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    """How records become documents (the fields are those of PrepareConfig)."""
+
+    text_field: str = "text"
+    text_documents: Literal["file", "paragraph", "line", "separator"] = "file"
+    document_separator: str = "<|endoftext|>"
+    max_document_chars: int = 0
+    max_line_megabytes: float = 64.0
+
+    @property
+    def longest_line(self) -> int:
+        """Bytes of the longest record."""
+        return int(self.max_line_megabytes * (1 << 20))
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A record that gives no document."""
+
+    line: int
+    """Line of the file, or row of the .parquet file, counted from 1."""
+    reason: str
+
+
+def documents_of(chunk: Chunk, options: ReadOptions) -> Iterator[str | Malformed]:
+    """Documents of a chunk in order; "" for one of white space only. Blank lines of .jsonl files are passed
+    over.
+
+    Raises ValueError at bytes that are not UTF-8, naming file, line and byte.
+    """
+    line = chunk.start.line
+    for record in chunk.records:
+        if isinstance(record, bytes):
+            found, line = _text_of_bytes(record, chunk, options, line), line + record.count(b"\n")
+        else:
+            found, line = _checked(record, f"column {options.text_field!r}", line), line + 1
+        if found is None:
+            continue
+        if isinstance(found, Malformed):
+            yield found
+        elif not found.strip():
+            yield ""
+        elif options.max_document_chars:
+            for piece in split_text(found, options.max_document_chars):
+                yield piece if piece.strip() else ""
+        else:
+            yield found
+
+
+def _text_of_bytes(raw: bytes, chunk: Chunk, options: ReadOptions, line: int) -> str | Malformed | None:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(chunk.source.name, raw, error, line)) from None
+    if chunk.source.kind == "jsonl":
+        return _text_of_json(text, options.text_field, line) if text.strip() else None
+    text = text.replace("\r\n", "\n")
+    if options.text_documents == "paragraph":
+        return text.rstrip()
+    if options.text_documents == "separator":
+        *rows, last = text.rstrip("\n").split("\n")
+        text = "\n".join(rows if last.strip() == options.document_separator else [*rows, last])
+    return text if options.text_documents == "file" else text.strip("\n")
+
+
+def _text_of_json(text: str, field: str, line: int) -> str | Malformed:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return Malformed(line, f"not JSON ({error})")
+    if not isinstance(value, dict):
+        return Malformed(line, f"not a JSON object but {type(value).__name__}")
+    if field not in value:
+        names = ", ".join(list(value)[:8]) or "none"
+        return Malformed(line, f"no field {field!r} (its fields: {names})")
+    return _checked(value[field], f"field {field!r}", line)
+
+
+def _checked(value: object, name: str, line: int) -> str | Malformed:
+    if not isinstance(value, str):
+        return Malformed(line, f"{name} is {type(value).__name__}, not text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return Malformed(line, f"{name} holds half of a surrogate pair, which is no character")
+    return value
+
+
+def not_utf8(name: str, raw: bytes, error: UnicodeDecodeError, first_line: int) -> str:
+    """The sentence for bytes that are no UTF-8; `raw` begins with line `first_line` of the file."""
+    line = first_line + raw.count(b"\n", 0, error.start)
+    column = error.start - raw.rfind(b"\n", 0, error.start)
+    return (
+        f"{name} is not UTF-8: line {line}, byte {column} of the line is 0x{raw[error.start]:02x}; "
+        "convert the file (for example with iconv)"
+    )
+
+
+def split_text(text: str, max_chars: int) -> list[str]:
+    """Cut a text into pieces of at most `max_chars` characters; put together they are the text.
+
+    Each cut is the last one possible: after a blank line, or else a line, or else a space, or else anywhere;
+    a kind of cut that would leave less than a quarter of `max_chars` gives way to the next kind.
+    """
+    pieces: list[str] = []
+    start = 0
+    while len(text) - start > max_chars:
+        window = text[start : start + max_chars]
+        cut = max_chars
+        for mark in ("\n\n", "\n", " "):
+            found = window.rfind(mark) + len(mark)
+            if found >= max(len(mark), max_chars / 4):
+                cut = found
+                break
+        pieces.append(text[start : start + cut])
+        start += cut
+    if start < len(text) or not pieces:
+        pieces.append(text[start:])
+    return pieces

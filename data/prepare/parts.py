@@ -1,0 +1,248 @@
+"""The parts of a preparation that many processes make at the same time, on a file system that they share.
+
+    OUT/parts/options.json            what is prepared, and with which command; written after the tokenizer
+    OUT/parts/tokenizer/              what all parts use
+    OUT/parts/cuts.json               where each part begins and ends in the input
+    OUT/parts/part-00003-of-00064/    part 3: a dataset of its own, and part.json, which says what it read
+
+Whoever comes first makes the first three, under a lock, while the others wait. Each is the same whoever makes it and
+appears under its name only when it is whole, so a file system without locks costs work and not correctness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from matmix.data.artifacts import artifact_name, one_line, parse_json
+from matmix.data.formats.writers import Shard, SplitWriter, write_atomic
+from matmix.data.manifest import MANIFEST_NAME
+from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.progress import say
+from matmix.data.prepare.readers import Position
+from matmix.data.prepare.sources import Source
+from matmix.data.prepare.state import PART_NAME, PARTS_NAME, WORK_NAME, Progress, compare_preparations
+from matmix.data.tokenizer import Tokenizer
+
+MERGING_NAME = "merging"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """Part `number` of `of`, counted from 1: the records from `start` up to `stop`."""
+
+    number: int
+    of: int
+    start: Position
+    stop: Position
+
+    def name(self, sources: Sequence[Source]) -> list[Source]:
+        """The sources, the one that this part enters in the middle with a name that says so: lines of text count from
+        there."""
+        renamed, first = list(sources), self.start.source
+        if self.start.offset and sources[first].kind != "parquet":
+            renamed[first] = replace(sources[first], name=self.name_of(sources[first].name))
+        return renamed
+
+    def name_of(self, name: str) -> str:
+        """What the file that this part enters in the middle is called in messages."""
+        return f"{name} from byte {self.start.offset:,}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartRecord:
+    """part.json: what a finished part read and wrote."""
+
+    number: int
+    of: int
+    spans: list[list[int]]
+    """As in `Progress`."""
+    shards: dict[str, list[Shard]]
+    """The shards of each split in order."""
+
+    @classmethod
+    def load(cls, folder: Path) -> PartRecord:
+        """Raises ValueError if the file is missing or damaged."""
+        try:
+            raw = parse_json((folder / PART_NAME).read_bytes(), PART_NAME)
+            raw["shards"] = {
+                artifact_name(name, "it"): [Shard.checked(s) for s in shards] for name, shards in raw["shards"].items()
+            }
+            record = cls(**raw)
+            numbers = [record.number, record.of, *(number for span in record.spans for number in span)]
+            if not all(type(n) is int and n >= 0 for n in numbers) or any(len(span) != 6 for span in record.spans):
+                raise ValueError("its numbers are none")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = one_line(error)
+            raise ValueError(f"{folder / PART_NAME} is missing or damaged ({reason}); delete {folder}") from None
+        return record
+
+
+def write_record(folder: Path, share: Share, progress: Progress, writers: dict[str, SplitWriter]) -> None:
+    """Write the part.json of a part whose shards are written."""
+    shards = {name: writer.shards for name, writer in writers.items()}
+    record = PartRecord(number=share.number, of=share.of, spans=progress.spans, shards=shards)
+    write_atomic(folder / PART_NAME, json.dumps(asdict(record)).encode())
+
+
+def _check_facts(raw: dict[str, Any]) -> None:
+    inputs = raw["options"]["inputs"]
+    lists = [raw["names"], raw["paths"], raw["arguments"]]
+    fine = all(isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in lists)
+    fine = fine and isinstance(raw["tokenizer"], str) and len(raw["names"]) == len(raw["paths"]) == len(inputs)
+    if not fine or not all(isinstance(entry, list) and len(entry) == 3 for entry in inputs):
+        raise ValueError("it lacks a key, or a value is of another kind")
+
+
+def _check_cuts(raw: dict[str, Any]) -> None:
+    count, cuts = raw["parts"], raw["cuts"]
+    numbers = [count, *(number for cut in cuts for number in cut)]
+    fine = all(type(number) is int and number >= 0 for number in numbers) and all(len(cut) == 2 for cut in cuts)
+    if not fine or len(cuts) != count + 1 or cuts != sorted(cuts):
+        raise ValueError("its cuts are none")
+
+
+def missing_parts(out: str | Path, parts: int) -> list[int]:
+    """Numbers (1 to `parts`) of the parts of the preparation in folder `out` that are not finished; none once the
+    parts are joined. A look at file names only: cheap, and true also while parts are being made.
+    """
+    folder = Path(out).expanduser()
+    if (folder / MANIFEST_NAME).is_file():
+        return []
+    paths = {number: folder / PARTS_NAME / _name(number, parts) for number in range(1, parts + 1)}
+    return [number for number, path in paths.items() if not (path / MANIFEST_NAME).is_file()]
+
+
+def _name(number: int, of: int) -> str:
+    return f"part-{number:05}-of-{of:05}"
+
+
+class Parts:
+    """The folder OUT/parts."""
+
+    def __init__(self, out: str | Path) -> None:
+        self.out = Path(out).expanduser()
+        self.folder = self.out / PARTS_NAME
+
+    def part(self, number: int, of: int) -> Path:
+        return self.folder / _name(number, of)
+
+    def begin(
+        self,
+        config: PrepareConfig,
+        wanted: dict[str, Any],
+        sources: Sequence[Source],
+        make_tokenizer: Callable[[], Tokenizer],
+    ) -> Tokenizer:
+        """The tokenizer of all parts, made now if this is the first of them.
+
+        wanted: the fingerprint of the whole. Raises ValueError if OUT holds anything but parts of this preparation,
+        and what `make_tokenizer` raises; nothing is left behind then.
+        """
+        if not (self.folder / "options.json").exists():
+            for path in self.out.iterdir() if self.out.is_dir() else ():
+                if path.name != PARTS_NAME:
+                    kind = "an unfinished preparation in one piece" if path.name == WORK_NAME else "something else"
+                    raise ValueError(f"{self.out} holds {kind} ({path.name}); choose another output folder")
+        made = [path for path in (self.out, self.folder) if not path.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with self.locked("makes the tokenizer or cuts the input"):
+                if not (self.folder / "options.json").exists():
+                    tokenizer = make_tokenizer()
+                    target = self.folder / "tokenizer" / tokenizer.file_name
+                    target.parent.mkdir(exist_ok=True)
+                    write_atomic(target, tokenizer.path.read_bytes(), alone=False)
+                    facts = {
+                        "options": wanted,
+                        "tokenizer": tokenizer.sha256,
+                        "names": [s.name for s in sources],
+                        "paths": [str(Path(s.path).resolve()) for s in sources],
+                        "arguments": config.arguments(),
+                    }
+                    write_atomic(self.folder / "options.json", json.dumps(facts, indent=1).encode(), alone=False)
+        except (ValueError, FileNotFoundError):
+            (self.folder / "lock").unlink(missing_ok=True)
+            for path in reversed(made):
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+            raise
+        compare_preparations(self.out, self.facts()["options"], wanted)
+        if (self.folder / MERGING_NAME).exists():
+            raise ValueError(f"{self.out} is being joined; finish that: matmix prepare --merge --out {self.out}")
+        return self.tokenizer()
+
+    def facts(self) -> dict[str, Any]:
+        """Contents of options.json. Raises FileNotFoundError if no part was begun, ValueError if it is damaged."""
+        return self._read("options.json", _check_facts)
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises ValueError if it is not the one that the parts were begun with."""
+        tokenizer = Tokenizer.load(self.folder / "tokenizer")
+        if tokenizer.sha256 != self.facts()["tokenizer"]:
+            raise ValueError(f"{tokenizer.path} was changed since the parts were begun; delete {self.folder}")
+        return tokenizer
+
+    def share(self, number: int, of: int, make_cuts: Callable[[], list[Position]]) -> Share:
+        """What belongs to a part. Raises ValueError if the parts in the folder are of another number."""
+        if not (self.folder / "cuts.json").exists():
+            with self.locked("cuts the input"):
+                if not (self.folder / "cuts.json").exists():
+                    cuts = [[cut.source, cut.offset] for cut in make_cuts()]
+                    content = json.dumps({"parts": of, "cuts": cuts}).encode()
+                    write_atomic(self.folder / "cuts.json", content, alone=False)
+        parts, cuts = self.cuts()
+        if parts != of:
+            raise ValueError(
+                f"{self.out} is prepared in {parts} parts; give --part k/{parts}, or delete {self.folder} to begin anew"
+            )
+        return Share(number=number, of=of, start=cuts[number - 1], stop=cuts[number])
+
+    def cuts(self) -> tuple[int, list[Position]]:
+        """The number of parts, and the positions between them. Raises as `facts`."""
+        raw = self._read("cuts.json", _check_cuts)
+        return raw["parts"], [Position(source=source, offset=offset) for source, offset in raw["cuts"]]
+
+    def missing(self) -> list[int]:
+        """As `missing_parts`. Raises as `facts`."""
+        return missing_parts(self.out, self.cuts()[0])
+
+    def _read(self, name: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        path = self.folder / name
+        try:
+            raw = parse_json(path.read_bytes(), name)
+            check(raw)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{self.out} holds no parts; make each with matmix prepare INPUT --out {self.out} --part k/n"
+            ) from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = one_line(error)
+            raise ValueError(
+                f"{path} is damaged ({reason}); delete {self.folder} and prepare the parts again"
+            ) from None
+        return raw
+
+    @contextlib.contextmanager
+    def locked(self, doing: str, *, wait: bool = True) -> Iterator[None]:
+        """One process at a time. doing: what another may be at. Raises ValueError if it is and `wait` is False."""
+        lock = filelock.FileLock(self.folder / "lock")
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            if not wait:
+                raise ValueError(f"another process is at work in {self.folder} right now") from None
+            say(f"waiting for another process, which {doing}")
+            lock.acquire()
+        except (OSError, NotImplementedError):
+            say(f"{self.folder} lies on a file system without locks: going on without")
+        try:
+            yield
+        finally:
+            lock.release()

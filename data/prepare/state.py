@@ -1,0 +1,196 @@
+"""The output folder of a preparation: who may write into it, and how far it has come.
+
+While a preparation runs, the folder holds `.prepare/`: a lock, the options it was started with, the lengths
+of the documents of finished shards, and a state. The state is one file, replaced as a whole from time to
+time: the position in the input, the counts, and the documents that wait for a shard. What was written after
+the last state is written again, with the same bytes, when the preparation goes on. `.prepare/` is removed
+once the manifest is there.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import filelock
+import numpy as np
+
+from matmix.data.artifacts import one_line, parse_json, read_json
+from matmix.data.formats.writers import DamagedPreparationError, SplitWriter, write_atomic
+from matmix.data.manifest import MANIFEST_NAME, Manifest
+from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.readers import Position
+from matmix.data.prepare.sources import Source
+
+WORK_NAME = ".prepare"
+# Raise it when the same options give other bytes than before.
+CONTENTS_VERSION = 1
+KEPT_EXAMPLES = 100
+SPLITS = ("train", "validation")
+HISTOGRAM_NAME = "token_histogram.npy"
+PARTS_NAME = "parts"
+PART_NAME = "part.json"
+
+
+@dataclass
+class Progress:
+    """How far the input was read, and what was met there."""
+
+    position: Position = field(default_factory=Position)
+    records: int = 0
+    """Lines, rows or text documents looked at."""
+    malformed: int = 0
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    """File, line and reason of the first malformed records."""
+    empty: int = 0
+    documents_by_source: list[int] = field(default_factory=list)
+    spans: list[list[int]] = field(default_factory=list)
+    """What was read, a stretch of a source each: source, first offset, last offset + 1, lines, records, documents."""
+
+
+def fingerprint(config: PrepareConfig, sources: Sequence[Source], tokenizer_sha256: str) -> dict[str, Any]:
+    """What makes two preparations the same. Input files count by name, size and digest, not by folder."""
+    options = config.contents()
+    if tokenizer_sha256:
+        for name in ("vocab_size", "model_type", "byte_fallback", "character_coverage"):
+            del options[name]
+        del options["normalization"], options["sample_megabytes"]
+    return {
+        **options,
+        "tokenizer": tokenizer_sha256 or "trained",
+        "inputs": [[Path(s.path).name, s.bytes, s.digest()] for s in sources],
+        "contents_version": CONTENTS_VERSION,
+    }
+
+
+def compare_preparations(where: str | Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raises ValueError, with the differences, if what is at `where` is not the wanted preparation."""
+    if found == wanted:
+        return
+    differences = []
+    for name in sorted(found.keys() | wanted.keys()):
+        there, here = found.get(name), wanted.get(name)
+        if there != here:
+            short = name in ("inputs", "contents_version")
+            differences.append(f"other {name}" if short else f"{name} {there!r} there, {here!r} here")
+    raise ValueError(
+        f"{where} holds another preparation ({'; '.join(differences)}); choose another output folder or delete that one"
+    )
+
+
+class Workspace:
+    """An output folder, checked and locked. Nothing is created before `open`."""
+
+    def __init__(self, out: str, wanted: dict[str, Any]) -> None:
+        self.out = Path(out).expanduser()
+        self.work = self.out / WORK_NAME
+        self.wanted = json.loads(json.dumps(wanted))
+        self._lock: filelock.FileLock | None = None
+        self._made = False
+
+    def check(self) -> Literal["new", "unfinished", "finished"]:
+        """Raises ValueError if the folder holds anything but this preparation."""
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"{self.out} is a file; choose another output folder")
+        if (self.out / MANIFEST_NAME).exists():
+            manifest = Manifest.load(self.out)
+            compare_preparations(self.out, manifest.options, self.wanted)
+            for split, info in manifest.splits.items():
+                for shard in info.shards:
+                    path = self.out / split / shard.file
+                    if not path.is_file() or path.stat().st_size != shard.bytes:
+                        raise ValueError(f"{path} is missing or damaged; delete {self.out} and prepare it again")
+            return "finished"
+        options = self.work / "options.json"
+        if options.exists():
+            compare_preparations(self.out, _object(options), self.wanted)
+            return "unfinished"
+        if (self.out / PARTS_NAME).exists():
+            raise ValueError(
+                f"{self.out} holds parts of a preparation (finish them with --part, join them with --merge); "
+                "choose another output folder or delete that one"
+            )
+        if self.out.exists() and any(p.name != WORK_NAME for p in self.out.iterdir()):
+            raise ValueError(
+                f"{self.out} is not empty and holds no preparation of matmix; choose another output folder"
+            )
+        return "new"
+
+    def open(self) -> None:
+        """Create the folder if needed and keep other processes out of it."""
+        self._made = not self.out.exists()
+        self.work.mkdir(parents=True, exist_ok=True)
+        self._lock = filelock.FileLock(self.work / "lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise ValueError(f"another process is preparing {self.out} right now") from None
+        if not (self.work / "options.json").exists():
+            write_atomic(self.work / "options.json", json.dumps(self.wanted).encode())
+
+    def close(self) -> None:
+        """Let other processes in."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def finish(self, manifest: Manifest) -> None:
+        """Make the dataset valid."""
+        write_atomic(self.out / MANIFEST_NAME, manifest.to_json().encode())
+        self.clear_work()
+
+    def clear_work(self) -> None:
+        """Remove what only an unfinished preparation needs."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove what a preparation puts into the folder, and the folder if `open` made it."""
+        for name in ("tokenizer", *SPLITS, WORK_NAME):
+            shutil.rmtree(self.out / name, ignore_errors=True)
+        for name in (HISTOGRAM_NAME, PART_NAME):
+            (self.out / name).unlink(missing_ok=True)
+        if self._made and not any(self.out.iterdir()):
+            self.out.rmdir()
+
+    def save(self, progress: Progress, writers: dict[str, SplitWriter], histogram: np.ndarray) -> None:
+        facts: dict[str, Any] = {"progress": asdict(progress), "splits": {}}
+        arrays = {"histogram": histogram}
+        for name, writer in writers.items():
+            facts["splits"][name], parts = writer.state()
+            arrays |= {f"{name}.{key}": value for key, value in parts.items()}
+        arrays["facts"] = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)
+        write_atomic(self.work / "state.npz", buffer.getvalue())
+
+    def restore(self, writers: dict[str, SplitWriter], histogram: np.ndarray, start: Position) -> Progress:
+        """Bring writers and histogram (in place) to the last state; if there is none, work begins at `start`."""
+        path = self.work / "state.npz"
+        if not path.exists():
+            return Progress(position=start)
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                facts = parse_json(arrays["facts"].tobytes(), "its JSON")
+                histogram[:] = arrays["histogram"]
+                for name, writer in writers.items():
+                    parts = {key: arrays[f"{name}.{key}"] for key in ("tokens", "lengths")}
+                    writer.restore(facts["splits"][name], parts)
+            progress = facts["progress"]
+            return Progress(**{**progress, "position": Position(**progress["position"])})
+        except DamagedPreparationError:
+            raise
+        except Exception as error:  # of a damaged archive, which has many kinds
+            reason = one_line(f"{type(error).__name__}: {error}")
+            raise ValueError(f"{path} is damaged ({reason}); delete {self.out} and prepare again") from None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is damaged: delete its folder and prepare again")
+    return values

@@ -1,0 +1,93 @@
+"""A preparation whose result lies at a URL: made in a folder of this machine, then uploaded, the manifest last."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from matmix.data.artifacts import parse_json
+from matmix.data.manifest import MANIFEST_NAME, Manifest
+from matmix.data.prepare.command import prepare
+from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.progress import say
+from matmix.data.prepare.report import print_summary
+from matmix.data.prepare.sources import find_sources
+from matmix.data.prepare.state import compare_preparations, fingerprint
+from matmix.data.storage.remote import RemoteError, RemoteFolder, scratch_folder
+from matmix.data.tokenizer import Tokenizer
+
+# At the URL while an upload is not finished: whose it is.
+_UNFINISHED = ".prepare.json"
+
+
+def prepare_to_url(config: PrepareConfig) -> Manifest:
+    """`prepare` for a `config.out` that is a URL; the same call continues what was stopped, also within the upload.
+
+    A complete dataset of the same options at the URL is left as it is. Raises as `prepare`, ValueError if the URL
+    holds anything else, and RemoteError (one line) if the store fails: what was prepared and uploaded is kept.
+    """
+    remote = RemoteFolder(config.out)
+    wanted = _fingerprint(config)
+    if (manifest := _finished(remote, wanted)) is not None:
+        print_summary(manifest, remote.url, "earlier, with the same input and options: nothing to do")
+        return manifest
+    folder = scratch_folder("prepare", remote.url)
+    say(f"preparing in {folder}, to be uploaded to {remote.url}")
+    started = time.monotonic()
+    manifest = prepare(replace(config, out=str(folder)), summary=False)
+    try:
+        _upload(folder, remote, wanted)
+    except RemoteError:
+        say(f"the prepared dataset is kept in {folder}: the same command goes on with the upload")
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    print_summary(manifest, remote.url, f"in {time.monotonic() - started:.0f} s, with its upload")
+    return manifest
+
+
+def _fingerprint(config: PrepareConfig) -> dict[str, Any]:
+    sources, _ = find_sources(config.inputs)
+    tokenizer = Tokenizer.load(config.tokenizer).sha256 if config.tokenizer else ""
+    return json.loads(json.dumps(fingerprint(config, sources, tokenizer)))
+
+
+def _finished(remote: RemoteFolder, wanted: dict[str, Any]) -> Manifest | None:
+    """The manifest of this preparation if it is complete at the URL. Raises ValueError if something else is there."""
+    if (raw := remote.read(MANIFEST_NAME)) is not None:
+        manifest = Manifest.parse(raw, remote.url)
+        compare_preparations(remote.url, manifest.options, wanted)
+        return manifest
+    if (raw := remote.read(_UNFINISHED)) is not None:
+        compare_preparations(remote.url, _object(raw, remote.url), wanted)
+    elif remote.sizes():
+        raise ValueError(f"{remote.url} is not empty and holds no preparation of matmix; choose another output URL")
+    return None
+
+
+def _object(raw: bytes, url: str) -> dict[str, Any]:
+    values = parse_json(raw, f"{url}/{_UNFINISHED}")
+    if not isinstance(values, dict):
+        raise ValueError(f"{url}/{_UNFINISHED} is damaged; choose another output URL")
+    return values
+
+
+def _upload(folder: Path, remote: RemoteFolder, wanted: dict[str, Any]) -> None:
+    files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+    del files[MANIFEST_NAME]
+    remote.write(_UNFINISHED, json.dumps(wanted).encode())
+    # The same text and options give the same bytes, so that a file of the same name and size is the same file.
+    there = remote.sizes()
+    missing = [name for name, size in files.items() if there.get(name) != size]
+    megabytes = sum(files[name] for name in missing) / 1e6
+    say(f"uploading {len(missing)} of {len(files)} files ({megabytes:,.1f} MB) to {remote.url}")
+    remote.upload_all(folder, missing)
+    there = remote.sizes()
+    for name, size in files.items():
+        if there.get(name) != size:
+            raise RemoteError(f"{remote.url}/{name} has {there.get(name, 0)} bytes after its upload instead of {size}")
+    remote.upload(folder / MANIFEST_NAME, MANIFEST_NAME)
+    remote.remove([_UNFINISHED])

@@ -1,0 +1,279 @@
+"""Files below a URL that fsspec knows: s3://, gs://, abfs://, hdfs://, file://, memory:// ...
+
+Every operation is tried again, with pauses that grow, after errors that may pass: for at least MATMIX_RETRY_SECONDS
+(60) and four times. Objects of a store appear whole; for folders that are mounted (file://) the same is
+reached by renaming. Credentials and endpoints are the client's business: it takes them from the environment or from
+its own files, and nothing here reads, shows or stores them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tenacity
+
+from matmix.data.storage.private import private_folder
+from matmix.data.storage.urls import refuse_secrets
+
+Result = TypeVar("Result")
+
+SCRATCH_VARIABLE = "MATMIX_SCRATCH"
+RETRY_VARIABLE = "MATMIX_RETRY_SECONDS"
+_LEAST_ATTEMPTS = 4
+# One stream does not fill the network of a node, and checkpoints are many files.
+_CONCURRENT = 8
+# What no repetition changes: answers of the store, what clients raise under names of their own, and a full disk here.
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_FINAL_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "DefaultCredentialsError"}
+_LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_WRITING = ("cannot write", "cannot upload")
+_CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "oci": "ocifs"}
+
+
+class RemoteError(OSError):
+    """A store that did not do what it was asked for, however often."""
+
+
+class FileTooLarge(ValueError):
+    """A file of a store that is larger than what is expected there."""
+
+
+class RemotePermissionError(RemoteError, PermissionError):
+    """A store that does not let these credentials do it."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is for fsspec, and not of the local file system."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
+
+
+def scratch_folder(kind: str, url: str) -> Path:
+    """This machine's folder for what belongs to a URL: below MATMIX_SCRATCH, or in the user's cache folder.
+
+    kind: its use, the name of a folder. The result is the same in every process and need not exist; the folder above it
+    is made, for this user alone. Raises ValueError (one line) where others may write there.
+    """
+    base = os.environ.get(SCRATCH_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "matmix"
+    url = url.rstrip("/")
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", url.rsplit("/", 1)[-1])
+    try:
+        folder = private_folder(Path(base) / kind, close=True)
+    except ValueError as error:
+        raise ValueError(f"{error}; name a folder of your own with {SCRATCH_VARIABLE}") from None
+    return folder / f"{stem}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+
+
+def first_line(error: BaseException) -> str:
+    """One line for the user, with the kind of error where its text alone would not tell."""
+    text = (str(error).strip() or "no reason given").splitlines()[0]
+    return text if isinstance(error, RemoteError) else f"{type(error).__name__}: {text}"
+
+
+def persist(action: Callable[[], Result], what: str, *, patient: bool = True) -> Result:
+    """Does `action`, again and again while it fails for a reason that may pass.
+
+    what: the beginning of the message, as in "cannot download s3://bucket/file"; patient: False = only one attempt.
+    Raises FileNotFoundError, RemotePermissionError and the OSError of a full disk at once, and RemoteError (one line)
+    after the last attempt.
+    """
+    seconds = float(os.environ.get(RETRY_VARIABLE) or 60)
+    attempts = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(lambda error: patient and _may_pass(error)),
+        wait=tenacity.wait_exponential_jitter(initial=0.2, max=15, jitter=0.2),
+        stop=tenacity.stop_all(
+            tenacity.stop_after_attempt(_LEAST_ATTEMPTS), tenacity.stop_after_delay(max(seconds, 0.001))
+        ),
+        reraise=True,
+    )
+    try:
+        return attempts(action)
+    except FileNotFoundError as error:
+        missing = "there is no such bucket or folder" if what.startswith(_WRITING) else "it does not exist"
+        raise FileNotFoundError(f"{what}: {missing}") from error
+    except PermissionError as error:
+        raise RemotePermissionError(f"{what}: {first_line(error)}") from error
+    except Exception as error:  # each client raises its own kinds
+        if _is_local_disk(error) or isinstance(error, FileTooLarge):
+            raise
+        if type(error).__name__ == "NoCredentialsError":
+            what = f"{what} without credentials (FSSPEC_S3_ANON=true reads public buckets)"
+        raise RemoteError(f"{what}: {first_line(error)}") from error
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, (*_FINAL, FileTooLarge)) or type(error).__name__ in _FINAL_NAMES or _is_local_disk(error):
+        return False
+    return isinstance(error, Exception)
+
+
+def _is_local_disk(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _LOCAL
+
+
+class RemoteFolder:
+    """The files below one URL, by their names relative to it. Usable from threads and after a fork.
+
+    Raises ValueError where the URL's client is not installed, or where the URL has a password in it.
+    """
+
+    def __init__(self, url: str, *, patient: bool = True) -> None:
+        """patient: False = operations that fail are not tried again."""
+        refuse_secrets(url, "a folder's URL")
+        self.url, self.patient = url.rstrip("/"), patient
+        self._connect()
+
+    def __truediv__(self, name: str) -> RemoteFolder:
+        return RemoteFolder(f"{self.url}/{name}", patient=self.patient)
+
+    def _connect(self) -> tuple[Any, str]:
+        """The client and the folder's path in its words. Cheap: fsspec keeps the clients of a process."""
+        import fsspec
+
+        scheme = self.url.partition("://")[0]
+        try:
+            # What others write must be seen at once: no cached listings.
+            options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
+            client, path = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
+        except ImportError as error:
+            package = _CLIENTS.get(scheme)
+            hint = f"pip install {package}" if package else first_line(error)
+            raise ValueError(f"cannot use {self.url}: its client is not installed ({hint})") from None
+        except ValueError as error:
+            raise ValueError(f"cannot use {self.url}: {first_line(error)}") from None
+        return client, path.rstrip("/")
+
+    def _do(self, what: str, name: str, action: Callable[[Any, str], Result]) -> Result:
+        def once() -> Result:
+            client, path = self._connect()
+            return action(client, f"{path}/{name}" if name else path)
+
+        return persist(once, f"cannot {what} {self.url}/{name}".rstrip("/"), patient=self.patient)
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Name -> bytes of every file, or of those below the folder `prefix`; empty where there is nothing.
+
+        Names that climb, as keys of a store may ("../.bashrc"), are left out: names become paths of this machine.
+        """
+
+        def look(client: Any, path: str) -> dict[str, int]:
+            start = len(path) - len(prefix) if prefix else len(path) + 1
+            found = client.find(path, detail=True)
+            files = {name[start:]: info for name, info in found.items() if info["type"] == "file"}
+            return {name: int(info["size"] or 0) for name, info in files.items() if _stays_below(name)}
+
+        try:
+            return self._do("list", prefix, look)
+        except FileNotFoundError:
+            return {}
+
+    def read(self, name: str) -> bytes | None:
+        """A small file's content; None where there is no such file."""
+        try:
+            return self._do("read", name, lambda client, path: client.cat_file(path))
+        except FileNotFoundError:
+            return None
+
+    def download(self, name: str, target: Path, largest: int | None = None) -> None:
+        """Fetches a file; `target` appears whole or not at all.
+
+        largest: bytes that it may have. Raises FileNotFoundError, RemoteError, and FileTooLarge before anything of a
+        file is fetched of which the store says that it is larger.
+        """
+        part = target.with_name(f".{target.name}.part-{os.getpid()}-{threading.get_ident()}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+
+        def fetch(client: Any, path: str) -> None:
+            expected = client.size(path)
+            if largest is not None and expected is not None and expected > largest:
+                raise FileTooLarge(f"{self.url}/{name} has {expected:,} bytes, it may have {largest:,}")
+            client.get_file(path, str(part))
+            if expected is not None and (found := part.stat().st_size) != expected:
+                raise OSError(f"{found} of {expected} bytes arrived")
+
+        try:
+            self._do("download", name, fetch)
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+
+    # -- writing -----------------------------------------------------------------------------------------
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a small file. Raises RemoteError."""
+
+        def put(client: Any, path: str) -> None:
+            if _is_local(client):
+                client.pipe_file(f"{path}.part", content)
+                client.mv(f"{path}.part", path)
+            else:
+                client.pipe_file(path, content)
+
+        self._do("write", name, put)
+
+    def upload(self, source: Path, name: str) -> None:
+        """Sends a file; at the URL it appears whole or not at all. Raises RemoteError."""
+
+        def put(client: Any, path: str) -> None:
+            if _is_local(client):
+                client.put_file(str(source), f"{path}.part")
+                client.mv(f"{path}.part", path)
+            else:
+                client.put_file(str(source), path)
+
+        self._do("upload", name, put)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files, in the order given; those that are not there are passed over."""
+        for name in names:
+            try:
+                self._do("remove", name, lambda client, path: client.rm_file(path))
+            except FileNotFoundError:
+                continue
+
+    # -- many files --------------------------------------------------------------------------------------
+
+    def download_all(self, names: Iterable[str], target: Path, done: Callable[[str], None] | None = None) -> None:
+        """Fetches files into a folder, several at a time. Raises as `download`, for the first that fails.
+
+        done: called after each file, in any thread.
+        """
+        _each(names, lambda name: self.download(name, target / name), done)
+
+    def upload_all(self, source: Path, names: Iterable[str], done: Callable[[str], None] | None = None) -> None:
+        """Sends files of a folder, several at a time. Raises as `upload`, for the first that fails; done: as above."""
+        _each(names, lambda name: self.upload(source / name, name), done)
+
+
+def _stays_below(name: str) -> bool:
+    return not name.startswith("/") and ".." not in name.split("/")
+
+
+def _is_local(client: Any) -> bool:
+    return "file" in ((client.protocol,) if isinstance(client.protocol, str) else client.protocol)
+
+
+def _each(names: Iterable[str], action: Callable[[str], None], done: Callable[[str], None] | None) -> None:
+    def one(name: str) -> None:
+        action(name)
+        if done is not None:
+            done(name)
+
+    with ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="matmix-remote") as pool:
+        futures = [pool.submit(one, name) for name in names]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            # Retries of the others would only make the caller wait: what has not begun does not begin.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise

@@ -1,0 +1,279 @@
+"""Where the files of a prepared dataset are: in a local folder, or at a remote URL with a local cache.
+
+Files of a local folder are used where they lie. Remote files are downloaded (`download.py`: s3://, gs://,
+oci://, azure://, hf://, sftp://, dbfs:/, ...; file:// copies from a mounted folder) into the cache, and zstd
+shards, local or remote, are decompressed into it once. A file appears
+in the cache under its final name only when it is complete, its checksum right and on the disk (written under
+another name, then renamed), is compared with its checksum when a process first opens it, and made again where
+it differs. A lock file lets one of the processes of a machine do the work while the others
+wait. The cache folder of a dataset carries the digest of its manifest, so that data prepared anew under
+the same path can never meet an old cache.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+from matmix.data.artifacts import artifact_path
+from matmix.data.manifest import Manifest, ShardInfo
+from matmix.data.manifest_checks import largest_raw_size
+from matmix.data.prepare.progress import say
+from matmix.data.storage import sidecar
+from matmix.data.storage.damage import DamagedShard
+from matmix.data.storage.decompress import decompress
+from matmix.data.storage.download import download
+from matmix.data.storage.files import sha256_of, sync_directory, sync_file
+from matmix.data.storage.private import check_named, is_own, private_folder
+from matmix.data.storage.remote import FileTooLarge, RemoteError, is_url
+from matmix.data.storage.urls import refuse_secrets
+
+_HEADER = 4096
+# Of what a dataset has beside its shards, where its size does not follow from the manifest.
+_LARGEST_FILE = 1 << 30
+_FETCH_AGAIN = "it is damaged or was changed; fetch or prepare the data again"
+_OTHER_HASH = f"has another SHA-256 than the manifest says, {_FETCH_AGAIN}"
+
+
+class Storage:
+    """Gives local paths for the files of one prepared dataset.
+
+    path: local folder or URL. cache_dir: folder for downloads and decompressed shards, which a group may share; "" =
+    `.cache` inside a local folder that can be written to, unless it is another user's, else matmix/data in the user's
+    cache folder; nobody else can write there.
+    Raises FileNotFoundError if nothing is there, ValueError if it is not a prepared dataset, or if everybody may write
+    to `cache_dir`.
+    """
+
+    def __init__(self, path: str, cache_dir: str = "") -> None:
+        refuse_secrets(path, "the path of a dataset")
+        self.path = path
+        self.remote = is_url(path) or path.startswith("dbfs:/")
+        if not self.remote and not Path(path).exists():
+            raise FileNotFoundError(f"data path {path} does not exist; make it with `matmix prepare`")
+        if not self.remote and not (Path(path) / "manifest.json").is_file():
+            raise ValueError(
+                f"{path} is not a prepared dataset: it has no manifest.json; make one with `matmix prepare`"
+            )
+        raw = self._read_remote_manifest() if self.remote else (Path(path) / "manifest.json").read_bytes()
+        self.manifest: Manifest = Manifest.parse(raw, path)
+        self.published = 0
+        """Files that this process has put into the cache."""
+        self._checked: set[str] = set()
+        self._digests = dict(self.manifest.files)
+        if self.remote:  # of a local one `open_dataset` tells
+            self._digests[self.manifest.tokenizer.file] = self.manifest.tokenizer.sha256
+        self.digest = hashlib.sha256(raw).hexdigest()
+        stem = re.sub(r"[^A-Za-z0-9_-]+", "-", path.rstrip("/").rsplit("/", 1)[-1]) or "data"
+        self._cache_is_named = bool(cache_dir)
+        self.cache = _cache_root(path, self.remote, cache_dir) / f"{stem}-{self.digest[:16]}"
+        if self.remote and not (self.cache / "manifest.json").exists():
+            with self._lock("manifest.json"):
+                self._publish("manifest.json", lambda part: part.write_bytes(raw))
+
+    @property
+    def root(self) -> Path:
+        """Local folder that holds (or will hold) manifest, tokenizer and index files."""
+        return self.cache if self.remote else Path(self.path)
+
+    def file(self, name: str) -> Path:
+        """Local path of a file that is not a shard (`name` relative to the dataset), downloaded if need be.
+
+        Raises FileNotFoundError if it is missing, ValueError if it is not the file that the manifest means.
+        """
+        target = artifact_path(self.root, name, self.path, nested=True)
+        known = name in self._checked or name not in self._digests
+        if target.exists() and (known or self._is_the_file(name, target)):
+            return target
+        if not self.remote:
+            if not target.exists():
+                raise FileNotFoundError(f"{self.path}: {name} is missing; prepare the data again")
+            raise ValueError(f"{self.path}: {name} {_OTHER_HASH}")
+        with self._lock(name):
+            if not target.exists() or not (known or self._is_the_file(name, target)):
+                self._publish(name, lambda part: self._download_file(name, part))
+        return target
+
+    def _is_the_file(self, name: str, path: Path) -> bool:
+        """Whether the file has the digest that the manifest has for it; asked once in a process."""
+        if sha256_of(path) != self._digests[name]:
+            return False
+        self._checked.add(name)
+        return True
+
+    def _download_file(self, name: str, target: Path) -> None:
+        self._download(name, target, self._largest(name))
+        if name in self._digests and not self._is_the_file(name, target):
+            self._download(name, target, self._largest(name))
+            if not self._is_the_file(name, target):
+                raise ValueError(f"{self.path}: {name} {_OTHER_HASH}")
+
+    def _largest(self, name: str) -> int:
+        """Bytes that a file beside the shards may have."""
+        folder, _, base = name.rpartition("/")
+        split = self.manifest.splits.get(folder)
+        if name == self.manifest.token_histogram:
+            return _HEADER + 8 * self.manifest.tokenizer.vocab_size
+        if split is not None and base == "lengths.npy":
+            return _HEADER + 4 * split.documents
+        return _LARGEST_FILE
+
+    def is_there(self) -> bool:
+        """Whether a local dataset can be reached at all (remote ones: downloads tell)."""
+        return self.remote or (Path(self.path) / "manifest.json").is_file()
+
+    def check_shard(self, split: str, shard: ShardInfo) -> None:
+        """Cheap check, without reading it, that a local shard is there and whole (remote ones: when
+        fetched)."""
+        if self.remote:
+            return
+        stored = artifact_path(self.path, f"{split}/{shard.file}", self.path, nested=True)
+        if not stored.is_file():
+            raise FileNotFoundError(f"{self.path}: shard {split}/{shard.file} is missing; prepare the data again")
+        size = stored.stat().st_size
+        if size != shard.bytes:
+            raise DamagedShard(
+                f"{self.path}: shard {split}/{shard.file}",
+                f"has {size} bytes instead of {shard.bytes}, it is truncated or was changed; prepare the data again",
+            )
+
+    def shard(self, split: str, shard: ShardInfo, *, verify: bool = True) -> Path:
+        """Local path of the uncompressed shard, downloaded and decompressed if need be.
+
+        With `verify` its bytes are read and compared with what the manifest says; a damaged copy in the cache is made
+        again. Raises FileNotFoundError if it is missing, DamagedShard if its checksum is wrong or it does not
+        decompress.
+        """
+        stored = f"{split}/{shard.file}"
+        compressed = self.manifest.compression is not None
+        if not self.remote and not compressed:
+            self.check_shard(split, shard)
+            path = artifact_path(self.path, stored, self.path, nested=True)
+            if verify:
+                self._check_hash(path, shard, stored)
+            return path
+        name = f"{split}/{Path(shard.file).stem}" if compressed else stored
+        target = artifact_path(self.cache, name, self.path, nested=True)
+        if target.exists() and (not verify or self._is_good_copy(target, shard, compressed)):
+            return target
+        with self._lock(name):
+            there = target.exists()
+            if there and (not verify or self._is_good_copy(target, shard, compressed)):
+                return target
+            self._publish(name, lambda part: self._fill(part, split, shard, compressed))
+            if there:
+                say(f"{target} was damaged in the data cache, or could not be checked: it was made again")
+        return target
+
+    def _is_good_copy(self, copy: Path, shard: ShardInfo, compressed: bool) -> bool:
+        """Whether a copy in the cache has the bytes of the shard."""
+        expected = shard.raw_sha256 if compressed else shard.sha256
+        if expected is None:
+            expected = sidecar.read(copy, shard)
+        return expected is not None and sha256_of(copy) == expected
+
+    def _fill(self, part: Path, split: str, shard: ShardInfo, compressed: bool) -> None:
+        stored = f"{split}/{shard.file}"
+        if not compressed:
+            self._download_shard(stored, part, shard)
+            return
+        if not self.remote:
+            self.check_shard(split, shard)
+            source = artifact_path(self.path, stored, self.path, nested=True)
+            self._check_hash(source, shard, stored)
+            self._decompress(source, part, shard, stored)
+            return
+        source = part.with_name(part.name + ".source")
+        try:
+            self._download_shard(stored, source, shard)
+            self._decompress(source, part, shard, stored)
+        finally:
+            source.unlink(missing_ok=True)
+
+    def _download_shard(self, stored: str, target: Path, shard: ShardInfo) -> None:
+        try:
+            self._download(stored, target, shard.bytes)
+            self._check_hash(target, shard, stored)
+        except FileTooLarge as error:
+            raise DamagedShard(f"{self.path}: shard {stored}", f"is damaged: {error}") from None
+        except DamagedShard:
+            # Damaged on the way, or where it lies? A second copy tells.
+            self._download(stored, target, shard.bytes)
+            self._check_hash(target, shard, stored)
+
+    def _decompress(self, source: Path, part: Path, shard: ShardInfo, stored: str) -> None:
+        largest = largest_raw_size(shard, self.manifest.dtype)
+        where = f"{self.path}: shard {stored}"
+        try:
+            size, digest = decompress(source, part, min(largest, shard.raw_bytes or largest))
+        except ValueError as error:
+            raise DamagedShard(where, str(error)) from None
+        if (shard.raw_bytes or size, shard.raw_sha256 or digest) != (size, digest):
+            raise DamagedShard(where, f"decompresses to other bytes than its manifest says; {_FETCH_AGAIN}")
+        if shard.raw_sha256 is None:
+            sidecar.write(part.with_name(part.name.rpartition(".part-")[0]), shard, digest)
+
+    def _check_hash(self, path: Path, shard: ShardInfo, stored: str) -> None:
+        if sha256_of(path) != shard.sha256:
+            raise DamagedShard(f"{self.path}: shard {stored}", _OTHER_HASH)
+
+    @contextlib.contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        target = self.cache / name
+        lock = FileLock(f"{target}.lock")
+        try:
+            if not self._cache_is_named:
+                private_folder(self.cache.parent, close=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot write the data cache {self.cache} ({error}); set data.cache_dir") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _publish(self, name: str, fill: Callable[[Path], object]) -> None:
+        """Makes cache file `name` by `fill` under another name, then renames it into place."""
+        target = self.cache / name
+        part = target.with_name(f"{target.name}.part-{os.getpid()}")
+        try:
+            fill(part)
+            sync_file(part)
+            os.replace(part, target)
+            sync_directory(target.parent)
+            self.published += 1
+        except OSError as error:
+            if isinstance(error, FileNotFoundError | RemoteError):
+                raise
+            raise ValueError(f"cannot write {target} to the data cache ({error}); see data.cache_dir") from None
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _download(self, name: str, target: Path, largest: int = _LARGEST_FILE) -> None:
+        download(f"{self.path.rstrip('/')}/{name}", target, largest)
+
+    def _read_remote_manifest(self) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder) / "manifest.json"
+            try:
+                self._download("manifest.json", target)
+            except FileNotFoundError:
+                raise FileNotFoundError(f"there is no prepared dataset at {self.path}: no manifest.json") from None
+            return target.read_bytes()
+
+
+def _cache_root(path: str, remote: bool, cache_dir: str) -> Path:
+    if cache_dir:
+        check_named(cache_dir, "data.cache_dir")
+        return Path(cache_dir).expanduser()
+    # Of several users of one dataset the first has the folder in it; the others have their own.
+    if not remote and os.access(path, os.W_OK) and is_own(Path(path) / ".cache"):
+        return Path(path) / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "matmix" / "data"

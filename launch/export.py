@@ -1,0 +1,117 @@
+"""`matmix export RUN --out DIR` and `matmix import --from KIND FILE OUT`: write directories that transformers
+loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from matmix.data.artifacts import artifact_name, artifact_path
+from matmix.data.tokenizer import Tokenizer
+from matmix.model.interop import read_checkpoint
+from matmix.model.interop.export.directory import SUMS, check_target, export_model
+from matmix.train.checkpoint.files import sha256
+from matmix.train.run.directory import RunDirectory
+from matmix.train.run.remote import local_run
+from matmix.train.run.trained import find_trained
+
+
+def export_run(
+    run_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5 * 10**9,
+    tell: Callable[[str], None] = print,
+) -> Path:
+    """Write the weights of a run as a directory that transformers loads without matmix.
+
+    Args:
+        run_dir: the run, a folder or a URL; its newest valid checkpoint is taken, or that of `step`.
+        out_dir: must not exist, or be empty; appears whole or not at all.
+        dtype: "float32", "bfloat16" or "float16".
+        max_shard_bytes: largest size of a file of weights, and what bounds the memory this needs.
+        tell: called with lines for the user.
+    Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
+    """
+    check_target(Path(out_dir))
+    run = RunDirectory(local_run(run_dir, step=step))
+    trained = find_trained(run, step, tell)
+    config, checkpoint, tokenizer = trained.config, trained.checkpoint, trained.tokenizer
+    out = export_model(
+        config.model,
+        trained.weights(),
+        tokenizer.path,
+        out_dir,
+        special=tokenizer.special,
+        prefix=config.data.prefix,
+        suffix=config.data.suffix,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        notes=f"Trained for {int(checkpoint.name.rpartition('-')[2]):,} steps with matmix.",
+    )
+    tell(f"Exported {checkpoint.name} of {run_dir} to {out} ({_size(out)}).")
+    return out
+
+
+def import_reference(kind: str, file: str | Path, out_dir: str | Path, *, tell: Callable[[str], None] = print) -> Path:
+    """Turn a checkpoint of another project into a directory that transformers loads without matmix.
+
+    Args:
+        kind: "hydra" or "mru-lm".
+        file: the checkpoint, a file or a directory. A tokenizer.json or tokenizer.model next to the weights
+            is taken along; without one the export has no tokenizer.
+        out_dir, tell: as for `export_run`.
+    Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
+    """
+    check_target(Path(out_dir))
+    config, state = read_checkpoint(kind, file)
+    folder = Path(file) if Path(file).is_dir() else Path(file).parent
+    found = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()), None)
+    tokenizer = None if found is None else Tokenizer.load(found)
+    out = export_model(
+        config,
+        state,
+        found,
+        out_dir,
+        special={} if tokenizer is None else tokenizer.special,
+        # The encoders of that project were trained on [CLS] text [SEP]; its language models on bare text.
+        prefix="none" if config.causal else "cls",
+        suffix="none" if config.causal else "sep",
+        notes=f"Converted from a {kind} checkpoint by matmix.",
+    )
+    what = "without a tokenizer" if tokenizer is None else "with its tokenizer"
+    tell(f"Imported {file} to {out} ({_size(out)}), {what}.")
+    return out
+
+
+def check_export(directory: str | Path, tell: Callable[[str], None] = print) -> None:
+    """Compare every file of an export with the hash that it was written with.
+
+    Raises FileNotFoundError where there is no export, ValueError (one line) that names the first file that is missing,
+    changed, or was added.
+    """
+    directory = Path(directory)
+    sums = directory / SUMS
+    if not sums.is_file():
+        raise FileNotFoundError(f"{directory} holds no {SUMS}: it is no export, or one of an earlier version")
+    listed: dict[str, str] = {}
+    for line in sums.read_bytes().decode(errors="replace").splitlines():
+        value, separator, name = line.partition("  ")
+        if not separator or len(value) != 64:
+            raise ValueError(f"{sums} is damaged: {line[:80]!a} is no hash of a file")
+        listed[artifact_name(name, sums)] = value
+    if extra := {path.name for path in directory.iterdir()} - listed.keys() - {SUMS, "__pycache__", ".cache", ".git"}:
+        raise ValueError(f"{directory} holds {min(extra)!a}, which it was not written with")
+    for name, value in listed.items():
+        path = artifact_path(directory, name, sums)
+        if not path.is_file():
+            raise ValueError(f"{directory} lacks {name}")
+        if sha256(path) != value:
+            raise ValueError(f"{path} is not as it was written: its SHA-256 differs; export again")
+    tell(f"{directory}: {len(listed)} files ({_size(directory)}), all as they were written.")
+
+
+def _size(directory: Path) -> str:
+    return f"{sum(file.stat().st_size for file in directory.iterdir()) / 1e6:,.1f} MB"

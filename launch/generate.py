@@ -1,0 +1,252 @@
+"""`matmix generate RUN --prompt ...`: continue a text, or fill in its <mask>, with a run or an export."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer as FastTokenizer
+
+from matmix.data.artifacts import one_line, read_json
+from matmix.data.tokenizer import Tokenizer
+from matmix.launch.sampling import Sampling, text_pieces
+from matmix.model import build_model
+from matmix.model.backbone import Backbone
+from matmix.model.interop.export.plain_config import model_config_from_dict
+from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
+from matmix.model.interop.importing.foreign import indexed_files, read_safetensors
+from matmix.train.run.directory import RunDirectory
+from matmix.train.run.remote import local_run
+from matmix.train.run.trained import find_trained
+
+MASK = "<mask>"
+CANDIDATES = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """A model ready for use, from a run or an export."""
+
+    path: Path
+    model: Backbone
+    tokenizer: FastTokenizer
+    """Puts the special tokens of the training around a text."""
+    special: dict[str, int | None]
+    start: int | None
+    """What a generated text starts from when there is no prompt."""
+    device: torch.device
+
+
+def generate(
+    source: str | Path,
+    *,
+    prompt: str = "",
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 0.95,
+    seed: int = 0,
+    step: int | None = None,
+    write: Callable[[str], object] | None = None,
+) -> int:
+    """Print the prompt and its continuation as it comes; for an encoder, the likeliest words for each <mask>.
+
+    Args:
+        source: run directory or export directory.
+        prompt: text to continue; empty = start as a document starts.
+        max_new_tokens, temperature, top_k, top_p, seed: how much is drawn, and how (see `Sampling`).
+        step: the checkpoint of a run; default: the newest.
+        write: takes the pieces of output; default: standard output.
+    Returns: 0. Raises FileNotFoundError or ValueError (one line).
+    """
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    write = write or _write_now
+    loaded = load_source(source, step=step)
+    if not loaded.model.config.causal:
+        write(fill_masks(loaded, prompt))
+        return 0
+    write(prompt)
+    for piece in continue_text(loaded, prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed):
+        write(piece)
+    write("\n")
+    return 0
+
+
+def _write_now(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def load_source(source: str | Path, *, step: int | None = None, device: str | None = None) -> Source:
+    """Read a run (its newest checkpoint, or that of `step`) or an export."""
+    path = local_run(source, step=step)
+    if not path.is_dir():
+        raise FileNotFoundError(f"no run or export at {path}")
+    if (path / "config.toml").is_file():
+        return _load_run(path, step, device)
+    if (path / "config.json").is_file():
+        if step is not None:
+            raise ValueError(f"{path} is an export, which has no steps to choose from; leave step out")
+        return _load_export(path, device)
+    raise ValueError(f"{path} is neither a run (no config.toml) nor an export (no config.json)")
+
+
+def _load_run(path: Path, step: int | None, device: str | None) -> Source:
+    run = RunDirectory(path)
+    trained = find_trained(run, step, _tell_on_stderr)
+    config, tokenizer = trained.config, trained.tokenizer
+    model = build_model(config.model)
+    load_weights(model, trained.weights(), path)
+    fast = load_fast_tokenizer(tokenizer.path, tokenizer.special)
+    prefix = tokenizer.special.get(config.data.prefix)
+    suffix = None if config.model.causal else tokenizer.special.get(config.data.suffix)
+    fast.post_processor = special_tokens_around(fast, prefix, suffix)
+    start = prefix if prefix is not None else tokenizer.special["eos"]
+    return _ready(path, model, fast, tokenizer.special, start, device)
+
+
+def _tell_on_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _load_export(path: Path, device: str | None) -> Source:
+    config = _read_json(path / "config.json")
+    if "matmix" not in config:
+        raise ValueError(f"{path} is not an export of matmix: its config.json is that of another model")
+    if not (path / "tokenizer.json").is_file():
+        raise ValueError(f"{path} has no tokenizer to turn a prompt into tokens; use it from Python")
+    try:
+        model = build_model(model_config_from_dict(config["matmix"], vocab_size=config["vocab_size"]))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path / 'config.json'} does not describe a model ({one_line(repr(error))})") from None
+    load_weights(model, _exported_weights(path), path)
+    special = Tokenizer.load(path / "tokenizer.json").special
+    fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
+    defaults = path / "generation_config.json"
+    start = _read_json(defaults).get("bos_token_id") if defaults.is_file() else None
+    return _ready(path, model, fast, special, start, device)
+
+
+def _ready(
+    path: Path,
+    model: Backbone,
+    fast: FastTokenizer,
+    special: dict[str, int | None],
+    start: int | None,
+    device: str | None,
+) -> Source:
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    # In a text to continue a special token's name is text, as it was in training.
+    fast.encode_special_tokens = model.config.causal
+    return Source(path, model.to(place).eval(), fast, special, start, place)
+
+
+def _read_json(path: Path) -> dict:
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return values
+
+
+def _exported_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    index = path / "model.safetensors.index.json"
+    files = indexed_files(index) if index.is_file() else [path / "model.safetensors"]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{path} is not complete: it lacks {file.name}")
+        for name, tensor in read_safetensors(file)[0].items():
+            yield name.removeprefix("model."), tensor
+
+
+@torch.no_grad()
+def load_weights(model: Backbone, tensors: Iterator[tuple[str, torch.Tensor]], where: Path) -> None:
+    """Copy tensors into the model as they come. Raises ValueError if one is missing, unknown or misshapen."""
+    own = model.state_dict()
+    missing = set(own)
+    for name, tensor in tensors:
+        if name not in own:
+            raise ValueError(f"{where} holds weights {name!r}, which its configuration does not have")
+        if own[name].shape != tensor.shape:
+            shapes = f"{tuple(tensor.shape)}, its configuration {tuple(own[name].shape)}"
+            raise ValueError(f"{where} holds weights {name!r} of shape {shapes}")
+        own[name].copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(f"{where} lacks the weights {min(missing)!r}")
+
+
+@torch.inference_mode()
+def continue_text(
+    source: Source, prompt: str, *, max_new_tokens: int, sampling: Sampling, seed: int = 0
+) -> Iterator[str]:
+    """The continuation of a prompt, piece by piece; ends early where the model ends the document.
+
+    The state is carried from token to token, so a token costs the same however long the text is (but for
+    attention layers). Raises ValueError if there is neither a prompt nor a token to start from.
+    """
+    ids = source.tokenizer.encode(prompt).ids
+    if not ids:
+        if source.start is None:
+            raise ValueError("this tokenizer has no token that starts a text; give a --prompt")
+        ids = [source.start]
+    tokens = _draw_tokens(source, ids, max_new_tokens, sampling, torch.Generator().manual_seed(seed))
+    yield from text_pieces(tokens, source.tokenizer.decode, ids)
+
+
+def _draw_tokens(
+    source: Source, ids: list[int], count: int, sampling: Sampling, generator: torch.Generator
+) -> Iterator[int]:
+    model, end = source.model, source.special.get("eos")
+    banned = _banned(source)
+    if end is not None:
+        banned[end] = False
+    try:
+        logits, state = model.prefill(torch.tensor([ids], device=source.device))
+        for index in range(count):
+            token = sampling.draw(logits[0].masked_fill(banned, float("-inf")), generator)
+            if token == end:
+                return
+            yield token
+            if index + 1 < count:
+                logits, state = model.step(torch.tensor([token], device=source.device), state)
+    except OverflowError as error:
+        raise ValueError(str(error)) from None
+
+
+def _banned(source: Source) -> torch.Tensor:
+    """(vocab_size,) bool: special tokens, and rows of the vocabulary that no token of the tokenizer has."""
+    known = source.tokenizer.get_vocab_size()
+    banned = torch.arange(source.model.config.vocab_size, device=source.device) >= known
+    banned[[index for index in source.special.values() if index is not None]] = True
+    return banned
+
+
+@torch.inference_mode()
+def fill_masks(source: Source, prompt: str) -> str:
+    """Lines with the likeliest tokens for each <mask> of the prompt, and the prompt with the best ones in."""
+    mask = source.special.get("mask")
+    if mask is None:
+        raise ValueError(f"{source.path} is an encoder, and its tokenizer has no mask token to fill in")
+    # Whatever the tokenizer calls its mask, <mask> means it.
+    ids = source.tokenizer.encode(prompt.replace(MASK, source.tokenizer.id_to_token(mask))).ids
+    places = [place for place, index in enumerate(ids) if index == mask]
+    if not places:
+        raise ValueError(f"{source.path} is an encoder, which fills in words: put {MASK} where the prompt lacks one")
+    select = torch.tensor(places, device=source.device)
+    logits = source.model(torch.tensor([ids], device=source.device), select=select)
+    probabilities = logits.float().softmax(-1).masked_fill(_banned(source), 0.0)
+    lines = []
+    for number, row in enumerate(probabilities):
+        values, tokens = row.topk(min(CANDIDATES, row.numel()))
+        lines.append(f"{MASK} {number + 1} of {len(places)}:")
+        lines += [
+            f"  {value:6.1%}  {source.tokenizer.decode([token])!r}"
+            for value, token in zip(values.tolist(), tokens.tolist(), strict=True)
+        ]
+        ids[places[number]] = int(tokens[0])
+    return "\n".join([*lines, source.tokenizer.decode(ids), ""])

@@ -1,0 +1,1 @@
+"""Starts runs, watches over them and starts them again."""

@@ -1,0 +1,84 @@
+"""torchrun, with its ends in one line each.
+
+    python -m matmix.launch.jobs.agent --nnodes=2 -m matmix.launch.jobs.rank RECIPE
+
+The arguments are torchrun's own. The exit code is that of the rank that failed first, 128 + n if signal n killed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+from matmix.train.process import launcher, temporary
+from matmix.train.process.console import begin_process, guarded
+from matmix.train.process.exits import EXIT_FAILED, EXIT_STOPPED
+from matmix.train.process.ranks import SECRET_VARIABLE
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    begin_process()
+    if arguments is None:  # here the process is ours; torch makes a folder of reports
+        code = guarded(_use_own_folder)
+        if code:
+            return code
+    # Its records repeat, with stacks, what is said below and what the ranks themselves have said.
+    logging.disable(logging.ERROR)
+    # The same holds for what the C++ side prints; it reads its level once, and the ranks are to have their own.
+    before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = before or "FATAL"
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
+    from torch.distributed.run import parse_args, run
+
+    if before is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    options = parse_args(sys.argv[1:] if arguments is None else arguments)
+    os.environ[launcher.VARIABLE] = str(os.getpid())  # of the ranks
+    if secret := os.environ.get(SECRET_VARIABLE):  # beside the name of the start, which everybody can see
+        options.rdzv_id = f"{options.rdzv_id}.{secret}"
+    try:
+        run(options)
+    except ChildFailedError as error:
+        return _first_failure(error)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except RendezvousTimeoutError:
+        return _say_missing(options, "not all came in time")
+    except (RendezvousError, DistError) as error:
+        return _say_missing(options, str(error))
+    return 0
+
+
+def _use_own_folder() -> int:
+    temporary.use_own_folder()
+    return 0
+
+
+def _say_missing(options: argparse.Namespace, reason: str) -> int:
+    where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+    print(
+        f"matmix: error: the {options.nnodes} nodes did not meet at {where}: {' '.join(reason.split())}; is the same "
+        f"command running on every node, and can each reach that address?",
+        file=sys.stderr,
+        flush=True,
+    )
+    return EXIT_FAILED
+
+
+def _first_failure(error) -> int:
+    rank, failure = error.get_first_failure()
+    code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    if code != EXIT_STOPPED:
+        what = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {code}"
+        print(f"matmix: rank {rank} (process {failure.pid}) {what}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""Decides whether a run is started again after an attempt.
+
+    python -m matmix.launch.jobs.attempts RUN --attempt A --code N
+
+An attempt is one start of the run's processes. How it ended is read from what its ranks wrote
+(`matmix.train.run.outcome`) and, where they were killed before they could, from the exit code that the launcher saw. Then:
+
+- finished: no;
+- stopped by a signal and saved (75): yes, always; told to stop and ended before it could save: yes, up to MAX_UNSAVED
+  times in a row without a newer checkpoint;
+- the user's mistake (2) before a step was begun, or a second Ctrl-C (130): no;
+- any other failure: not if the step at which it failed is the one at which the run failed the last time; else as long
+  as no more than `max_requeues` attempts in a row have failed since one that got further, that is, whose newest
+  checkpoint is of a later step than any before. A run of weeks may lose a node every other day; one that cannot get
+  over a step, or cannot begin, ends after a few tries.
+
+Only attempts of the same job count, which its requeues share; a job that is submitted anew begins anew.
+Attempts that a launcher began and that nobody saw end (a node that failed, a launcher that was killed) are failures.
+Each decision is a line in RUN/launch/attempts.jsonl. Standard library only, but for runs at URLs: this runs between two
+attempts, on nodes that are paid for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matmix.data.artifacts import read_json_lines
+from matmix.launch.jobs.records import read_url
+from matmix.train.process.exits import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
+from matmix.train.run.outcome import Outcome, read_last_step, read_outcomes
+
+# Exit codes of this command; anything else means that it failed itself.
+AGAIN, FINISHED, ENOUGH = 0, 10, 11
+DEFAULT_MAX_REQUEUES = 3
+# Stops without a save, as where nobody had begun yet. A run that hangs until each time limit looks the same.
+MAX_UNSAVED = 10
+
+_WORDS = {
+    EXIT_FAILED: "failed",
+    EXIT_USER: "a mistake in config, data or command line",
+    EXIT_STOPPED: "stopped and saved",
+    EXIT_HUNG: "hung",
+    EXIT_INTERRUPTED: "interrupted without saving",
+}
+
+_DEADLY = (signal.SIGHUP, signal.SIGQUIT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL)
+_DEADLY += (signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """How one attempt ended."""
+
+    attempt: str
+    code: int | None = None  # None: nobody saw it end
+    reason: str = ""  # one line
+    step: int | None = None  # the last that was begun
+    saved_step: int | None = None  # of the newest checkpoint
+    signalled: bool = False  # the launcher told it to stop
+
+    @property
+    def finished(self) -> bool:
+        return self.code == EXIT_OK
+
+    @property
+    def stopped(self) -> bool:
+        """It ended because it was told to."""
+        return self.code == EXIT_STOPPED or (self.signalled and self.code not in (EXIT_OK, EXIT_USER, EXIT_INTERRUPTED))
+
+    @property
+    def failed(self) -> bool:
+        return not self.finished and not self.stopped
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows, and why in one line."""
+
+    again: bool
+    why: str
+
+
+def describe(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "nobody saw it end (a node that failed, or a launcher that was killed)"
+    number = -code if code < 0 else code - 128
+    # srun's own errors have large codes, too: 140 is a node that did not answer rather than SIGUSR2.
+    if code not in _WORDS and number in _DEADLY:
+        return f"killed by {signal.Signals(number).name}"
+    return _WORDS.get(code, f"exit code {code}")
+
+
+def decide(attempts: Sequence[Attempt], max_requeues: int = DEFAULT_MAX_REQUEUES) -> Decision:
+    """What follows from a run's attempts, the one that has just ended last."""
+    last = attempts[-1]
+    if last.finished:
+        return Decision(False, "finished")
+    if last.stopped:
+        saved = "stopped and saved" if last.code == EXIT_STOPPED else f"told to stop, {describe(last.code)}"
+        if (
+            times := in_a_row(attempts, lambda attempt: attempt.stopped and attempt.code != EXIT_STOPPED)
+        ) > MAX_UNSAVED:
+            return Decision(False, f"{saved}; {times} times in a row it was told to stop and had saved nothing new")
+        return Decision(True, f"{saved}: goes on from its newest checkpoint")
+    why = last.reason or describe(last.code)
+    # Mistakes are found before the first step. What was there and is gone later, such as data on a node that lost a
+    # file system, is a failure like others.
+    if last.code == EXIT_INTERRUPTED or (last.code == EXIT_USER and last.step is None):
+        return Decision(False, f"{why}: starting again would not help")
+    before = _failure_before(attempts)
+    if last.step is not None and before is not None and before.step == last.step:
+        return Decision(False, f"step {last.step} failed twice in a row ({why}): starting again would not help")
+    failures = in_a_row(attempts, lambda attempt: attempt.failed)
+    if failures > max_requeues:
+        times = f"{failures} times in a row" if failures > 1 else "once"
+        return Decision(False, f"failed {times} without getting further, {max_requeues} restarts allowed ({why})")
+    return Decision(True, f"{why}: restart {failures} of at most {max_requeues} without getting further")
+
+
+def _failure_before(attempts: Sequence[Attempt]) -> Attempt | None:
+    """The failure before the last attempt, unless the run has gone past its step since."""
+    for number in range(len(attempts) - 2, -1, -1):
+        if attempts[number].failed:
+            later = [attempt.step for attempt in attempts[number + 1 :] if attempt.step is not None]
+            step = attempts[number].step
+            return None if step is not None and any(other > step for other in later) else attempts[number]
+    return None
+
+
+def in_a_row(attempts: Sequence[Attempt], counts: Callable[[Attempt], bool]) -> int:
+    """Attempts that count since (and with) the last one that saved a later step than any attempt before it."""
+    furthest, found = -1, 0
+    for attempt in attempts:
+        if attempt.saved_step is not None and attempt.saved_step > furthest:
+            furthest, found = attempt.saved_step, 0
+        found += counts(attempt)
+    return found
+
+
+# -- what is known of an attempt -------------------------------------------------------------------------------------
+
+
+def attempts_path(run: Path) -> Path:
+    return run / "launch" / "attempts.jsonl"
+
+
+def read_attempts(run: Path) -> list[Attempt]:
+    """All attempts that were begun, in order; those without an end have code None."""
+    lines: dict[str, dict[str, Any]] = {}
+    for line in read_json_lines(attempts_path(run)):
+        if isinstance(line.get("attempt"), str):
+            lines.setdefault(line["attempt"], {}).update(line)
+    known = {field.name for field in dataclasses.fields(Attempt)}
+    found = []
+    for name, values in lines.items():
+        attempt = Attempt(**{key: value for key, value in values.items() if key in known})
+        found.append(attempt if "code" in values else collect(run, name, None))
+    return found
+
+
+def _ranks_folder(run: Path) -> Path:
+    """Where rank 0 writes: the run directory; for a run at a URL, the folder that the first node has for it."""
+    url = read_url(run)
+    if url is None:
+        return run
+    from matmix.train.process.places import mirror_folder
+
+    return mirror_folder(url, 0)
+
+
+def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> Attempt:
+    """What the ranks of an attempt wrote about its end, or `code` where they wrote nothing."""
+    run = _ranks_folder(run)
+    outcomes = read_outcomes(run, name)
+    chosen = _telling(outcomes)
+    saved = [outcome.saved_step for outcome in outcomes.values() if outcome.saved_step is not None]
+    reason = describe(code)
+    if chosen is not None:
+        rank, outcome = chosen
+        code = outcome.code
+        reason = f"rank {rank} on {outcome.host}: {outcome.reason}" if rank else outcome.reason
+    return Attempt(
+        attempt=name,
+        code=code,
+        reason=reason,
+        step=read_last_step(run, name),
+        saved_step=max(saved, default=None) if saved else _newest_checkpoint(run),
+        signalled=signalled,
+    )
+
+
+def _telling(outcomes: dict[int, Outcome]) -> tuple[int, Outcome] | None:
+    """Rank 0's outcome where it is a good end, else the first failure in time: the others followed from it."""
+    if 0 in outcomes and outcomes[0].code in (EXIT_OK, EXIT_STOPPED):
+        return 0, outcomes[0]
+    # A mistake of the user is found by all ranks; what one rank alone has met, such as a full disk, explains the rest.
+    return min(outcomes.items(), key=lambda item: (item[1].code != EXIT_USER, item[1].time), default=None)
+
+
+def _newest_checkpoint(run: Path) -> int | None:
+    """Step of the newest checkpoint that has its manifest (its files are checked when the run starts)."""
+    steps = [path.parent.name.removeprefix("step-") for path in run.glob("checkpoints/step-*/checkpoint.json")]
+    return max((int(step) for step in steps if step.isdigit()), default=None)
+
+
+def job_of(attempt: str) -> str:
+    """The job (or local launch) that an attempt belongs to: 123 of 123.0, 123_4 of 123_4.2."""
+    return attempt.rpartition(".")[0] or attempt
+
+
+def mark_cancelled(run: Path, job: str) -> None:
+    """From now on no attempt of this job is followed by another."""
+    folder = run / "launch" / "cancelled"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / job).touch()
+
+
+def begin(run: Path, name: str, nodes: str = "") -> None:
+    """Notes that an attempt begins, so that it is known also if nobody sees it end."""
+    _append(run, {"attempt": name, "begun": int(time.time()), "nodes": nodes})
+
+
+def conclude(
+    run: Path,
+    name: str,
+    code: int,
+    *,
+    max_requeues: int = DEFAULT_MAX_REQUEUES,
+    signalled: bool = False,
+    ending: str = "",
+) -> tuple[Attempt, Decision]:
+    """Collects how an attempt ended, decides, and writes both down.
+
+    signalled: the launcher told it to stop. ending: why the launcher is not to start it again, whatever happened.
+    """
+    attempt = collect(run, name, code, signalled=signalled)
+    earlier = [a for a in read_attempts(run) if a.attempt != name and job_of(a.attempt) == job_of(name)]
+    decision = decide([*earlier, attempt], max_requeues)
+    if not ending and (run / "launch" / "cancelled" / job_of(name)).exists():
+        ending = "the job was cancelled"
+    if ending and decision.again:
+        decision = Decision(False, f"{attempt.reason}; {ending}")
+    facts = {**dataclasses.asdict(attempt), "again": decision.again, "why": decision.why, "ended": int(time.time())}
+    _append(run, facts)
+    return attempt, decision
+
+
+def _append(run: Path, line: dict[str, Any]) -> None:
+    path = attempts_path(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; prints the decision in one line. Exit code 0 = start again, 10 = finished, 11 = do not."""
+    parser = argparse.ArgumentParser(prog="python -m matmix.launch.jobs.attempts")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--attempt", required=True)
+    parser.add_argument("--code", type=int, required=True)
+    parser.add_argument("--max-requeues", type=int, default=DEFAULT_MAX_REQUEUES)
+    parser.add_argument("--signalled", action="store_true")
+    parser.add_argument("--ending", action="store_true")
+    options = parser.parse_args(arguments)
+    attempt, decision = conclude(
+        options.run,
+        options.attempt,
+        options.code,
+        max_requeues=options.max_requeues,
+        signalled=options.signalled,
+        ending="the job was cancelled, or Slurm itself starts it again" if options.ending else "",
+    )
+    verdict = "starting again" if decision.again else "not started again from here"
+    print(f"attempt {options.attempt}: {verdict}: {decision.why}", flush=True)
+    if attempt.finished:
+        return FINISHED
+    return AGAIN if decision.again else ENOUGH
+
+
+if __name__ == "__main__":
+    sys.exit(main())

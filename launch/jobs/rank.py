@@ -1,0 +1,121 @@
+"""What a launcher starts once per rank: `python -m matmix.launch.jobs.rank RECIPE [--key value ...]`.
+
+Everything that must be right before torch is imported happens here: who this rank is (torchrun's variables, or
+Slurm's), the environment's defaults, where its output goes. Then it is `matmix train`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matmix.launch.jobs.environment import apply_defaults
+from matmix.train.process import console
+from matmix.train.process.begin import begin_training
+from matmix.train.process.console import begin_process, guarded
+from matmix.train.process.ranks import tasks_per_node
+
+_FROM_SLURM = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "GROUP_RANK": "SLURM_NODEID",
+}
+
+
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables for this process, {} where they are set or there is one process only.
+
+    Under `srun` they follow from Slurm's; MASTER_ADDR and MASTER_PORT come from the batch script. A step's own counts
+    are used, so that a step smaller than the job is whole by itself. Raises ValueError where Slurm's are incomplete.
+    """
+    if "RANK" in environment or "SLURM_PROCID" not in environment:
+        return {}
+    step_tasks = environment.get("SLURM_STEP_NUM_TASKS")
+    merged = {**environment, **({"SLURM_NTASKS": step_tasks} if step_tasks else {})}
+    missing = [name for name in _FROM_SLURM.values() if name not in merged]
+    if missing:
+        raise ValueError(f"SLURM_PROCID is set but {', '.join(missing)} is not: start the ranks with srun")
+    variables = {name: merged[source] for name, source in _FROM_SLURM.items()}
+    if variables["WORLD_SIZE"] == "1":
+        return {}
+    counts = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"])
+    variables["LOCAL_WORLD_SIZE"] = str(counts[int(variables["GROUP_RANK"])])
+    return variables
+
+
+def find_run_dir(arguments: Sequence[str]) -> str:
+    """The run directory that `matmix train` will find in these arguments, without the imports that it needs."""
+    for number, argument in enumerate(arguments):
+        key, _, value = argument.partition("=")
+        if key in ("--run-dir", "--run_dir"):
+            return value or (arguments[number + 1] if number + 1 < len(arguments) else "")
+    recipe = Path(arguments[0]) if arguments else Path("run")
+    if recipe.is_dir():
+        return str(recipe)
+    if recipe.is_file():
+        try:
+            named = tomllib.loads(recipe.read_text(encoding="utf-8")).get("run_dir", "")
+        except (ValueError, OSError, RecursionError):
+            named = ""  # `matmix train` reads it again and says what is wrong
+        if isinstance(named, str) and named:
+            return named
+    return f"runs/{recipe.stem}"
+
+
+def log_path(run_dir: str, environment: Mapping[str, str]) -> Path:
+    """RUN/logs/<attempt>/rank-00003.log; for a run in an object store, in the folder that this node has for it."""
+    home = Path(run_dir)
+    if "://" in run_dir:
+        # Needs torch, which shall not be imported before this process's environment stands.
+        from matmix.train.process.places import mirror_folder
+
+        home = mirror_folder(run_dir, environment.get("GROUP_RANK") or 0)
+    attempt = environment.get("MATMIX_ATTEMPT", "attempt")
+    return home / "logs" / attempt / f"rank-{int(environment.get('RANK', '0')):05d}.log"
+
+
+def write_output_to(path: Path) -> None:
+    """Sends this process's stdout and stderr, also those of C code, to the end of `path`.
+
+    What commands print about errors (`matmix.train.process.console.report`) still goes to the job's output as well.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    console.job_output = os.fdopen(os.dup(2), "w", buffering=1)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(log, number)
+    os.close(log)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code of `matmix train`."""
+    faulthandler.enable()
+    if arguments is None:
+        arguments = sys.argv[1:]
+        code = begin_training(arguments, lambda: _become_rank(arguments))  # here the process is ours
+    else:
+        begin_process()
+        code = guarded(lambda: _become_rank(arguments))
+    if code:
+        return code
+    from matmix.train.command import main as train
+
+    return train(arguments)
+
+
+def _become_rank(arguments: Sequence[str]) -> int:
+    os.environ.update(rank_variables(os.environ))
+    apply_defaults()
+    if os.environ.get("RANK", "0") != "0":
+        write_output_to(log_path(find_run_dir(arguments), os.environ))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

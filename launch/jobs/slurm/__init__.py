@@ -1,0 +1,1 @@
+"""Runs and preparations as jobs of Slurm."""

@@ -1,0 +1,111 @@
+"""RUN/launch/<launch id>/: all that one start of a run depends on, so that a job requeued weeks later runs the same.
+
+config.toml    the resolved config, itself a recipe
+code/matmix/   the package's sources; the job's PYTHONPATH begins with code/
+revision.txt   version and git revision; diff.patch beside it where the working copy had changes
+packages.txt   what was installed
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOMS = ("kernels", "model", "data", "train", "launch")
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+
+
+def launch_folder(home: Path) -> Path:
+    return home / "launch"
+
+
+def new_launch_id(home: Path) -> str:
+    """A name for the next launch that sorts by time: 20261122-093000, with -2 and so on if that is taken."""
+    stamp, number = time.strftime("%Y%m%d-%H%M%S"), 1
+    name = stamp
+    while (launch_folder(home) / name).exists():
+        number += 1
+        name = f"{stamp}-{number}"
+    return name
+
+
+def take_snapshot(folder: Path) -> None:
+    """Fills a new folder with code, revision and packages. Raises FileExistsError if the folder is there already."""
+    folder.mkdir(parents=True)
+    copy_code(folder / "code")
+    revision, changes = describe_revision()
+    (folder / "revision.txt").write_text(revision + "\n", encoding="utf-8")
+    if changes:
+        (folder / "diff.patch").write_bytes(changes)
+    (folder / "packages.txt").write_text("".join(f"{line}\n" for line in installed_packages()), encoding="utf-8")
+
+
+def package_folders() -> dict[str, Path]:
+    """Room -> its folder, wherever the package lies: a checkout, site-packages, or an earlier snapshot."""
+    folders = {}
+    for room in ROOMS:
+        spec = importlib.util.find_spec(f"matmix.{room}")
+        assert spec is not None, f"matmix.{room} cannot be found"
+        assert spec.submodule_search_locations, f"matmix.{room} is no package"
+        folders[room] = Path(next(iter(spec.submodule_search_locations)))
+    return folders
+
+
+def copy_code(target: Path) -> None:
+    """The package's sources as target/matmix/<room>, to be used with target on PYTHONPATH."""
+    for room, folder in package_folders().items():
+        shutil.copytree(folder, target / "matmix" / room, ignore=_LEFT_OUT)
+
+
+def describe_revision() -> tuple[str, bytes]:
+    """("matmix 0.1.0, git 1a2b... with changes", the changes as a patch); no git, no revision and no patch."""
+    version = f"matmix {_version()}"
+    root = package_folders()["launch"].parent
+    own = _git(root, "ls-files", "--error-unmatch", "launch/jobs/snapshot.py")
+    if own is None:  # installed, or copied into somebody else's repository
+        return f"{version}, not from a git working copy", b""
+    head = (_git(root, "rev-parse", "HEAD") or b"").decode().strip()
+    changes = _git(root, "diff", "--binary", "HEAD") or b""
+    new = (_git(root, "ls-files", "--others", "--exclude-standard", *ROOMS) or b"").decode().split()
+    words = f"{version}, git {head}" + (" with changes (diff.patch)" if changes else "")
+    if new:
+        words += f"\nfiles that git does not know (in code/): {', '.join(new)}"
+    return words, changes
+
+
+def installed_packages() -> Sequence[str]:
+    """name==version of everything installed, sorted, and the Python that runs it."""
+    found = {
+        f"{distribution.metadata['Name']}=={distribution.version}"
+        for distribution in importlib.metadata.distributions()
+    }
+    return [f"# Python {sys.version.split()[0]} at {sys.executable}", *sorted(found, key=str.lower)]
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("matmix")
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _git(root: Path, *words: str) -> bytes | None:
+    """Output of a git command; None where git is absent, fails, or this is no working copy."""
+    try:
+        run = subprocess.run(
+            ["git", "-C", str(root), *words],
+            capture_output=True,
+            timeout=30,
+            check=True,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout

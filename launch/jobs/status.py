@@ -1,0 +1,185 @@
+"""`matmix launch status RUN`: jobs, attempts, progress, checkpoint and logs of a run, as lines for a person."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+
+from matmix.data.artifacts import read_json_lines
+from matmix.launch.jobs.attempts import describe, read_attempts
+from matmix.launch.jobs.records import Job, read_jobs, read_url, run_folder
+from matmix.launch.jobs.slurm import scheduler
+from matmix.train.checkpoint.listing import list_checkpoints
+from matmix.train.recipe import read_toml
+from matmix.train.run.directory import RunDirectory
+
+_SHOWN = 5  # attempts
+
+
+def status_lines(home: Path) -> list[str]:
+    """What is known of the launches in `home`. Raises SlurmError if Slurm does not answer."""
+    jobs = read_jobs(home)
+    # A preparation's last job waits for its parts, which are shown with it.
+    shown = [job for job in jobs[-2:] if jobs and job.job in (jobs[-1].job, jobs[-1].after)]
+    lines = [str(home), *(f"  {line}" for job in shown for line in job_lines(job))]
+    if earlier := len(jobs) - len(shown):
+        lines.append(f"  {'earlier':<12} {earlier} submissions in {home / 'launch' / 'jobs.jsonl'}")
+    if jobs and jobs[-1].kind == "prepare":
+        return [*lines, f"  logs         {home / 'logs'}"]
+    active = bool(jobs) and is_active(jobs[-1])
+    runs = runs_of(home, jobs)
+    if runs == [home]:
+        return lines + [f"  {line}" for line in run_lines(home, active=active)]
+    names = {run: str(run.relative_to(home)) for run in runs}
+    width = max(map(len, names.values()), default=0)
+    lines += [
+        f"  {name:<{width}}  {progress(records_folder(run), active=active)}{_last_word(run)}"
+        for run, name in names.items()
+    ]
+    return [*lines, f"  logs         {home / 'logs'}"]
+
+
+def runs_of(home: Path, jobs: list[Job]) -> list[Path]:
+    """The run directories of the last launch: `home` itself, or those of a sweep in the order of its tasks."""
+    if not jobs or not jobs[-1].tasks:
+        return [home]
+    return task_runs(home, jobs[-1])
+
+
+def task_runs(home: Path, job: Job) -> list[Path]:
+    """The run directories of a sweep, in the order of its tasks."""
+    tasks = home / "launch" / job.launch / "tasks"
+    folders = sorted(tasks.iterdir(), key=lambda folder: int(folder.name))
+    return [run_folder(home, read_toml(folder / "config.toml")["run_dir"]) for folder in folders]
+
+
+def is_active(job: Job) -> bool:
+    """Whether it is queued or running."""
+    if job.kind == "local":
+        return local_process(job) is not None
+    return any(not state.is_over for state in scheduler.job_states(job.job))
+
+
+def job_lines(job: Job) -> list[str]:
+    """One line for each job, or task of an array, that Slurm or this host still knows."""
+    started = time.strftime("%F %T", time.localtime(job.time))
+    if job.kind == "local":
+        state = "running" if local_process(job) else "ended"
+        return [f"local        {state}, started {started} on {job.host}, launch {job.launch}"]
+    states = scheduler.job_states(job.job)
+    if not states:
+        return [f"job {job.job:<8} ended (Slurm no longer knows it), submitted {started}, launch {job.launch}"]
+    lines = []
+    for state in states:
+        words = [state.state]
+        if state.state == "RUNNING":
+            words.append(f"on {state.nodes} for {state.run_time} of {state.time_limit}")
+        elif state.state == "PENDING":
+            words.append(f"({state.reason}), expected start {state.start_time}")
+        elif state.reason != "None":
+            words.append(f"({state.reason})")
+        if state.restarts:
+            words.append(f"restarted {state.restarts} times")
+        lines.append(f"job {state.job:<8} {', '.join(words)}, launch {job.launch}")
+    return lines
+
+
+def local_process(job: Job) -> psutil.Process | None:
+    """The launcher of a local run, if it is alive on this host."""
+    try:
+        process = psutil.Process(job.pid)
+        # A number that has gone to another process since: the launcher existed when it wrote the line.
+        return process if process.create_time() <= job.time + 1 and process.status() != psutil.STATUS_ZOMBIE else None
+    except (psutil.Error, ValueError):
+        return None
+
+
+def run_lines(run: Path, *, active: bool) -> list[str]:
+    """Attempts, progress, checkpoint and logs of one run. active: its job is queued or running."""
+    lines = []
+    attempts = read_attempts(run)
+    at, place = records_folder(run), read_url(run) or run
+    for attempt in attempts[-_SHOWN:]:
+        step = f", began step {attempt.step}" if attempt.step is not None else ""
+        running = active and attempt is attempts[-1] and attempt.code is None
+        ended = "running" if running else attempt.reason or describe(attempt.code)
+        lines.append(f"attempt      {attempt.attempt}: {ended}{step}")
+    lines.append(f"progress     {progress(at, active=active)}")
+    lines += time_lines(at)
+    if (at / "config.toml").is_file():
+        listing = list_checkpoints(at / "checkpoints")
+        newest = listing.resumed
+        lines.append(f"checkpoint   {f'{place}/checkpoints/{newest.path.name}' if newest else 'none yet'}")
+        lines += [f"             damaged: {facts.problem}" for facts in listing.damaged]
+    lines.append(f"logs         {run / 'logs'}, metrics {place}/metrics.jsonl")
+    return lines
+
+
+def records_folder(run: Path) -> Path:
+    """Where metrics and checkpoints can be read: the run directory, or what a run at a URL has there, fetched.
+
+    Raises FileNotFoundError or RemoteError where the URL cannot be read.
+    """
+    url = read_url(run)
+    if url is None:
+        return run
+    from matmix.train.run.remote import local_outline
+
+    return local_outline(url)
+
+
+def _last_word(run: Path) -> str:
+    attempts = read_attempts(run)
+    if not attempts or attempts[-1].finished or attempts[-1].code is None:
+        return ""
+    return f"; last attempt: {attempts[-1].reason}"
+
+
+def progress(run: Path, *, active: bool) -> str:
+    """Step, loss and, of a run that is going on, speed and estimated end, from metrics.jsonl."""
+    records = [record for record in read_json_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
+    if not records:
+        return "no step reported yet"
+    last, path = records[-1], run / "metrics.jsonl"
+    total = read_toml(run / "config.toml").get("steps", 0) if (run / "config.toml").is_file() else 0
+    text = f"step {last['step']} of {total}, loss {last['loss']:.4f}"
+    summary = RunDirectory(run).read_summary()
+    if summary is not None and summary["step"] >= total:
+        return f"{text}, finished, validation loss {summary['validation']['loss']:.4f}"
+    text += f", {duration(time.time() - path.stat().st_mtime)} ago"
+    if not active:
+        return text
+    seconds = last["seconds_per_step"]
+    left = seconds * (total - last["step"])
+    rate = f"{1 / seconds:.3g} steps/s" if seconds > 0 else "speed unknown"
+    return f"{text}, {rate}, {duration(left)} to go at that speed"
+
+
+def time_lines(run: Path) -> list[str]:
+    """Where the time of a run went, and how its ranks share the work, from the last record that says so."""
+    records = [record for record in read_json_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
+    last, lines = records[-1] if records else {}, []
+    if "goodput/seconds" in last:
+        shares = {key.removeprefix("goodput/"): value for key, value in last.items() if key.startswith("goodput/")}
+        spent, useful = shares.pop("seconds"), shares.pop("useful", 0.0)
+        lost = [f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda s: -s[1]) if share >= 5e-4]
+        words = f"; lost: {', '.join(lost)}" if lost else ""
+        lines.append(f"goodput      {useful:.1%} of {duration(spent)} in useful steps{words}")
+    if "ranks/slowest" in last:
+        own, usual, data = (last[f"ranks/{name}"] * 1e3 for name in ("own_max", "own_median", "data_wait_max"))
+        lines.append(
+            f"ranks        rank {last['ranks/slowest']:.0f} is the slowest: {own:.3g} ms a step of its own, median "
+            f"{usual:.3g} ms; longest wait for data {data:.3g} ms"
+        )
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """As a person says it: 45 s, 12 min, 3.5 h, 12.1 days."""
+    seconds = max(0.0, seconds)
+    for size, unit, digits in ((86400, "days", 1), (3600, "h", 1), (60, "min", 0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{seconds:.0f} s"

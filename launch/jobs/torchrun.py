@@ -1,0 +1,118 @@
+"""`matmix launch torchrun`: this node's part of a run on nodes that no scheduler knows."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from matmix.launch.jobs.environment import own_address
+from matmix.launch.jobs.supervise import StopRequests, run_agent
+from matmix.train.errors import RendezvousError
+
+DEFAULT_PORT = 29400
+# Nodes of one start wait this long for each other, so that with all imports a missing one costs less than a minute;
+# torchrun's own 600 s is a long time for a mistyped address.
+_JOIN_SECONDS = 35
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """HOST:PORT, HOST, or [IPv6]:PORT -> (host, port). Raises ValueError."""
+    host, port = text, str(DEFAULT_PORT)
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise ValueError(f"--rdzv takes HOST:PORT or [IPv6 address]:PORT, got {text!r}")
+        port = rest[1:] or port
+    elif text.count(":") == 1:
+        host, port = text.split(":")
+    elif ":" in text:
+        raise ValueError(f"--rdzv: write an IPv6 address in brackets, as in [{text}]:{DEFAULT_PORT}")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"--rdzv takes HOST:PORT with a port between 1 and 65535, got {text!r}")
+    return host, int(port)
+
+
+def address_here(host: str) -> str:
+    """An address of this node that the other nodes can reach.
+
+    On the node that `host` names it is `host` itself, since the others reach it by that; elsewhere the one from which
+    this node's way to `host` begins. Names of nodes need not resolve. Raises ValueError if `host` does not.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, DEFAULT_PORT, type=socket.SOCK_DGRAM)[0]
+    except socket.gaierror as error:
+        raise ValueError(f"--rdzv: {host} does not resolve here ({error.strerror}); give an address") from None
+    try:
+        own = own_address(family, target)
+    except OSError as error:
+        raise ValueError(f"--rdzv: there is no way from here to {host} ({error.strerror})") from None
+    return host if ipaddress.ip_address(own) == ipaddress.ip_address(target[0]) else own
+
+
+def wait_for_host(endpoint: tuple[str, int], seconds: float = _JOIN_SECONDS) -> None:
+    """Returns when the node where the others meet answers. Raises RendezvousError (one line) if it does not.
+
+    torchrun would find that out itself, with pages of C++ frames.
+    """
+    host, port = endpoint
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=2).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise RendezvousError(
+                f"{host} port {port} did not answer within {seconds:.0f} s ({reason}): is the same command running on "
+                f"{host}, and does no firewall close the port?"
+            )
+        time.sleep(0.5)
+
+
+def torchrun_words(
+    rank_arguments: Sequence[str],
+    *,
+    nnodes: int,
+    nproc: int,
+    endpoint: tuple[str, int],
+    run_id: str,
+    local_addr: str,
+    node_rank: int | None = None,
+) -> list[str]:
+    """torchrun's arguments for one node. node_rank: fixes which ranks the node gets; None = as the nodes arrive."""
+    host, port = endpoint
+    shown = f"[{host}]" if ":" in host else host
+    words = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", "--max-restarts=0", f"--rdzv-id={run_id}"]
+    if node_rank is None:
+        conf = f"join_timeout={_JOIN_SECONDS},read_timeout={_JOIN_SECONDS}"
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={shown}:{port}", f"--rdzv-conf={conf}"]
+    else:
+        words += ["--rdzv-backend=static", f"--master-addr={host}", f"--master-port={port}"]
+        words += [f"--node-rank={node_rank}", f"--rdzv-conf=timeout={_JOIN_SECONDS}"]
+    return [*words, f"--local-addr={local_addr}", "-m", "matmix.launch.jobs.rank", *rank_arguments]
+
+
+def environment_for(nproc: int, attempt: str) -> dict[str, str]:
+    """This process's environment with what the ranks need."""
+    environment = {**os.environ, "MATMIX_ATTEMPT": attempt, "PYTHONSAFEPATH": "1"}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # torchrun would set it to 1, with a warning.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    return environment
+
+
+def agent_command(words: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "matmix.launch.jobs.agent", *words]
+
+
+def run_node(words: Sequence[str], environment: dict[str, str]) -> int:
+    """Runs this node's part; signals make the ranks save. Returns the exit code of the rank that failed first."""
+    print("torchrun " + shlex.join(words), flush=True)
+    with StopRequests() as requests:
+        return run_agent(agent_command(words), environment, requests)

@@ -1,0 +1,1 @@
+"""What a person starts in order to learn something, not to train."""

@@ -1,0 +1,286 @@
+"""Recipes of comparisons: an ordinary recipe, and a table `[comparison]` with the entries that are compared.
+
+    [comparison]
+    seeds = [0, 1]
+    [[comparison.entry]]
+    name = "Toeplitz, data-dependent"
+    model.layers = ["toeplitz_dd"]
+
+An entry is the recipe with the keys that stand beside its name; what the command line gives goes to all entries. With
+variants, such as several tasks, every entry is trained on each of them:
+
+    [[comparison.variant]]
+    name = "characters"
+    data.path = "datasets/shakespeare_char"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tomli_w
+
+from matmix.data.artifacts import errors_in_one_line
+from matmix.data.storage.remote import is_url
+from matmix.launch.lab.compare.controls import Control, control_of, missing_controls
+from matmix.launch.lab.compare.overrides import given_values, merged, put, remove
+from matmix.train.arguments import unknown_key
+from matmix.train.config import RunConfig
+from matmix.train.process.files import write_whole
+from matmix.train.recipe import config_from_dict, find_recipe, read_toml
+
+# What each run of a comparison is given; and what lies beside the entries' folders.
+_NOT_AN_ENTRYS = {"seed": "comparison.seeds gives the seeds", "run_dir": "every run has a folder of its own"}
+OWN_FOLDERS = ("report", "launch", "logs")
+OWN_FILES = ("comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EntryConfig:
+    """One of the models that are compared."""
+
+    kind: ClassVar[str] = "entry"
+    name: str
+    """What the table calls it; also the name of its folder, with - for what is not a letter, digit or one of . _ +"""
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """All other keys of the table: what it has in place of the recipe's values, nested as in the recipe."""
+
+    def __post_init__(self) -> None:
+        where = f"comparison.{self.kind}"
+        _require(bool(self.folder), f"{where}: name = {self.name!r} holds no letter or digit for a folder")
+        _require(
+            self.folder.lower() not in (*OWN_FOLDERS, *OWN_FILES),
+            f'{where}: the name "{self.name}" is taken by a file of the comparison itself; use another',
+        )
+        for key, reason in _NOT_AN_ENTRYS.items():
+            _require(key not in self.overrides, f'{where} "{self.name}" sets {key}: {reason}')
+
+    @property
+    def folder(self) -> str:
+        return re.sub(r"[^A-Za-z0-9._+]+", "-", self.name).strip("-.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VariantConfig(EntryConfig):
+    """One of the settings, such as tasks or data, in which all models are compared."""
+
+    kind: ClassVar[str] = "variant"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ComparisonConfig:
+    """The table `[comparison]`."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Every entry is trained once with each of them; a seed decides weights, order of the data and masking."""
+    parameters: int = 0
+    """Parameters that every entry shall have in all, embeddings included; 0 = those of the first entry at the recipe's
+    own width."""
+    tolerance: float = 0.01
+    """Share of them by which an entry may be off."""
+    controls: bool = True
+    """The controls "no mixer" and, where an entry has a convolution in front of its mixers, "convolution only" are
+    entries too, unless one of the recipe's own is that control."""
+    entry: tuple[EntryConfig, ...] = ()
+    """What is compared."""
+    variant: tuple[VariantConfig, ...] = ()
+    """Every entry is trained on each of them, with a table each; none = the recipe as it is."""
+
+    def __post_init__(self) -> None:
+        _require(
+            bool(self.seeds) and all(type(seed) is int and seed >= 0 for seed in self.seeds),
+            f"comparison.seeds should be a list of integers >= 0, got {list(self.seeds)}",
+        )
+        _require(len(set(self.seeds)) == len(self.seeds), f"comparison.seeds has a seed twice: {list(self.seeds)}")
+        _require(
+            type(self.parameters) is int and self.parameters >= 0,
+            f"comparison.parameters should be an integer >= 0, got {self.parameters!r}",
+        )
+        _require(
+            isinstance(self.tolerance, int | float) and 0 < self.tolerance < 1,
+            f"comparison.tolerance should be a number between 0 and 1, got {self.tolerance!r}",
+        )
+        _require(type(self.controls) is bool, f"comparison.controls should be true or false, got {self.controls!r}")
+        _require(bool(self.entry), "comparison.entry is empty: give a table [[comparison.entry]] for each model")
+        for rows, kind in ((self.entry, "entries"), (self.variant, "variants")):
+            folders = [row.folder.lower() for row in rows]
+            for row in rows:
+                _require(
+                    folders.count(row.folder.lower()) == 1,
+                    f'comparison.{row.kind}: two {kind} would share the folder "{row.folder}"; give them other names',
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """An entry with its whole config, in one variant where there are any."""
+
+    name: str
+    folder: str
+    config: RunConfig
+    """Of its runs, but for seed and run directory."""
+    variant: str = ""
+    parameters: int = 0
+    """Of its model; 0 until widths are matched."""
+    target: int = 0
+    """Parameters that all entries of the variant have, within the tolerance; 0 until widths are matched."""
+    own_headdims: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Mixer -> headdim as the recipe has it, where widths are matched."""
+
+    @property
+    def title(self) -> str:
+        """Its name, with that of the variant."""
+        return f"{self.name}, {self.variant}" if self.variant else self.name
+
+    @property
+    def control(self) -> Control | None:
+        """Which control it is, if any."""
+        return control_of(self.config.model)
+
+    @property
+    def label(self) -> str:
+        """What tables and pictures call it."""
+        return f"{self.name} (control)" if self.control else self.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """What `matmix compare` works on."""
+
+    home: Path
+    settings: ComparisonConfig
+    entries: tuple[Entry, ...]
+    """All of the first variant, then all of the next."""
+    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The recipe with the overrides in it."""
+
+    def by_variant(self) -> list[Comparison]:
+        """What is compared in each variant by itself; without variants, this comparison."""
+        parts: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            parts.setdefault(entry.variant, []).append(entry)
+        return [dataclasses.replace(self, entries=tuple(entries)) for entries in parts.values()]
+
+
+@errors_in_one_line()
+def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
+    """A comparison from a recipe (path or bundled name) or its folder, and overrides for all entries, such as
+    ``--steps 100``.
+
+    Raises FileNotFoundError for a missing recipe and ValueError (one line) for what is wrong in it.
+    """
+    path = _find(recipe)
+    values, where = read_toml(path), str(path)
+    if "comparison" not in values:
+        raise ValueError(f"{path} has no table [comparison]: it is a plain recipe, for matmix train")
+    _require("seed" not in values, f"{path} sets seed: {_NOT_AN_ENTRYS['seed']}")
+    rows = _check_table(values["comparison"], where)
+    if path.parent == Path(recipe):
+        values["run_dir"] = recipe  # it goes on where it lies, wherever it began
+    given = given_values(overrides)
+    _require(("seed",) not in given, f"--seed: {_NOT_AN_ENTRYS['seed']}")
+    for key, value in given.items():
+        put(values, key, value)
+        for row in rows:  # of entries and of variants
+            remove(row, key)
+    if overrides:
+        where = f"{path} with {' '.join(overrides)}"
+    settings = _settings(values["comparison"], where)
+    _require(
+        not (settings.parameters and ("model", "d_model") in given),
+        f"--model.d-model: widths follow from comparison.parameters = {settings.parameters:,}; give that "
+        "(--comparison.parameters N; 0 = those of the first entry at the d_model that is given)",
+    )
+    plain = {key: value for key, value in values.items() if key != "comparison"}
+    entries = _entries(plain, settings, settings.entry, where)
+    if settings.controls:
+        missing = missing_controls([entry.config.model for entry in entries])
+        rows = tuple(EntryConfig(name=name, overrides=overrides) for name, overrides in missing.items())
+        try:
+            settings = dataclasses.replace(settings, entry=(*settings.entry, *rows))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}, or leave out the controls (comparison.controls = false)") from None
+        entries = _entries(plain, settings, settings.entry, where)
+    run_dir = entries[0].config.run_dir or f"runs/{path.stem}"
+    _require(not is_url(run_dir), f"--run-dir {run_dir}: a comparison lies in a folder of this machine")
+    return Comparison(home=Path(run_dir), settings=settings, entries=entries, recipe=values)
+
+
+def _entries(
+    plain: Mapping[str, Any], settings: ComparisonConfig, rows: Sequence[EntryConfig], where: str
+) -> tuple[Entry, ...]:
+    """Every row in every variant; where both set a key, the row's value counts."""
+    found = []
+    for variant in settings.variant or (None,):
+        values = merged(plain, variant.overrides) if variant else plain
+        for row in rows:
+            folder, words = row.folder, f'{where}: entry "{row.name}"'
+            if variant:
+                folder, words = f"{folder}/{variant.folder}", f'{words}, variant "{variant.name}"'
+            config = config_from_dict(merged(values, row.overrides), words)
+            found.append(Entry(name=row.name, folder=folder, config=config, variant=variant.name if variant else ""))
+    return tuple(found)
+
+
+def keep_recipe(comparison: Comparison) -> None:
+    """Writes COMPARISON/comparison.toml: the recipe with the overrides in it, itself a recipe."""
+    comparison.home.mkdir(parents=True, exist_ok=True)
+    values = {**comparison.recipe, "run_dir": str(comparison.home)}
+    write_whole(comparison.home / "comparison.toml", tomli_w.dumps(values))
+
+
+def _find(recipe: str) -> Path:
+    folder = Path(recipe)
+    if (path := folder / "comparison.toml").is_file():
+        return path
+    try:
+        return find_recipe(recipe)
+    except FileNotFoundError:
+        if not folder.is_dir():
+            raise
+        raise FileNotFoundError(f"{folder} is not the folder of a comparison: it has no comparison.toml") from None
+
+
+def _check_table(table: Any, where: str) -> list[dict[str, Any]]:
+    """The rows of entries and variants, once it is clear that the table has the right shape."""
+    _require(isinstance(table, dict), f"{where}: [comparison] is a table, got {table!r}")
+    for key in table:
+        if key not in {field.name for field in dataclasses.fields(ComparisonConfig)}:
+            raise unknown_key(key, ComparisonConfig, f"{where}: [comparison]")
+    found = []
+    for kind in ("entry", "variant"):
+        rows = table.get(kind, [])
+        _require(
+            isinstance(rows, list) and all(isinstance(row, dict) for row in rows),
+            f"{where}: comparison.{kind} should be tables [[comparison.{kind}]], got {rows!r}",
+        )
+        found += rows
+    return found
+
+
+def _settings(table: dict[str, Any], where: str) -> ComparisonConfig:
+    seeds = table.get("seeds", [0, 1, 2])
+    _require(isinstance(seeds, list), f"{where}: comparison.seeds should be a list of integers, got {seeds!r}")
+    try:
+        rows = {kind.kind: _named_rows(table.get(kind.kind, []), kind) for kind in (EntryConfig, VariantConfig)}
+        return ComparisonConfig(**{**table, "seeds": tuple(seeds), **rows})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _named_rows(rows: Sequence[Mapping[str, Any]], kind: type[EntryConfig]) -> tuple[EntryConfig, ...]:
+    found = []
+    for number, row in enumerate(rows, 1):
+        name = row.get("name")
+        _require(isinstance(name, str), f"comparison.{kind.kind} number {number} has no name, which should be a string")
+        found.append(kind(name=name, overrides={key: row[key] for key in row if key != "name"}))
+    return tuple(found)

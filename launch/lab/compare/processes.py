@@ -1,0 +1,81 @@
+"""Processes of a comparison: their cores and GPU, the signals that stop them, and that none outlives the command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from matmix.train.process import stop
+
+_inside = False
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads(parallel: int = 1) -> int:
+    """Threads of each of so many processes at a time: the user's OMP_NUM_THREADS, else a share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) else max(1, cores() // parallel)
+
+
+def start(module: str, argument: Path, *, parallel: int = 1, device: str = "", **options: Any) -> subprocess.Popen:
+    """`python -m module argument` in a session of its own: Ctrl-C at a terminal reaches this process alone, which
+    passes it on. It ends when this process does.
+
+    device: the GPU, as CUDA_VISIBLE_DEVICES names it.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads(parallel))}
+    if device:
+        environment["CUDA_VISIBLE_DEVICES"] = device
+    child = Path(__file__).with_name("child.py")
+    command: Sequence[str] = (sys.executable, "-P", "-m", module, str(argument))
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(child), str(os.getpid()), *command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        **options,
+    )
+
+
+def gpu(place: int) -> str:
+    """The GPU, as CUDA_VISIBLE_DEVICES names it, of the run at this place; "" without GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+    return names[place % len(names)] if names else ""
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Notes the signals that stop a run, and SIGHUP (a terminal that is closed) unless it is ignored, as under nohup.
+
+    May be entered again within.
+    """
+    global _inside
+    if _inside or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _inside = True
+    try:
+        with stop.during_run():
+            before = signal.getsignal(signal.SIGHUP)
+            if before is not signal.SIG_IGN:
+                signal.signal(signal.SIGHUP, lambda number, _frame: stop.request(number))
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, signal.SIG_DFL if before is None else before)
+    finally:
+        _inside = False

@@ -1,0 +1,274 @@
+"""Speed and memory of the entries of a comparison, side by side.
+
+What a run says of its own speed depends on what else the machine did meanwhile. So each entry takes a few training
+steps in a fresh process, with all cores and on fixed tokens (no data loading), in rounds over the entries so that all
+meet the same conditions; the median over the rounds counts. A process measures one entry:
+
+    python -P -m matmix.launch.lab.compare.speed CONFIG.toml
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from matmix.data.loading.batch import Batch
+from matmix.launch.lab.benchmarks.kernels.measure import environment, peak_memory
+from matmix.launch.lab.benchmarks.training.memory import random_batch
+from matmix.launch.lab.compare.config import Comparison, Entry
+from matmix.launch.lab.compare.processes import listening, start, threads
+from matmix.launch.lab.compare.runs import Tell
+from matmix.train.config import RunConfig
+from matmix.train.process import stop
+from matmix.train.process.console import begin_process, guarded
+from matmix.train.process.files import write_whole
+from matmix.train.recipe import config_to_dict, load_config, write_config
+
+ROUNDS = 3
+WARM_UP = 3
+"""Steps that are not timed: caches fill, kernels compile."""
+STEPS, SECONDS = 5, 1.0
+"""Timed are at least so many steps, and as many as fit into this time."""
+_LOOK_SECONDS = 0.2
+
+
+def measure(config: RunConfig) -> dict[str, Any]:
+    """Tokens per second and peak bytes of this process's training steps of one micro-batch.
+
+    Bytes: on CUDA all that torch had allocated at once; else by how much the resident set grew at its highest, from
+    before the model was made; None where the system does not tell.
+    """
+    from matmix.train.process.distributed import choose_device
+
+    device = choose_device(config.device, 0)
+    times: list[float] = []
+    if device.type == "cuda":
+        times = timed_steps(config)
+        peak: int | None = torch.cuda.max_memory_allocated(device)
+    else:
+        warm = torch.randn(64, 64, requires_grad=True)
+        (warm @ warm).sum().backward()  # the threads and tables of the libraries are not the model's
+        try:
+            peak = peak_memory(lambda: times.extend(timed_steps(config)))
+        except FileNotFoundError:  # no /proc: not Linux
+            peak = None
+            times = timed_steps(config)
+    tokens = config.micro_batch(1) * config.data.seqlen
+    return {"tokens_per_second": tokens / statistics.median(times), "peak_bytes": peak, "steps": len(times)}
+
+
+def timed_steps(config: RunConfig) -> list[float]:
+    """Seconds of each timed step: forward, backward and optimizer on one micro-batch."""
+    from matmix.model import build_model, initialize
+    from matmix.train.engine import build_engine
+    from matmix.train.optim.optimizer import make_optimizer
+    from matmix.train.process.distributed import Distributed
+    from matmix.train.tasks.objectives import compute_loss, count_targets
+
+    with Distributed.from_environment(config.device) as distributed:
+        engine = build_engine(config.engine, distributed)
+        engine.prepare(
+            build_model(config.model, device="meta"),
+            initialize=functools.partial(initialize, seed=0),
+            make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
+        )
+        batch = fixed_batch(config).to(engine.device)
+        targets = count_targets(batch)
+        times: list[float] = []
+        while len(times) < WARM_UP + STEPS or sum(times[WARM_UP:]) < SECONDS:
+            began = time.perf_counter()
+            loss = compute_loss(engine.model, batch, config.objective)
+            engine.backward(loss.total / targets, last=True)
+            engine.step(config.optimizer.max_grad_norm)
+            del loss
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize(engine.device)
+            times.append(time.perf_counter() - began)
+    return times[WARM_UP:]
+
+
+def fixed_batch(config: RunConfig) -> Batch:
+    """A micro-batch of random tokens, the same for all entries, one document a row where documents are kept apart."""
+    batch = random_batch(config, config.micro_batch(1))
+    rows, length = batch.input_ids.shape
+    if config.data.packing == "concat":
+        batch.cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+    elif config.data.packing == "document":
+        batch.attention_mask = torch.ones(rows, length, dtype=torch.bool)
+    return batch
+
+
+def speed_path(home: Path) -> Path:
+    return home / "speed.json"
+
+
+def read_speed(home: Path) -> dict[str, dict[str, Any]]:
+    """Entry's name -> its row as `measure_all` wrote it; {} where there is nothing."""
+    try:
+        return dict(json.loads(speed_path(home).read_text(encoding="utf-8"))["entries"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def current_rows(comparison: Comparison) -> dict[str, dict[str, Any]]:
+    """Entry's name -> its row, of the entries that were measured as they are now."""
+    found = read_speed(comparison.home)
+    rows = {entry.name: found.get(entry.name, {}) for entry in comparison.entries}
+    return {
+        entry.name: rows[entry.name]
+        for entry in comparison.entries
+        if rows[entry.name].get("fingerprint") == fingerprint(entry)
+    }
+
+
+def is_measured(comparison: Comparison) -> bool:
+    """Whether speed.json has all the entries as they are now, with variants those of the first."""
+    first = comparison.by_variant()[0]
+    return len(current_rows(first)) == len(first.entries)
+
+
+def measure_all(comparison: Comparison, tell: Tell = print) -> bool:
+    """Measures all entries, with variants those of the first, and writes speed.json, where rows of entries that the
+    recipe no longer has are kept.
+
+    An entry whose process fails is told of and has no numbers. False where a signal stopped it: nothing is written.
+    """
+    comparison = comparison.by_variant()[0]
+    found: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in comparison.entries}
+    load = []
+    with listening():
+        for number in range(1, ROUNDS + 1):
+            load.append(round(os.getloadavg()[0], 2))
+            for entry in comparison.entries:
+                if len(found[entry.name]) == number - 1:
+                    recipe = comparison.home / entry.folder / "speed.toml"
+                    recipe.parent.mkdir(parents=True, exist_ok=True)
+                    write_config(entry.config, recipe)
+                    result = _in_a_process(recipe)
+                    if stop.received():
+                        return False
+                    if isinstance(result, dict):
+                        found[entry.name].append(result)
+                    else:
+                        tell(f"speed of {entry.name}: not measured: {result}")
+            tell(f"speed: round {number} of {ROUNDS} done")
+    entries, machine = read_speed(comparison.home), _machine(comparison.entries[0])
+    for entry in comparison.entries:
+        rounds = found[entry.name]
+        entries[entry.name] = {
+            "fingerprint": fingerprint(entry),
+            "of": _facts(entry),
+            "on": {**machine, "load_before_each_round": load},
+            "rounds": rounds,
+        }
+        if len(rounds) == ROUNDS:
+            speeds, peaks = ([one[key] for one in rounds] for key in ("tokens_per_second", "peak_bytes"))
+            entries[entry.name] |= {
+                "tokens_per_second": statistics.median(speeds),
+                "peak_bytes": None if None in peaks else statistics.median(peaks),
+            }
+    write_whole(speed_path(comparison.home), json.dumps({"entries": entries}, indent=1) + "\n")
+    return True
+
+
+def speed_words(comparison: Comparison) -> list[str]:
+    """What is to be known about the speeds that a table shows: where, when and how they were measured."""
+    rows = current_rows(comparison)
+    sessions: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        sessions.setdefault(json.dumps([row["of"]["micro_batch_size"], row["of"]["seqlen"], row["on"]]), []).append(
+            name
+        )
+    lines = []
+    for text, names in sessions.items():
+        micro, seqlen, on = json.loads(text)
+        where = on["environment"]
+        machine = on["device"] if on["device"] != "CPU" else f"{where['processor']}, {where['threads']} threads"
+        whose = "Speed" if len(sessions) == 1 else f"Speed of {', '.join(names)}"
+        load = on["load_before_each_round"][0]  # before later rounds it holds the measurement itself
+        busy = f", load of the machine before the rounds {load:.1f}" if load > 1 else ""
+        lines.append(
+            f"{whose}: training steps of {micro} x {seqlen} tokens side by side, median of {ROUNDS} rounds; {machine}, "
+            f"torch {where['torch']}, {where['dtype']}, {where['date'][:10]}{busy}. Memory: {on['memory']}."
+        )
+    missing = [entry.name for entry in comparison.entries if entry.name not in rows]
+    if missing:
+        whose = f" of {', '.join(missing)}" if rows else ""
+        lines.append(f"Speed and memory{whose} were not measured as configured here (matmix compare RECIPE --speed).")
+    return lines
+
+
+def fingerprint(entry: Entry) -> str:
+    """Changes with whatever the speed of an entry's training step depends on."""
+    values = config_to_dict(entry.config)
+    parts = [values["model"], values["engine"], values["device"], entry.config.micro_batch(1)]
+    parts += [values["data"]["seqlen"], values["data"]["packing"]]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    """What a measurement belongs to, for the reader of the file."""
+    config = entry.config
+    return {
+        "parameters": entry.parameters,
+        "d_model": config.model.d_model,
+        "layers": list(config.model.layers),
+        "micro_batch_size": config.micro_batch(1),
+        "seqlen": config.data.seqlen,
+        "precision": config.engine.precision,
+    }
+
+
+def _machine(entry: Entry) -> dict[str, Any]:
+    on_gpu = entry.config.device != "cpu" and torch.cuda.is_available()
+    return {
+        "environment": environment(entry.config.engine.precision) | {"threads": threads()},
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "memory": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident set less that before the model",
+    }
+
+
+def _in_a_process(recipe: Path) -> dict[str, Any] | str:
+    """What `measure` found, or why it could not."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with start("matmix.launch.lab.compare.speed", recipe, **pipes) as process:
+        try:
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=_LOOK_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    if stop.received():
+                        return "stopped"
+        finally:
+            process.kill()  # nothing where it has ended
+    lines = (output if process.returncode == 0 else errors).strip().splitlines()
+    if process.returncode or not lines:
+        return lines[-1] if lines else f"exit code {process.returncode}"
+    return json.loads(lines[-1])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures the config of a file and prints the result as JSON."""
+    (recipe,) = sys.argv[1:] if arguments is None else arguments
+
+    def run() -> int:
+        print(json.dumps(measure(load_config(recipe))))
+        return 0
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    begin_process()
+    sys.exit(main())

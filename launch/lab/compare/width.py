@@ -1,0 +1,186 @@
+"""Equal parameters: the width at which a model has as many as another one.
+
+Only `d_model` is chosen, and the `headdim` of mixers that have one where theirs does not divide at that width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from matmix.launch.lab.compare.config import Comparison, Entry
+from matmix.launch.lab.compare.rules import with_checked_rules
+from matmix.model.build import build_model, count_parameters
+from matmix.model.config import ModelConfig
+from matmix.model.mixers import MIXERS
+from matmix.train.loaders import make_loader, with_data_facts
+
+HEADDIM_FACTOR = 1.5
+"""How far from the recipe's a headdim may be, either way."""
+
+
+def matched(comparison: Comparison) -> Comparison:
+    """The comparison with the widths at which all entries of a variant have equally many parameters: those that the
+    recipe names, else those of the first entry there.
+
+    Raises ValueError (one line) for an entry that has no such width, FileNotFoundError and ValueError where the
+    vocabulary is left to data that cannot be opened.
+    """
+    settings = comparison.settings
+    entries = with_vocabularies(comparison.entries)
+    targets: dict[str, int] = {}
+    found = []
+    for entry in entries:
+        target = targets.setdefault(entry.variant, settings.parameters or count_parameters(entry.config.model))
+        try:
+            model = match_width(entry.config.model, target, settings.tolerance)
+        except ValueError as error:
+            advice = "; or compare without controls (--comparison.controls False)" if entry.control else ""
+            raise ValueError(f'entry "{entry.title}": {error}{advice}') from None
+        fitted = dataclasses.replace(
+            entry,
+            config=dataclasses.replace(entry.config, model=model),
+            parameters=count_parameters(model),
+            target=target,
+            own_headdims=headdims(entry.config.model),
+        )
+        found.append(with_checked_rules(fitted))
+    return dataclasses.replace(comparison, entries=tuple(found))
+
+
+def with_vocabularies(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """The entries with the vocabulary sizes that they leave to the data."""
+    loaders = {}
+    found = []
+    for entry in entries:
+        config = entry.config
+        if config.model.vocab_size == 0:
+            key = repr(config.data)
+            if key not in loaders:
+                loaders[key] = make_loader(config, "train", 0, 1)
+            config = with_data_facts(config, loaders[key])
+        found.append(dataclasses.replace(entry, config=config))
+    for loader in loaders.values():
+        loader.close()
+    return tuple(found)
+
+
+def headdims(model: ModelConfig) -> dict[str, int]:
+    """Mixer -> headdim, of the mixers in the layers that have one."""
+    options = {name: model.mixer_config(name) for name in model.mixer_names()}
+    return {name: option.headdim for name, option in options.items() if hasattr(option, "headdim")}
+
+
+def match_width(model: ModelConfig, target: int, tolerance: float) -> ModelConfig:
+    """`model` with the d_model that brings it within `tolerance` of `target` parameters.
+
+    Of several: one with the headdim that it has, if there is one; then widths and headdims that are multiples of 8
+    before those of 4, 2 and 1 (GPUs multiply matrices of other sizes at a fraction of their speed); then the smallest
+    deviation. Raises ValueError naming the nearest widths where none is within the tolerance.
+    """
+    widths = _Widths(model)
+
+    def deviation(width: int) -> float:
+        return widths.count(width) / target - 1
+
+    if deviation(model.d_model) == 0:
+        return model
+    low, high = widths.crossing(target)
+    reach = 2 + math.ceil(3 * tolerance * high)  # parameters grow about as fast as the width, or faster
+    near = [width for width in range(max(1, low - reach), high + reach + 1) if widths.at(width) is not None]
+    within = [width for width in near if abs(deviation(width)) <= tolerance]
+    if not within:
+        nearest = sorted(sorted(near, key=lambda width: abs(deviation(width)))[:2])
+        listed = ", ".join(
+            f"{widths.count(width):,} ({deviation(width):+.2%}) at d_model = {width}" for width in nearest
+        )
+        raise ValueError(
+            f"no width has {target:,} parameters within {tolerance:.2%}; the nearest: {listed or 'none'}; raise "
+            "comparison.tolerance, or give the entry another headdim or number of layers"
+        )
+
+    def preference(width: int) -> tuple[bool, int, float]:
+        sizes = (width, *headdims(widths.at(width)).values())
+        changed = headdims(widths.at(width)) != headdims(model)
+        return changed, max(8 // math.gcd(8, size) for size in sizes), abs(deviation(width))
+
+    best = min(within, key=preference)
+    config = widths.at(best)
+    assert count_parameters(config) == widths.count(best), "layers of one kind have equally many parameters"
+    return config
+
+
+class _Widths:
+    """Variants of a model by width, and their parameters."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+        self._configs: dict[int, ModelConfig | None] = {model.d_model: model}
+        self._counts: dict[int, int] = {}
+
+    def at(self, width: int) -> ModelConfig | None:
+        """The model with this d_model; None where no headdim near its own fits."""
+        if width not in self._configs:
+            self._configs[width] = self._make(width)
+        return self._configs[width]
+
+    def _make(self, width: int) -> ModelConfig | None:
+        options = self.model.mixers
+        for name, nominal in headdims(self.model).items():
+            for headdim in nearest_first(nominal):
+                changed = dataclasses.replace(getattr(options, name), headdim=headdim)
+                try:
+                    MIXERS[name].check(width, changed)
+                except ValueError:
+                    continue
+                options = dataclasses.replace(options, **{name: changed})
+                break
+            else:
+                return None
+        try:
+            return dataclasses.replace(self.model, d_model=width, mixers=options)
+        except ValueError:  # another option that does not fit this width
+            return None
+
+    def count(self, width: int) -> int:
+        """Its parameters: one layer of each kind is counted, on the meta device."""
+        if width not in self._counts:
+            config = self.at(width)
+            assert config is not None
+            kinds = min(len(config.layers), config.n_layers)
+            model = build_model(dataclasses.replace(config, n_layers=kinds), device="meta")
+            blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
+            outside = sum(parameter.numel() for parameter in model.parameters()) - sum(blocks)
+            self._counts[width] = outside + sum(blocks[index % kinds] for index in range(config.n_layers))
+        return self._counts[width]
+
+    def crossing(self, target: int) -> tuple[int, int]:
+        """Neighbouring widths that fit, the model of the first with fewer than `target` parameters, of the second with
+        as many or more, but for the small steps that other headdims make; 0 for none below."""
+        low, high = 0, self.model.d_model
+        while self.count(self.first_from(high)) < target:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.count(self.first_from(middle)) < target:
+                low = middle
+            else:
+                high = middle
+        while low and self.at(low) is None:
+            low -= 1
+        return low, self.first_from(high)
+
+    def first_from(self, width: int) -> int:
+        """The first width from `width` on that fits."""
+        multiple = -(-width // self.model.d_model) * self.model.d_model
+        for candidate in range(width, 2 * multiple + 1):
+            if self.at(candidate) is not None:
+                return candidate
+        raise ValueError(f"no d_model from {width} to {2 * multiple} fits the options of its mixers")
+
+
+def nearest_first(nominal: int) -> Iterator[int]:
+    """Headdims within HEADDIM_FACTOR of `nominal`, itself first."""
+    low, high = math.ceil(nominal / HEADDIM_FACTOR), math.floor(nominal * HEADDIM_FACTOR)
+    yield from sorted(range(max(1, low), high + 1), key=lambda headdim: (abs(headdim - nominal), headdim))

@@ -1,0 +1,133 @@
+"""`matmix plan RECIPE --gpus 512 --gpu h100 [--key value ...]`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matmix.launch.lab.plan.estimate import (
+    ASSUMED_EFFICIENCY,
+    Estimate,
+    estimate,
+    measured_efficiency,
+    nearest_micro_batch,
+    options_of,
+    suggest,
+)
+from matmix.launch.lab.plan.hardware import GPUS, Cluster, find_gpu, read_cluster
+from matmix.launch.lab.plan.risk import Risk, assess
+from matmix.launch.lab.plan.warnings import find_warnings, short_duration
+from matmix.launch.parser import Parser
+from matmix.model.flops import flops_by_part
+from matmix.train.callbacks.progress import short_number
+from matmix.train.config import RunConfig
+from matmix.train.estimate.plan import engine_words, with_vocabulary
+from matmix.train.recipe import load_config
+
+SUGGESTIONS = 3
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="matmix plan",
+        description="Memory, traffic, time and risk of a run on a cluster, found without data or GPUs.",
+        allow_abbrev=False,
+        epilog="Any field of the recipe can be given too, as in --micro-batch-size 8.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="recipe, run directory, or name of a bundled recipe")
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs, one rank each")
+    parser.add_argument("--gpu", default=None, help=f"kind of GPU: {', '.join(GPUS)} (default: h100)")
+    parser.add_argument("--cluster", default=None, metavar="FILE", help="TOML file with the cluster's own figures")
+    parser.add_argument("--mfu", type=float, default=None, help="share of the peak that training reaches")
+    parser.add_argument("--measured", default=None, metavar="RUN", help="take that share from a run on such GPUs")
+    parser.add_argument(
+        "--save-stall", type=float, default=None, help="seconds that a save stops training, if measured"
+    )
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point of the verb; returns the exit code. Raises ValueError (one line) for the user's mistakes."""
+    options, overrides = _parser().parse_known_args(arguments)
+    if options.gpus < 1:
+        raise ValueError(f"--gpus must be >= 1, got {options.gpus}")
+    if options.mfu is not None and not 0 < options.mfu <= 1:
+        raise ValueError(f"--mfu is a share between 0 and 1, got {options.mfu}")
+    cluster = read_cluster(Path(options.cluster), options.gpu) if options.cluster else find_gpu(options.gpu or "h100")
+    given = load_config(options.recipe, overrides)
+    # A recipe's micro-batch was chosen for some number of GPUs; on others the plan takes the nearest that divides.
+    config = nearest_micro_batch(with_vocabulary(given), options.gpus)
+    efficiency, source = _efficiency(options.mfu, options.measured, cluster)
+    one = estimate(config, options.gpus, cluster, efficiency)
+    risk = assess(config, one.plan, cluster, one.step_seconds, options.save_stall)
+    if given.micro_batch_size and config.micro_batch_size != given.micro_batch_size:
+        print(f"micro_batch_size {given.micro_batch_size} does not divide here: planned with {config.micro_batch_size}")
+    lines = _describe(one, cluster, risk, efficiency, source, assumed_vocabulary=given.model.vocab_size == 0)
+    for warning in find_warnings(one, cluster, risk):
+        lines.append(f"warning: {warning}")
+    lines += _describe_suggestions(config, options.gpus, cluster, efficiency)
+    print("\n".join(lines))
+    return 0
+
+
+def _efficiency(mfu: float | None, run: str | None, cluster: Cluster) -> tuple[float, str]:
+    if mfu is not None:
+        return mfu, "as given"
+    if run is not None:
+        return measured_efficiency(Path(run)), f"measured by {run}"
+    return (
+        ASSUMED_EFFICIENCY,
+        f"assumed, not measured on {cluster.gpu}s: give --mfu, or --measured RUN of a short run",
+    )
+
+
+def _describe(
+    one: Estimate, cluster: Cluster, risk: Risk, efficiency: float, source: str, *, assumed_vocabulary: bool
+) -> list[str]:
+    config, plan = one.config, one.plan
+    share = config.objective.target_share
+    parts = flops_by_part(config.model, config.data.seqlen, head_share=share)
+    work = ", ".join(f"{short_number(value)} {name}" for name, value in parts.items())
+    gib = 2**30
+    memory = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
+    nodes = -(-plan.ranks // cluster.gpus_per_node)
+    tokens = plan.tokens_per_step * plan.steps
+    vocabulary = f"vocabulary {config.model.vocab_size}{' assumed' if assumed_vocabulary else ''}"
+    rows = {
+        "cluster": f"{plan.ranks} x {cluster.gpu} on {nodes} node{'s' if nodes > 1 else ''}",
+        "parameters": f"{short_number(plan.parameters)} ({vocabulary})",
+        "FLOPs per token": f"{short_number(plan.flops_per_token)} forward: {work}",
+        "batch": f"{config.global_batch_size} sequences of {config.data.seqlen} = "
+        f"{short_number(plan.tokens_per_step)} tokens; {plan.accumulation} x {plan.micro_batch_size} a rank",
+        "engine": engine_words(config),
+        "memory per rank": f"{plan.total_bytes / gib:.2f} of {cluster.memory_gb * 1e9 / gib:.0f} GiB: {memory}",
+    }
+    rows |= {
+        part.what: f"{short_number(part.bytes)}B a step and rank over {part.ranks} ranks, "
+        f"{'within nodes' if part.within_node else 'between nodes'}, {short_duration(part.seconds(cluster))}"
+        for part in one.traffic
+    }
+    rows |= {
+        "utilisation": f"{efficiency:.0%} of {cluster.peak_tflops:.0f} TFLOP/s ({source})",
+        "step": f"{short_duration(one.step_seconds)} (arithmetic {short_duration(one.compute_seconds)}, "
+        f"exchanges {short_duration(one.traffic_seconds)} beside it)",
+        "speed": f"{short_number(one.tokens_per_second)} tokens/s",
+        "time": f"{short_duration(one.days * 86400)} for {plan.steps:,} steps, "
+        f"{short_number(tokens)} tokens, {3 * plan.flops_per_token * tokens:.3g} FLOPs",
+        "failures": f"one every {short_duration(risk.mtbf)} expected; a checkpoint every "
+        f"{short_duration(risk.best_interval)} is best (Young-Daly) and costs {risk.lost(risk.best_interval):.2%} of "
+        f"the time; as configured every {short_duration(risk.interval)}: {risk.lost(risk.interval):.2%}",
+    }
+    width = max(map(len, rows))
+    return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+
+
+def _describe_suggestions(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) -> list[str]:
+    best = suggest(config, ranks, cluster, efficiency)[:SUGGESTIONS]
+    if not best:
+        return ["nothing fits: use more GPUs, larger ones, or shorter sequences"]
+    lines = ["", "fastest that fit:"]
+    for one in best:
+        options = options_of(one, config) or "as configured"
+        memory = f"{one.plan.total_bytes / 2**30:.1f} GiB a rank"
+        lines.append(f"  {short_number(one.tokens_per_second)} tokens/s, {memory}: {options}")
+    return lines

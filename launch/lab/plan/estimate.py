@@ -1,0 +1,143 @@
+"""How long a step and a run take on a cluster, and which engine, micro-batch and checkpointing are fastest there."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+
+from matmix.data.artifacts import read_json_lines
+from matmix.launch.lab.plan.hardware import Cluster
+from matmix.launch.lab.plan.traffic import Collective, collectives
+from matmix.train.config import RunConfig
+from matmix.train.estimate.memory import Mode, checkpointing_mode
+from matmix.train.estimate.plan import Plan, make_plan
+
+# Assumed where nobody has measured: what well-tuned attention models reach in bf16 on such GPUs.
+ASSUMED_EFFICIENCY = 0.35
+USABLE = 0.92  # share of a GPU's memory that a plan may fill: the CUDA context and fragments take the rest
+MODES: tuple[Mode, ...] = ("none", "selective by op", "selective", "full")  # by what they recompute
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """A plan on a cluster."""
+
+    config: RunConfig
+    plan: Plan
+    mode: Mode
+    traffic: list[Collective]
+    compute_seconds: float  # of a step
+    traffic_seconds: float
+    fits: bool
+
+    @property
+    def step_seconds(self) -> float:
+        """Exchanges run beside the arithmetic: the slower of the two counts."""
+        return max(self.compute_seconds, self.traffic_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.plan.tokens_per_step / self.step_seconds
+
+    @property
+    def days(self) -> float:
+        return self.step_seconds * self.plan.steps / 86400
+
+
+def measured_efficiency(run: Path) -> float:
+    """Median utilisation that a run recorded over its second half. Raises ValueError where it has none."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"--measured {run}: there is no metrics.jsonl; name the directory of a run")
+    records = read_json_lines(path)
+    shares = [record["mfu"] for record in records if record.get("kind") == "train" and record.get("mfu")]
+    if not shares:
+        raise ValueError(f"--measured {run}: it recorded no utilisation, as its device has no known peak; give --mfu")
+    return statistics.median(shares[len(shares) // 2 :])
+
+
+def recomputed_forwards(mode: Mode, every: int) -> float:
+    """Forward passes that checkpointing adds to a step. By op matrix products are kept, and only they count."""
+    return {"none": 0.0, "selective by op": 0.0, "selective": 1 / every, "full": 1.0}[mode]
+
+
+def estimate(
+    config: RunConfig, ranks: int, cluster: Cluster, efficiency: float, *, mode: Mode | None = None
+) -> Estimate:
+    """The plan of `config` with its times. Raises ValueError where the batch does not divide over the ranks."""
+    mode = mode or checkpointing_mode(config)
+    plan = make_plan(config, ranks, mode=mode)
+    forwards = 3 + recomputed_forwards(mode, config.engine.selective_every)
+    flops = forwards * plan.flops_per_token * plan.tokens_per_step
+    traffic = collectives(config, plan, cluster.gpus_per_node)
+    return Estimate(
+        config=config,
+        plan=plan,
+        mode=mode,
+        traffic=traffic,
+        compute_seconds=flops / (ranks * cluster.peak_tflops * 1e12 * efficiency),
+        traffic_seconds=sum(part.seconds(cluster) for part in traffic),
+        fits=plan.total_bytes <= USABLE * cluster.memory_gb * 1e9,
+    )
+
+
+def candidates(config: RunConfig, ranks: int, cluster: Cluster) -> list[RunConfig]:
+    """The configs that a suggestion chooses from: engines, meshes and micro-batches, but the same global batch."""
+    per_rank = config.global_batch_size // ranks
+    if per_rank * ranks != config.global_batch_size:
+        return []
+    engines = [dataclasses.replace(config.engine, name="fsdp2", replicate=1)]
+    if 1 < cluster.gpus_per_node < ranks and ranks % cluster.gpus_per_node == 0:
+        engines.append(dataclasses.replace(config.engine, name="fsdp2", replicate=ranks // cluster.gpus_per_node))
+    if ranks > 1:
+        engines.append(dataclasses.replace(config.engine, name="ddp", replicate=1))
+    micros = [size for size in range(1, per_rank + 1) if per_rank % size == 0][-6:]
+    return [
+        dataclasses.replace(config, engine=engine, micro_batch_size=micro) for engine in engines for micro in micros
+    ]
+
+
+def suggest(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) -> list[Estimate]:
+    """What fits, the fastest first; among equals what computes least, then the larger micro-batch, then less memory."""
+    found = [
+        estimate(candidate, ranks, cluster, efficiency, mode=mode)
+        for candidate in candidates(config, ranks, cluster)
+        for mode in MODES
+    ]
+    fitting = [one for one in found if one.fits]
+    return sorted(
+        fitting,
+        key=lambda one: (
+            round(one.step_seconds, 6),
+            one.compute_seconds,
+            MODES.index(one.mode),
+            -one.plan.micro_batch_size,
+            one.plan.total_bytes,
+        ),
+    )
+
+
+def nearest_micro_batch(config: RunConfig, ranks: int) -> RunConfig:
+    """`config` with the largest micro-batch up to its own that divides a rank's share of the global batch on `ranks`.
+
+    Raises ValueError where the global batch itself does not divide.
+    """
+    share = dataclasses.replace(config, micro_batch_size=0).micro_batch(ranks)
+    size = max(size for size in range(1, min(config.micro_batch_size or share, share) + 1) if share % size == 0)
+    return dataclasses.replace(config, micro_batch_size=size)
+
+
+def options_of(one: Estimate, config: RunConfig) -> str:
+    """The command-line options that turn `config` into an estimate's config; "" where it is the same."""
+    engine, old = one.config.engine, config.engine
+    by = {"none": ("none", old.selective_by), "full": ("full", old.selective_by)}
+    mode, selective_by = by.get(one.mode, ("selective", "op" if one.mode == "selective by op" else "block"))
+    changes = {
+        "engine.name": (old.name, engine.name),
+        "engine.replicate": (old.replicate, engine.replicate),
+        "micro-batch-size": (config.micro_batch_size, one.plan.micro_batch_size),
+        "engine.activation-checkpointing": (old.activation_checkpointing, mode),
+        "engine.selective-by": (old.selective_by, selective_by),
+    }
+    return " ".join(f"--{name} {new}" for name, (before, new) in changes.items() if before != new)

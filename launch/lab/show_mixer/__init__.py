@@ -1,0 +1,1 @@
+"""`matmix show-mixer`: the matrices that mix the tokens of a text."""

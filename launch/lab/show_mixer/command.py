@@ -1,0 +1,231 @@
+"""`matmix show-mixer RUN_OR_RECIPE --text ...`: pictures of the matrices M that mix a text's tokens, and their ranks.
+
+One page a layer. What each mixer gets in the model's forward pass is recorded, and M is computed from it in float64,
+which numerical ranks need.
+"""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from matmix.data.storage.remote import is_url
+from matmix.launch.lab.show_mixer.pictures import Head, Page, draw_page
+from matmix.launch.lab.show_mixer.subject import Subject, check_no_comparison, fresh, trained
+from matmix.model.backbone import Backbone
+from matmix.model.mixers.base import Mixer
+
+
+def show_mixer(
+    source: str | Path,
+    *,
+    text: str,
+    out: str | Path | None = None,
+    step: int | None = None,
+    layers: Sequence[int] | None = None,
+    max_tokens: int | None = None,
+    max_heads: int = 16,
+    overrides: Sequence[str] = (),
+    tell: Callable[[str], object] = print,
+) -> list[Path]:
+    """Draw M of every head, one PNG a layer.
+
+    Args:
+        source: run directory (or its URL), export directory, recipe file or name of a bundled recipe. A recipe has
+            initial weights.
+        text: becomes tokens as in training, the special ones included.
+        out: folder for the pictures; default: pictures/<name of the source>, of a comparison's run that of its entry
+            and the seed. A page that was made from another text, or otherwise, stays: the new one gets -2 to its name.
+        step: the checkpoint of a run; default: the newest.
+        layers: which layers, from 0; default: all that have a mixer.
+        max_tokens: the text is cut after these; default: 128, or fewer where the model takes no more. Mixers of a
+            fixed length get exactly that many: the text is cut, or repeated until it fills them.
+        max_heads: heads drawn of each layer, evenly spaced if there are more.
+        overrides: changes of a recipe, such as ("--model.layers", "hydra").
+        tell: takes a line for the user.
+    Returns: the pictures. Raises FileNotFoundError or ValueError (one line).
+    """
+    if not text.strip():
+        raise ValueError("the text is empty; give the words to show the mixers with, as in --text 'to be or not to be'")
+    if max_tokens is not None and max_tokens < 3:
+        raise ValueError(f"max_tokens must be 3 or more, got {max_tokens}")
+    if max_heads < 1:
+        raise ValueError(f"max_heads must be 1 or more, got {max_heads}")
+    is_model = is_url(str(source)) or Path(source).is_dir()
+    if is_model and overrides:
+        raise ValueError(f"{source} is a trained model, of which nothing can be changed: {' '.join(overrides)}")
+    if not is_model and step is not None:
+        raise ValueError(f"{source} is a recipe, which has no steps to choose from; leave step out")
+    if out is not None and (file := next((path for path in (Path(out), *Path(out).parents) if path.is_file()), None)):
+        raise ValueError(f"--out {out}: {file} is a file; name a folder for the pages")
+    if not is_url(str(source)):
+        check_no_comparison(str(source))
+    subject = (
+        trained(str(source), text, step, max_tokens) if is_model else fresh(str(source), text, max_tokens, overrides)
+    )
+    chosen = _check_layers(subject, layers)
+    folder = Path(out) if out is not None else Path("pictures") / subject.name
+    fixed, length = subject.model.config.fixed_length_mixers(), subject.model.config.max_seqlen
+    if max_tokens not in (None, length) and fixed:
+        tell(f"--max-tokens {max_tokens} does not apply: {' and '.join(fixed)} takes exactly {length} tokens")
+    paths = []
+    for layer, matrices in mixer_matrices(subject.model, subject.ids, chosen):
+        page, words = _page(subject, layer, matrices, max_heads)
+        name = f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
+        path = draw_page(page, folder / name)
+        tell(f"{path}: {words}")
+        paths.append(path)
+    if not is_model:
+        tell(
+            f"Next: matmix train {shlex.join([str(source), *overrides])}, then matmix show-mixer RUN for what it learns"
+        )
+    elif subject.label == "export":  # which has no steps
+        tell("Next: the same with another text")
+    else:
+        tell(f"Next: matmix show-mixer {source} --step N for how it came about, or the same with another text")
+    return paths
+
+
+def _check_layers(subject: Subject, layers: Sequence[int] | None) -> list[int]:
+    """The layers to draw, ascending. Raises ValueError for those that are not there or hold no mixer."""
+    blocks = subject.model.blocks
+    mixing = [index for index, block in enumerate(blocks) if block.mixer is not None]
+    if not mixing:
+        raise ValueError(f"{subject.name} has no mixer in any layer")
+    for layer in mixing if layers is None else layers:
+        if not 0 <= layer < len(blocks):
+            raise ValueError(f"{subject.name} has no layer {layer}; its layers are 0 to {len(blocks) - 1}")
+        if blocks[layer].mixer is None:
+            listed = ", ".join(map(str, mixing))
+            raise ValueError(f"layer {layer} of {subject.name} has no mixer; layers with one: {listed}")
+    return mixing if layers is None else sorted(set(layers))
+
+
+@torch.no_grad()
+def mixer_matrices(model: Backbone, ids: Sequence[int], layers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """For each layer its number and M (H, L, L) in float64, for the MRU (H, L, L, order, order).
+
+    Raises ValueError where M is not finite.
+    """
+    inputs: dict[int, torch.Tensor] = {}
+
+    def record(layer: int) -> Callable[..., None]:
+        return lambda _mixer, arguments: inputs.update({layer: arguments[0]})
+
+    handles = [model.blocks[layer].mixer.register_forward_pre_hook(record(layer)) for layer in layers]
+    try:
+        model(torch.tensor([ids]), readout=lambda *_: None)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for layer in layers:
+        mixer = copy.deepcopy(model.blocks[layer].mixer).double()
+        x = inputs.pop(layer).double()
+        matrix = mixer.matrix(x)[0]
+        if not matrix.isfinite().all():
+            raise ValueError(f"M of layer {layer} ({mixer.name}) is not finite: the weights have diverged")
+        yield layer, matrix
+
+
+def numerical_rank(matrix: torch.Tensor, largest: float | None = None) -> int:
+    """Singular values of a float64 matrix above eps * max(rows, columns) * the largest one, eps that of float64.
+
+    largest: what to take for the largest one, where rounding errors are those of a larger matrix.
+    """
+    if matrix.numel() == 0:
+        return 0
+    singular = torch.linalg.svdvals(matrix)
+    scale = float(singular[0]) if largest is None else largest
+    return int((singular > torch.finfo(matrix.dtype).eps * max(matrix.shape) * scale).sum())
+
+
+def as_head(matrix: torch.Tensor, name: str, skip: bool = False) -> Head:
+    """M (L, L) of a head with its ranks; of an MRU's (L, L, order, order) the matrix of all L * order rows.
+
+    skip: M is I and another matrix, whose rank is what one wants to know.
+    """
+    length = matrix.shape[0]
+    order = matrix.shape[2] if matrix.dim() == 4 else 1
+    if matrix.dim() == 4:  # M[t, s] multiplies row vectors from the right
+        matrix = matrix.permute(0, 3, 1, 2).reshape(length * order, length * order)
+    middle = length // 2 * order
+    rank = numerical_rank(matrix)
+    if skip:
+        identity = torch.eye(len(matrix), dtype=matrix.dtype)
+        rank = numerical_rank(matrix - identity, float(torch.linalg.matrix_norm(matrix, 2)))
+    return Head(
+        name=name,
+        matrix=matrix.numpy(),
+        tokens=length,
+        rank=rank,
+        skip=skip,
+        below=numerical_rank(matrix[middle:, :middle]),
+        above=numerical_rank(matrix[:middle, middle:]),
+    )
+
+
+def choose_heads(matrices: torch.Tensor, most: int, word: str = "head") -> list[tuple[int, str]]:
+    """Which of the matrices (H, L, L) to draw, at most `most` of them and evenly spaced, and what to call them.
+
+    word: what has a matrix of its own. Where the first half of them looks back and the second one ahead, each has two.
+    """
+    count, half = len(matrices), len(matrices) // 2
+    past, future = matrices[:half], matrices[half:]
+    paired = count % 2 == 0 and matrices.dim() == 3 and not past.triu(1).any() and not future.tril(-1).any()
+    if not paired or not past.tril(-1).any() or not future.triu(1).any():
+        return [(index, f"{word} {index}") for index in _evenly(count, most)]
+    return [
+        (index + back * half, f"{word} {index}, {'backward' if back else 'forward'}")
+        for index in _evenly(half, max(most // 2, 1))
+        for back in (0, 1)
+    ]
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    number = min(count, most)
+    return [index * count // number for index in range(number)]
+
+
+def is_per_channel(mixer: Mixer, matrices: torch.Tensor) -> bool:
+    """Whether every channel of the values has a matrix of its own, of the matrices (H, L, L)."""
+    if len(matrices) != mixer.d_model:
+        return False
+    values = mixer.values(next(mixer.parameters()).new_zeros(1, matrices.shape[1], mixer.d_model))
+    return values.shape[2:] == (mixer.d_model, 1)
+
+
+def _page(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) -> tuple[Page, str]:
+    """A layer's page, and what one says about it in a line."""
+    mixer, count = subject.model.blocks[layer].mixer, len(matrices)
+    chosen = choose_heads(matrices, max_heads, "channel" if is_per_channel(mixer, matrices) else "head")
+    skip = getattr(mixer, "skip", False)
+    heads = [as_head(matrices[index], name, skip) for index, name in chosen]
+    what = f"{count} {'matrix' if count == 1 else 'matrices'}"
+    if len(heads) < count:
+        what = f"{len(heads)} of {what}"
+    notes = list(subject.notes)
+    if matrices.dim() == 5:
+        order = matrices.shape[-1]
+        notes.append(f"For two tokens M holds a block of {order} x {order}, the product of the states between them.")
+    if not mixer.data_dependent:
+        notes.append("M is the same for every text.")
+    title = f"layer {layer}: {mixer.name}"
+    subtitle = f"{subject.where}, {subject.state}, {len(subject.ids)} tokens, {what}"
+    page = Page(
+        title=title,
+        subtitle=subtitle,
+        text=subject.text,
+        description="\n".join((title, subtitle, *subject.overrides, subject.text)),
+        notes=notes,
+        heads=heads,
+        pieces=subject.pieces,
+    )
+    ranks = [head.rank for head in heads]
+    span = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
+    below, above = max(head.below for head in heads), max(head.above for head in heads)
+    span += " + I" if skip else ""
+    return page, f"{what}, rank {span} of {len(heads[0].matrix)}, blocks at most {below} / {above}"

@@ -1,0 +1,205 @@
+"""What `matmix show-mixer` shows: a trained model or a recipe's initial weights, and a text as its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from matmix.data.storage.remote import is_url
+from matmix.data.storage.storage import Storage
+from matmix.data.synthetic import make_task
+from matmix.data.synthetic.vocabulary import TaskTokenizer
+from matmix.launch.generate import MASK, load_source
+from matmix.model import build_model
+from matmix.model.backbone import Backbone
+from matmix.model.initialization import initialize
+from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
+from matmix.train.config import RunConfig
+from matmix.train.recipe import find_recipe, load_config, read_toml
+from matmix.train.run.directory import RunDirectory
+from matmix.train.run.remote import local_run
+from matmix.train.run.trained import find_checkpoint
+
+MOST_TOKENS = 128
+BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """A model and the tokens of the text that it is shown with."""
+
+    name: str
+    """What the folder of its pictures is called."""
+    where: str
+    """What a reader finds it by."""
+    state: str
+    """Which weights: "step 1,000", or "initial weights"."""
+    label: str
+    """The same, as a part of a file's name."""
+    model: Backbone
+    text: str
+    ids: list[int]
+    pieces: list[str]
+    """What the tokens are called."""
+    notes: list[str]
+    """What a reader has to know about the tokens."""
+    overrides: tuple[str, ...] = ()
+    """Changes of a recipe."""
+
+
+def trained(source: str, text: str, step: int | None, max_tokens: int | None) -> Subject:
+    """The model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
+    path = local_run(source, step=step)
+    if (path / "config.toml").is_file():
+        # Found once: a run that is being trained may write a newer one in between.
+        step = int(find_checkpoint(RunDirectory(path), step).name.rpartition("-")[2])
+    loaded = load_source(path, step=step, device="cpu")
+    state, label = ("export", "export") if step is None else (f"step {step:,}", f"step-{step}")
+    ids, notes = _encode(loaded.model, loaded.tokenizer, loaded.special.get("mask"), text, max_tokens)
+    pieces = _pieces(loaded.tokenizer, ids)
+    return Subject(_name(source), _where(source), state, label, loaded.model, text, ids, pieces, notes)
+
+
+def check_no_comparison(source: str) -> None:
+    """Raises ValueError (one line) for a comparison, which has no weights of its own: its folder, an entry's folder in
+    it, or its recipe."""
+    path = Path(source)
+    if path.is_dir():
+        home = path if not any((path / name).is_file() for name in ("config.toml", "config.json")) else None
+    else:
+        try:
+            recipe = find_recipe(source)
+        except FileNotFoundError:
+            return
+        values = read_toml(recipe)
+        home = Path(values.get("run_dir") or f"runs/{recipe.stem}") if "comparison" in values else None
+        if home is not None and not _runs_in(home):
+            raise ValueError(
+                f"{source} is a comparison of several models; once they are trained (matmix compare {source}) choose a "
+                f"run of them, {home}/ENTRY/seed-N"
+            )
+    runs = _runs_in(home) if home is not None else []
+    if runs:
+        others = f" or one of the {len(runs) - 1} beside it" if len(runs) > 1 else ""
+        raise ValueError(f"{source} is a comparison of several models; choose a run of them: {runs[0]}{others}")
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """The runs of a comparison's folder, or of an entry's folder in one."""
+    return sorted({path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}seed-*/config.toml")})
+
+
+def _name(source: str) -> str:
+    """The last part of a path; of a comparison's runs, all of which end in a seed, what is below its folder."""
+    path = Path(source).resolve()
+    parts = source.rstrip("/").split("/") if is_url(source) else path.parts
+    if not re.fullmatch(r"seed-\d+", parts[-1]):
+        return parts[-1]
+    with_variants = not is_url(source) and len(path.parts) > 3 and (path.parents[2] / "comparison.toml").is_file()
+    return "-".join(parts[-3:] if with_variants else parts[-2:])
+
+
+def _where(source: str) -> str:
+    """A path as seen from the current folder if it lies there, else as it was given."""
+    path, here = Path(source), Path.cwd()
+    if is_url(source) or not path.resolve().is_relative_to(here):
+        return source
+    return str(path.resolve().relative_to(here)) if path.resolve() != here else here.name
+
+
+def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[str]) -> Subject:
+    """The model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
+    try:
+        name = _name(str(find_recipe(source).with_suffix("")))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"no run at {source}, and {error}") from None
+    config = load_config(source, list(overrides))
+    found = _dataset_tokenizer(config)
+    fast, mask, needed = found or (None, None, BYTES)
+    vocab_size = config.model.vocab_size or -(-needed // 64) * 64  # as training takes it from the data
+    if fast is not None and vocab_size < needed:
+        raise ValueError(f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {needed} pieces")
+    model = build_model(dataclasses.replace(config.model, vocab_size=vocab_size))
+    initialize(model, config.seed)
+    if fast is not None:
+        ids, notes = _encode(model, fast, mask, text, max_tokens)
+        pieces = _pieces(fast, ids)
+    else:
+        raw = text.encode()
+        limit = _limit(model, max_tokens)
+        ids, notes = _fill(model, [byte % vocab_size for byte in raw[:limit]])
+        pieces = [bytes([byte]).decode("ascii", errors="replace") for byte in _repeated(list(raw[:limit]), len(ids))]
+        where = config.data.path or "the recipe's data path"
+        notes = [f"Tokens are the bytes of the text, modulo the vocabulary: there is no dataset at {where}.", *notes]
+    state, label = "initial weights", "initial"
+    return Subject(name, source, state, label, model.eval(), text, ids, pieces, notes, tuple(overrides))
+
+
+def _dataset_tokenizer(config: RunConfig) -> tuple[FastTokenizer, int | None, int] | None:
+    """The tokenizer of a recipe's dataset, putting special tokens around as in training, its mask and its size; None
+    without the dataset."""
+    path = config.data.path or next(iter(config.data.mixture), "")
+    if config.data.synthetic.task:
+        info = TaskTokenizer(make_task(config.data.synthetic))
+        fast = info.backend
+    elif not path:
+        return None
+    else:
+        try:
+            storage = Storage(path, config.data.cache_dir)
+        except FileNotFoundError:
+            return None
+        info = storage.manifest.tokenizer
+        fast = load_fast_tokenizer(storage.file(info.file), info.special)
+    suffix = None if config.model.causal else info.special.get(config.data.suffix)
+    fast.post_processor = special_tokens_around(fast, info.special.get(config.data.prefix), suffix)
+    fast.encode_special_tokens = config.model.causal
+    return fast, info.special.get("mask"), info.vocab_size
+
+
+def _limit(model: Backbone, max_tokens: int | None) -> int:
+    """How many tokens of a text to take at most."""
+    config = model.config
+    limit = MOST_TOKENS if max_tokens is None else max_tokens
+    if config.fixed_length_mixers():
+        return config.max_seqlen
+    return min(limit, config.max_seqlen) if not config.causal and config.position_embeddings else limit
+
+
+def _encode(
+    model: Backbone, tokenizer: FastTokenizer, mask: int | None, text: str, max_tokens: int | None
+) -> tuple[list[int], list[str]]:
+    """Tokens as in training, and notes about them."""
+    if not model.config.causal and mask is not None:
+        text = text.replace(MASK, tokenizer.id_to_token(mask))
+    tokenizer.no_truncation()
+    whole = len(tokenizer.encode(text).ids)
+    tokenizer.enable_truncation(_limit(model, max_tokens))  # keeps the special token at the end, as training does
+    ids = tokenizer.encode(text).ids
+    ids, notes = _fill(model, ids)
+    if whole > len(ids):
+        notes.insert(0, f"The first {len(ids)} of {whole} tokens.")
+    return ids, notes
+
+
+def _fill(model: Backbone, ids: list[int]) -> tuple[list[int], list[str]]:
+    """Tokens repeated where mixers take one length only, and a note that says so. Raises ValueError for too few."""
+    fixed, length = model.config.fixed_length_mixers(), model.config.max_seqlen
+    if len(ids) < 2:
+        raise ValueError("the text has fewer than 2 tokens, which there is nothing to mix of; give a longer one")
+    if not fixed or len(ids) == length:
+        return ids, []
+    names = " and ".join(fixed)
+    return _repeated(ids, length), [f"The text is repeated until it fills the {length} tokens that {names} needs."]
+
+
+def _repeated(items: list, length: int) -> list:
+    return (items * -(-length // len(items)))[:length]
+
+
+def _pieces(tokenizer: FastTokenizer, ids: list[int]) -> list[str]:
+    return [tokenizer.id_to_token(index) or f"<unused {index}>" for index in ids]

@@ -1,0 +1,97 @@
+"""The grid of runs: every variant on every dataset at every learning rate, then more seeds of the best rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from matmix.launch.lab.compare.progress import Clock
+from matmix.launch.lab.studies.mru.results import Result, Results
+from matmix.launch.lab.studies.mru.runs import run
+from matmix.launch.lab.studies.mru.variants import RATES, configs
+
+PART = "grid"
+
+FOLLOWED = "characters"
+"""The dataset, by its name, whose runs keep their weights, to be followed along longer texts."""
+
+T = TypeVar("T")
+
+
+def share(items: Sequence[T], shard: tuple[int, int]) -> list[T]:
+    """The items of shard (i, n), i from 1 to n."""
+    return list(items[shard[0] - 1 :: shard[1]])
+
+
+def run_key(data: str, variant: str, rate: float, seed: int) -> str:
+    return f"{data}, {variant} @{rate:g} seed {seed}"
+
+
+def worth(result: Result) -> float:
+    """Its loss; infinite, and so worse than any other, where it is no number."""
+    return float("inf") if result["loss"] is None else result["loss"]
+
+
+def best_runs(found: Mapping[str, Result]) -> dict[tuple[str, str], Result]:
+    """(dataset, variant) -> the run of seed 0 with the lowest loss; none where no loss is a number.
+
+    found: results of the grid.
+    """
+    best: dict[tuple[str, str], Result] = {}
+    for result in sorted(found.values(), key=lambda result: (worth(result), result["rate"])):
+        if result["seed"] == 0 and result["loss"] is not None:
+            best.setdefault((result["data"], result["variant"]), result)
+    return best
+
+
+def run_grid(
+    results: Results,
+    data: Mapping[str, str],
+    variants: Sequence[str],
+    *,
+    steps: int,
+    seeds: int = 1,
+    shard: tuple[int, int] = (1, 1),
+) -> None:
+    """Runs what is not there yet; data: name -> folder.
+
+    A shard has whole variants, as their further seeds run at the rate that their first seed found best; so no two
+    shards have a run in common. Raises ValueError where results of other steps are there.
+    """
+    for key, result in results.read(PART).items():
+        if result["steps"] != steps:
+            raise ValueError(
+                f"{results.folder} holds {key} with {result['steps']} steps, and not {steps}: give another --work"
+            )
+    cells = share([(name, variant) for name in data for variant in variants], shard)
+    by_data = {name: configs(data[name], {"steps": steps}) for name in {name for name, _ in cells}}
+    total, done, clock = len(cells) * (len(RATES) + seeds - 1), 0, Clock(1)
+    print(f"{PART}: shard {shard[0]} of {shard[1]}, {total} runs", flush=True)
+
+    def one(name: str, variant: str, rate: float, seed: int) -> None:
+        nonlocal done
+        done += 1
+        key = run_key(name, variant, rate, seed)
+        weights = results.weights(key) if name == FOLLOWED and seed == 0 else None
+        config = by_data[name][variant]
+        config = dataclasses.replace(config, seed=seed, optimizer=dataclasses.replace(config.optimizer, lr=rate))
+        facts = {"data": name, "variant": variant, "rate": rate, "seed": seed}
+        began = time.perf_counter()
+        if result := results.measure(PART, key, lambda: {**facts, **run(config, weights)}):
+            clock.count(time.perf_counter() - began)
+            loss = "NaN" if result["loss"] is None else f"{result['loss']:.4f}"
+            left = clock.left([], total - done)
+            print(f"[{done}/{total}] {key}: loss {loss}, {result['seconds']:.0f} s; about {left} left", flush=True)
+
+    for name, variant in cells:
+        for rate in RATES:
+            one(name, variant, rate, 0)
+    best = best_runs(results.read(PART))
+    for name, variant in cells:
+        for seed in range(1, seeds):
+            if (found := best.get((name, variant))) is not None:
+                one(name, variant, found["rate"], seed)
+            else:
+                done += 1

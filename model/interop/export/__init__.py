@@ -1,0 +1,1 @@
+"""Writes models as directories that transformers loads by itself."""

@@ -1,0 +1,132 @@
+"""Language models for transformers: AutoModel and AutoModelForCausalLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from matmix.model.interop.export.base import MatmixPreTrainedModel, mean_cross_entropy, refuse_input_embeddings
+from matmix.model.interop.export.config import MatmixConfig
+from matmix.model.interop.export.state import CarriedState, continue_state, read_prompt
+from matmix.model.language_model import LanguageModel
+
+
+class MatmixLanguageModelBase(MatmixPreTrainedModel):
+    """A `LanguageModel` in `self.model`."""
+
+    config_class = MatmixConfig
+
+    def __init__(self, config: MatmixConfig):
+        super().__init__(config)
+        self.model = LanguageModel(self.matmix_config())
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embedding = value
+
+
+class MatmixModel(MatmixLanguageModelBase):
+    """The final features (B, L, d_model), from which the output projection makes logits."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPast | tuple:
+        refuse_input_embeddings(inputs_embeds)
+        features = self.model(input_ids, attention_mask=attention_mask, readout=lambda x, weight, bias: x)
+        output = BaseModelOutputWithPast(last_hidden_state=features.unflatten(0, input_ids.shape))
+        return output.to_tuple() if return_dict is False else output
+
+
+class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
+    """Next-token logits, with a loss for training and carried state for generation.
+
+    With `use_cache=True` (as `generate` calls it) the layers' states come back as `past_key_values`, and
+    a further call with them takes only the new tokens. Padding may stand on either side and never enters
+    a state.
+    """
+
+    # Generation methods that need to take tokens back (assisted decoding and the like) are refused by
+    # transformers.
+    _is_stateful = True
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.embedding if self.config.tie_word_embeddings else self.model.output
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        if not self.config.tie_word_embeddings:
+            self.model.output = value
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        past_key_values: CarriedState | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        inputs_embeds: torch.Tensor | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Logits (B, L, vocab_size), or of the last `logits_to_keep` columns only.
+
+        labels (B, L): the input ids again, -100 where a token shall not count; the loss is the mean over
+        predictions of labels[:, 1:]. attention_mask (B, L): 0 at padding.
+        """
+        refuse_input_embeddings(inputs_embeds)
+        state = None
+        if past_key_values is not None:
+            new = input_ids.shape[1]
+            if attention_mask is not None and new > 1 and not bool(attention_mask[:, -new:].all()):
+                raise ValueError("tokens that continue a state cannot be padded; pad only the first prompt")
+            logits, state = continue_state(self.model, input_ids, past_key_values, logits_to_keep)
+        elif use_cache:
+            logits, state = read_prompt(self.model, input_ids, attention_mask, logits_to_keep)
+        else:
+            logits = self._full_logits(input_ids, attention_mask, logits_to_keep)
+        loss = None if labels is None else mean_cross_entropy(logits[:, :-1], labels[:, 1:])
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=state)
+        return output.to_tuple() if return_dict is False else output
+
+    def _full_logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int) -> torch.Tensor:
+        batch, length = input_ids.shape
+        if not keep or keep >= length:
+            return self.model(input_ids, attention_mask=attention_mask)
+        columns = torch.arange(length - keep, length, device=input_ids.device)
+        select = (torch.arange(batch, device=input_ids.device).unsqueeze(1) * length + columns).flatten()
+        return self.model(input_ids, attention_mask=attention_mask, select=select).unflatten(0, (batch, keep))
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.Tensor,
+        past_key_values: CarriedState | None = None,
+        attention_mask: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The tokens that the state has not seen; everything else `generate` carries along is of no use
+        here."""
+        if past_key_values is not None:
+            input_ids = input_ids[:, past_key_values.seen :]
+        return {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "use_cache": use_cache,
+            "logits_to_keep": logits_to_keep or 0,
+        }

@@ -1,0 +1,1 @@
+"""Reads the checkpoints of the papers' own code."""

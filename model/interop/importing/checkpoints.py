@@ -1,0 +1,170 @@
+"""Checkpoints of Hydra and mru-lm as (our configuration, our state)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from matmix.model.build import build_model
+from matmix.model.config import ModelConfig
+from matmix.model.interop.importing.foreign import (
+    check_plain,
+    indexed_files,
+    read_object,
+    read_safetensors,
+    read_torch,
+)
+from matmix.model.interop.importing.hydra import hydra_mlm_values
+from matmix.model.interop.importing.layouts import rename_state
+from matmix.model.interop.importing.mru import mru_lm_values
+from matmix.model.interop.importing.reference import reference_layout
+
+SOURCES = {"hydra": "hydra-mlm", "mru-lm": "mru-lm"}
+"""Name of a project -> kind of its whole models."""
+
+_CONFIG_FILES = ("config.json", "modelcfg.json", "model.json")
+_WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin", "model.pt")
+
+
+def read_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """Read a checkpoint of another project.
+
+    Args:
+        source: "hydra" (encoder with masked-LM head) or "mru-lm".
+        path: a .safetensors file, a torch file (read without unpickling code) or a directory of either (as
+            Hugging Face writes it). The configuration is config.json beside the weights (or modelcfg.json,
+            model.json), or the file's metadata; what it leaves out is read off the shapes.
+        overrides: configuration values that take precedence.
+    Returns: the model's configuration, and its state in our names, float32.
+    Raises: FileNotFoundError; ValueError, one line, for what cannot be read or does not fit.
+    """
+    if source not in SOURCES:
+        raise ValueError(f"cannot import from {source!r}; known: {', '.join(SOURCES)}")
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"no such file or directory: {path}")
+    kind = SOURCES[source]
+    weights = find_weights(path) if path.is_dir() else path
+    state, found = read_tensors(weights)
+    try:
+        return _fitted(kind, strip_prefixes(state), found, weights, overrides)
+    except ValueError:
+        raise
+    except Exception as error:  # what shapes and values that nobody would write make of the layouts
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+        raise ValueError(f"{weights} does not fit together ({ascii(reason)[1:-1]})") from None
+
+
+def _fitted(
+    kind: str, state: dict[str, torch.Tensor], found: dict[str, Any], weights: Path, overrides: Mapping[str, Any]
+) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    shapes = (hydra_mlm_values if kind == "hydra-mlm" else mru_lm_values)(state)
+    values = {**shapes, **found, **read_config_file(weights.parent), **overrides}
+    if kind == "mru-lm":
+        # Training scripts write whole run configurations; only the model's part counts.
+        values = {name: value for name, value in values.items() if name in _MRU_KEYS or name in overrides}
+    for name, value in values.items():
+        _check_size(name, value, len(state))
+    config, layout = reference_layout(kind, state, values)
+    expected = dict(build_model(config, device="meta").named_parameters())
+    renamed = rename_state(layout, expected, state)
+    return config, {name: tensor.detach().float().contiguous() for name, tensor in renamed.items()}
+
+
+def _check_size(name: str, value: Any, tensors: int) -> None:
+    """A number of layers that the weights cannot have would be built, one after another, before that is found."""
+    try:
+        size = len(value) if isinstance(value, list | tuple) else int(value)
+    except (TypeError, ValueError, OverflowError):
+        return
+    limit = tensors if name in _COUNTS else _LARGEST_SIZE
+    if size > limit:
+        raise ValueError(
+            f"its configuration has {ascii(name)[1:-1]:.60} = {str(size)[:40]}, which its weights cannot have"
+        )
+
+
+_COUNTS = ("num_hidden_layers", "n_layers", "n_blocks", "layers")
+_LARGEST_SIZE = 1 << 31
+
+_MRU_KEYS = frozenset(
+    {
+        "form",
+        "vocab_size",
+        "embedding_size",
+        "dropout_rate",
+        "n_state_heads",
+        "state_size",
+        "n_attn_heads",
+        "key_size",
+        "value_size",
+        "layers",
+        "n_blocks",
+        "max_sequence_length",
+        "state_construction",
+        "construction",
+    }
+)
+
+
+def find_weights(directory: Path) -> Path:
+    """The weights in a directory: the first known name, else the only .safetensors, .pt or .pth file."""
+    for name in _WEIGHT_FILES:
+        if (directory / name).is_file():
+            return directory / name
+    others = sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".pt", ".pth", ".bin"))
+    if len(others) != 1:
+        what = "no weights" if not others else f"{len(others)} files of weights"
+        raise ValueError(f"{directory} holds {what}; name the file to read")
+    return others[0]
+
+
+def read_config_file(directory: Path) -> dict[str, Any]:
+    """The first configuration file in a directory, or nothing."""
+    for name in _CONFIG_FILES:
+        file = directory / name
+        if file.is_file():
+            return read_object(file)
+    return {}
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All tensors of a file (or of the shards of a safetensors index), and the configuration in its
+    metadata."""
+    if path.name.endswith(".index.json"):
+        tensors: dict[str, torch.Tensor] = {}
+        for shard in indexed_files(path):
+            tensors |= read_tensors(shard)[0]
+        return tensors, {}
+    if path.suffix == ".safetensors":
+        tensors, metadata = read_safetensors(path)
+        return tensors, {key: value for key, value in metadata.items() if key != "format"}
+    content = read_torch(path)
+    # Composer keeps the weights below state.model, others below one of these words.
+    for word in ("state", "model", "state_dict", "model_state_dict"):
+        if isinstance(content, Mapping) and isinstance(content.get(word), Mapping):
+            content = content[word]
+    if not isinstance(content, Mapping) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise ValueError(f"{path} does not hold a state dict of tensors")
+    for name, tensor in content.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path} does not hold a state dict of tensors: its names are no texts")
+        check_plain(name, tensor, path)
+    return dict(content), {}
+
+
+def strip_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without what wrappers put before every name (compile, DDP, Composer), and without golden files'
+    "state."."""
+    while True:
+        for prefix in ("_orig_mod.", "module.", "model.", "state."):
+            if any(name.startswith(prefix) for name in state):
+                kept = {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
+                break
+        else:
+            return state
+        # Tensors outside of the prefix (inputs, gradients, metrics beside the weights) are not the model's.
+        state = kept

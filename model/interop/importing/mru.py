@@ -1,0 +1,203 @@
+"""mru-lm's models: constructor arguments, parameter names, in all of its arrangements.
+
+"layers": a list of "mru", "attn" and "mlp" layers, each behind a LayerNorm of its own (`pre_lns`). "blocks":
+mixer and MLP in one block (`first_ln`, `second_ln`), attention without positions. The first form, of December 2024:
+such blocks, all of them MRUs with chunked input, and no norm at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from matmix.kernels.mru.constructions import CONSTRUCTIONS
+from matmix.model.config import MixerOptions, ModelConfig
+from matmix.model.interop.importing.layouts import ForeignConfig, Layout, is_tied, shape_text
+from matmix.model.mixers.attention.softmax_attention import AttentionConfig
+from matmix.model.mixers.mru import MRUConfig
+
+_OUR_NAMES = {"mru": "mru", "attn": "attention", "mlp": "mlp"}
+_POSITION_TABLES = frozenset(f"position_embedding.{name}" for name in ("c", "s", "t", "invt"))
+
+
+def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
+    """The model (kind mru-lm) that the reference's configuration describes.
+
+    Beyond the reference's keys, `state_construction` names the construction of state matrices, which that
+    code has chosen by editing: one of ours, by default ldu, or cayley where the up projection has no more rows
+    than a triangle has elements; and `form` = "first" says that it is the network of December 2024, whose
+    construction is identity_plus. Where it is left out, the names of the state tell.
+    """
+    config = ForeignConfig("mru-lm", values)
+    first = is_first_form(state, config)
+    d_model = config.require("embedding_size", int)
+    nheads, state_size = config.require("n_state_heads", int), config.get("state_size", d_model)
+    order = math.isqrt(state_size // nheads) if nheads > 0 else 0
+    if nheads < 1 or nheads * order**2 != state_size:
+        raise ValueError(
+            f"mru-lm: state_size = {state_size} is not n_state_heads = {nheads} times the square of a whole number"
+        )
+    blocks = first or ("layers" not in values and any(name.startswith("blocks.") for name in state))
+    kinds = block_kinds(state, config) if blocks else layer_kinds(config)
+    attention_heads = config.get("n_attn_heads", nheads)
+    key_size, value_size = config.get("key_size", d_model), config.get("value_size", d_model)
+    if attention_heads < 1 or key_size % attention_heads or value_size % attention_heads:
+        raise ValueError(
+            f"mru-lm: n_attn_heads = {attention_heads} does not divide key_size = {key_size} "
+            f"and value_size = {value_size}"
+        )
+    dropout = config.get("dropout_rate", 0.0)
+    head = "lm_head_weights" if first else "lm_head.weight"
+    tied = is_tied("mru-lm", state, head, "wte.weight")
+    model = ModelConfig(
+        architecture="language_model",
+        vocab_size=config.require("vocab_size", int),
+        d_model=d_model,
+        n_layers=len(kinds),
+        layers=tuple(_OUR_NAMES[kind] for kind in kinds),
+        mlp_ratio=4.0 if blocks or "mlp" in kinds else 0.0,
+        dropout=dropout,
+        embedding_dropout=dropout,
+        max_seqlen=config.get("max_sequence_length", 1024),
+        final_norm=not first,
+        tie_embeddings=tied,
+        mixers=MixerOptions(
+            mru=MRUConfig(
+                order=order,
+                nheads=nheads,
+                construction=construction_of(state, config, nheads, order, first),
+                input="chunked" if first else "dense",
+                dropout=dropout,
+            ),
+            attention=AttentionConfig(
+                nheads=attention_heads,
+                headdim=key_size // attention_heads,
+                value_headdim=value_size // attention_heads,
+                position="none" if blocks else "xpos",
+                dropout=dropout,
+            ),
+        ),
+    )
+    config.refuse_unknown(frozenset({"create_state_matrix", "n_blocks", "layers"}))
+    # A matrix of two names goes by that under which the reference's named_parameters() has it.
+    embedding, twin = (head, "wte.weight") if first and tied and head in state else ("wte.weight", head)
+    names = {"embedding.weight": embedding}
+    if not first:
+        names["norm.weight"] = "final_ln.weight"
+    if not tied:
+        names["output.weight"] = head
+    for index, kind in enumerate(kinds):
+        ours = f"blocks.{index}."
+        inner = "" if first or kind == "mlp" else f"{kind}."
+        theirs = f"blocks.{index}.{inner}" if blocks else f"layers.{index}."
+        norm = f"blocks.{index}.first_ln" if blocks else f"pre_lns.{index}"
+        names |= layer_names("first" if first else kind, ours, theirs, norm)
+        if blocks:
+            names |= layer_names("mlp", ours, f"blocks.{index}.", f"blocks.{index}.second_ln")
+    ignored = _POSITION_TABLES | ({twin} if tied else set())
+    return model, Layout(kind="mru-lm", names=names, ignored=frozenset(ignored))
+
+
+def layer_names(kind: str, ours: str, theirs: str, norm: str) -> dict[str, str]:
+    """Names of one mixer ("first": an MRU of the first form) or MLP and of the LayerNorm before it."""
+    modules = {
+        "first": {"mixer.out_proj": "mru_out"},
+        "mru": {"mixer.in_proj": "state_matrices_up", "mixer.out_proj": "mru_out"},
+        "attn": {
+            "mixer.q_proj": "query_layer",
+            "mixer.k_proj": "key_layer",
+            "mixer.v_proj": "value_layer",
+            "mixer.out_proj": "attention_down",
+        },
+        "mlp": {"mlp.up": "mlp.0", "mlp.down": "mlp.2"},
+    }[kind]
+    names = {f"{ours}{our}.weight": f"{theirs}{their}.weight" for our, their in modules.items()}
+    if kind == "first":
+        names[f"{ours}mixer.state_up"] = f"{theirs}state_matrices_up"
+    if kind in ("first", "mru"):
+        names[f"{ours}mixer.state_down"] = f"{theirs}state_matrices_down"
+    names[f"{ours}{'norm_mlp' if kind == 'mlp' else 'norm_mixer'}.weight"] = f"{norm}.weight"
+    return names
+
+
+def is_first_form(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> bool:
+    """Whether the network is that of December 2024: as configured, or by the name of an input's weights."""
+    form = config.get("form", "")
+    if form not in ("", "first"):
+        raise ValueError(f'mru-lm: form = {form!r}; known: "first" (of December 2024), or leave it out')
+    return form == "first" or "blocks.0.state_matrices_up" in state
+
+
+def layer_kinds(config: ForeignConfig) -> list[str]:
+    """The list of layers of the "layers" arrangement, checked."""
+    kinds = list(config.get("layers", None, list | tuple) or config.require("layers", list))
+    for kind in kinds:
+        if kind not in _OUR_NAMES:
+            raise ValueError(f"mru-lm: layers names {kind!r}; known: {', '.join(_OUR_NAMES)}")
+    return kinds
+
+
+def block_kinds(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> list[str]:
+    """The mixer of every block of the "blocks" arrangement, from the names in the state."""
+    found = {int(name.split(".")[1]) for name in state if name.startswith("blocks.")}
+    count = config.get("n_blocks", 1 + max(found, default=0))
+    return ["attn" if any(name.startswith(f"blocks.{i}.attn.") for name in state) else "mru" for i in range(count)]
+
+
+def construction_of(
+    state: Mapping[str, torch.Tensor], config: ForeignConfig, nheads: int, order: int, first: bool
+) -> str:
+    """The configured construction, or that of the first form, or the one that the shape of an up projection allows."""
+    wanted = config.get("state_construction", config.get("construction", ""))
+    if wanted:
+        if wanted not in CONSTRUCTIONS:
+            raise ValueError(f"mru-lm: state_construction = {wanted!r}; known: {', '.join(CONSTRUCTIONS)}")
+        return wanted
+    if first:
+        return "identity_plus"
+    for name, tensor in state.items():
+        if name.endswith("state_matrices_up.weight"):
+            full, triangle = nheads * order**2, nheads * order * (order - 1) // 2
+            if tensor.shape[0] not in (full, triangle):
+                raise ValueError(
+                    f"mru-lm: key {name!r} has shape {shape_text(tensor)}, but the configuration gives "
+                    f"({full}, {config.values['embedding_size']})"
+                )
+            return "ldu" if tensor.shape[0] == full else "cayley"
+    return "ldu"
+
+
+def mru_lm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What the shapes of a state say about its configuration, for checkpoints that come without one."""
+    downs = [tensor for name, tensor in state.items() if name.endswith("state_matrices_down")]
+    embedding = state.get("wte.weight", state.get("lm_head_weights"))
+    if embedding is None or not downs or downs[0].dim() != 3:
+        raise ValueError(
+            "mru-lm: the state lacks key 'wte.weight' or a 'state_matrices_down' of shape (heads, order, c)"
+        )
+    nheads, order, _ = downs[0].shape
+    vocab_size, d_model = embedding.shape
+    values: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "embedding_size": d_model,
+        "n_state_heads": nheads,
+        "state_size": nheads * order**2,
+    }
+    layers = {int(name.split(".")[1]) for name in state if name.startswith("layers.")}
+    if layers:
+        signs = {"state_matrices_down": "mru", "query_layer.weight": "attn", "mlp.0.weight": "mlp"}
+        values["layers"] = [
+            next((kind for sign, kind in signs.items() if f"layers.{index}.{sign}" in state), "mlp")
+            for index in sorted(layers)
+        ]
+    queries = [tensor for name, tensor in state.items() if name.endswith("query_layer.weight")]
+    table = state.get("position_embedding.c")
+    if queries and table is not None:
+        value = next(tensor for name, tensor in state.items() if name.endswith("value_layer.weight"))
+        values |= {"key_size": queries[0].shape[0], "value_size": value.shape[0]}
+        values["n_attn_heads"] = queries[0].shape[0] // table.shape[-1]
+        values["max_sequence_length"] = table.shape[0]
+    return values

@@ -1,0 +1,1 @@
+"""Softmax attention, and attention whose mask is a structured matrix."""

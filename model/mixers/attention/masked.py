@@ -1,0 +1,264 @@
+"""Structured masked attention: Y = (L * Q K^T) V for a structured mask L (arXiv 2405.21060, section 4).
+
+The one contraction can be taken in two orders, which agree: quadratic, with Q K^T made first, or linear, with K and V
+contracted first and L applied along the sequence by its own fast algorithm: a scan for causal masks with decays, FFTs
+for Toeplitz and Fourier masks. As in RetNet (arXiv 2307.08621) an RMS norm per head follows, since rows of L have
+sums that grow with the length.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from matmix.kernels import semiseparable_scan
+from matmix.model.initialization import InitRule, normal_init
+from matmix.model.mixers.attention.masks import (
+    decay_mask,
+    fourier_mask,
+    masked_product,
+    toeplitz_mask,
+    toeplitz_mask_product,
+    toeplitz_spectrum,
+    transform_length,
+)
+from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.gates import exact_linear
+from matmix.model.mixers.heads import check_heads, head_count
+from matmix.model.mixers.scans.hydra import RMSNormWeight
+from matmix.model.mixers.structured.fourier import cosine_transform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedAttentionConfig:
+    """Options of structured masked attention, the same for all masks."""
+
+    headdim: int = 64
+    """Channels per head."""
+    nheads: int = 0
+    """Number of heads; 0 means d_model / headdim."""
+    contraction: Literal["auto", "quadratic", "linear"] = "auto"
+    """Order of the contraction: quadratic makes all scores first, linear (auto) contracts keys and values first and
+    applies the mask by its fast algorithm."""
+    bias: bool = False
+    """Biases in the four projections."""
+
+
+class MaskedAttention(Mixer):
+    """Projections, heads and norm, which all masks share."""
+
+    Config = MaskedAttentionConfig
+
+    def __init__(
+        self, d_model: int, config: MaskedAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
+    ):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        self.nheads = head_count(d_model, config)
+        d_inner = self.nheads * config.headdim
+        self.q_proj = nn.Linear(d_model, d_inner, bias=config.bias)
+        self.k_proj = nn.Linear(d_model, d_inner, bias=config.bias)
+        self.v_proj = nn.Linear(d_model, d_inner, bias=config.bias)
+        self.norm = RMSNormWeight(d_inner)
+        self.out_proj = nn.Linear(d_inner, d_model, bias=config.bias)
+        self.init_rules: dict[str, InitRule] = {"out_proj.weight": normal_init(output_std)}
+
+    @classmethod
+    def check(cls, d_model: int, config: MaskedAttentionConfig) -> None:
+        place = f"model.mixers.{cls.name}"
+        check_heads(cls.name, d_model, config)
+        if config.contraction not in ("auto", "quadratic", "linear"):
+            raise ValueError(f"{place}.contraction = {config.contraction!r}; known: auto, quadratic, linear")
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: MaskedAttentionConfig, seqlen: int, causal: bool) -> float:
+        nheads, headdim = head_count(d_model, config), config.headdim
+        seen = (seqlen + 1) / 2 if causal else seqlen
+        quadratic = config.contraction == "quadratic"
+        mixing = 4 * seen * headdim if quadratic else cls.linear_flops(headdim, seqlen)
+        return 8.0 * d_model * nheads * headdim + nheads * mixing
+
+    @classmethod
+    def linear_flops(cls, headdim: int, seqlen: int) -> float:
+        """Floating-point operations of the linear order for one token of one head."""
+        raise NotImplementedError
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q with its scale, k and v, each (B, L, H, headdim)."""
+        q, k, v = (layer(x).unflatten(-1, (self.nheads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        return q * self.config.headdim**-0.5, k, v
+
+    def mask(self, x: torch.Tensor) -> torch.Tensor:
+        """L (B or 1, H or 1, L, L), entry by entry."""
+        raise NotImplementedError
+
+    def linear_order(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """Y (B, L, H, P) by the fast algorithm of L; only masks with scans are given documents."""
+        raise NotImplementedError
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        quadratic = self.config.contraction == "quadratic"
+        if cu_seqlens is not None and (quadratic or not self.causal_form):
+            return self.forward_by_document(x, cu_seqlens)
+        if not quadratic:
+            return self.combine(self.linear_order(x, cu_seqlens), x)
+        v = self.values(x)
+        return self.combine(self.mix(self.matrix(x).to(v.dtype), v), x)
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, _ = self.project(x)
+        return torch.einsum("bthn,bshn->bhts", q, k) * self.mask(x)
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return self.project(x)[2]
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        exact = torch.promote_types(mixed.dtype, torch.float32)
+        y = F.rms_norm(mixed.to(exact), mixed.shape[-1:], eps=self.norm.eps).flatten(-2) * self.norm.weight
+        return self.out_proj(y.to(self.out_proj.weight.dtype))
+
+
+class SmaCausal(MaskedAttention):
+    """Causal linear attention: L is the lower triangle of ones."""
+
+    causal_form = True
+    bidirectional_form = False
+    sequence_aligned = True
+    complexity = "O(L)"
+
+    @classmethod
+    def block_rank(cls, config: MaskedAttentionConfig) -> int:
+        return config.headdim
+
+    @classmethod
+    def linear_flops(cls, headdim: int, seqlen: int) -> float:
+        # State, write and read take a multiply-add per state element each.
+        return 2.0 * 3 * headdim**2
+
+    def log_gates(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Logarithms of the gates for x (B, L, d_model): (B, L, H), (H,) where they are constant, or None."""
+        return None
+
+    def mask(self, x: torch.Tensor) -> torch.Tensor:
+        return decay_mask(self.log_gates(x), x.shape[1], x)
+
+    def linear_order(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = self.project(x)
+        return semiseparable_scan(v, q, k, self.log_gates(x), cu_seqlens=cu_seqlens)
+
+    def initial_state(self, batch_size: int) -> torch.Tensor:
+        """Zero: (batch_size, H, headdim, headdim), the sum of k v^T, in float32 at least."""
+        weight, headdim = self.k_proj.weight, self.config.headdim
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        return weight.new_zeros(batch_size, self.nheads, headdim, headdim, dtype=exact)
+
+    def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.project(x)
+        y, state = semiseparable_scan(v, q, k, self.log_gates(x), initial_state=state, return_final_state=True)
+        return self.combine(y, x), state
+
+
+class SmaDecay(SmaCausal):
+    """RetNet's mask: L[i, j] = gamma^(i - j) for i >= j, gamma = sigmoid(gamma_logit) learned per head."""
+
+    def __init__(
+        self, d_model: int, config: MaskedAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
+    ):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        self.gamma_logit = nn.Parameter(torch.empty(self.nheads))
+        self.init_rules |= {"gamma_logit": retnet_decay_logits}
+
+    def log_gates(self, x: torch.Tensor) -> torch.Tensor:
+        return F.logsigmoid(self.gamma_logit.to(torch.promote_types(x.dtype, torch.float32)))
+
+
+class SmaSemiseparable(SmaCausal):
+    """L is 1-semiseparable: L[i, j] = a_{j+1} ... a_i for i >= j, a_t = sigmoid(W x_t + b) per head."""
+
+    def __init__(
+        self, d_model: int, config: MaskedAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
+    ):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        self.gate_proj = nn.Linear(d_model, self.nheads)
+        self.init_rules |= {"gate_proj.bias": retnet_decay_logits}
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: MaskedAttentionConfig, seqlen: int, causal: bool) -> float:
+        gates = 2.0 * d_model * head_count(d_model, config)
+        return super().flops_per_token(d_model, config, seqlen, causal) + gates
+
+    def log_gates(self, x: torch.Tensor) -> torch.Tensor:
+        return F.logsigmoid(exact_linear(x, self.gate_proj.weight, self.gate_proj.bias))
+
+
+class SmaToeplitz(MaskedAttention):
+    """L[i, j] = alpha_{i - j}, learned per head for all offsets of a fixed length."""
+
+    causal_form = False
+    bidirectional_form = True
+    sequence_aligned = False
+    complexity = "O(L log L)"
+    fixed_length = True
+
+    def __init__(
+        self, d_model: int, config: MaskedAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
+    ):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        self.alpha = nn.Parameter(torch.empty(self.nheads, 2 * max_seqlen - 1))
+        self.init_rules |= {"alpha": retnet_decays_both_ways}
+
+    @classmethod
+    def linear_flops(cls, headdim: int, seqlen: int) -> float:
+        # A real transform of n points costs half of the complex one's 5 n log2(n); there and back.
+        points = transform_length(seqlen)
+        transforms = 5 * math.log2(points) * points / seqlen
+        return headdim**2 * (transforms + 3 * points / seqlen + 3)
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        self.check_input(x, cu_seqlens)
+        return super().forward(x)
+
+    def mask(self, x: torch.Tensor) -> torch.Tensor:
+        return toeplitz_mask(self.alpha, x.shape[1])
+
+    def linear_order(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        return masked_product(*self.project(x), toeplitz_mask_product, toeplitz_spectrum(self.alpha, x.shape[1]))
+
+
+class SmaFourier(MaskedAttention):
+    """L[i, j] = cos(2 pi i j / L): no parameters, any length."""
+
+    causal_form = False
+    bidirectional_form = True
+    sequence_aligned = False
+    complexity = "O(L log L)"
+
+    @classmethod
+    def linear_flops(cls, headdim: int, seqlen: int) -> float:
+        return headdim**2 * (2.5 * math.log2(max(seqlen, 2)) + 3)
+
+    def mask(self, x: torch.Tensor) -> torch.Tensor:
+        return fourier_mask(x.shape[1], x)
+
+    def linear_order(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        return masked_product(*self.project(x), functools.partial(cosine_transform, dim=-1))
+
+
+def retnet_decay_logits(shape: torch.Size, generator: Any) -> torch.Tensor:
+    """Logits (H,) of RetNet's decays 1 - 2^(-5 - h) of head h (arXiv 2307.08621, section 3.1)."""
+    return ((5.0 + torch.arange(shape[0])).exp2() - 1).log()
+
+
+def retnet_decays_both_ways(shape: torch.Size, generator: Any) -> torch.Tensor:
+    """alpha_t = gamma_h^|t| with RetNet's decays: (H, 2 N - 1), offset 0 in the middle."""
+    distance = (torch.arange(shape[1]) - shape[1] // 2).abs()
+    return (F.logsigmoid(retnet_decay_logits(shape, generator)).unsqueeze(-1) * distance).exp()

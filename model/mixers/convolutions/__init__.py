@@ -1,0 +1,1 @@
+"""Mixers that are convolutions along the sequence."""

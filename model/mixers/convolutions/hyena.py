@@ -1,0 +1,220 @@
+"""Hyena of order 2 (arXiv 2302.10866): gates before and after a long convolution whose filter is a small network's
+function of the offset."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from matmix.kernels import short_conv
+from matmix.kernels.precision import outside_autocast
+from matmix.model.initialization import constant_init, normal_init, uniform_init
+from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.convolutions.long import (
+    convolution_matrix,
+    long_convolution,
+    long_convolution_flops,
+    packed_convolution,
+)
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HyenaConfig:
+    """Options of the Hyena mixer."""
+
+    d_conv: int = 3
+    """Width of the depthwise convolution behind the input projection (odd, 3 to 9)."""
+    filter_width: int = 64
+    """Hidden width of the filter's network."""
+    filter_layers: int = 3
+    """Hidden layers of the filter's network."""
+    filter_features: int = 17
+    """Features of an offset (odd): itself, and cosines and sines of (filter_features - 1) / 2 frequencies."""
+    sine_frequency: float = 10.0
+    """Initial factor inside the sines that are the network's activations."""
+    fast_decay: float = 0.3
+    """Share of max_seqlen over which the fastest channel's filter falls to 1 % at initialisation."""
+    slow_decay: float = 1.5
+    """The same of the slowest channel."""
+    bias: bool = True
+    """Biases in the input and output projections."""
+    conv_bias: bool = True
+    """Bias in the short convolution."""
+
+
+class ImplicitFilter(nn.Module):
+    """h(offset) for all channels: an MLP with sines as activations, times an exponential window.
+
+    Offsets are measured in max_seqlen, so that all lengths evaluate one function; longer ones extrapolate.
+    """
+
+    def __init__(self, d_model: int, config: HyenaConfig, max_seqlen: int) -> None:
+        super().__init__()
+        self.d_model, self.config, self.max_seqlen = d_model, config, max_seqlen
+        widths = [config.filter_features, *[config.filter_width] * config.filter_layers]
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(widths))
+        self.freq = nn.Parameter(torch.empty(config.filter_width))
+        self.out = nn.Linear(config.filter_width, d_model, bias=False)
+        self.init_rules = {
+            "freq": constant_init(config.sine_frequency),
+            "out.weight": uniform_init(config.filter_width**-0.5),
+        }
+        for index, width in enumerate(widths[:-1]):
+            self.init_rules |= {f"layers.{index}.{kind}": uniform_init(width**-0.5) for kind in ("weight", "bias")}
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        # It is a function of the offset, and smaller weights are another function.
+        return {name: NOT_DECAYED for name, _ in self.named_parameters()}
+
+    def features(self, offsets: torch.Tensor) -> torch.Tensor:
+        """(n, filter_features) from offsets (n,), which may be negative, in parts of max_seqlen."""
+        count = (self.config.filter_features - 1) // 2
+        frequencies = torch.linspace(1e-4, max(count - 1, 1e-4), count, dtype=offsets.dtype, device=offsets.device)
+        angles = 2 * math.pi * offsets.unsqueeze(-1) * frequencies
+        return torch.cat([offsets.unsqueeze(-1), angles.cos(), -angles.sin()], -1)
+
+    def window(self, offsets: torch.Tensor) -> torch.Tensor:
+        """exp(-rate_c |offset|) (n, d_model)."""
+        fast, slow = (math.log(100) / share for share in (self.config.fast_decay, self.config.slow_decay))
+        rates = torch.linspace(slow, fast, self.d_model, dtype=offsets.dtype, device=offsets.device)
+        return (-offsets.abs().unsqueeze(-1) * rates).exp()
+
+    @outside_autocast
+    def forward(self, offsets: torch.Tensor) -> torch.Tensor:
+        """h (d_model, n) in float32 at least at offsets (n,) in tokens. The sines multiply errors by their frequency:
+        bfloat16 would round the filter to noise, and neighbouring offsets to one."""
+        exact = torch.promote_types(self.freq.dtype, torch.float32)
+        offsets = offsets.to(exact) / self.max_seqlen
+        h, freq = self.features(offsets), self.freq.to(exact)
+        for layer in self.layers:
+            h = torch.sin(freq * F.linear(h, layer.weight.to(exact), layer.bias.to(exact)))
+        return (F.linear(h, self.out.weight.to(exact)) * self.window(offsets)).T
+
+
+class Hyena(Mixer):
+    """in_proj -> [x0 | x1 | v] -> conv -> x0 * (h convolved with (x1 * v), plus D x1 * v) -> out_proj.
+
+    So M = diag(x0) (T(h) + D) diag(x1) for each channel. The bidirectional form has filters over negative offsets too
+    and a centred short convolution. A step of the causal form evaluates the convolution of all tokens so far.
+    """
+
+    Config = HyenaConfig
+    causal_form = True
+    bidirectional_form = True
+    sequence_aligned = True
+    complexity = "O(L log L)"
+
+    def __init__(self, d_model: int, config: HyenaConfig, *, causal: bool, max_seqlen: int, output_std: float):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        self.in_proj = nn.Linear(d_model, 3 * d_model, bias=config.bias)
+        # Holds the weights only: the convolution itself is an op.
+        self.conv1d = nn.Conv1d(3 * d_model, 3 * d_model, config.d_conv, groups=3 * d_model, bias=config.conv_bias)
+        self.filter = ImplicitFilter(d_model, config, max_seqlen)
+        self.D = nn.Parameter(torch.empty(d_model))
+        self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
+        self.init_rules = {
+            "conv1d.weight": uniform_init(config.d_conv**-0.5),
+            "conv1d.bias": uniform_init(config.d_conv**-0.5),
+            "D": normal_init(1.0),
+            "out_proj.weight": normal_init(output_std),
+        }
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return {"D": NOT_DECAYED}
+
+    @classmethod
+    def check(cls, d_model: int, config: HyenaConfig) -> None:
+        for name in ("filter_width", "filter_layers"):
+            if getattr(config, name) < 1:
+                raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be at least 1")
+        if config.filter_features < 1 or config.filter_features % 2 == 0:
+            raise ValueError(f"model.mixers.{cls.name}.filter_features = {config.filter_features}: must be odd")
+        if config.d_conv % 2 == 0 or not 3 <= config.d_conv <= 9:
+            raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be odd and from 3 to 9")
+        for name in ("fast_decay", "slow_decay"):
+            if getattr(config, name) <= 0:
+                raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be above 0")
+
+    @classmethod
+    def halo(cls, config: HyenaConfig) -> int:
+        return config.d_conv // 2
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: HyenaConfig, seqlen: int, causal: bool) -> float:
+        width = config.filter_width
+        network = width * (config.filter_features + (config.filter_layers - 1) * width + d_model)
+        # The filter is counted as made for each document; a batch shares it.
+        products = 4 * d_model**2 + 3 * d_model * config.d_conv + (1 if causal else 2) * network
+        return 2.0 * products + d_model * (long_convolution_flops(seqlen) + 4)
+
+    def convolve(
+        self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x0, x1 and v (B, L, d_model) from in_proj's output."""
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        x0, x1, v = short_conv(projected, weight, bias, causal=self.causal, cu_seqlens=cu_seqlens).chunk(3, -1)
+        return x0, x1, v
+
+    def filters(self, length: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """h at offsets 0 .. length - 1 (d_model, length), and if bidirectional at -1 .. -(length - 1)."""
+        offsets = torch.arange(length, device=device)
+        if self.causal:
+            return (self.filter(offsets),)
+        h = self.filter(torch.cat([offsets, -offsets[1:]]))
+        return h[:, :length], h[:, length:]
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        if cu_seqlens is not None and x.shape[1] == 0:
+            return x  # the short convolution takes no empty rows
+        x0, x1, v = self.convolve(self.in_proj(x), cu_seqlens)
+        return self.finish(x0, x1 * v, cu_seqlens)
+
+    def finish(self, x0: torch.Tensor, u: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        """The convolution of u (B, L, d_model) and what follows, for its last tokens, of which x0 are the gates."""
+        if cu_seqlens is None:
+            y = long_convolution(u, *self.filters(u.shape[1], u.device))
+        else:
+            y = packed_convolution(u, cu_seqlens, lambda length: self.filters(length, u.device))
+        y = y + self.D * u
+        return self.out_proj(x0 * y[:, u.shape[1] - x0.shape[1] :].to(x0.dtype))
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        """diag(x0) (T(h) + D) diag(x1), (B, d_model, L, L)."""
+        x0, x1, _ = (part.transpose(1, 2) for part in self.convolve(self.in_proj(x)))
+        t = convolution_matrix(*self.filters(x.shape[1], x.device)).to(self.D.dtype)
+        t = t + torch.diag_embed(self.D.unsqueeze(-1).expand(t.shape[:-1]))
+        return x0.unsqueeze(-1) * t * x1.unsqueeze(-2)
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return self.convolve(self.in_proj(x))[2].unsqueeze(-1)
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.out_proj(mixed.squeeze(-1))
+
+    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the short convolution has yet to see, zeros (batch_size, d_conv - 1, 3 d_model), and the products x1 v
+        of all tokens so far, none (batch_size, 0, d_model)."""
+        weight = self.in_proj.weight
+        return (
+            weight.new_zeros(batch_size, self.config.d_conv - 1, 3 * self.d_model),
+            weight.new_empty(batch_size, 0, self.d_model),
+        )
+
+    def forward_with_state(
+        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        past, products = state
+        projected = self.in_proj(x)
+        joined = torch.cat([past.to(projected.dtype), projected], 1)
+        x0, x1, v = (part[:, past.shape[1] :] for part in self.convolve(joined))
+        u = torch.cat([products.to(v.dtype), x1 * v], 1)
+        # A copy, or else the last few rows would keep all of a long prompt in memory.
+        return self.finish(x0, u), (joined[:, x.shape[1] :].clone(), u)

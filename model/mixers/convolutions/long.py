@@ -1,0 +1,95 @@
+"""Convolutions as long as the sequence, each channel with its own kernel, and the matrices that define them.
+
+Kernels are `after` (d, L), whose tap l weighs the token l before, and for both directions `before` (d, L - 1), whose
+tap l weighs the token l + 1 ahead.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from matmix.model.mixers.structured.fourier import fast_length, real_transform_flops, toeplitz_product
+
+
+def long_convolution(x: Tensor, after: Tensor, before: Tensor | None = None) -> Tensor:
+    """The convolution of x (B, L, d) by Fourier transforms, (B, L, d) in float32 at least.
+
+    Outputs of the causal form have traces of rounding of the tokens to come, about 1e-7 in float32.
+    """
+    upper = torch.zeros_like(after) if before is None else F.pad(before, (1, 0))
+    upper, lower = (part.T.unsqueeze(0) for part in (upper, after))
+    return toeplitz_product(upper, lower, x.unsqueeze(-1)).squeeze(-1)
+
+
+def packed_convolution(x: Tensor, cu_seqlens: Tensor, kernels: Callable[[int], Sequence[Tensor]]) -> Tensor:
+    """`long_convolution` of each packed document by itself, (1, L, d) in float32 at least.
+
+    `kernels` makes `after`, or `after` and `before`, for a length. It is called once, for the longest document:
+    shorter ones take the beginning. Documents of similar length are filled up with zeros and transformed together.
+    Reads cu_seqlens on the host.
+    """
+    groups = similar_documents(cu_seqlens)
+    if not groups:
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+    order = torch.cat([group.tokens for group in groups]).to(x.device)
+    parts = x[0].index_select(0, order).split([group.tokens.numel() for group in groups])
+    after, *before = kernels(max(group.longest for group in groups))
+    outputs = []
+    for part, (_, places, documents, longest) in zip(parts, groups, strict=True):
+        places = places.to(x.device)
+        rows = part.new_zeros(documents * longest, part.shape[1]).index_copy(0, places, part)
+        taps = (after[:, :longest], *(other[:, : longest - 1] for other in before))
+        y = long_convolution(rows.unflatten(0, (documents, longest)), *taps)
+        outputs.append(y.flatten(0, 1).index_select(0, places))
+    return torch.cat(outputs).index_select(0, order.argsort()).unsqueeze(0)
+
+
+class SimilarDocuments(NamedTuple):
+    """Packed documents to be filled up to rows of one length. Indices are on the host."""
+
+    tokens: Tensor
+    """Where the documents' tokens are in the packed row."""
+    places: Tensor
+    """Where they are in the filled rows, counted through all of them."""
+    documents: int
+    longest: int
+
+
+def similar_documents(cu_seqlens: Tensor) -> list[SimilarDocuments]:
+    """All documents that have tokens, in groups with two bounds per octave: rows are filled up by half at most."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        if start < end:
+            bound = 1 << (end - start - 1).bit_length()
+            between = bound * 3 // 4
+            spans.setdefault(between if end - start <= between else bound, []).append((start, end - start))
+    groups = []
+    for members in spans.values():
+        starts, lengths = torch.tensor(members).T.unsqueeze(-1)
+        positions = torch.arange(int(lengths.max()))
+        inside = positions < lengths
+        places = inside.flatten().nonzero().squeeze(-1)
+        groups.append(SimilarDocuments((starts + positions)[inside], places, *inside.shape))
+    return groups
+
+
+def long_convolution_flops(seqlen: int) -> float:
+    """Operations per token and channel: transforms of x, of the kernel and back, and 6 per product of complex
+    numbers."""
+    size = fast_length(2 * seqlen - 1)
+    return (3 * real_transform_flops(size) + 6 * (size // 2 + 1)) / seqlen
+
+
+def convolution_matrix(after: Tensor, before: Tensor | None = None) -> Tensor:
+    """T (d, L, L) with T[t, s] = after[t - s] for s <= t and before[s - t - 1] above (zero if None)."""
+    if before is None:
+        before = torch.zeros_like(after[:, 1:])
+    positions = torch.arange(after.shape[1], device=after.device)
+    lags = positions.unsqueeze(1) - positions
+    return torch.cat([before.flip(1), after], 1)[:, lags + before.shape[1]]

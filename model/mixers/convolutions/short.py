@@ -1,0 +1,122 @@
+"""The block of the matrix mixers without a matrix, a control: what its short convolution and gate do by themselves.
+
+A comparison of mixers with a convolution in front shows by it what the matrices add.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from matmix.kernels import gated_norm, short_conv
+from matmix.model.initialization import normal_init, uniform_init
+from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.scans.hydra import RMSNormWeight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvolutionConfig:
+    """Options of the block without a matrix."""
+
+    expand: int = 2
+    """Inner width over d_model."""
+    d_conv: int = 0
+    """Width of the depthwise convolution (2 to 9; odd in encoders, where it is centred); 0 = 4 in language models, 7 in
+    encoders."""
+    bias: bool = False
+    """Biases in the input and output projections."""
+    conv_bias: bool = True
+    """Bias in the convolution."""
+
+
+class Convolution(Mixer):
+    """in_proj -> [z | v] -> conv + silu -> gated norm -> out_proj: M is the identity; only the convolution mixes."""
+
+    Config = ConvolutionConfig
+    causal_form = True
+    bidirectional_form = True
+    data_dependent = False
+    sequence_aligned = False
+    complexity = "O(L)"
+
+    def __init__(self, d_model: int, config: ConvolutionConfig, *, causal: bool, max_seqlen: int, output_std: float):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        self.d_inner, self.d_conv = config.expand * d_model, self.taps(config, causal)
+        if not causal and self.d_conv % 2 == 0:
+            raise ValueError(f"model.mixers.{self.name}.d_conv = {self.d_conv}: must be odd in encoders")
+        self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=config.bias)
+        # Holds the weights only: the convolution itself is an op that respects document boundaries.
+        self.conv1d = nn.Conv1d(self.d_inner, self.d_inner, self.d_conv, groups=self.d_inner, bias=config.conv_bias)
+        self.norm = RMSNormWeight(self.d_inner)
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=config.bias)
+        self.init_rules = {
+            "conv1d.weight": uniform_init(self.d_conv**-0.5),
+            "conv1d.bias": uniform_init(self.d_conv**-0.5),
+            "out_proj.weight": normal_init(output_std),
+        }
+
+    @staticmethod
+    def taps(config: ConvolutionConfig, causal: bool) -> int:
+        """Width of the convolution in one form."""
+        return config.d_conv or (4 if causal else 7)
+
+    @classmethod
+    def check(cls, d_model: int, config: ConvolutionConfig) -> None:
+        if config.expand < 1:
+            raise ValueError(f"model.mixers.{cls.name}.expand = {config.expand}: must be at least 1")
+        if config.d_conv not in (0, *range(2, 10)):
+            raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be 0 or from 2 to 9")
+
+    @classmethod
+    def has_convolution(cls, config: ConvolutionConfig) -> bool:
+        return True
+
+    @classmethod
+    def reach(cls, config: ConvolutionConfig, causal: bool) -> int:
+        return cls.taps(config, causal) - 1 if causal else cls.taps(config, causal) // 2
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: ConvolutionConfig, seqlen: int, causal: bool) -> float:
+        return 2.0 * config.expand * d_model * (3 * d_model + cls.taps(config, causal))
+
+    def parts(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, tail: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gate z and the convolution's outputs v, both (B, L, d_inner), and its inputs, which with `tail`, those of
+        the d_conv - 1 tokens before, begin with it."""
+        z, inputs = self.in_proj(x).chunk(2, -1)
+        if tail is not None:
+            inputs = torch.cat([tail.to(inputs.dtype), inputs], 1)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        v = short_conv(inputs, weight, bias, causal=self.causal, activation="silu", cu_seqlens=cu_seqlens)
+        return z, v[:, -x.shape[1] :], inputs
+
+    def finish(self, v: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Gated norm and output projection: (B, L, d_inner) each -> (B, L, d_model)."""
+        return self.out_proj(gated_norm(v.to(z.dtype), self.norm.weight, z, eps=self.norm.eps))
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        z, v, _ = self.parts(x, cu_seqlens)
+        return self.finish(v, z)
+
+    def initial_state(self, batch_size: int) -> torch.Tensor:
+        """The last inputs of the convolution, zeros (batch_size, d_conv - 1, d_inner)."""
+        return self.in_proj.weight.new_zeros(batch_size, self.d_conv - 1, self.d_inner)
+
+    def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z, v, inputs = self.parts(x, tail=state)
+        # A copy, or else the last few rows would keep all of a long prompt in memory.
+        return self.finish(v, z), inputs[:, x.shape[1] :].clone()
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.eye(x.shape[1], dtype=x.dtype, device=x.device).expand(1, 1, -1, -1)
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts(x)[1].unsqueeze(-2)
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(mixed.flatten(-2), self.parts(x)[0])

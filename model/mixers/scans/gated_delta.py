@@ -1,0 +1,210 @@
+"""Gated DeltaNet (arXiv 2412.06464): a state that forgets by a gate and overwrites what a key held before. Without
+the gate it is DeltaNet (arXiv 2406.06484)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from matmix.kernels import gated_norm, short_conv
+from matmix.model.initialization import InitRule, normal_init, uniform_init
+from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.scans.delta_rule import delta_rule_step, gated_delta_rule, transition_matrix, unit_vectors
+from matmix.model.mixers.scans.hydra import RMSNormWeight, dt_bias_init
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaConfig:
+    """Options of the gated delta rule."""
+
+    headdim: int = 64
+    """Channels of values per head."""
+    qk_dim: int = 64
+    """Channels of queries and keys per head: the rank of the blocks of M below the diagonal."""
+    expand: int = 1
+    """Inner width over d_model."""
+    gate: bool = True
+    """The state decays by a factor made from each token; without it, DeltaNet. The gate of the output stays."""
+    d_conv: int = 4
+    """Width of the causal depthwise convolution (2 to 9)."""
+    bias: bool = False
+    """Biases in the input and output projections."""
+    conv_bias: bool = False
+    """Bias in the convolution."""
+    dt_min: float = 0.001
+    """Smallest step size of the decay at initialisation."""
+    dt_max: float = 0.1
+    """Largest step size of the decay at initialisation."""
+    chunk_size: int = 64
+    """Tokens per chunk of the parallel form. Changes speed only."""
+
+
+class DeltaParts(NamedTuple):
+    """What the recurrence takes, (B, L, heads, ...), and the gate of its output."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor
+    log_decay: torch.Tensor
+    z: torch.Tensor
+    """(B, L, d_inner)"""
+
+
+class GatedDelta(Mixer):
+    """in_proj -> [z | q k v | beta | a] -> conv + silu -> gated delta rule -> gated norm per head -> out_proj.
+
+    S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and o_t = S_t q_t, with q and k of length 1,
+    beta = sigmoid(b) and alpha = exp(-exp(A_log) softplus(a + dt_bias)).
+    """
+
+    Config = GatedDeltaConfig
+    causal_form = True
+    bidirectional_form = False
+    sequence_aligned = True
+    complexity = "O(L)"
+
+    def __init__(self, d_model: int, config: GatedDeltaConfig, *, causal: bool, max_seqlen: int, output_std: float):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        self.d_inner, self.nheads, conv_dim = self.widths(d_model, config)
+        self.sections = [self.d_inner, conv_dim, *[self.nheads] * (1 + config.gate)]
+        self.in_proj = nn.Linear(d_model, sum(self.sections), bias=config.bias)
+        # Holds the weights only: the convolution itself is an op that respects document boundaries.
+        self.conv1d = nn.Conv1d(conv_dim, conv_dim, config.d_conv, groups=conv_dim, bias=config.conv_bias)
+        if config.gate:
+            self.dt_bias = nn.Parameter(torch.empty(self.nheads))
+            self.A_log = nn.Parameter(torch.empty(self.nheads))
+        self.norm = RMSNormWeight(self.d_inner)
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=config.bias)
+        self.init_rules = {
+            "conv1d.weight": uniform_init(config.d_conv**-0.5),
+            "conv1d.bias": uniform_init(config.d_conv**-0.5),
+            "dt_bias": dt_bias_init(config.dt_min, config.dt_max, 1e-4),
+            "A_log": log_of_uniform_init(1.0, 16.0),
+            "out_proj.weight": normal_init(output_std),
+        }
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return dict.fromkeys(["A_log", "dt_bias"] * self.config.gate, NOT_DECAYED)
+
+    @staticmethod
+    def widths(d_model: int, config: GatedDeltaConfig) -> tuple[int, int, int]:
+        """d_inner, nheads, and width of the convolution."""
+        d_inner = config.expand * d_model
+        nheads = d_inner // config.headdim
+        return d_inner, nheads, d_inner + 2 * nheads * config.qk_dim
+
+    @classmethod
+    def check(cls, d_model: int, config: GatedDeltaConfig) -> None:
+        for name in ("headdim", "qk_dim", "expand", "chunk_size"):
+            if getattr(config, name) < 1:
+                raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be at least 1")
+        if not 2 <= config.d_conv <= 9:
+            raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be from 2 to 9")
+        if config.expand * d_model % config.headdim:
+            raise ValueError(
+                f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide the inner width "
+                f"expand * d_model = {config.expand} * {d_model}; change headdim, expand or d_model"
+            )
+
+    @classmethod
+    def block_rank(cls, config: GatedDeltaConfig) -> int:
+        return config.qk_dim
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: GatedDeltaConfig, seqlen: int, causal: bool) -> float:
+        d_inner, nheads, conv_dim = cls.widths(d_model, config)
+        projections = d_model * (2 * d_inner + conv_dim + nheads * (1 + config.gate))
+        keys, values, chunk = config.qk_dim, config.headdim, min(config.chunk_size, seqlen)
+        within = chunk * (3 * keys + values + (keys + values) / 2)  # scores, the triangular system, what it is read by
+        across = keys * keys + 2 * keys * values + keys * keys * values / chunk
+        return 2.0 * (projections + conv_dim * config.d_conv + nheads * (within + across))
+
+    def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> DeltaParts:
+        """All that the recurrence takes, from x (B, L, d_model)."""
+        z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
+        return self.split_heads(self.convolve(qkv, cu_seqlens), z, *scalars)
+
+    def convolve(self, qkv: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        """silu(conv(q k v)), same shape."""
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        return short_conv(qkv, weight, bias, causal=True, activation="silu", cu_seqlens=cu_seqlens)
+
+    def split_heads(
+        self, qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor | None = None
+    ) -> DeltaParts:
+        """From the convolved q k v and the other sections of in_proj."""
+        keys = self.nheads * self.config.qk_dim
+        q, k, v = (part.unflatten(-1, (self.nheads, -1)) for part in qkv.split([keys, keys, self.d_inner], -1))
+        # In float32, as is all that follows: bfloat16 would round the decay of long memories to 1.
+        exact = torch.promote_types(b.dtype, torch.float32)
+        beta = torch.sigmoid(b.to(exact))
+        if a is None:
+            log_decay = torch.zeros_like(beta)
+        else:
+            log_decay = -self.A_log.to(exact).exp() * F.softplus(a.to(exact) + self.dt_bias.to(exact))
+        return DeltaParts(unit_vectors(q), unit_vectors(k), v, beta, log_decay, z)
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        *arguments, z = self.parts(x, cu_seqlens)
+        y, _ = gated_delta_rule(*arguments, cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size)
+        return self.finish(y, z)
+
+    def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Norm, gate and output projection of y (B, L, heads, headdim)."""
+        y = y.flatten(-2).to(z.dtype)
+        return self.out_proj(gated_norm(y, self.norm.weight, z, eps=self.norm.eps, group_size=self.config.headdim))
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        """M[t, s] = beta_s q_t^T A_t ... A_{s+1} k_s with A_t = alpha_t (I - beta_t k_t k_t^T), (B, H, L, L)."""
+        q, k, _, beta, log_decay, _ = self.parts(x)
+        beta = beta.unsqueeze(-1)
+        identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+        erasing = identity - (beta * k).unsqueeze(-1) * k.unsqueeze(-2)
+        return transition_matrix(log_decay.exp()[..., None, None] * erasing, beta * k, q)
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts(x).v
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(mixed, self.parts(x).z)
+
+    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros: what the convolution has yet to see (batch_size, d_conv - 1, its width), and the recurrence's state
+        (batch_size, H, qk_dim, headdim)."""
+        weight, config = self.in_proj.weight, self.config
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        return (
+            weight.new_zeros(batch_size, config.d_conv - 1, self.sections[1]),
+            weight.new_zeros(batch_size, self.nheads, config.qk_dim, config.headdim, dtype=exact),
+        )
+
+    def forward_with_state(
+        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
+        past, memory = state
+        joined = torch.cat([past.to(qkv.dtype), qkv], 1)
+        convolved = self.convolve(joined)[:, past.shape[1] :]
+        parts = self.split_heads(convolved, z, *scalars)
+        if x.shape[1] == 1:
+            q, k, v, beta, log_decay, _ = (part.squeeze(1) for part in parts)
+            alpha, written = log_decay.exp().unsqueeze(-1), beta.unsqueeze(-1) * k
+            y, memory = delta_rule_step(memory, alpha, k, -alpha * written, written, v.to(k.dtype), q)
+            y = y.unsqueeze(1)
+        else:
+            y, memory = gated_delta_rule(*parts[:5], initial_state=memory, chunk_size=self.config.chunk_size)
+        # A copy, or else the last few rows would keep all of a long prompt in memory.
+        return self.finish(y, z), (joined[:, x.shape[1] :].clone(), memory)
+
+
+def log_of_uniform_init(low: float, high: float) -> InitRule:
+    """Logarithms of values from U[low, high]."""
+    return lambda shape, generator: torch.empty(shape).uniform_(low, high, generator=generator).log()

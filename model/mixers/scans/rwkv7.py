@@ -1,0 +1,211 @@
+"""RWKV-7's time mixing (arXiv 2503.14456, section 4): a generalised delta rule with decays per channel.
+
+Two things differ from the authors' model, since a mixer sees neither other layers nor how many there are: values have
+no residual from the first layer's values, and all layers start with the token shifts and decays of the first one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from matmix.kernels.documents import shift_right
+from matmix.model.initialization import InitRule, constant_init, normal_init
+from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.scans.delta_rule import delta_rule_step, diagonal_delta_rule, transition_matrix, unit_vectors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RWKV7Config:
+    """Options of RWKV-7's time mixing."""
+
+    headdim: int = 64
+    """Channels per head, of keys and of values: the rank of the blocks of M below the diagonal."""
+    decay_rank: int = 0
+    """Hidden width of the small MLP that makes the decays; 0 = about 1.8 sqrt(d_model), by 32."""
+    rate_rank: int = 0
+    """Hidden width of the one that makes the in-context learning rates; 0 = about 1.8 sqrt(d_model), by 32."""
+    gate_rank: int = 0
+    """Hidden width of the one that makes the output gate; 0 = about 0.6 d_model^0.8, by 32."""
+    chunk_size: int = 32
+    """Tokens per chunk of the parallel form, up to 128. Changes speed only."""
+
+
+class RWKV7Parts(NamedTuple):
+    """What the recurrence takes, (B, L, heads, headdim), and the gate of its output."""
+
+    r: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    a: torch.Tensor
+    """What is erased is read with it: the normalised removal key, kappa_hat."""
+    b: torch.Tensor
+    """What is erased is written with it: -rate * kappa_hat."""
+    log_decay: torch.Tensor
+    gate: torch.Tensor
+    """(B, L, d_model)"""
+
+
+class RWKV7(Mixer):
+    """S_t = S_{t-1} (diag(w_t) - kappa_hat_t^T (a_t * kappa_hat_t)) + v_t^T k_t, read by r_t; then a norm per head,
+    the bonus (r . (r_k * k)) v, a gate, and out_proj.
+
+    The bonus is added behind the norm, where it is not part of what M gives: it belongs to `combine`.
+    """
+
+    Config = RWKV7Config
+    causal_form = True
+    bidirectional_form = False
+    sequence_aligned = True
+    complexity = "O(L)"
+
+    def __init__(self, d_model: int, config: RWKV7Config, *, causal: bool, max_seqlen: int, output_std: float):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        self.nheads = d_model // config.headdim
+        decay_rank, rate_rank, gate_rank = self.ranks(d_model, config)
+        for name in ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "r_k"):
+            setattr(self, name, nn.Parameter(torch.empty(d_model)))
+        for name, rank in (("w", decay_rank), ("a", rate_rank), ("g", gate_rank)):
+            setattr(self, f"{name}1", nn.Parameter(torch.empty(d_model, rank)))
+            setattr(self, f"{name}2", nn.Parameter(torch.empty(rank, d_model)))
+        self.receptance = nn.Linear(d_model, d_model, bias=False)
+        self.key = nn.Linear(d_model, d_model, bias=False)
+        self.value = nn.Linear(d_model, d_model, bias=False)
+        self.ln_x = nn.GroupNorm(self.nheads, d_model, eps=1e-5 * config.headdim)
+        self.out_proj = nn.Linear(d_model, d_model, bias=False)
+        self.init_rules = {
+            **{
+                f"x_{name}": shift_init(power)
+                for name, power in zip("rwkvag", (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True)
+            },
+            "w0": decay_init,
+            "a0": constant_init(0.0),
+            "k_k": constant_init(0.85),
+            "k_a": constant_init(1.0),
+            "r_k": constant_init(0.0),
+            # The sigmoids in front start at 1/2: a gate of order 1, so that the output starts at output_std's scale.
+            "g2": normal_init(2 * gate_rank**-0.5),
+            "ln_x.weight": constant_init(1.0),
+            "out_proj.weight": normal_init(output_std),
+        }
+
+    @staticmethod
+    def ranks(d_model: int, config: RWKV7Config) -> tuple[int, int, int]:
+        """Hidden widths for decays, learning rates and gate; automatic ones as in the authors' code."""
+
+        def by_32(width: float) -> int:
+            return max(32, 32 * round(width / 32))
+
+        small = by_32(1.8 * d_model**0.5)
+        return config.decay_rank or small, config.rate_rank or small, config.gate_rank or by_32(0.6 * d_model**0.8)
+
+    @classmethod
+    def check(cls, d_model: int, config: RWKV7Config) -> None:
+        for name, least in (("headdim", 2), ("decay_rank", 0), ("rate_rank", 0), ("gate_rank", 0)):
+            if getattr(config, name) < least:
+                raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be {least} or more")
+        if not 1 <= config.chunk_size <= 128:
+            raise ValueError(f"model.mixers.{cls.name}.chunk_size = {config.chunk_size}: must be from 1 to 128")
+        if d_model % config.headdim:
+            raise ValueError(
+                f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide d_model = {d_model}; change one"
+            )
+
+    @classmethod
+    def block_rank(cls, config: RWKV7Config) -> int:
+        return config.headdim
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: RWKV7Config, seqlen: int, causal: bool) -> float:
+        projections = 4 * d_model**2 + 2 * d_model * sum(cls.ranks(d_model, config))
+        width, chunk = config.headdim, min(config.chunk_size, seqlen)
+        # Scores 4, products of them with values and states 4, the triangular system 1; then the map of the state.
+        recurrence = d_model * (9 * chunk + 4 * width + width**2 / chunk)
+        return 2.0 * (projections + recurrence)
+
+    def parts(self, x: torch.Tensor, before: torch.Tensor) -> RWKV7Parts:
+        """All that the recurrence takes from x (B, L, d_model) and the tokens before each of x, same shape."""
+        change = before - x
+        x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, change, getattr(self, f"x_{name}")) for name in "rwkvag")
+        r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
+        gate = torch.sigmoid(x_g @ self.g1) @ self.g2
+        # From here on in float32 at least: bfloat16 would round the decay of long memories to 1.
+        exact = torch.promote_types(x.dtype, torch.float32)
+        decay = self.w0.to(exact) + torch.tanh(x_w @ self.w1) @ self.w2
+        log_decay = -math.exp(-0.5) * torch.sigmoid(decay)  # w is from exp(-0.607) to 1
+        rate = torch.sigmoid(self.a0.to(exact) + (x_a @ self.a1) @ self.a2)
+        k = k.to(exact)
+        removal = unit_vectors(self.by_head(k * self.k_k))
+        k = k * (1 + (rate - 1) * self.k_a)
+        r, k, v, rate, log_decay = (self.by_head(part) for part in (r.to(exact), k, v, rate, log_decay))
+        return RWKV7Parts(r, k, v, removal, -rate * removal, log_decay, gate)
+
+    def by_head(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., d_model) -> (..., H, headdim)."""
+        return x.unflatten(-1, (self.nheads, -1))
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        parts = self.parts(x, shift_right(x, cu_seqlens))
+        y, _ = diagonal_delta_rule(*parts[:6], cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size)
+        return self.finish(y, parts)
+
+    def finish(self, y: torch.Tensor, parts: RWKV7Parts) -> torch.Tensor:
+        """Norm per head, bonus, gate and output projection of y (B, L, H, headdim)."""
+        weight, bias = self.ln_x.weight.to(y.dtype), self.ln_x.bias.to(y.dtype)
+        normed = F.group_norm(y.flatten(0, 1).flatten(1), self.nheads, weight, bias, self.ln_x.eps)
+        normed = normed.unflatten(0, y.shape[:2])
+        bonus = (parts.r * self.by_head(self.r_k) * parts.k).sum(-1, keepdim=True) * parts.v
+        return self.out_proj((normed + bonus.flatten(-2)).to(parts.gate.dtype) * parts.gate)
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        """M[t, s] = r_t^T A_t ... A_{s+1} k_s with A_t = diag(w_t) + b_t a_t^T, (B, H, L, L)."""
+        r, k, _, a, b, log_decay, _ = self.parts(x, shift_right(x, None))
+        return transition_matrix(torch.diag_embed(log_decay.exp()) + b.unsqueeze(-1) * a.unsqueeze(-2), k, r)
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts(x, shift_right(x, None)).v
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(mixed, self.parts(x, shift_right(x, None)))
+
+    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros: the token before (batch_size, d_model), and the recurrence's state (batch_size, H, headdim, headdim),
+        keys by values."""
+        weight, width = self.key.weight, self.config.headdim
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        return (
+            weight.new_zeros(batch_size, self.d_model),
+            weight.new_zeros(batch_size, self.nheads, width, width, dtype=exact),
+        )
+
+    def forward_with_state(
+        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        last, memory = state
+        seen = torch.cat([last.to(x.dtype).unsqueeze(1), x], 1)
+        parts = self.parts(x, seen[:, :-1])
+        if x.shape[1] == 1:
+            r, k, v, a, b, log_decay = (part.squeeze(1) for part in parts[:6])
+            y, memory = delta_rule_step(memory, log_decay.exp(), a, b, k, v.to(k.dtype), r)
+            y = y.unsqueeze(1)
+        else:
+            y, memory = diagonal_delta_rule(*parts[:6], initial_state=memory, chunk_size=self.config.chunk_size)
+        # A copy, or else the last token would keep all of a long prompt in memory.
+        return self.finish(y, parts), (seen[:, -1].clone(), memory)
+
+
+def shift_init(power: float) -> InitRule:
+    """How much of the token before each channel starts with: 1 - (i / d_model)^power."""
+    return lambda shape, generator: 1 - (torch.arange(shape[0]) / shape[0]) ** power
+
+
+def decay_init(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Slow decays in the first channels (0.999 per token), faster ones in the last (0.9)."""
+    return -6.5 + 5 * (torch.arange(shape[0]) / max(shape[0] - 1, 1)) ** 0.85

@@ -1,0 +1,131 @@
+"""Products of sparse factors with fixed permutations between them: Monarch (arXiv 2204.00595, 2310.12109) and butterfly
+(arXiv 1903.05895) matrices, in the shared block of the matrix mixers (arXiv 2407.09941)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from matmix.model.initialization import InitRule, normal_init
+from matmix.model.mixers.structured.matrix_mixer import MatrixMixer, MixingParameters, SharedBlockConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonarchConfig(SharedBlockConfig):
+    """Options of the Monarch mixer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ButterflyConfig(SharedBlockConfig):
+    """Options of the butterfly mixer."""
+
+
+class Monarch(MatrixMixer):
+    """Two block-diagonal factors of order sqrt(N), N = max_seqlen.
+
+    Token a m + b stands in row a and column b of a grid of n rows and m columns. The first factor mixes within each
+    row, the second within each column: M_(a m + b, c m + d) = blkdiag2[b, a, c] blkdiag1[c, b, d]. The grid is the
+    most nearly square one that holds N tokens, n = ceil(sqrt N) and m = ceil(N / n); what is left of its last row,
+    fewer than n places, is filled with zeros and not read.
+    """
+
+    Config = MonarchConfig
+    fixed_length = True
+    complexity = "O(L^1.5)"
+
+    @staticmethod
+    def grid(length: int) -> tuple[int, int]:
+        """Rows and columns."""
+        rows = math.isqrt(length - 1) + 1
+        return rows, -(-length // rows)
+
+    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
+        rows, columns = self.grid(self.max_seqlen)
+        shapes = {"blkdiag1": (self.nheads, rows, columns, columns), "blkdiag2": (self.nheads, columns, rows, rows)}
+        # Each factor keeps the size of what it mixes, on average.
+        return MixingParameters(**shapes), {name: normal_init(shape[-1] ** -0.5) for name, shape in shapes.items()}
+
+    @classmethod
+    def mixing_flops(cls, d_inner: int, nheads: int, config: MonarchConfig, seqlen: int) -> float:
+        rows, columns = cls.grid(seqlen)
+        return 2.0 * d_inner * (rows + columns) * rows * columns / seqlen
+
+    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        _, columns = self.grid(self.max_seqlen)
+        position = torch.arange(v.shape[1], device=v.device)
+        row, column = position // columns, position % columns
+        to_row, to_column, of_row, of_column = row[:, None], column[:, None], row[None], column[None]
+        first = self.matrix_mixer.blkdiag1[:, of_row, to_column, of_column]
+        second = self.matrix_mixer.blkdiag2[:, to_column, to_row, of_row]
+        return (second * first).unsqueeze(0)
+
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+        rows, columns = self.grid(self.max_seqlen)
+        length = v.shape[1]
+        v = F.pad(v, (0, 0, 0, 0, 0, rows * columns - length)).unflatten(1, (rows, columns))
+        v = torch.einsum("hred,brdhp->brehp", self.matrix_mixer.blkdiag1, v)
+        v = torch.einsum("hesr,brehp->bsehp", self.matrix_mixer.blkdiag2, v)
+        return v.flatten(1, 2)[:, :length]
+
+
+class Butterfly(MatrixMixer):
+    """ceil(log2 N) factors, N = max_seqlen, of 2 x 2 blocks each: factor s mixes the tokens whose positions differ in
+    bit s only. N is filled up with zeros to a power of two.
+
+    `twiddle` (H, factors, pairs, 2, 2) holds the blocks of a factor by the lower position of the pair.
+    """
+
+    Config = ButterflyConfig
+    fixed_length = True
+    complexity = "O(L log L)"
+
+    @staticmethod
+    def factor_count(length: int) -> int:
+        """ceil(log2 N), one at least."""
+        return max(1, (length - 1).bit_length())
+
+    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
+        factors = self.factor_count(self.max_seqlen)
+        shape = (self.nheads, factors, 2 ** (factors - 1), 2, 2)
+        return MixingParameters(twiddle=shape), {"twiddle": rotations_init()}
+
+    @classmethod
+    def mixing_flops(cls, d_inner: int, nheads: int, config: ButterflyConfig, seqlen: int) -> float:
+        factors = cls.factor_count(seqlen)
+        return 3.0 * d_inner * factors * 2**factors / seqlen
+
+    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        # From token j to token i leads one way: factor s turns bit s of the position from that of j into that of i.
+        to = torch.arange(v.shape[1], device=v.device).unsqueeze(1)
+        of = torch.arange(v.shape[1], device=v.device).unsqueeze(0)
+        product = 1.0
+        for s in range(self.factor_count(self.max_seqlen)):
+            pair = ((of >> (s + 1)) << s) + (to & ((1 << s) - 1))
+            product = product * self.matrix_mixer.twiddle[:, s, pair, (to >> s) & 1, (of >> s) & 1]
+        return product.unsqueeze(0)
+
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+        factors, length = self.factor_count(self.max_seqlen), v.shape[1]
+        v = F.pad(v, (0, 0, 0, 0, 0, 2**factors - length))
+        for s, blocks in enumerate(self.matrix_mixer.twiddle.to(v.dtype).unbind(1)):
+            v = v.unflatten(1, (-1, 2, 2**s))  # (B, blocks of 2^(s+1) tokens, bit s, lower bits, H, P)
+            # (1, blocks, bit s of the output, bit s of the input, lower bits, H, 1)
+            weights = blocks.unflatten(1, (-1, 2**s)).permute(1, 3, 4, 2, 0)[None, ..., None]
+            v = (weights[:, :, :, 0] * v[:, :, :1] + weights[:, :, :, 1] * v[:, :, 1:]).flatten(1, 3)
+        return v[:, :length]
+
+
+def rotations_init() -> InitRule:
+    """Every 2 x 2 block turns by a random angle: M is orthogonal, and no gradient fades on its way through the
+    factors."""
+
+    def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        angle = torch.rand(shape[:-2], generator=generator) * (2 * math.pi)
+        sine, cosine = angle.sin(), angle.cos()
+        return torch.stack((cosine, -sine, sine, cosine), -1).view(shape)
+
+    return rule

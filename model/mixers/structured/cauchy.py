@@ -1,0 +1,115 @@
+"""Cauchy matrices in the shared block of the matrix mixers (arXiv 2407.09941)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from matmix.model.initialization import InitRule, constant_init
+from matmix.model.mixers.structured.matrix_mixer import MixingParameters, QueryKeyConfig, QueryKeyMixer
+from matmix.model.mixers.structured.row_blocks import mix_in_row_blocks
+
+SMALLEST_DENOMINATOR = 1e-2
+"""Below this 1 / x is continued by its tangent. With b >= 0.005 no denominator is that small, whatever q and k are."""
+
+LARGEST_EXPONENT = 80.0
+"""e^q is finite in float32 up to here, and 1 / e^q is 0 for all that is added."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CauchyConfig(QueryKeyConfig):
+    """Options of the Cauchy mixers."""
+
+
+class Cauchy(QueryKeyMixer):
+    """M_ij = (N d)^-1/2 sum over d of 1 / (e^q_id + e^k_jd + 2 b + 1e-8), N = max_seqlen, in float32."""
+
+    Config = CauchyConfig
+    complexity = "O(L^2)"
+    activated_inputs = False
+
+    @classmethod
+    def mixing_flops(cls, d_inner: int, nheads: int, config: CauchyConfig, seqlen: int) -> float:
+        # For each pair and channel of q: denominator, reciprocal, sum; four more for the tangent.
+        per_term = 7.0 if cls.data_dependent else 3.0
+        return seqlen * (per_term * nheads * config.qk_dim + 2.0 * d_inner)
+
+    def scale(self) -> float:
+        """In front of every entry."""
+        return (self.max_seqlen * self.config.qk_dim) ** -0.5
+
+    def summands(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """e^q + b and e^k + b, (B or 1, L, H, d), in float32 at least."""
+        q, k = (positive(part) for part in self.queries_and_keys(inputs))
+        return q, k
+
+    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        q, k = (part.permute(0, 2, 1, 3) for part in self.summands(inputs))  # (B, H, L, d)
+        denominators = q.unsqueeze(3) + k.unsqueeze(2) + 1e-8
+        terms = guarded_reciprocals(denominators) if self.data_dependent else 1 / denominators
+        return terms.sum(-1) * self.scale()
+
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+        rows = guarded_cauchy_rows if self.data_dependent else cauchy_rows
+        return mix_in_row_blocks(rows, *self.summands(inputs), v) * self.scale()
+
+
+class CauchyDI(Cauchy):
+    """q and k are parameters (N, H, d), and there is no b."""
+
+    fixed_length = True
+
+
+class CauchyDD(Cauchy):
+    """q and k are projected from x; b is one learned number.
+
+    Nothing keeps b from becoming so negative that a denominator passes through zero. Denominators, not b, are guarded:
+    a trained b below 0 is fine wherever e^q + e^k is large enough, and stays what it is. The guard is 1 / x above
+    `SMALLEST_DENOMINATOR` and its tangent below, so that value and gradient are continuous, finite, and still lead
+    back; a constant below would leave b without a gradient once it is lost.
+
+    So denominators below `SMALLEST_DENOMINATOR`, which need b < 0.005, give another M than the papers' code does, whose
+    1 / x goes on to its pole and changes sign there.
+    """
+
+    data_dependent = True
+    sequence_aligned = True
+
+    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
+        # One entry rather than none: FSDP cannot shard a tensor without dimensions.
+        return MixingParameters(bias=(1,)), {"bias": constant_init(0.5)}
+
+    def summands(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = super().summands(inputs)
+        bias = self.matrix_mixer.bias.to(q.dtype)
+        return q + bias, k + bias
+
+
+def positive(x: torch.Tensor) -> torch.Tensor:
+    """e^x in float32 at least, finite."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).clamp(max=LARGEST_EXPONENT).exp()
+
+
+def cauchy_denominators(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """(B, H, d, R, L) for q (B, R, H, d) and k (B, L, H, d)."""
+    q, k = (part.permute(0, 2, 3, 1) for part in (q, k))
+    return (q + 1e-8).unsqueeze(-1) + k.unsqueeze(-2)
+
+
+def cauchy_rows(q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
+    """Rows of the matrix without its scale, (B, H, R, L)."""
+    return cauchy_denominators(q, k).reciprocal().sum(2)
+
+
+def guarded_cauchy_rows(q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
+    """As `cauchy_rows`, guarded."""
+    return guarded_reciprocals(cauchy_denominators(q, k)).sum(2)
+
+
+def guarded_reciprocals(x: torch.Tensor) -> torch.Tensor:
+    """1 / x, and below `SMALLEST_DENOMINATOR` its tangent there."""
+    tangent = (2 - x / SMALLEST_DENOMINATOR) / SMALLEST_DENOMINATOR
+    # Clamped too: an infinite reciprocal, even where it is not chosen, would make the gradient NaN.
+    return torch.where(x < SMALLEST_DENOMINATOR, tangent, x.clamp(min=SMALLEST_DENOMINATOR).reciprocal())

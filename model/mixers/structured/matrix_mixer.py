@@ -1,0 +1,282 @@
+"""The block that the matrix mixers share (arXiv 2407.09941, section 3): all but the matrix itself is the same for each,
+so that a comparison of them compares matrices.
+
+Parameters have the names and shapes of the authors' module; those of the matrix are below `matrix_mixer`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from matmix.kernels import gated_norm, short_conv
+from matmix.kernels.precision import outside_autocast
+from matmix.model.initialization import InitRule, normal_init, uniform_init
+from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.scans.hydra import RMSNormWeight
+
+WIDEST_SHORT_CONV = 9
+"""Taps of the widest convolution that the op knows, which respects document boundaries."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedBlockConfig:
+    """Options of the block around the matrix."""
+
+    headdim: int = 64
+    """Channels per head; every head has a matrix of its own."""
+    expand: int = 2
+    """Inner width over d_model."""
+    d_conv: int = 7
+    """Width of the centred depthwise convolution (odd); from 3 to 9 it is fast and takes packed documents at once."""
+    bias: bool = False
+    """Biases in the input and output projections."""
+    conv_bias: bool = True
+    """Bias in the convolution."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueryKeyConfig(SharedBlockConfig):
+    """Options of a matrix whose entries come from a query and a key each."""
+
+    qk_dim: int = 16
+    """Channels of queries and keys per head."""
+
+
+class MixingParameters(nn.Module):
+    """Holds the parameters of a matrix, by name and shape."""
+
+    def __init__(self, **shapes: tuple[int, ...]):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+
+class MatrixMixer(Mixer):
+    """in_proj -> [z | v | inputs of the matrix] -> conv + silu -> M v + v -> gated norm -> out_proj.
+
+    A subclass gives `input_widths` and `mixing_parameters`, what M is made of; `entries`, M by its formula; and
+    `mix_values`, M v by a fast algorithm.
+    """
+
+    causal_form = False
+    bidirectional_form = True
+    data_dependent = False
+    sequence_aligned = False
+    skip: ClassVar[bool] = True
+    """v itself is added to M v."""
+    activated_inputs: ClassVar[bool] = True
+    """SiLU follows the convolution of the inputs too, as it does for v."""
+    knows_documents: ClassVar[bool] = False
+    """`mix_values` takes packed documents."""
+
+    def __init__(self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        self.d_inner, self.nheads = self.inner_width(d_model, config)
+        self.input_sizes = self.input_widths(self.nheads, config)
+        self.direct = self.direct_width(self.nheads)
+        self.conv_dim = self.d_inner + sum(self.input_sizes)
+        self.in_proj = nn.Linear(d_model, self.d_inner + self.conv_dim + self.direct, bias=config.bias)
+        # Holds the weights only: the convolution itself is an op that respects document boundaries.
+        self.conv1d = nn.Conv1d(
+            self.conv_dim, self.conv_dim, config.d_conv, groups=self.conv_dim, bias=config.conv_bias
+        )
+        self.norm = RMSNormWeight(self.d_inner)
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=config.bias)
+        self.init_rules = {
+            "conv1d.weight": uniform_init(config.d_conv**-0.5),
+            "conv1d.bias": uniform_init(config.d_conv**-0.5),
+            "out_proj.weight": normal_init(output_std),
+        }
+        parameters, rules = self.mixing_parameters()
+        if parameters is not None:
+            self.matrix_mixer = parameters
+            self.init_rules |= {f"matrix_mixer.{name}": rule for name, rule in rules.items()}
+
+    # What a subclass says about its matrix.
+
+    @classmethod
+    def input_widths(cls, nheads: int, config: Any) -> tuple[int, ...]:
+        """Widths of the inputs of the matrix, which are projected from x and convolved."""
+        return ()
+
+    @classmethod
+    def direct_width(cls, nheads: int) -> int:
+        """Width of what else the matrix takes from in_proj, without convolution and activation."""
+        return 0
+
+    def mixing_parameters(self) -> tuple[nn.Module | None, dict[str, InitRule]]:
+        """The module `matrix_mixer` and the initial values of its parameters."""
+        return None, {}
+
+    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """M (B or 1, H, L, L) without the skip, for v (B, L, H, P) and inputs (B, L, width) each."""
+        raise NotImplementedError
+
+    def mix_values(
+        self,
+        v: torch.Tensor,
+        inputs: tuple[torch.Tensor, ...],
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> torch.Tensor:
+        """M v (B, L, H, P) without the skip, in any floating dtype."""
+        raise NotImplementedError
+
+    @classmethod
+    def mixing_flops(cls, d_inner: int, nheads: int, config: Any, seqlen: int) -> float:
+        """Operations of `mix_values` for one token."""
+        raise NotImplementedError
+
+    # The block.
+
+    @staticmethod
+    def inner_width(d_model: int, config: Any) -> tuple[int, int]:
+        """d_inner and the number of heads."""
+        return config.expand * d_model, config.expand * d_model // config.headdim
+
+    @classmethod
+    def check(cls, d_model: int, config: Any) -> None:
+        for name in ("headdim", "expand", "qk_dim", "d_state"):
+            if getattr(config, name, 1) < 1:
+                raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be at least 1")
+        if config.expand * d_model % config.headdim:
+            raise ValueError(
+                f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide the inner width "
+                f"expand * d_model = {config.expand} * {d_model}; change headdim, expand or d_model"
+            )
+        if config.d_conv % 2 == 0 or config.d_conv < 1:
+            raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be odd and at least 1")
+
+    @classmethod
+    def halo(cls, config: Any) -> int:
+        return config.d_conv // 2 if cls.data_dependent else 0
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
+        d_inner, nheads = cls.inner_width(d_model, config)
+        conv_dim = d_inner + sum(cls.input_widths(nheads, config))
+        projections = d_model * (2 * d_inner + conv_dim + cls.direct_width(nheads))
+        block = 2.0 * (projections + conv_dim * config.d_conv)
+        return block + cls.mixing_flops(d_inner, nheads, config, seqlen)
+
+    def parts(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The gate z (B, L, d_inner), v (B, L, H, P) and the inputs of the matrix (B, L, width) each; what
+        `direct_width` asks for is the last of them."""
+        z, mixed, direct = self.in_proj(x).split([self.d_inner, self.conv_dim, self.direct], -1)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        if self.activated_inputs or not self.input_sizes:
+            mixed = centred_conv(mixed, weight, bias, activation="silu", cu_seqlens=cu_seqlens)
+            v, *inputs = mixed.split([self.d_inner, *self.input_sizes], -1)
+        else:
+            # Two convolutions rather than an activation of its own: v would be rounded twice in bfloat16.
+            sizes = [self.d_inner, self.conv_dim - self.d_inner]
+            (v, linear), weights = mixed.split(sizes, -1), weight.split(sizes)
+            biases = (None, None) if bias is None else bias.split(sizes)
+            v = centred_conv(v, weights[0], biases[0], activation="silu", cu_seqlens=cu_seqlens)
+            linear = centred_conv(linear, weights[1], biases[1], cu_seqlens=cu_seqlens)
+            inputs = linear.split(self.input_sizes, -1)
+        if self.direct:
+            inputs = (*inputs, direct)
+        return z, v.unflatten(-1, (self.nheads, -1)), tuple(inputs)
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        if self.fixed_length:
+            self.check_input(x, cu_seqlens)
+        elif cu_seqlens is not None and not (self.knows_documents and self.config.d_conv <= WIDEST_SHORT_CONV):
+            return self.forward_by_document(x, cu_seqlens)
+        z, v, inputs = self.parts(x, cu_seqlens)
+        y = self.mix_values(v, inputs, cu_seqlens, max_seqlen)
+        return self.finish(y + v if self.skip else y, z)
+
+    def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Gated norm and output projection of y (B, L, H, P)."""
+        return self.out_proj(gated_norm(y.flatten(-2).to(z.dtype), self.norm.weight, z, eps=self.norm.eps))
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fixed_length:
+            self.check_input(x, None)
+        _, v, inputs = self.parts(x, None)
+        entries = self.entries(v, inputs)
+        if not self.skip:
+            return entries
+        return entries + torch.eye(x.shape[1], dtype=entries.dtype, device=entries.device)
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts(x, None)[1]
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(mixed, self.parts(x, None)[0])
+
+
+class QueryKeyMixer(MatrixMixer):
+    """M from a query and a key for every token and head: projected from x, or parameters where M does not depend on
+    the data."""
+
+    @classmethod
+    def input_widths(cls, nheads: int, config: QueryKeyConfig) -> tuple[int, ...]:
+        return (nheads * config.qk_dim,) * 2 if cls.data_dependent else ()
+
+    def mixing_parameters(self) -> tuple[nn.Module | None, dict[str, InitRule]]:
+        if self.data_dependent:
+            return None, {}
+        shape = (self.max_seqlen, self.nheads, self.config.qk_dim)
+        return (
+            MixingParameters(q_matrix=shape, k_matrix=shape),
+            {"q_matrix": xavier_normal_init(), "k_matrix": xavier_normal_init()},
+        )
+
+    def queries_and_keys(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k, (B, L, H, qk_dim) or (1, L, H, qk_dim)."""
+        if self.data_dependent:
+            q, k = (part.unflatten(-1, (self.nheads, -1)) for part in inputs)
+            return q, k
+        return self.matrix_mixer.q_matrix.unsqueeze(0), self.matrix_mixer.k_matrix.unsqueeze(0)
+
+
+def centred_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    activation: str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`short_conv`, also of 1 tap and, without cu_seqlens, of more than it takes."""
+    width = weight.shape[-1]
+    if 1 < width <= WIDEST_SHORT_CONV:
+        return short_conv(x, weight, bias, activation=activation, cu_seqlens=cu_seqlens)
+    assert width == 1 or cu_seqlens is None
+    return plain_conv(x, weight, bias, activation)
+
+
+@outside_autocast
+def plain_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
+) -> torch.Tensor:
+    """As `short_conv` of a whole row with any odd number of taps, by PyTorch's convolution, in float32 at least."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    bias = None if bias is None else bias.to(exact)
+    channels, width = weight.shape
+    y = F.conv1d(x.mT.to(exact), weight.unsqueeze(1).to(exact), bias, padding=width // 2, groups=channels).mT
+    return (F.silu(y) if activation == "silu" else y).to(x.dtype)
+
+
+def xavier_normal_init() -> InitRule:
+    """Glorot's normal values with the fans that PyTorch takes for (outputs, inputs, ...), as in the papers' code: M
+    starts small, and the layer near the skip."""
+
+    def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        fans = (shape[0] + shape[1]) * math.prod(shape[2:])
+        return torch.randn(shape, generator=generator) * math.sqrt(2 / fans)
+
+    return rule

@@ -1,0 +1,84 @@
+"""Toeplitz matrices: long convolutions (TNN, arXiv 2305.04749), in the shared block of the matrix mixers
+(arXiv 2407.09941)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from matmix.model.initialization import InitRule
+from matmix.model.mixers.structured.fourier import fast_length, real_transform_flops, toeplitz_product
+from matmix.model.mixers.structured.matrix_mixer import (
+    MatrixMixer,
+    MixingParameters,
+    SharedBlockConfig,
+    xavier_normal_init,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToeplitzConfig(SharedBlockConfig):
+    """Options of the Toeplitz mixers."""
+
+
+class Toeplitz(MatrixMixer):
+    """M_ij = 0.5 N^-1/2 m_{i-j}, N = max_seqlen, by fast Fourier transforms in float32."""
+
+    Config = ToeplitzConfig
+    complexity = "O(L log L)"
+
+    @classmethod
+    def mixing_flops(cls, d_inner: int, nheads: int, config: ToeplitzConfig, seqlen: int) -> float:
+        size = fast_length(2 * seqlen - 1)
+        # Forth and back for every channel, once for every head's kernel; 6 per product of complex numbers.
+        return ((2 * d_inner + nheads) * real_transform_flops(size) + 6 * d_inner * (size // 2 + 1)) / seqlen
+
+    def diagonals(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """m_0, m_-1, ... and m_0, m_1, ..., (B or 1, L, H) each, without the scale."""
+        raise NotImplementedError
+
+    def scale(self) -> float:
+        """In front of every entry."""
+        return 0.5 * self.max_seqlen**-0.5
+
+    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        upper, lower = self.diagonals(inputs)
+        positions = torch.arange(v.shape[1], device=v.device)
+        offset = positions.unsqueeze(1) - positions
+        below = (offset >= 0).unsqueeze(-1)
+        m = torch.where(below, lower[:, offset.clamp(min=0)], upper[:, (-offset).clamp(min=0)])
+        return m.permute(0, 3, 1, 2) * self.scale()
+
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+        return toeplitz_product(*self.diagonals(inputs), v) * self.scale()
+
+
+class ToeplitzDI(Toeplitz):
+    """The m_t are parameters: `conv_params` holds m_-(N-1) ... m_(N-1)."""
+
+    fixed_length = True
+
+    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
+        shape = (self.nheads, 2 * self.max_seqlen - 1)
+        return MixingParameters(conv_params=shape), {"conv_params": xavier_normal_init()}
+
+    def diagonals(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        m, zero = self.matrix_mixer.conv_params.t().unsqueeze(0), self.max_seqlen - 1
+        return m[:, : zero + 1].flip(1), m[:, zero:]
+
+
+class ToeplitzDD(Toeplitz):
+    """m_t = q_t for t >= 0 and k_-t for t < 0, a query and a key of one channel for every token and head."""
+
+    data_dependent = True
+    sequence_aligned = True
+
+    @classmethod
+    def input_widths(cls, nheads: int, config: ToeplitzConfig) -> tuple[int, ...]:
+        return (nheads, nheads)
+
+    def diagonals(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = inputs
+        return k, q

@@ -1,0 +1,105 @@
+"""Differences of two Vandermonde matrices in the shared block of the matrix mixers (arXiv 2407.09941)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from matmix.model.initialization import InitRule
+from matmix.model.mixers.structured.matrix_mixer import MixingParameters, QueryKeyConfig, QueryKeyMixer
+from matmix.model.mixers.structured.row_blocks import mix_in_row_blocks
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
+
+TURNS_PER_STEP = 1e-3
+"""Epsilon: how many turns a query or key of 1 adds from one position to the next."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VandermondeConfig(QueryKeyConfig):
+    """Options of the Vandermonde mixers."""
+
+
+class Vandermonde(QueryKeyMixer):
+    """M_ij = (2 N d)^-1/2 sum over d of cos(2 pi eps q_id j) - cos(2 pi eps k_jd i), N = max_seqlen, in float32."""
+
+    Config = VandermondeConfig
+    complexity = "O(L^2)"
+    activated_inputs = False
+
+    @classmethod
+    def mixing_flops(cls, d_inner: int, nheads: int, config: VandermondeConfig, seqlen: int) -> float:
+        # Twice for each pair and channel of q: phase, cosine, sum.
+        return seqlen * (6.0 * nheads * config.qk_dim + 2.0 * d_inner)
+
+    def scale(self) -> float:
+        """In front of every entry."""
+        return (2 * self.max_seqlen * self.config.qk_dim) ** -0.5
+
+    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        exact = torch.promote_types(v.dtype, torch.float32)
+        q, k = (part.permute(0, 2, 1, 3).to(exact) for part in self.queries_and_keys(inputs))  # (B, H, L, d)
+        positions = torch.arange(v.shape[1], device=v.device, dtype=exact)
+        angle = 2 * math.pi * TURNS_PER_STEP
+        of_rows = torch.cos(angle * q.unsqueeze(3) * positions.view(1, 1, 1, -1, 1))
+        of_columns = torch.cos(angle * k.unsqueeze(2) * positions.view(1, 1, -1, 1, 1))
+        return (of_rows - of_columns).sum(-1) * self.scale()
+
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+        return mix_in_row_blocks(vandermonde_rows, *self.queries_and_keys(inputs), v) * self.scale()
+
+
+class VandermondeDI(Vandermonde):
+    """q and k are parameters (H, d, N).
+
+    Weights stored in bfloat16 change M, by 4 % from initial weights: a frequency's rounding, of up to 16 turns over the
+    whole length, is up to 0.03 turns of phase. Keep these weights in float32, as in training.
+    """
+
+    fixed_length = True
+
+    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
+        shape = (self.nheads, self.config.qk_dim, self.max_seqlen)
+        rules = {name: frequencies_init() for name in ("q_bias", "k_bias")}
+        return MixingParameters(q_bias=shape, k_bias=shape), rules
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return dict.fromkeys(["matrix_mixer.q_bias", "matrix_mixer.k_bias"], NOT_DECAYED)
+
+    def queries_and_keys(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = (part.permute(2, 0, 1).unsqueeze(0) for part in (self.matrix_mixer.q_bias, self.matrix_mixer.k_bias))
+        return q, k
+
+
+class VandermondeDD(Vandermonde):
+    """q and k are projected from x."""
+
+    data_dependent = True
+    sequence_aligned = True
+
+
+def vandermonde_rows(q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
+    """Rows of the matrix without its scale, (B, H, R, L), for q (B, R, H, d) and k (B, L, H, d)."""
+    columns = torch.arange(k.shape[1], device=k.device, dtype=k.dtype)
+    rows = torch.arange(first, first + q.shape[1], device=q.device, dtype=q.dtype)
+    angle = 2 * math.pi * TURNS_PER_STEP
+    q, k = (angle * part.permute(0, 2, 3, 1) for part in (q, k))  # (B, H, d, R or L)
+    of_rows = torch.cos(q.unsqueeze(-1) * columns).sum(2)
+    of_columns = torch.cos(k.unsqueeze(-2) * rows.unsqueeze(-1)).sum(2)
+    return of_rows - of_columns
+
+
+def frequencies_init() -> InitRule:
+    """Frequencies between -16 and 16 turns over the whole length, but not above half a turn per step.
+
+    From frequencies of 0 every cosine is 1: M is 0, and so is its gradient. From small ones M is smooth and all rows
+    are alike.
+    """
+
+    def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        bound = min(0.5, 16 / shape[-1]) / TURNS_PER_STEP
+        return (torch.rand(shape, generator=generator) * 2 - 1) * bound
+
+    return rule

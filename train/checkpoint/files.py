@@ -1,0 +1,248 @@
+"""What makes a directory a valid checkpoint: its last file, `checkpoint.json`, and that all others are as it says.
+
+The file is written after everything else and the directory gets its name after that, so that a directory named
+`step-00001000` with this file in it was written whole. If something happened to it later, hashes tell: the file holds
+the SHA-256 of every other one, and begins with one over all that it says itself (config, position in the data and
+fingerprint of the data included), so that every bit of a checkpoint is covered. This guards against accidents; who can
+write to a checkpoint can also write hashes that fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from matmix.data.artifacts import artifact_name, artifact_path, parse_json
+from matmix.train.checkpoint.portable import open_full
+from matmix.train.process.distributed import gather_objects, rank_and_world_size
+from matmix.train.process.heartbeat import beat, others_at_work
+
+MANIFEST = "checkpoint.json"
+GENERATORS = "generators"
+FIRST_GENERATORS = f"{GENERATORS}/rank-00000.json"
+VERSION = 2  # 1 had CRC-32 checksums, and none of itself
+_HEAD, _AFTER_ROOT = b'{\n "root": "', b'",'
+_STEP = re.compile(r"step-(\d{8,})$")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CHUNK = 1 << 22
+# What reading says where the medium or the file system has lost the file's content.
+_OF_DAMAGE = (errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO))
+
+
+def together(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> str | None:
+    """Runs `action` on every rank; None, or the first rank's complaint if storage failed anywhere, on every
+    rank.
+
+    Only OSError is a complaint. Anything else is a mistake of ours and raised, on every rank. group: what the
+    ranks agree over, as for `gather_objects`.
+    """
+    complaint, mistake = None, None
+    beat("a part of a save")
+    try:
+        action()
+    except OSError as error:
+        complaint = error.strerror or str(error)
+    except Exception as error:
+        mistake = error
+    with others_at_work("a part of a save that is done here"):
+        outcomes = gather_objects((complaint, None if mistake is None else repr(mistake)), group)
+    if mistake is not None:
+        raise mistake
+    for rank, (text, other) in enumerate(outcomes):
+        if other is not None:
+            raise RuntimeError(f"rank {rank} failed: {other}")
+        if text is not None:
+            return text if "(rank " in text or len(outcomes) == 1 else f"{text} (rank {rank})"
+    return None
+
+
+def list_files(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def describe_files(directory: Path, names: list[str]) -> dict[str, list[int | str]]:
+    """Size and SHA-256 of files below `directory`."""
+    return {name: [(directory / name).stat().st_size, sha256(directory / name)] for name in names}
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal digits."""
+    value = hashlib.sha256()
+    for chunk in _chunks(path):
+        value.update(chunk)
+    return value.hexdigest()
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    for chunk in _chunks(path):
+        value = zlib.crc32(chunk, value)
+    return value
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
+            beat("reading a checkpoint")
+
+
+def matches(path: Path, entry: list[int | str]) -> bool:
+    """Whether a file is there and as an entry of `describe_files` (or of version 1, with a CRC-32) says."""
+    size, value = entry
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    return (_crc32(path) if isinstance(value, int) else sha256(path)) == value
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Writes `checkpoint.json`: JSON whose first member, the root, is the SHA-256 of all bytes that follow it."""
+    rest = {name: value for name, value in manifest.items() if name not in ("root", "version")}
+    body = json.dumps({"version": VERSION, **rest}, indent=1).removeprefix("{").encode() + b"\n"
+    with (directory / MANIFEST).open("wb") as file:
+        file.write(_HEAD + hashlib.sha256(_AFTER_ROOT + body).hexdigest().encode() + _AFTER_ROOT + body)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, held against its root, its form, and the name of its directory.
+
+    Raises FileNotFoundError or ValueError.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(f"checkpoint not found: {directory}")
+    try:
+        raw = (directory / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint {directory} is not valid: it has no {MANIFEST}") from None
+    damaged = f"checkpoint {directory} is damaged: its {MANIFEST}"
+    end = len(_HEAD) + 64
+    has_root = raw.startswith(_HEAD)
+    if has_root and hashlib.sha256(raw[end:]).hexdigest().encode() != raw[len(_HEAD) : end]:
+        raise ValueError(f"{damaged} is not what was written (its root hash does not match)")
+    try:
+        manifest = parse_json(raw, MANIFEST)
+        version = manifest["version"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{damaged} cannot be read") from None
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise ValueError(f"checkpoint {directory} was written by another version of matmix: update one of the two")
+    if (version > 1) != has_root:
+        raise ValueError(f"{damaged} has lost its root hash")
+    try:
+        problem = _find_fault(manifest, directory.name)
+    except ValueError as error:
+        problem = f"cannot be right: {error}"
+    if problem is not None:
+        raise ValueError(f"{damaged} {problem}")
+    return manifest
+
+
+def _find_fault(manifest: dict[str, Any], name: str) -> str | None:
+    """What no checkpoint says of itself. Raises ValueError for names of files that lead elsewhere."""
+    files, step = manifest.get("files"), manifest.get("step")
+    if type(step) is not int or step < 0 or not isinstance(manifest.get("extra"), dict):
+        return "lacks its step, or what the training loop saved"
+    if not _is_layout(manifest.get("layout")):
+        return "has no layout of its tensors"
+    if (named := _STEP.search(name)) is not None and int(named[1]) != step:
+        return f"is of step {step}, not {int(named[1])}: the directory has another's name"
+    if not isinstance(files, dict) or FIRST_GENERATORS not in files:
+        return "does not list its files"
+    for name, entry in files.items():
+        artifact_name(name, "it", nested=True)
+        sound = isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int and entry[0] >= 0
+        if not sound or not (type(entry[1]) is int or (isinstance(entry[1], str) and _SHA256.fullmatch(entry[1]))):
+            return "does not say how long its files are and what their checksums"
+    return None
+
+
+def _is_layout(layout: Any) -> bool:
+    """Whether this is what engines say of the tensors that they write."""
+    if not isinstance(layout, dict) or not isinstance(layout.get("shapes"), dict):
+        return False
+    counts = [layout.get("world_size"), layout.get("zero_stage", 0)]
+    counts += [number for shape in layout["shapes"].values() for number in (shape if isinstance(shape, list) else [-1])]
+    engine = layout.get("engine")
+    known = engine in ("torch", "portable") or (engine == "deepspeed" and "zero_stage" in layout)
+    moments = layout.get("moments", {})
+    named = isinstance(moments, dict) and all(isinstance(entries, list) for entries in moments.values())
+    return known and named and all(type(number) is int and number >= 0 for number in counts) and counts[0] > 0
+
+
+def check_sizes(directory: Path) -> None:
+    """Raises ValueError if a file is missing or not as long as it was."""
+    for name, (size, _) in read_manifest(directory)["files"].items():
+        path = artifact_path(directory, name, directory / MANIFEST, nested=True)
+        if not path.is_file():
+            raise ValueError(f"checkpoint {directory} is damaged: {name} is missing")
+        if (found := path.stat().st_size) != size:
+            how = "truncated" if found < size else "too long"
+            raise ValueError(f"checkpoint {directory} is damaged: {name} is {how} ({found} of {size} bytes)")
+
+
+def find_problem(directory: Path) -> str | None:
+    """What is wrong with a checkpoint, on every rank: sizes, checksums, and whether its files hold the tensors that its
+    layout names. The ranks share the reading.
+
+    Raises OSError on every rank where one could not look (a file system that is away, too many open files): who took
+    such a checkpoint for damaged would go back behind it and remove it.
+    """
+    rank, world_size = rank_and_world_size()
+
+    def look() -> str | OSError | None:
+        try:
+            check_sizes(directory)
+            files = read_manifest(directory)["files"]
+            for name, entry in list(files.items())[rank::world_size]:
+                if not matches(directory / name, entry):
+                    return f"checkpoint {directory} is damaged: {name} does not match its checksum"
+            if rank == 0:
+                open_full(directory, read_manifest(directory)["layout"])
+        except (ValueError, FileNotFoundError) as error:
+            return str(error)
+        except OSError as error:
+            if error.errno not in _OF_DAMAGE:
+                return OSError(f"checkpoint {directory} cannot be read: {error}")
+            return f"checkpoint {directory} is damaged: {error}"
+        return None
+
+    found = gather_objects(look())
+    for problem in found:
+        if isinstance(problem, OSError):
+            raise problem
+    return next((problem for problem in found if problem), None)
+
+
+def check_shapes(directory: Path, saved: dict[str, list[int]], model: dict[str, list[int]]) -> None:
+    """Raises ValueError that names the first tensor on which checkpoint and model differ."""
+    start = f"checkpoint {directory} is of another architecture:"
+    for name, shape in model.items():
+        if name not in saved:
+            raise ValueError(f"{start} it has no {name}, which is {tuple(shape)} in this model")
+        if list(saved[name]) != list(shape):
+            raise ValueError(f"{start} {name} is {tuple(saved[name])} there and {tuple(shape)} in this model")
+    for name, shape in saved.items():
+        if name not in model:
+            raise ValueError(f"{start} it holds {name} {tuple(shape)}, which this model does not have")
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes a rename inside `directory` survive a power failure, where the file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,358 @@
+"""Copies of the newest state with the nodes that made it, every few steps, so that a kill costs seconds.
+
+    DIRECTORY/matmix-UID/NAME-HASH/HOST-0/step-00000057/     what the ranks of a node wrote, and its neighbour's
+
+A copy is a checkpoint in pieces: every node has what its ranks write, the manifest of all, and what the node before it
+wrote, so that one lost node loses none. It counts for the next start alone: each start gives the run a new name in
+RUN/local_copies.json, and the name stands in its copies. So what another run of this folder, or another course of this
+one, has left on some node never comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from matmix.data.artifacts import artifact_path, parse_json, read_json
+from matmix.data.storage.private import is_own, private_folder
+from matmix.train.checkpoint.exchange import Transfer, exchange
+from matmix.train.checkpoint.files import MANIFEST, list_files, matches, read_manifest, together
+from matmix.train.checkpoint.room import free_bytes
+from matmix.train.checkpoint.save import Contents, Tell, write_checkpoint
+from matmix.train.engine.base import Engine
+from matmix.train.process.distributed import from_rank_zero, gather_objects, rank_and_world_size
+from matmix.train.process.files import write_whole
+from matmix.train.process.places import Place
+
+RECORD = "local_copies.json"
+START = "start"  # in what a copy holds besides the state: the name of the start that made it
+_STEP = re.compile(r"step-(\d{8,})")
+_MEMORY = Path("/dev/shm")
+_Kept = tuple[str, int | None]  # name of a start, and a step of it; None = any
+
+
+class LocalCopies:
+    """The copies of one run. Every method but `complete` is called on all ranks, by the thread that trains."""
+
+    def __init__(
+        self,
+        run: str,
+        record: Path,
+        *,
+        every: int,
+        directory: str = "",
+        peers: bool = True,
+        up_to_date: bool = True,
+    ) -> None:
+        """run: its folder or URL; record: the file that names the start, in the run's folder; every: steps, 0 = no
+        copies are made, and what earlier starts left is removed; directory: of the node, "" = in memory where there is
+        such a place; peers: each node also holds what the one before it wrote; up_to_date: on rank 0, whether the
+        records of the run are here as the last start left them."""
+        self.record, self.peers, self.up_to_date = record, peers, up_to_date
+        self.off = every == 0
+        base = Path(directory).expanduser() if directory else _memory_folder()
+        self._base = base / f"matmix-{os.geteuid()}"
+        stem = re.sub(r"[^A-Za-z0-9_-]+", "-", run.rstrip("/").rsplit("/", 1)[-1])[:64]
+        self._of_run = self._base / f"{stem}-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
+        self.folder = self._of_run  # of this node, once `_open` has looked who else is here
+        self._place = Place.of_node()
+        self._leaders: list[int] = []  # the rank that leads each node, in order of the nodes' numbers
+        self._number = 0  # of this node in that order
+        self._start = ""
+        self._room_for = 0  # bytes of a copy for which there was room
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    # -- after a start -----------------------------------------------------------------------------------
+
+    def newest(self, after: int, engine: Engine, tell: Tell) -> Path | None:
+        """The newest copy of a step after `after` that the nodes hold whole between them; each node now has what its
+        ranks need to load it. None if there is none; one that is not whole costs a line of warning."""
+        if self.off or not self._open(tell):
+            return None
+        kept = from_rank_zero(self._read_record() if rank_and_world_size()[0] == 0 else [])
+        found = self._find(kept, after) if self._place.leads else {}
+        everywhere = gather_objects({step: said for step, (said, _) in found.items()})
+        for step in sorted({step for part in everywhere for step in part}, reverse=True):
+            _, raw = found.get(step, ("", b""))
+            problem = self._bring(step, [part.get(step) for part in everywhere], raw, engine)
+            if problem is None:
+                return self.path(step)
+            tell(f"warning: the node-local copy of step {step} is not used: {problem}")
+        return None
+
+    def _read_record(self) -> list[_Kept]:
+        """Which copies count: those of the last start, and the one that it began from."""
+        try:
+            record = read_json(self.record)
+            kept = [(record["name"], None), *([tuple(record["origin"])] if record["origin"] else [])]
+        except (OSError, ValueError, LookupError, TypeError):
+            return []
+        return kept if self.up_to_date and all(isinstance(name, str) for name, *_ in kept) else []
+
+    def _find(self, kept: list[_Kept], after: int) -> dict[int, tuple[str, bytes]]:
+        """What this node has that counts: step -> hash of what the copy says of itself, the same on all nodes, and its
+        manifest, which also says when a node wrote it."""
+        found = {}
+        for step, path in self._steps().items():
+            try:
+                manifest, raw = read_manifest(path), (path / MANIFEST).read_bytes()
+            except (ValueError, OSError):
+                continue
+            start = manifest["extra"].get(START)
+            if step > after and ((start, None) in kept or (start, step) in kept):
+                manifest["extra"].pop("goodput", None)  # each rank's own clock
+                said = json.dumps([manifest[name] for name in ("layout", "extra", "files")], sort_keys=True)
+                found[step] = hashlib.sha256(said.encode()).hexdigest(), raw
+        return found
+
+    def _bring(self, step: int, said: list[str | None], raw: bytes, engine: Engine) -> str | None:
+        """What is wrong with the copy of a step; None: every node has all that it needs of it now. said: the hash that
+        each rank found; raw: the manifest that this one did."""
+        if len(set(filter(None, said))) > 1:
+            return "the nodes hold different ones"
+        path, holder = self.path(step), next(rank for rank, value in enumerate(said) if value)
+        raw = gather_objects(raw if rank_and_world_size()[0] == holder else b"")[holder]
+        manifest = parse_json(raw, path)
+        files, layout = manifest["files"], manifest["layout"]
+        held = self._whole(path, files, list(files))
+        lost = [name for name in files if not any(name in names for names in held)]
+        if lost:
+            return f"{len(lost)} of its {len(files)} files are damaged or with no node that is here, such as {lost[0]}"
+        fits = layout["engine"] == engine.kind and layout["shapes"] == engine.shapes()
+        shards = set(engine.shards(files)) if fits else set()
+        if complaint := self._fetch(path, files, held, [files.keys() - shards] * len(held)):
+            return complaint
+        if shards:
+            wanted: list[set[str]] = [set() for _ in held]
+            for number, part in gather_objects((self._number, engine.shards_to_load(path, layout))):
+                wanted[number] |= part
+            if complaint := self._fetch(path, files, held, wanted):
+                return complaint
+
+        def finish() -> None:
+            if self._place.leads and not (path / MANIFEST).is_file():
+                write_whole(path / MANIFEST, raw)
+
+        return together(finish)
+
+    def _fetch(
+        self, path: Path, files: dict[str, Any], held: list[set[str]], wanted: list[Collection[str]]
+    ) -> str | None:
+        """Brings files to the nodes that want them and hold them not; a complaint, or None. held, wanted: by node."""
+        transfers = []
+        for count, name in enumerate(files):
+            holders = [number for number, names in enumerate(held) if name in names]
+            source = self._leaders[holders[count % len(holders)]]
+            for number, leader in enumerate(self._leaders):
+                if name in wanted[number] and number not in holders:
+                    transfers.append(Transfer(name, files[name][0], source, leader))
+        missing = [transfer.name for transfer in transfers if transfer.target == self._leaders[self._number]]
+
+        def prepare() -> None:
+            if self._place.leads:
+                _require_room(self.folder, sum(files[name][0] for name in missing))
+                path.mkdir(exist_ok=True)
+
+        def receive() -> None:
+            if self._place.leads:
+                exchange(path, transfers)
+
+        def compare() -> None:
+            if damaged := [name for name in missing if name not in arrived]:
+                raise OSError(f"{damaged[0]} arrived damaged")
+
+        if complaint := together(prepare) or together(receive):
+            return complaint
+        arrived = self._whole(path, files, missing)[self._number]
+        return together(compare)
+
+    def _whole(self, path: Path, files: dict[str, Any], names: list[str]) -> list[set[str]]:
+        """By node, in the order of `_leaders`: which of these files it holds with the right checksum. Its ranks share
+        the reading."""
+        good = []
+        for name in names[self._place.index :: self._place.count]:
+            try:
+                if matches(artifact_path(path, name, path, nested=True), files[name]):
+                    good.append(name)
+            except (OSError, ValueError):  # cannot be read, or is a link: not held
+                continue
+        held: list[set[str]] = [set() for _ in self._leaders]
+        for number, part in gather_objects((self._number, good)):
+            held[number].update(part)
+        return held
+
+    def follow(self, origin: Path | None, tell: Tell) -> None:
+        """The run goes on from the checkpoint `origin`, or from its beginning: no copy but that one, if it is one,
+        counts from now on, and those on this node are removed."""
+        kept = origin if origin is not None and origin.parent == self.folder else None
+        if self.off or not self._open(tell):
+            if rank_and_world_size()[0] == 0:
+                self.record.unlink(missing_ok=True)
+            if self._place.leads and self._of_run.is_dir() and is_own(self._base):
+                shutil.rmtree(self._of_run, ignore_errors=True)
+            return
+        self._start = from_rank_zero(uuid.uuid4().hex)
+        before = None if kept is None else [read_manifest(kept)["extra"][START], int(kept.name.removeprefix("step-"))]
+
+        def write() -> None:
+            if rank_and_world_size()[0] == 0:
+                write_whole(self.record, json.dumps({"name": self._start, "origin": before}) + "\n")
+
+        if complaint := together(write):
+            self.give_up(f"{self.record} cannot be written ({complaint})", tell)
+        if self._place.leads:
+            self._remove_all_but(kept)
+
+    def end(self) -> None:
+        """Removes the copies of a run that has saved all it did."""
+        if not self._leaders:  # there never were any
+            return
+        if rank_and_world_size()[0] == 0:
+            self.record.unlink(missing_ok=True)
+        gather_objects(None)  # not before: copies that are there in part only would cost the next start a warning
+        if self._place.leads:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another node of this host still has its folder there
+                self._of_run.rmdir()
+
+    # -- while training ----------------------------------------------------------------------------------
+
+    def labelled(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """What a copy holds besides the state: `extra`, and which start it is of."""
+        assert self._start, "`follow` comes first"
+        return {**extra, START: self._start}
+
+    def has_room(self, size: int, tell: Tell) -> bool:
+        """Whether every node has room for two copies, the one that is there and the next; else there are none from now
+        on, and a line says so. size: bytes that this rank writes."""
+        sizes = [0] * len(self._leaders)
+        for number, part in gather_objects((self._number, size)):
+            sizes[number] += part
+        if self._shares:
+            sizes = [own + sizes[number - 1] for number, own in enumerate(sizes)]
+        if max(sizes) <= self._room_for:
+            return True
+        problem = None
+        if self._place.leads:
+            try:
+                there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+                size = sizes[self._number]
+                _require_room(self.folder, max(size, 2 * size - there))
+            except OSError as error:
+                problem = f"{error.strerror or error}; checkpoint.local_dir names another place"
+        if problem := next(filter(None, gather_objects(problem)), None):
+            self.give_up(problem, tell)
+            return False
+        self._room_for = max(sizes)
+        return True
+
+    def complete(self, contents: Contents, group: dist.ProcessGroup | None, tell: Tell) -> bool:
+        """Writes a copy, shares it and removes the one before; in the background. Whether it is complete now."""
+        target = self.path(contents.step)
+        temporary = self.folder / f".tmp-{target.name}"
+        complaint = write_checkpoint(contents, temporary, target, group, self._place)
+        if complaint is None and self._shares:
+            complaint = self._share(target, group)
+        if complaint is not None:
+            tell(f"warning: no node-local copy of step {contents.step}: {complaint}; training goes on without them")
+            if self._place.leads:
+                shutil.rmtree(temporary, ignore_errors=True)
+            return False
+        if self._place.leads:
+            self._remove_all_but(target)
+        return True
+
+    def _share(self, target: Path, group: dist.ProcessGroup | None) -> str | None:
+        """Passes what each node wrote on to the next one; None, or the complaint of the first whose storage failed."""
+        sizes: dict[str, int] = {}  # of what this node wrote
+
+        def look() -> None:
+            if self._place.leads:
+                sizes.update((name, (target / name).stat().st_size) for name in list_files(target) if name != MANIFEST)
+
+        if complaint := together(look, group):
+            return complaint
+        transfers = []
+        for number, written in gather_objects((self._number, sizes), group):
+            source, neighbour = self._leaders[number], self._leaders[(number + 1) % len(self._leaders)]
+            transfers += [Transfer(name, size, source, neighbour) for name, size in written.items()]
+        return together(lambda: exchange(target, transfers, group) if self._place.leads else None, group)
+
+    # -- places ------------------------------------------------------------------------------------------
+
+    @property
+    def _shares(self) -> bool:
+        return self.peers and len(self._leaders) > 1
+
+    def _open(self, tell: Tell) -> bool:
+        """Finds the nodes, and makes this one's folder; whether all could."""
+        if self._leaders:
+            return True
+        place, host = self._place, socket.gethostname()
+        everywhere = gather_objects((place.number, place.index, place.count, host))
+        nodes = sorted({number for number, *_ in everywhere})
+        indices = {node: sorted(index for number, index, *_ in everywhere if number == node) for node in nodes}
+        problem = None
+        if all(indices[number] == list(range(count)) for number, _, count, _ in everywhere):
+            self._number = nodes.index(place.number)
+            # By the host's name: at the next start the nodes may be numbered otherwise.
+            here = sorted({number for number, _, _, other in everywhere if other == host}).index(place.number)
+            self.folder = self._of_run / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', host)}-{here}"
+            try:
+                for folder in (self._base, self._of_run, self.folder):
+                    private_folder(folder)
+            except (OSError, ValueError) as error:
+                problem = f"{host}: {error}"
+        else:
+            problem = "the launcher does not say which ranks share a node (GROUP_RANK, LOCAL_RANK, LOCAL_WORLD_SIZE)"
+        if problem := next(filter(None, gather_objects(problem)), None):
+            self.give_up(problem, tell)
+            return False
+        firsts = {number: rank for rank, (number, index, *_) in enumerate(everywhere) if index == 0}
+        self._leaders = [firsts[node] for node in nodes]
+        return True
+
+    def give_up(self, problem: str, tell: Tell) -> None:
+        """No copies are made from now on. Called on all ranks."""
+        self.off = True
+        tell(f"warning: no node-local copies: {problem}; training goes on without them")
+
+    def _steps(self) -> dict[int, Path]:
+        """Step -> path of what lies in this node's folder, whole or not."""
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        return {int(match[1]): self.folder / match[0] for match in map(_STEP.fullmatch, names) if match}
+
+    def _remove_all_but(self, kept: Path | None) -> None:
+        for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
+            if path != kept:
+                # The manifest goes first, so that a half-removed copy is never taken for a whole one.
+                (path / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _memory_folder() -> Path:
+    """A folder in this node's memory, where there is such a place."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _require_room(folder: Path, size: int) -> None:
+    """Raises OSError unless `folder` takes so many bytes more."""
+    if (free := free_bytes(folder)) < size:
+        raise OSError(
+            f"{folder} on {socket.gethostname()} has room for {free / 1e9:.3g} GB, not for the {size / 1e9:.3g} GB "
+            "that are to be written there"
+        )

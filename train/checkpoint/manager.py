@@ -1,0 +1,385 @@
+"""Checkpoints of a run: RUN/checkpoints/step-00001000/, written whole or not at all.
+
+A checkpoint holds model and optimizer (as the engine writes them, every rank its part), the random generators
+of every rank, and `checkpoint.json` with the loop's own state, the resolved config, and size and checksum of
+every file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from matmix.data.artifacts import read_json
+from matmix.train import rng
+from matmix.train.checkpoint import portable
+from matmix.train.checkpoint.files import (
+    GENERATORS,
+    MANIFEST,
+    check_shapes,
+    check_sizes,
+    find_problem,
+    read_manifest,
+)
+from matmix.train.checkpoint.local_copies import LocalCopies
+from matmix.train.checkpoint.save import BackgroundSave, Contents, Tell, write_checkpoint
+from matmix.train.engine.base import Engine
+from matmix.train.failures import is_out_of_memory
+from matmix.train.process.distributed import from_rank_zero, gather_objects, make_side_group, rank_and_world_size
+from matmix.train.process.files import write_whole
+from matmix.train.process.places import Place
+
+_NAME = re.compile(r"step-(\d{8,})")
+# Directories under these names are unfinished or already given up: no reader looks at them.
+LEFTOVERS = (".tmp-", ".old-")
+
+
+def tell_on_rank_zero(text: str) -> None:
+    if rank_and_world_size()[0] == 0:
+        print(text, flush=True)
+
+
+class CheckpointManager:
+    """The checkpoints of one run. Every method is called on all ranks and returns the same on all."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep_last: int = 2,
+        keep_every: int = 0,
+        record: Path | None = None,
+        start_over: bool = False,
+        copies: LocalCopies | None = None,
+    ) -> None:
+        """keep_last: newest checkpoints that stay; keep_every: multiples of so many steps stay for ever; record: a file
+        outside of `directory` that says that there were checkpoints, should they vanish; start_over: they may have;
+        copies: those of the same run that lie with the nodes."""
+        self.directory = Path(directory)
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.record, self.start_over, self.copies = record, start_over, copies
+        self._damaged: set[Path] = set()
+        self._verified: set[Path] = set()
+        self._running: BackgroundSave | None = None
+        self._group: dist.ProcessGroup | None = None  # of the thread that saves
+        self._said_slow = False
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps for which there is a directory, valid or not, in order."""
+        names = os.listdir(self.directory) if self.directory.is_dir() else []
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of `step` that looks whole."""
+        return from_rank_zero(self._looks_whole(step))
+
+    def _looks_whole(self, step: int) -> bool:
+        try:
+            check_sizes(self.path(step))
+        except (ValueError, OSError):
+            return False
+        return self.path(step) not in self._damaged
+
+    # -- saving ------------------------------------------------------------------------------------------
+
+    def save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> Path | None:
+        """Writes a checkpoint and removes those that need not be kept.
+
+        extra: JSON values that `load` gives back. Returns the path, or None when the storage failed: then
+        nothing has changed but for one line of warning through `tell`, and what was saved before is still
+        there. Waits first for a save that is running.
+        """
+        self.wait(tell)
+        contents = Contents.collect(step, engine, extra, copy=False)
+        return self.path(step) if self._complete(contents, None, tell) else None
+
+    def begin_save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> None:
+        """Copies to host memory what `save` would write, and leaves the rest to a thread: `wait` says how it went.
+
+        There is never more than one: waits first for a save that is running. Where a rank has no memory for its copy,
+        saves as `save` does.
+        """
+        running = self._running
+        if running is not None and running.is_running() and not running.local and not self._said_slow:
+            self._said_slow = True
+            tell(
+                f"warning: at step {step} the checkpoint of step {running.step} is still being written, and "
+                f"training waits for it: raise checkpoint.every, or use faster storage (said once)"
+            )
+        self.wait(tell)
+        contents = self._copied(step, engine, extra)
+        if contents is None:
+            tell(
+                f"warning: there is no host memory for a copy of the state: training waits while step {step} is saved; "
+                f"checkpoint.asynchronous = false spares the try"
+            )
+            self.save(step, engine, extra, tell)
+            return
+        self._running = BackgroundSave(step, functools.partial(self._complete, contents, self._side()), engine.device)
+
+    def begin_copy(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> None:
+        """As `begin_save`, for a copy that lies with the nodes and is no checkpoint; none is made where a save is still
+        running on any rank. What keeps copies from being made costs one line of warning."""
+        copies = self.copies
+        if copies is None or copies.off:
+            return
+        if any(gather_objects(self._running is not None and self._running.is_running())):
+            return
+        self.wait(tell)
+        if copies.off:
+            return
+        contents = self._copied(step, engine, copies.labelled(extra))
+        if contents is None:
+            copies.give_up("there is no host memory for a copy of the state", tell)
+        elif copies.has_room(engine.host.size, tell):
+            work = functools.partial(copies.complete, contents, self._side())
+            self._running = BackgroundSave(step, work, engine.device, local=True)
+
+    def begin_anew(self, tell: Tell = tell_on_rank_zero) -> None:
+        """For a run that begins at step 0: no copy that lies with the nodes is of it."""
+        if self.copies is not None:
+            self.copies.follow(None, tell)
+
+    def end_copies(self) -> None:
+        """Removes the copies that lie with the nodes: all that was done is saved."""
+        if self.copies is not None:
+            self.copies.end()
+
+    def _side(self) -> dist.ProcessGroup | None:
+        if self._group is None:
+            self._group = make_side_group()
+        return self._group
+
+    @staticmethod
+    def _copied(step: int, engine: Engine, extra: dict[str, Any]) -> Contents | None:
+        """What there is to save, in host memory; None on every rank where that does not suffice on one."""
+        contents = None
+        try:
+            contents = Contents.collect(step, engine, extra, copy=True)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        if all(gather_objects(contents is not None)):
+            return contents
+        engine.host.clear()
+        return None
+
+    def report(self, tell: Tell = tell_on_rank_zero) -> None:
+        """Passes on what a save in the background has to say so far; costs nothing. Needs no other rank."""
+        if self._running is not None:
+            self._running.report(tell)
+
+    def wait(self, tell: Tell = tell_on_rank_zero) -> int | None:
+        """Waits for a save in the background; its step if it failed, None if it did not or there was none.
+
+        Raises what is no failure of the storage, but a mistake of ours or the end of another rank.
+        """
+        running, self._running = self._running, None
+        if running is None or running.join(tell):
+            return None
+        if running.local:
+            self.copies.off = True
+            return None
+        return running.step
+
+    def close(self, tell: Tell = tell_on_rank_zero) -> None:
+        """Waits for a save in the background and raises nothing: for the end of a run, also after an error."""
+        running = self._running
+        try:
+            self.wait(tell)
+        except Exception as error:
+            what = "node-local copy" if running.local else "checkpoint"
+            tell(f"warning: no {what} at step {running.step}: {error}")
+
+    def _complete(self, contents: Contents, group: dist.ProcessGroup | None, tell: Tell) -> bool:
+        """Writes, then clears up; in the background, too. Whether there is a checkpoint now."""
+        step, target = contents.step, self.path(contents.step)
+        temporary = self.directory / f".tmp-{target.name}"
+        place = self._place()
+        complaint = write_checkpoint(contents, temporary, target, group, place) or self._publish(step, group)
+        if complaint is None:
+            self._damaged.discard(target)
+            if place.leads:
+                self._note(step, tell)
+                self._prune(step, tell)
+            return True
+        if place.leads:
+            shutil.rmtree(temporary, ignore_errors=True)
+        whole = [s for s in self.steps() if self._looks_whole(s)]
+        last = f"the last valid one is {self.path(whole[-1]).name}" if whole else "there is none so far"
+        tell(f"warning: no checkpoint at step {step}: {complaint}; training goes on, {last}")
+        return False
+
+    def clear_up(self, step: int, tell: Tell = tell_on_rank_zero) -> None:
+        """Removes what need not be kept besides the checkpoint of `step`: who saved it may have been killed before."""
+        if self._place().leads:
+            self._prune(step, tell)
+
+    def _place(self) -> Place:
+        return Place.shared()
+
+    def _publish(self, step: int, group: dist.ProcessGroup | None) -> str | None:
+        """Brings a written checkpoint to where it counts; a complaint if the storage there failed."""
+        return None
+
+    def _note(self, step: int, tell: Tell) -> None:
+        if self.record is not None:
+            try:
+                write_whole(self.record, json.dumps({"step": step}) + "\n")
+            except OSError as error:
+                tell(f"warning: {self.record} could not be written: {error}")
+
+    def _prune(self, written: int, tell: Tell) -> None:
+        whole = [step for step in self.steps() if self._looks_whole(step)]
+        # The one just written is known to be valid; others only look like it.
+        keep = {written, *whole[-self.keep_last :]}
+        try:
+            for step in self.steps():
+                if step not in keep and not (self.keep_every and step % self.keep_every == 0):
+                    self._remove(self.path(step))
+            for path in self.directory.iterdir():
+                if path.name.startswith(LEFTOVERS):
+                    shutil.rmtree(path)
+        except OSError as error:
+            tell(f"warning: old checkpoints in {self.directory} could not be removed: {error}")
+
+    def _remove(self, path: Path) -> None:
+        # The manifest goes first, so that a half-removed directory is never taken for a whole one.
+        (path / MANIFEST).unlink(missing_ok=True)
+        aside = self.directory / f".old-{path.name}"
+        path.rename(aside)
+        shutil.rmtree(aside)
+
+    # -- loading -----------------------------------------------------------------------------------------
+
+    def newest(self, engine: Engine, tell: Tell = tell_on_rank_zero) -> Path | None:
+        """What to go on from after a start: `latest_valid`, or a copy that the nodes hold of a later step; each node
+        then has what its ranks need of it to load it into `engine`."""
+        saved = self.latest_valid(tell)
+        step = -1 if saved is None else int(saved.name.removeprefix("step-"))
+        copy = None if self.copies is None else self.copies.newest(step, engine, tell)
+        if copy is None:
+            return saved
+        self._verified.add(copy)
+        there = "there is no checkpoint yet" if saved is None else f"the newest checkpoint is {saved.name}"
+        tell(f"going on from the node-local copy of step {int(copy.name.removeprefix('step-'))}: {there}")
+        return copy
+
+    def latest_valid(self, tell: Tell = tell_on_rank_zero) -> Path | None:
+        """The newest whole checkpoint, or None if there is none at all; damaged ones are named and skipped.
+
+        Raises ValueError if there are checkpoints but none is whole, or if there were some: starting from scratch would
+        bury the run.
+        """
+        self.wait(tell)
+        first_problem = None
+        for step in reversed(from_rank_zero(self.steps())):
+            path = self.path(step)
+            problem = find_problem(path)
+            if problem is None:
+                self._verified.add(path)
+                return path
+            self._damaged.add(path)
+            first_problem = first_problem or problem
+            tell(f"warning: skipping a checkpoint: {problem}")
+        if first_problem is not None:
+            raise ValueError(
+                f"{first_problem}; no checkpoint in {self.directory} is valid: restore one, or use another run_dir"
+            )
+        self._check_record(str(self.directory))
+        return None
+
+    def _check_record(self, where: str) -> None:
+        """Raises ValueError where there is no checkpoint although there was one."""
+        step = from_rank_zero(None if self.record is None else _recorded_step(self.record))
+        if step is not None and not self.start_over:
+            raise ValueError(
+                f"this run has saved a checkpoint of step {step}, but {where} holds none: put them back, use another "
+                f"run_dir, or begin again at step 0 with --checkpoint.start-over True (records are moved aside)"
+            )
+
+    def load(self, path: str | Path, engine: Engine) -> dict[str, Any]:
+        """Restores model, optimizer and random generators from a checkpoint; returns the `extra` of its save.
+
+        Everything is checked before anything changes. Raises ValueError if the checkpoint is damaged, of
+        another architecture, or neither portable nor of this kind of engine.
+        """
+        path = Path(path)
+        self.wait()
+        if path not in self._verified and (problem := find_problem(path)) is not None:
+            raise ValueError(problem)
+        manifest = read_manifest(path)
+        layout = manifest["layout"]
+        kind = layout["engine"]
+        if kind not in (engine.kind, portable.KIND):
+            names = {"torch": '"fsdp2" or "ddp"', "deepspeed": '"deepspeed"'}
+            run = path.parent.parent
+            raise ValueError(
+                f"checkpoint {path} was written with engine.name = {names[kind]} and cannot be continued with "
+                f"{names[engine.kind]} as it is: set engine.name accordingly, or go on from the run that "
+                f"`matmix checkpoints convert {run} --out {run}-converted` makes"
+            )
+        check_shapes(path, layout["shapes"], engine.shapes())
+        generators = _read_generators(path / GENERATORS)
+        if kind == portable.KIND:
+            engine.load_full(portable.open_full(path, layout))
+        else:
+            engine.load(path, layout)
+        _restore_generators(generators)
+        if self.copies is not None:
+            self.copies.follow(path, tell_on_rank_zero)
+        return manifest["extra"]
+
+
+def _recorded_step(record: Path) -> int | None:
+    try:
+        return read_json(record)["step"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        return -1  # damaged, but there
+
+
+def _read_generators(directory: Path) -> tuple[dict[str, Any], bool]:
+    """The state for this rank's random generators, and whether it is this rank's own. Raises ValueError."""
+    rank, _ = rank_and_world_size()
+    own = directory / f"rank-{rank:05d}.json"
+    path = own if own.is_file() else directory / "rank-00000.json"
+    state = read_json(path)
+    try:
+        rng.check_state(state)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    return state, path == own
+
+
+def _restore_generators(generators: tuple[dict[str, Any], bool]) -> None:
+    state, is_own = generators
+    rng.set_state(state)
+    if not is_own:
+        # A rank that the saved run did not have: a stream of its own, fixed by the checkpoint.
+        rng.seed_all(int(torch.randint(2**62, ()).item()), rank_and_world_size()[0])
+
+
+def read_portable(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and full CPU tensor of the weights (and persistent buffers) in a checkpoint, one at a time.
+
+    Needs neither ranks nor a model, and holds one tensor in memory. Raises ValueError if the checkpoint is
+    damaged.
+    """
+    path = Path(path)
+    if (problem := find_problem(path)) is not None:
+        raise ValueError(problem)
+    yield from portable.open_full(path, read_manifest(path)["layout"]).weights()

@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO behind the engine interface."""

@@ -1,0 +1,233 @@
+"""DeepSpeed ZeRO behind the engine interface: stage 0 (copies) to stage 3 (everything sharded).
+
+DeepSpeed runs in its float32 mode at every precision: bf16 is the same autocast as in the other engine, so
+that weights and reductions stay float32 and both engines give the same losses (in bf16 up to its rounding:
+stage 3 replaces torch's linear layer by one that keeps no gathered weights and rounds before it adds the
+bias). Its averages over ranks are cancelled by multiplying the loss with the number of ranks; micro-batches
+are counted here, never by DeepSpeed.
+
+Weights are drawn in host memory, whole on every rank, and ZeRO-3 then moves and partitions them one tensor at
+a time: `deepspeed.zero.Init` around the construction of a model would draw them per rank and in another
+order. The price is a float32 copy of the model in host memory per rank while a run starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from matmix.train.engine.agreement import agree_on_norms
+from matmix.train.engine.base import Engine, is_on_meta
+from matmix.train.engine.clipping import (
+    OTHERS,
+    by_name,
+    clip_limits,
+    clip_to,
+    gradients_by_clip_group,
+    norms_of,
+    total_norm,
+)
+from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.deepspeed.files import SUBDIRECTORY, ZeroFiles, ZeroSnapshot, make_files
+from matmix.train.engine.deepspeed.state import load_partitioned
+from matmix.train.engine.full_state import FullState, load_moments, load_weights
+from matmix.train.engine.snapshot import Snapshot
+from matmix.train.process.distributed import Distributed, ensure_group, is_distributed
+
+# Passed on to DeepSpeed as "zero_optimization", together with the stage.
+ZERO_OPTIONS: dict[str, Any] = {}
+
+
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """DeepSpeed, told before its import what it would otherwise find out with warnings and compilers."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    # The CPU's shared-memory collective would be compiled now (half a minute); gloo does the same work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+class ZeroEngine(Engine):
+    """The engine behind `name = "deepspeed"`."""
+
+    kind = "deepspeed"
+    mesh = None
+
+    def __init__(self, config: EngineConfig, distributed: Distributed) -> None:
+        super().__init__(config, distributed)
+        self.deepspeed = import_deepspeed(distributed.device)
+        # DeepSpeed insists on a process group and on torchrun's variable, also in a single process.
+        ensure_group(distributed.device)
+        os.environ.setdefault("LOCAL_RANK", str(distributed.local_rank))
+
+    def _place(
+        self,
+        model: nn.Module,
+        initialize: Callable[[nn.Module], None],
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    ) -> None:
+        stage = self.config.zero_stage
+        home = torch.device("cpu") if stage == 3 else self.device
+        model.to_empty(device=home) if is_on_meta(model) else model.to(home)
+        initialize(model)
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage, **ZERO_OPTIONS},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": None,
+            "checkpoint": {"tag_validation": "Ignore"},
+        }
+        if stage == 3:
+            self.deepspeed.zero.Init(module=model, config_dict_or_path=settings, dtype=torch.float32)
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    setattr(module, name, buffer.to(self.device))
+        self.model, self.optimizer, _, _ = self.deepspeed.initialize(
+            model=model, optimizer=make_optimizer(model), config=settings
+        )
+        self.files = make_files()
+        self.model.checkpoint_engine = self.files
+        self.model._copy_recovery_script = lambda _path: None  # a script in every checkpoint is not wanted
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        self.model.set_gradient_accumulation_boundary(last)
+        self.model.backward(loss * self.world_size)
+
+    @torch.no_grad()
+    def step(self, max_norm: float) -> torch.Tensor:
+        if self.config.zero_stage == 0:
+            return self._step_of_copies(max_norm)
+        limits = clip_limits(self.optimizer.param_groups, max_norm)
+        self.optimizer.clip_grad, norm = 0.0, None
+        if len(limits) == 1:
+            self.optimizer.clip_grad = limits.popitem()[1]  # the whole is one group: DeepSpeed clips it
+        else:
+            norm = self._clip_apart(limits)
+        self.model.step()  # leaves everything as it is when the norm is not finite
+        if self.optimizer.overflow:
+            norm = math.inf
+        elif norm is None:
+            norm = self.model.get_global_grad_norm()
+        return torch.as_tensor(norm, dtype=torch.float32, device=self.device)
+
+    def _clip_apart(self, limits: dict[str, float]) -> torch.Tensor:
+        """Clips each clipping group, over all ranks, before DeepSpeed's own step; the norm of all gradients before.
+
+        Gradients that are not finite are left alone: DeepSpeed looks at them itself and drops the step.
+        """
+        optimizer, third = self.optimizer, self.config.zero_stage == 3
+        # DeepSpeed's groups are the optimizer's, at stage 3 in pieces: what of each lies here.
+        parts = optimizer.fp16_groups if third else optimizer.params_in_partition
+        gradients: dict[str, list[torch.Tensor]] = {name: [] for name in limits}
+        squares = {name: torch.zeros((), device=self.device) for name in limits}
+        for index, part in enumerate(parts):
+            group = optimizer.param_groups[optimizer.sub_group_to_group_id[index] if third else index]
+            name = group.get("clip_group", OTHERS)
+            tensors = optimizer.averaged_gradients[index]
+            gradients[name] += tensors
+            norm = optimizer.get_grad_norm_direct(tensors, part)  # over all ranks; -1 where it is not finite
+            squares[name] += torch.where(norm < 0, math.inf, norm.square())
+        norms = torch.stack(list(squares.values())).sqrt()
+        norm = total_norm(norms)
+        self.clip_norms = by_name(limits, norms)
+        if math.isfinite(norm.item()):
+            clip_to(gradients, norms, limits)
+        return norm
+
+    def _step_of_copies(self, max_norm: float) -> torch.Tensor:
+        groups = self.optimizer.param_groups
+        gradients = gradients_by_clip_group(groups, self.module.parameters())
+        norms, limits = norms_of(gradients, self.device), clip_limits(groups, max_norm)
+        if is_distributed():
+            norms, self.gradients_differ = agree_on_norms(norms, norms, None)
+        norm = total_norm(norms)
+        self.clip_norms = by_name(limits, norms)
+        if not math.isfinite(norm.item()):
+            self.discard()
+            return norm
+        clip_to(gradients, norms, limits)
+        self.model.step()
+        return norm
+
+    def discard(self) -> None:
+        self.model.zero_grad()
+        if self.config.zero_stage == 0:
+            return
+        # What DeepSpeed itself does with the gradients of a step that overflowed.
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.config.zero_stage == 3:
+            self.optimizer.averaged_gradients = {}
+            return
+        for group in self.optimizer.averaged_gradients:
+            self.optimizer.averaged_gradients[group] = None
+        for group in self.optimizer.all_grad_tensors:
+            self.optimizer.all_grad_tensors[group] = None
+
+    # -- copies ------------------------------------------------------------------------------------------
+
+    def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.config.zero_stage == 3:
+            return
+        names = {}
+        for name, parameter in self.module.named_parameters():
+            names[parameter] = name
+            yield f"model.{name}", parameter.detach()
+        if self.config.zero_stage == 0:
+            for parameter, entries in self.optimizer.state.items():
+                for entry, value in entries.items():
+                    yield f"optimizer.{names[parameter]}.{entry}", torch.as_tensor(value)
+
+    def common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        parameters = {name for name, _ in self.module.named_parameters()}
+        return ((f"model.{name}", tensor) for name, tensor in self.named_tensors() if name not in parameters)
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def layout(self) -> dict[str, Any]:
+        layout = {**super().layout(), "zero_stage": self.config.zero_stage}
+        if self.config.zero_stage == 0:  # whose file has numbers instead of names
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            layout["optimizer"] = [names[p] for group in self.optimizer.param_groups for p in group["params"]]
+        return layout
+
+    def snapshot(self, *, copy: bool) -> Snapshot:
+        self.files.contents = {}
+        self.model.save_checkpoint("snapshot", tag=SUBDIRECTORY, save_latest=False)  # nothing is written to there
+        contents, self.files.contents = self.files.contents, {}
+        return ZeroSnapshot(self.host.copy(contents) if copy else contents)
+
+    def load(self, directory: Path, layout: dict[str, Any]) -> None:
+        # DeepSpeed's own reader wants the same stage and number of ranks, and takes the options of the
+        # optimizer from the file.
+        self.load_full(ZeroFiles(directory, layout))
+
+    def load_full(self, state: FullState) -> None:
+        if self.config.zero_stage > 0:
+            load_partitioned(self.optimizer, self.module, state, self.rank)
+            return
+        load_weights(self.named_tensors(), state)
+        load_moments(self.optimizer, {p: name for name, p in self.module.named_parameters()}, state)
+
+    def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.named_tensors():
+            if hasattr(tensor, "ds_id"):
+                with self.deepspeed.zero.GatheredParameters([tensor]):
+                    full = tensor.detach().to("cpu", copy=True)
+                yield name, full
+            else:
+                yield name, tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,1 @@
+"""What a run would be, found without data and without memory."""

@@ -1,0 +1,193 @@
+"""What a run would be, found without data and without memory: `matmix train RECIPE --dry-run`, and `matmix plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from matmix.model import build_model
+from matmix.model.flops import flops_per_token
+from matmix.train.callbacks.progress import short_number
+from matmix.train.config import RunConfig
+from matmix.train.estimate.memory import FLOAT, Mode, step_memory
+from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
+
+ASSUMED_VOCABULARY = 32768
+# DeepSpeed's defaults, in elements: the buffer in which gradients are summed, and weights that ZeRO 3 leaves gathered.
+ZERO_BUCKET, ZERO_LIVE = 500_000_000, 1_000_000_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Sizes and costs of a run. Bytes are per rank, at the moment of a step when most are in use."""
+
+    parameters: int
+    block_parameters: int  # of one block, on average
+    flops_per_token: float  # forward
+    tokens_per_step: int
+    steps: int
+    ranks: int
+    micro_batch_size: int
+    accumulation: int
+    weight_bytes: float
+    gathered_bytes: float  # weights that are whole beside this rank's shards of them
+    moment_bytes: float
+    gradient_bytes: float
+    activation_bytes: float  # and temporaries
+    buffer_bytes: float  # that the engine keeps for itself
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Bytes by what they hold."""
+        return {
+            "weights": self.weight_bytes,
+            "gathered weights": self.gathered_bytes,
+            "moments": self.moment_bytes,
+            "gradients": self.gradient_bytes,
+            "activations": self.activation_bytes,
+            "buffers": self.buffer_bytes,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sharding:
+    """What an engine holds on a rank, in bytes."""
+
+    weights: float
+    moments: float
+    gathered: float = 0.0
+    buffers: float = 0.0
+    standing: float = 0.0  # gradients that stay between micro-batches
+    share: float = 1.0  # of a complete gradient
+    whole: float = 0.0  # gradients that are whole for a while before ranks sum them
+
+
+def _sharding(config: RunConfig, ranks: int, parameters: int, block: float, accumulation: int) -> _Sharding:
+    """parameters: of the model; block: of the largest block."""
+    engine, all_bytes, block_bytes = config.engine, FLOAT * parameters, FLOAT * block
+    outside = all_bytes - block_bytes * config.model.n_layers
+    again = accumulation > 1
+    if engine.name == "deepspeed" and engine.zero_stage > 0:
+        return _zero(engine.zero_stage, ranks, all_bytes, 2 * block_bytes)
+    copies = ranks if engine.name in ("ddp", "deepspeed") else engine.replicate
+    shard = ranks // copies
+    if ranks == 1 or engine.name == "deepspeed":
+        return _Sharding(all_bytes, 2 * all_bytes, standing=all_bytes * again, share=float(not again))
+    gathered = all_bytes if engine.name == "ddp" or not engine.reshard_after_forward else outside + 2 * block_bytes
+    return _Sharding(
+        all_bytes / shard,
+        2 * all_bytes / shard,
+        gathered=gathered,
+        # Before the last micro-batch of a step gradients stay whole; in the last one they are summed block by block.
+        standing=all_bytes * again,
+        share=1 / shard,
+        whole=0.0 if again else outside + block_bytes,
+    )
+
+
+def _zero(stage: int, ranks: int, all_bytes: float, two_blocks: float) -> _Sharding:
+    """DeepSpeed's stages: the optimizer works on a float32 copy of this rank's part of the weights, and gradients meet
+    in a buffer of fixed size. Stage 3 keeps gathered weights until there are ZERO_LIVE of them."""
+    part, bucket = all_bytes / ranks, float(FLOAT * ZERO_BUCKET)
+    if stage == 3:
+        gathered = min(all_bytes, float(FLOAT * ZERO_LIVE))
+        return _Sharding(
+            2 * part, 2 * part, gathered=gathered, buffers=bucket, standing=part, share=0.0, whole=two_blocks
+        )
+    gradients = all_bytes if stage == 1 else part
+    return _Sharding(all_bytes + part, 2 * part, buffers=bucket, standing=gradients, share=0.0, whole=part)
+
+
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """`config` with a vocabulary size: where it is left to the data, a usual one."""
+    if config.model.vocab_size:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=ASSUMED_VOCABULARY))
+
+
+def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Plan:
+    """The plan of `config` on `ranks` processes; mode: checkpointing of activations, None = as the config says.
+
+    Raises ValueError where the batch does not divide.
+    """
+    config = with_vocabulary(config)
+    model = build_model(config.model, device="meta")
+    micro = config.micro_batch(ranks)
+    accumulation = config.global_batch_size // (micro * ranks)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    block = sum(parameter.numel() for parameter in model.blocks.parameters()) // len(model.blocks)
+    sharding = _sharding(config, ranks, parameters, block, accumulation)
+    memory = step_memory(config, micro, mode=mode)
+    gradients, activations = memory.peak(standing=sharding.standing, share=sharding.share)
+    return Plan(
+        parameters=parameters,
+        block_parameters=block,
+        flops_per_token=flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share),
+        tokens_per_step=config.global_batch_size * config.data.seqlen,
+        steps=config.steps,
+        ranks=ranks,
+        micro_batch_size=micro,
+        accumulation=accumulation,
+        weight_bytes=sharding.weights,
+        gathered_bytes=sharding.gathered,
+        moment_bytes=sharding.moments,
+        gradient_bytes=gradients + sharding.whole,
+        activation_bytes=activations,
+        buffer_bytes=sharding.buffers,
+    )
+
+
+def engine_words(config: RunConfig) -> str:
+    """The engine and its settings in a few words."""
+    engine = config.engine
+    name = f"{engine.name} stage {engine.zero_stage}" if engine.name == "deepspeed" else engine.name
+    by = f" by {engine.selective_by}" if engine.activation_checkpointing == "selective" else ""
+    return f"{name}, {engine.precision}, activation checkpointing {engine.activation_checkpointing}{by}"
+
+
+def print_plan(config: RunConfig) -> int:
+    """Prints the plan for the number of ranks in WORLD_SIZE (one where unset)."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    plan = make_plan(config, ranks)
+    if int(os.environ.get("RANK", "0")):
+        return 0
+    tokens = plan.tokens_per_step * plan.steps
+    flops = 3 * plan.flops_per_token
+    gib = 2**30
+    vocabulary = f"vocabulary {config.model.vocab_size}"
+    if config.model.vocab_size == 0:
+        vocabulary = f"vocabulary {ASSUMED_VOCABULARY} assumed, training takes the data's"
+    parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
+    sequences = f"{config.global_batch_size} sequences of {config.data.seqlen}"
+    pieces = f"{ranks} rank(s) x {plan.accumulation} micro-batch(es) of {plan.micro_batch_size}"
+    rows = {
+        "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary})",
+        "FLOPs per token": f"{short_number(plan.flops_per_token)} forward, {short_number(flops)} with backward",
+        "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
+        "batch": f"{sequences} = {short_number(plan.tokens_per_step)} tokens; {pieces}",
+        "engine": engine_words(config),
+        "steps": f"{plan.steps:,}",
+        "tokens": f"{short_number(tokens)} ({tokens:,})",
+        "compute": f"{flops * tokens:.3g} FLOPs in all",
+        "updated": ("\n" + " " * 18).join(_group_lines(config)),
+    }
+    for name, text in rows.items():
+        print(f"{name:<16}  {text}")
+    return 0
+
+
+def _group_lines(config: RunConfig) -> list[str]:
+    """The groups of the optimizer: how they are updated, their size, who says so, and the names where a rule does."""
+    model = build_model(with_vocabulary(config).model, device="meta")
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    lines = []
+    for group in parameter_groups(model, config.optimizer, config.data.seqlen):
+        decay = f"weight decay {group.weight_decay:g}" if group.weight_decay else "not decayed"
+        size = short_number(sum(sizes[name] for name in group.names))
+        by = f" (by {', '.join(group.sources)})" if group.sources else ""
+        names = ": " + ", ".join(short_names(group.names)) if group.has_rule else ""
+        lines.append(f"{size} in {len(group.names)} tensors, {rule_words(group)}, {decay}{by}{names}")
+    return lines

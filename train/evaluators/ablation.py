@@ -1,0 +1,85 @@
+"""What mixing is worth: the loss of a model whose mixers say the same of every token."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from matmix.data.loading.batch import Batch
+from matmix.model.blocks import Block
+from matmix.train.engine.base import Engine
+from matmix.train.evaluators.context import finite
+from matmix.train.tasks.cross_entropy import IGNORED
+from matmix.train.tasks.objectives import row_losses
+
+
+@torch.no_grad()
+def mixing_metrics(engine: Engine, batches: Callable[[], Iterable[Batch]]) -> dict[str, float]:
+    """`loss_without_mixing`, the mean loss with the output of every mixer replaced by its mean, and `mixing_gain`, by
+    how much that is above the loss of the model as it is, on the same batches. To be called on all ranks.
+
+    batches: gives this rank's micro-batches, on its device, each time it is called; as many on every rank.
+
+    The means are taken in a pass before, by layer and channel, over the positions of all ranks that have a target:
+    where nothing is mixed, no other position has a say in the loss. Nothing is measured of models without mixers, on
+    batches without targets, and where the result is no finite number.
+    """
+    blocks = [block for block in engine.module.blocks if block.mixer is not None]
+    if not blocks:
+        return {}
+    outputs = torch.zeros(len(blocks), engine.module.config.d_model, dtype=torch.float64, device=engine.device)
+    predicting = torch.empty(0, dtype=torch.int64)
+
+    def noted(place: int, mix: Callable[..., Tensor], x: Tensor, *documents: Any) -> Tensor:
+        y = mix(x, *documents)
+        outputs[place] += y.flatten(0, 1)[predicting].sum(0, dtype=torch.float64)
+        return y
+
+    count = torch.zeros(1, dtype=torch.float64, device=engine.device)
+    loss, ablated = torch.zeros_like(count), torch.zeros_like(count)
+    with mixing_replaced(blocks, noted):
+        for batch in batches():
+            predicting = _predicting(batch)
+            count += predicting.numel()
+            loss += row_losses(engine.model, batch).loss.sum(dtype=torch.float64)
+    sums = engine.all_reduce_sum(torch.cat([outputs.flatten(), count]))
+    means = (sums[:-1] / sums[-1].clamp(min=1)).view_as(outputs)
+
+    with mixing_replaced(blocks, lambda place, mix, x, *documents: means[place].to(x.dtype).expand_as(x)):
+        for batch in batches():
+            ablated += row_losses(engine.model, batch).loss.sum(dtype=torch.float64)
+    loss_sum, ablated_sum, targets = engine.all_reduce_sum(torch.cat([loss, ablated, count])).tolist()
+    if targets == 0:
+        return {}
+    without = ablated_sum / targets
+    return finite({"loss_without_mixing": without, "mixing_gain": without - loss_sum / targets})
+
+
+@contextlib.contextmanager
+def mixing_replaced(blocks: Sequence[Block], replacement: Callable[..., Tensor]) -> Iterator[None]:
+    """Within, the i-th block adds replacement(i, mix, x, cu_seqlens, max_seqlen) to the stream, where mix is its own
+    way. Blocks run as they are written, not compiled: they would be compiled again for each replacement."""
+    forwards = [vars(block).get("forward") for block in blocks]
+    try:
+        for place, block in enumerate(blocks):
+            block.mix = functools.partial(replacement, place, block.mix)
+            block.forward = functools.partial(Block.forward, block)
+        yield
+    finally:
+        for block, forward in zip(blocks, forwards, strict=True):
+            del block.mix, block.forward
+            if forward is not None:
+                block.forward = forward
+
+
+def _predicting(batch: Batch) -> Tensor:
+    """Which of the tokens have a target: int64 (n,), among those that the blocks see, which leave padding out."""
+    targets = batch.labels.flatten() != IGNORED
+    if batch.attention_mask is not None:
+        targets = targets[batch.attention_mask.flatten()]
+    return targets.nonzero().squeeze(1)

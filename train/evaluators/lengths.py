@@ -1,0 +1,115 @@
+"""Generated tasks at several lengths: how many answers are right at 1, 2, 4 and 8 times the length of training."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.loader import Loader
+from matmix.data.loading.masking import IGNORED
+from matmix.train.config import RunConfig
+from matmix.train.engine.base import Engine
+from matmix.train.loaders import make_loader
+from matmix.train.process.heartbeat import beat
+
+USUAL_MULTIPLES = (1, 2, 4, 8)
+
+
+def chance_accuracy(loader: Loader) -> float:
+    """Accuracy of the best constant guess on a generated task."""
+    histogram = loader.token_histogram
+    return float(histogram.max() / histogram.sum())
+
+
+def multiples(config: RunConfig) -> list[int]:
+    """At which multiples of data.seqlen a run's task is scored: those of the config, or the usual ones that its model
+    can take."""
+
+    def fits(multiple: int) -> bool:
+        try:
+            config.model.check_seqlen(multiple * config.data.seqlen)
+        except ValueError:
+            return False
+        return True
+
+    return sorted(set(config.data.synthetic.eval_lengths)) or list(filter(fits, USUAL_MULTIPLES))
+
+
+def score_lengths(
+    engine: Engine, config: RunConfig, interrupted: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
+    """Per multiple k of the length: `accuracy_xk`, the share of answers that are right, and `sequence_accuracy_xk`, the
+    share of samples all of whose answers are; without the ending for k = 1.
+
+    interrupted: asked before each micro-batch; where it is true on any rank, the result is None on all.
+    """
+    metrics = {}
+    for multiple in multiples(config):
+        found = _score(engine, _at_multiple(config, multiple, engine.world_size), interrupted)
+        if found is None:
+            return None
+        ending = "" if multiple == 1 else f"_x{multiple}"
+        metrics |= {f"accuracy{ending}": found[0], f"sequence_accuracy{ending}": found[1]}
+    return metrics
+
+
+def words_on_accuracy(metrics: Mapping[str, float], seqlen: int) -> str:
+    """The accuracies that `score_lengths` found, in a sentence."""
+    found = {1: metrics["accuracy"]}
+    found |= {int(key.removeprefix("accuracy_x")): metrics[key] for key in metrics if key.startswith("accuracy_x")}
+    listed = ", ".join(f"{value:.1%} at {multiple * seqlen:,}" for multiple, value in sorted(found.items()))
+    return f"Accuracy by tokens in a sample: {listed}; the best constant guess has {metrics['chance_accuracy']:.1%}."
+
+
+def _at_multiple(config: RunConfig, multiple: int, world_size: int) -> RunConfig:
+    """The run on samples that are so many times as long, in micro-batches of at most as many tokens, if they can be cut
+    so far."""
+    micro = config.micro_batch(world_size)
+    fitting = [size for size in range(1, micro + 1) if micro % size == 0 and size * multiple <= micro]
+    # Reading processes would take longer to start than the samples to make.
+    alone = dataclasses.replace(config.data.synthetic, eval_lengths=())  # which are multiples of the length of training
+    data = dataclasses.replace(config.data, seqlen=multiple * config.data.seqlen, synthetic=alone, workers=0)
+    return dataclasses.replace(config, data=data, micro_batch_size=max(fitting, default=1))
+
+
+@torch.no_grad()
+def _score(engine: Engine, config: RunConfig, interrupted: Callable[[], bool]) -> tuple[float, float] | None:
+    """(share of answers, share of samples) that are right."""
+    loader = make_loader(config, "validation", engine.rank, engine.world_size)
+    limit = config.evaluation.batches * loader.micro_batches_per_step or None
+    sums = torch.zeros(4, dtype=torch.float64)
+    engine.eval()
+    for batch in itertools.islice(loader, limit):
+        beat("a batch of the evaluation")
+        if engine.all_reduce_sum(torch.tensor(float(interrupted()), device=engine.device)).item():
+            engine.train()
+            return None
+        sums += _counts(engine, batch)
+    engine.train()
+    right, answers, whole, samples = engine.all_reduce_sum(sums.to(engine.device)).tolist()
+    return right / answers, whole / samples
+
+
+def _counts(engine: Engine, batch: Batch) -> torch.Tensor:
+    """float64 (4,): right answers, answers, samples with right answers only, samples, of a micro-batch."""
+    labels = batch.labels
+    places = torch.nonzero(labels.flatten() != IGNORED)[:, 0]
+
+    def readout(features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(features, weight, bias).argmax(dim=-1)
+
+    on_device = dataclasses.replace(batch, select=places).to(engine.device)
+    guesses = engine.model(
+        on_device.input_ids, max_seqlen=batch.max_seqlen, select=on_device.select, readout=readout
+    ).cpu()
+    rows = places // labels.shape[1]
+    right = guesses == labels.flatten()[places]
+    answers = torch.bincount(rows, minlength=len(labels))
+    wrong = torch.bincount(rows, weights=(~right).double(), minlength=len(labels))
+    there = answers > 0
+    return torch.stack([right.sum(), answers.sum(), (there & (wrong == 0)).sum(), there.sum()]).double()

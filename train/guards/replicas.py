@@ -1,0 +1,164 @@
+"""Do all ranks that hold copies of a tensor hold the same bits? A device or a memory that changes some of them says
+nothing, and the copies then train apart.
+
+Every rank sums up what it holds on its device (`fingerprint`), the sums are gathered (a few bytes a rank), and only
+where they differ are the tensors looked at one by one, to say which rank and which of its tensors it is. What exactly
+one rank holds, such as the shards of FSDP2 and ZeRO-3, has no copy to be compared with; it has the norm of the
+gradients (`engine.agreement`), the checksums of checkpoints, and no more.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from matmix.train.config import FaultsConfig
+from matmix.train.engine import Engine
+from matmix.train.errors import ReplicaError
+from matmix.train.process.distributed import gather_objects
+from matmix.train.process.ranks import as_ranges
+
+if TYPE_CHECKING:
+    from matmix.train.loop import Trainer
+
+_PIECE = 1 << 24  # bytes that are summed up at a time
+_FACTOR = -0x61C8864680B583EB  # odd; the golden ratio in 64 bits
+_NAMED = 3  # tensors in a message
+
+
+@torch.no_grad()
+def fingerprint(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Two numbers of 64 bits, (2,) on `device`, for the bits of all tensors in their order; the host does not wait.
+
+    One element that changes always changes them, and so do two that change places within a piece of 16 MiB. Of other
+    changes one in 2^64 would not.
+    """
+    total = torch.zeros(2, dtype=torch.int64, device=device)
+    factors: torch.Tensor | None = None
+    for piece in _pieces(tensors, device):
+        words = piece.view(torch.int64)
+        if factors is None:  # the first piece is the longest
+            factors = 2 * torch.arange(words.numel(), dtype=torch.int64, device=device) + 1
+        weights = factors[: words.numel()]
+        # Modulo 2^64 an odd factor loses nothing of one word. Of two words that change places the upper halves are
+        # summed up by themselves: differences of factors are even, and would push a sign bit out.
+        sums = torch.stack([(words * weights).sum(), ((words >> 32) * weights).sum()])
+        total = total * _FACTOR + sums
+    return total
+
+
+def _pieces(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
+    """The bytes of all tensors, one after the other, in pieces of `_PIECE`; the last one is filled up with zeros."""
+    held: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        rest = tensor.detach().contiguous().flatten().view(torch.uint8)
+        while rest.numel():
+            part, rest = rest[: _PIECE - size], rest[_PIECE - size :]
+            held.append(part.to(device))
+            size += part.numel()
+            if size == _PIECE:
+                yield torch.cat(held)
+                held, size = [], 0
+    if size:
+        held.append(torch.zeros(-size % 8, dtype=torch.uint8, device=device))
+        yield torch.cat(held)
+
+
+class Replicas:
+    """Compares the copies of a run every `faults.replica_check_every` steps and before each save."""
+
+    def __init__(self, config: FaultsConfig, engine: Engine) -> None:
+        self.config, self.engine = config, engine
+        self.same_at = -1  # the last step after which all copies were the same
+
+    def find_difference(self, step: int) -> str | None:
+        """Which rank differs after `step`, and in what; None if all copies are the same. On all ranks, with the same
+        result; nothing is done twice for a step."""
+        if self.engine.world_size == 1 or step == self.same_at:
+            return None
+        engine = self.engine
+        kinds = {"copied": engine.copied_tensors(), "common": engine.common_tensors()}
+        mine = [fingerprint((tensor for _, tensor in tensors), engine.device) for tensors in kinds.values()]
+        copied, common = engine.all_gather(torch.stack(mine)).transpose(0, 1).tolist()
+        copied = [(engine.shard_of(rank), *value) for rank, value in enumerate(copied)]
+        if len(set(copied)) == len({shard for shard, *_ in copied}) and len(set(map(tuple, common))) == 1:
+            self.same_at = step
+            return None
+        return self._describe()
+
+    def _describe(self) -> str:
+        """The ranks whose tensors are not those of most, in words."""
+        engine = self.engine
+        parts = {f"{engine.shard_of(engine.rank)}.{name}": tensor for name, tensor in engine.copied_tensors()}
+        parts |= {f"all.{name}": tensor for name, tensor in engine.common_tensors()}
+        mine = {name: tuple(fingerprint([tensor], engine.device).tolist()) for name, tensor in parts.items()}
+        node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        reports = gather_objects((node, mine))
+        return describe([fingerprints for _, fingerprints in reports], [node for node, _ in reports])
+
+    def go_back(self, trainer: Trainer, batches: Iterator[Any], difference: str) -> Iterator[Any]:
+        """Ends the run, or puts it back to its newest checkpoint, as `faults.on_replica_difference` says; the batches
+        from there. No checkpoint holds what differs: each was saved after a comparison.
+
+        Raises ReplicaError where the run is to stop, has no checkpoint, or went back `faults.max_rewinds` times.
+        """
+        faults, step, restores = self.config, trainer.state.step, trainer.state.restores
+        seen = f"step {step}: the copies of the model are not the same any more: {difference}"
+        advice = "exclude that node, or test its memory and device"
+        if faults.on_replica_difference == "stop":
+            raise ReplicaError(f"{seen}; the same command goes on from the newest checkpoint: {advice}")
+        newest = trainer.checkpoints.latest_valid(trainer.tell)
+        if newest is None:
+            raise ReplicaError(f"{seen}; there is no checkpoint to go back to: {advice} and start again")
+        if restores >= faults.max_rewinds:
+            raise ReplicaError(
+                f"{seen}, and the run has gone back {restores} times already (faults.max_rewinds): {advice}"
+            )
+        batches.close()
+        trainer.load(newest, lost_to="rewinds")
+        trainer.state.restores = restores + 1
+        trainer.tell(
+            f"warning: {seen}: back to {newest.name} (restore {trainer.state.restores} of at most {faults.max_rewinds})"
+        )
+        trainer.call("on_rewind", step, "restore")
+        trainer.speed.start()
+        return iter(trainer.loader)
+
+
+def describe(found: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> str:
+    """Which ranks hold something else than most of those that have it, and what. found: for each rank the fingerprints
+    of its tensors, by "<which ranks have it>.<name>"; nodes: where the ranks are."""
+    having = [{key.partition(".")[0] for key in fingerprints} for fingerprints in found]
+    odd: dict[int, list[str]] = {}
+    unclear: dict[tuple[int, ...], list[str]] = {}
+    for key in dict.fromkeys(key for fingerprints in found for key in fingerprints):
+        part, _, name = key.partition(".")
+        held = {rank: fingerprints.get(key) for rank, fingerprints in enumerate(found) if part in having[rank]}
+        (usual, votes), *others = Counter(held.values()).most_common()
+        if others and 2 * votes > len(held):
+            for rank, value in held.items():
+                if value != usual:
+                    odd.setdefault(rank, []).append(name)
+        elif others:
+            unclear.setdefault(tuple(held), []).append(name)
+    words = [
+        f"rank {rank} (node {nodes[rank]}) differs from its copies in {_listed(odd[rank])}" for rank in sorted(odd)
+    ]
+    for ranks, names in unclear.items():
+        where = ", ".join(dict.fromkeys(nodes[rank] for rank in ranks))
+        words.append(
+            f"ranks {as_ranges(ranks)} (node{'s' if ',' in where else ''} {where}) differ from each other in "
+            f"{_listed(names)}, and there are too few copies to tell which is right"
+        )
+    return "; ".join(words) or "copies differed, and are now the same again"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

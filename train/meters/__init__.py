@@ -1,0 +1,1 @@
+"""What is counted while training: time, speed, and what mixers say of themselves."""

@@ -1,0 +1,1 @@
+"""Optimizers, the rules of parameters, and learning-rate schedules."""

@@ -1,0 +1,1 @@
+"""A process of a run: how it begins, meets the others, stays alive, stops and ends."""

@@ -1,0 +1,84 @@
+"""How commands end: the user's mistakes are one line and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from matmix.train.errors import RunFailure
+from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER
+from matmix.train.process.launcher import follow_launcher
+
+USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+job_output: TextIO | None = None
+"""Where errors are shown as well, when a rank's own output goes to a file."""
+
+
+def begin_process() -> None:
+    """What a process of ours does before it imports torch.
+
+    It ends with its launcher, if it has one.
+    `python -m` and `torchrun -m` put the working directory on sys.path; from the root of a checkout our folders `data`
+    and `kernels` would then answer imports that other packages make for themselves, so the root is taken off again.
+    Idle OpenMP threads are told to sleep: spinning, they made training on 2 cores up to 7 times slower as soon as
+    another process wanted one of them, and were no faster without.
+    """
+    follow_launcher()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    root = Path(__file__).resolve().parents[2]
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != root]
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, on one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename2 or error.filename}"  # of a copy, the target is the second
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def report(error: BaseException, *, every_rank: bool = False) -> None:
+    """Prints an error as one line: once, or with the rank's number where ranks may fail for different reasons."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank and not every_rank:
+        return
+    text = one_line(error)
+    for stream in (sys.stderr, job_output):
+        if stream is not None:
+            print(f"matmix: error: {f'[rank {rank}] ' if rank else ''}{text}", file=stream, flush=True)
+
+
+def exit_code(error: BaseException) -> int:
+    """The code that a process ends with after `error`: 2 for the user's mistakes, 130 for Ctrl-C, else 1."""
+    if isinstance(error, USER_ERRORS):
+        return EXIT_USER
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether one line says all about `error`: the user's mistakes, a diverged model, a system that failed (full disk,
+    killed process), Ctrl-C. Anything else is a mistake of ours, whose traceback is needed."""
+    return isinstance(error, (*USER_ERRORS, RunFailure, OverflowError, OSError, KeyboardInterrupt))
+
+
+def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
+    """Runs a command and returns its exit code: its own, or that of the error it raised, which is shown in one line.
+
+    MATMIX_TRACEBACK=1 lets errors through with their tracebacks.
+    """
+    try:
+        return command()
+    except BaseException as error:
+        if os.environ.get("MATMIX_TRACEBACK") or not is_expected(error):
+            raise
+        if isinstance(error, BrokenPipeError):
+            sys.stdout = None  # the reader (head, less) has left; nothing more is to be flushed at exit
+            return EXIT_OK
+        if isinstance(error, KeyboardInterrupt):
+            print("matmix: interrupted", file=sys.stderr)
+        else:
+            report(error, every_rank=every_rank)
+        return exit_code(error)

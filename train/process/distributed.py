@@ -1,0 +1,157 @@
+"""Processes, ranks and devices: one process, or many under torchrun or Slurm.
+
+Everything outside this file asks `Distributed` for its rank and device, and the functions at the bottom for
+the few agreements between ranks that are not about tensors. All of them do nothing in a single process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import os
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from matmix.train.errors import RendezvousError
+from matmix.train.process.rendezvous import Meeting, meet, patience
+
+_waiting: datetime.timedelta | None = None  # what `wait_for_ranks` has set; None = torch's default
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Distributed:
+    """This process's place among all processes of the run, and its device. Usable as a context manager."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
+    owns_group: bool = False
+
+    @classmethod
+    def from_environment(
+        cls, device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_minutes: float = 30
+    ) -> Distributed:
+        """Reads torchrun's RANK, WORLD_SIZE and LOCAL_RANK; without them this is a run of one process.
+
+        device: "auto" is CUDA where there is one. timeout_minutes: how long a collective waits for a rank once all
+        have met, for which they have a minute. Raises ValueError if CUDA is asked for and absent, or if there are
+        more processes than devices; RendezvousError where ranks stay away.
+        """
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        rank = int(os.environ.get("RANK", "0"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        chosen = choose_device(device, local_rank)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        owns_group = world_size > 1 and not dist.is_initialized()
+        if owns_group:
+            _make_group(_backend(chosen), datetime.timedelta(minutes=timeout_minutes))
+        return cls(rank, world_size, local_rank, chosen, owns_group)
+
+    def __enter__(self) -> Distributed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.owns_group and dist.is_initialized():
+            # An engine that outlives the group it uses, in a cycle of references, can abort the process at its exit.
+            gc.collect()
+            dist.destroy_process_group()
+
+
+def _make_group(backend: str, timeout: datetime.timedelta) -> None:
+    """The process group of all ranks. Connections must stand within a minute; collectives may then take `timeout`."""
+    meeting, seconds = Meeting.from_environment(), patience()
+    store = meet(meeting, seconds)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            timeout=datetime.timedelta(seconds=seconds),
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise RendezvousError(
+            f"rank {meeting.rank} met the others at {meeting.address} but could not connect to each of them: {reason}; "
+            f"name the network interface that joins the nodes with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        ) from None
+    _set_pg_timeout(timeout, dist.group.WORLD)
+
+
+def wait_for_ranks(minutes: float) -> None:
+    """How long collectives wait for a rank (those of NCCL give up after 10 minutes)."""
+    global _waiting
+    _waiting = datetime.timedelta(minutes=minutes)
+    if is_distributed():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            _set_pg_timeout(_waiting, group)
+
+
+def choose_device(device: str, local_rank: int) -> torch.device:
+    """The device of the process with this rank on its machine. Raises ValueError where it does not exist."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError('device = "cuda" was asked for, but torch finds no CUDA device here; use --device cpu')
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"process {local_rank} on this machine has no CUDA device: there are "
+            f"{torch.cuda.device_count()}; start torchrun with --nproc-per-node={torch.cuda.device_count()}"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def ensure_group(device: torch.device) -> None:
+    """Makes a process group of this one process if there is none, for libraries that insist on one."""
+    if not dist.is_initialized():
+        dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _backend(device: torch.device) -> str:
+    # gloo carries the agreements between processes and CPU tensors even where NCCL carries the gradients.
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def is_distributed() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def make_side_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for what a second thread agrees on; None in a single process. Called on all ranks."""
+    return dist.new_group(backend="gloo", timeout=_waiting) if is_distributed() else None
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's `value`, in order of rank, on every rank. Small plain objects only.
+
+    group: one of all ranks that carries the exchange, None for the default one. Two threads need one each.
+    """
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def from_rank_zero(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's `value` on every rank; group: as for `gather_objects`."""
+    if not is_distributed():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]
+
+
+def barrier() -> None:
+    """Waits until every rank is here."""
+    gather_objects(None)

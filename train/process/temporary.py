@@ -1,0 +1,145 @@
+"""A folder of its own for what the libraries of a process leave at $TMPDIR, so that killed processes leave nothing.
+
+Sockets and folders of multiprocessing (pymp-*), torchrun's reports (torchelastic_*) and compilers' files are removed by
+the process that made them, unless it is killed. So each process has a folder of its own, whose lock it and the children
+that it forked hold for as long as they live; the next start of any run of this user on this node removes the folders
+whose locks nobody holds. Named semaphores lie elsewhere: they bear the folder's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from multiprocessing import process as multiprocessing_process
+from multiprocessing import util as multiprocessing_util
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from matmix.data.storage.private import private_folder
+from matmix.train.process.caches import NODE_VARIABLE, node_folder
+
+_SEMAPHORES = Path("/dev/shm")
+_REPORTS = "torchelastic_"
+# Names of sockets have at most 107 bytes; multiprocessing's are /pymp-12345678/listener-12345678 below the folder.
+_LONGEST = 107 - 34
+_AGENT = "agent.json"
+
+_own: Path | None = None
+
+
+def use_own_folder() -> None:
+    """Leads the libraries of this process to a folder of its own. Raises as `make_own_folder`.
+
+    Where its name would be too long for a socket, $TMPDIR stays as it is.
+    """
+    os.environ[NODE_VARIABLE] = str(node_folder())  # for processes that find another $TMPDIR in their environment
+    folder = make_own_folder()
+    _note_agent(folder)
+    if len(os.fsencode(folder)) <= _LONGEST:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    multiprocessing_process.current_process()._config["semprefix"] = f"/mp-{folder.name}"
+
+
+def make_own_folder() -> Path:
+    """A folder that is this process's own and goes with it; those of dead processes are removed first.
+
+    Raises ValueError or OSError where there is no place for it.
+    """
+    global _own
+    if _own is None:
+        # Nodes may share the folder, but not the locks in it: each looks after its own.
+        node = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+        root = private_folder(node_folder() / f"t-{node}")
+        remove_left(root)
+        name, lock = _new_name(root)
+        _own = root / name
+        _own.mkdir(mode=0o700)
+        # After multiprocessing itself has removed what it made; not in forked children.
+        multiprocessing_util.Finalize(None, _remove_own, args=(lock,), exitpriority=-200)
+    return _own
+
+
+def remove_left(root: Path) -> None:
+    """Removes what dead processes left: their folders below `root`, semaphores, and the reports of their torchrun."""
+    for path in root.glob("*.lock"):
+        with contextlib.suppress(OSError):
+            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(root / path.stem)
+                path.unlink()
+            finally:
+                os.close(lock)
+
+
+def _new_name(root: Path) -> tuple[str, int]:
+    """A name that no process has, and its lock, which is held. Without locks in the file system there is no file of
+    this name either, and nobody removes the folder."""
+    while True:
+        name = secrets.token_hex(4)
+        path = root / f"{name}.lock"
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                return name, lock
+        except (BlockingIOError, FileNotFoundError):
+            pass  # somebody who cleans up holds it, or has just removed it
+        except OSError:
+            path.unlink(missing_ok=True)
+            return name, lock
+        os.close(lock)
+
+
+def _remove_own(lock: int) -> None:
+    global _own
+    assert _own is not None
+    _remove(_own)
+    _own.with_name(f"{_own.name}.lock").unlink(missing_ok=True)
+    os.close(lock)
+    _own = None
+
+
+def _remove(folder: Path) -> None:
+    for path in _SEMAPHORES.glob(f"sem.mp-{folder.name}-*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    _remove_reports(folder / _AGENT)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- torchrun's reports: its agent is no process of ours and makes them before its ranks begin -------------------------
+
+
+def _note_agent(folder: Path) -> None:
+    """Writes down which torchrun started this process, and where it keeps its reports."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    reports = next((path for path in Path(report).parents if path.name.startswith(_REPORTS)), None)
+    if reports is None:
+        return
+    with contextlib.suppress(psutil.Error):
+        agent = psutil.Process(os.getppid())
+        facts = {"folder": str(reports), "process": agent.pid, "started": agent.create_time()}
+        (folder / _AGENT).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _remove_reports(note: Path) -> None:
+    try:
+        facts: dict[str, Any] = json.loads(note.read_text(encoding="utf-8"))
+        reports, agent, started = Path(facts["folder"]), int(facts["process"]), float(facts["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # torchrun did not start it
+    with contextlib.suppress(psutil.Error):
+        if psutil.Process(agent).create_time() == started:
+            return  # it lives
+    if reports.name.startswith(_REPORTS) and not reports.is_symlink() and reports.is_dir():
+        shutil.rmtree(reports, ignore_errors=True)

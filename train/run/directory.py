@@ -1,0 +1,274 @@
+"""The run directory: config.toml, tokenizer/, checkpoints/, saved.json, metrics.jsonl, tensorboard/, curves.png,
+summary.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matmix.data.artifacts import read_json, read_json_lines
+from matmix.data.storage.remote import is_url
+from matmix.data.tokenizer import Tokenizer
+from matmix.train.checkpoint import local_copies
+from matmix.train.checkpoint.local_copies import LocalCopies
+from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.config import CheckpointConfig, RunConfig
+from matmix.train.process.distributed import from_rank_zero, rank_and_world_size
+from matmix.train.process.files import set_aside, write_whole
+from matmix.train.process.places import mirror_folder
+from matmix.train.recipe import config_from_dict, config_to_dict, differences, read_toml, with_defaults, write_config
+from matmix.train.run.lock import RunLock
+
+# What may change when a run is started again: how it is watched, spread and kept, and how the steps to come are made;
+# nothing that defines the model, the batches or the meaning of the optimizer's state.
+# (Engines whose checkpoints have another layout are refused when the checkpoint is loaded.)
+_MAY_CHANGE = (
+    *("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every"),
+    *("logging.", "checkpoint.", "evaluation.", "engine.", "faults."),
+    *("data.workers", "data.worker_start", "data.prefetch", "data.verify", "data.cache_dir"),
+    *("data.cache_gigabytes", "data.skip_damaged"),
+    # The checkpoint knows its data by their contents, wherever they lie.
+    *("data.path", "data.validation_path"),
+    *("data.synthetic.validation_samples", "data.synthetic.eval_lengths"),
+)
+_STEERING = (
+    *("steps", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
+    *("optimizer.mixer_rules", "optimizer.rule"),
+)
+_MAY_NOT_CHANGE = ("engine.precision",)
+_OF_ONE_START = ("stop_step", "checkpoint.start_over", "run_dir")  # a run that was moved has not changed
+_NEVER = object()
+SAVED = "saved.json"
+Change = tuple[str, Any, Any]  # dotted key, value before, value now
+# What may lie in a run directory before the run has begun.
+_BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json", "train.log", ".config.toml.tmp"})
+
+
+def _is_free(key: str) -> bool:
+    return key not in _MAY_NOT_CHANGE and any(
+        key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in (*_MAY_CHANGE, *_STEERING)
+    )
+
+
+class RunDirectory:
+    """One run on disk."""
+
+    up_to_date = True
+    """Whether the records are here as the last start left them."""
+
+    def __init__(self, path: str | Path) -> None:
+        """path: a folder, or a URL, for which this node's folder stands (`matmix.train.run.remote` fills it)."""
+        self.url = str(path) if is_url(path) else None
+        self.path = Path(path) if self.url is None else mirror_folder(self.url)
+
+    @property
+    def where(self) -> str:
+        """What the user calls it."""
+        return self.url or str(self.path)
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def curves(self) -> Path:
+        """The picture of the run, once it has ended."""
+        return self.path / "curves.png"
+
+    def read_config(self) -> RunConfig:
+        """The config of an existing run. Raises FileNotFoundError or ValueError."""
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"run directory not found: {self.path}")
+        if not self.config_path.is_file():
+            raise ValueError(f"{self.path} is not a run directory: it has no config.toml")
+        return config_from_dict(read_toml(self.config_path), str(self.config_path))
+
+    def tokenizer_sha256(self) -> str | None:
+        """Hash of the tokenizer the run was started with, None before its start."""
+        folder = self.path / "tokenizer"
+        return Tokenizer.load(folder).sha256 if folder.is_dir() else None
+
+    def check(self, config: RunConfig) -> None:
+        """Raises ValueError if the directory holds something other than a run of `config` (showing the difference)."""
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise ValueError(f"run_dir {self.path} is a file; choose another run_dir")
+        if not self.config_path.is_file():
+            # Launchers and ranks, and a start that was killed at once, do not make it somebody else's.
+            if any(entry.name not in _BEFORE_THE_RUN for entry in self.path.iterdir()):
+                raise ValueError(f"run_dir {self.where} is not empty and not a run; choose another run_dir")
+            return
+        text = refused_changes(differences(config_to_dict(self.read_config()), config))
+        if text:
+            raise ValueError(
+                f"run_dir {self.where} belongs to a run with another config ({text}); "
+                f"choose another --run-dir, or start that config again to resume it"
+            )
+
+    def changes_since(self, saved: dict[str, Any], config: RunConfig) -> list[Change]:
+        """What `config` changes of that in a checkpoint of this run; saved: the checkpoint's `extra`.
+
+        Raises ValueError (one line) for what may not change: then config.toml was edited by hand.
+        """
+        found = differences(with_defaults(saved["config"]), _of_the_run(config))
+        if text := refused_changes(found):
+            raise ValueError(
+                f"{self.config_path} is not the config that the run's checkpoint was made with ({text}): "
+                f"put the old values back, or choose another --run-dir"
+            )
+        return [change for change in found if change[0] not in _OF_ONE_START]
+
+    def begin(
+        self,
+        config: RunConfig,
+        step: int,
+        tokenizer: Tokenizer,
+        tell: Callable[[str], None],
+        changes: Sequence[Change] = (),
+    ) -> None:
+        """Makes the directory and writes the resolved config and the tokenizer (rank 0 only).
+
+        changes: what `config` changes of that of the checkpoint; they are told and go into changes.jsonl with `step`,
+        the last one done.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        config = _of_the_run(config)
+        resumed = self.config_path.is_file()
+        if changes:
+            _note(self.path / "changes.jsonl", changes, step)
+        if not resumed or differences(config_to_dict(self.read_config()), config):
+            write_config(config, self.config_path)
+        self._keep(tokenizer)
+        if changes:
+            listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
+            tell(f"continuing with changes: {listed}")
+
+    def checkpoint_manager(self, config: CheckpointConfig) -> CheckpointManager:
+        """The run's checkpoints."""
+        return CheckpointManager(self.checkpoints, **self._checkpoint_options(config))
+
+    def _checkpoint_options(self, config: CheckpointConfig) -> dict[str, Any]:
+        options = {name: getattr(config, name) for name in ("keep_last", "keep_every", "start_over")}
+        copies = LocalCopies(
+            self.url or str(self.path.resolve()),
+            self.path / local_copies.RECORD,
+            every=config.local_every,
+            directory=config.local_dir,
+            peers=config.local_peers,
+            up_to_date=self.up_to_date,
+        )
+        return {**options, "record": self.path / SAVED, "copies": copies}
+
+    def lock(self) -> RunLock:
+        """Who holds it may write here."""
+        return RunLock(self.path)
+
+    def _keep(self, tokenizer: Tokenizer) -> None:
+        """A copy, whole or not at all: runs outlive the datasets they were trained on."""
+        folder, temporary = self.path / "tokenizer", self.path / ".tokenizer.tmp"
+        if not folder.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+            tokenizer.save(temporary)
+            temporary.rename(folder)
+
+    def set_aside_records(self, tell: Callable[[str], None]) -> None:
+        """Makes room for the records of a run that begins again."""
+        for name in ("metrics.jsonl", "summary.json", "changes.jsonl", SAVED):
+            if (path := self.path / name).exists():
+                tell(f"moved {name} to {set_aside(path).name}: the run begins again at step 0")
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """What `write_summary` wrote; None where it did not, or where that is damaged: then the run ends once more."""
+        try:
+            summary = read_json(self.path / "summary.json")
+        except (FileNotFoundError, ValueError):
+            return None
+        sound = isinstance(summary, dict) and isinstance(summary.get("step"), int)
+        return summary if sound and isinstance(summary.get("validation"), dict) else None
+
+    def write_summary(self, summary: dict[str, Any], tell: Callable[[str], None]) -> None:
+        """Writes what says that the run is finished; storage that fails costs a warning."""
+        try:
+            write_whole(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        except OSError as error:
+            tell(f"warning: no summary written ({error}); the same command tries again")
+
+
+def refused_changes(found: Iterable[Change]) -> str:
+    """Those changes of a run's config that are none of the same run's, for a message; "" where there are none."""
+    return "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in found if not _is_free(key))
+
+
+def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer, checkpoint: Path) -> None:
+    """Raises ValueError unless `tokenizer` is the one that a checkpoint, whose `extra` is `saved`, was trained with."""
+    wanted = saved.get("tokenizer_sha256", tokenizer.sha256)  # checkpoints of earlier versions do not say
+    if wanted != tokenizer.sha256:
+        raise ValueError(
+            f"{tokenizer.path} (SHA-256 {tokenizer.sha256[:12]}) is not the tokenizer that {checkpoint} was trained "
+            f"with ({wanted[:12]}): put that back"
+        )
+
+
+def _of_the_run(config: RunConfig) -> RunConfig:
+    """Without what belongs to one start of a run, not to it."""
+    return dataclasses.replace(config, stop_step=0, checkpoint=dataclasses.replace(config.checkpoint, start_over=False))
+
+
+def _note(path: Path, changes: Iterable[Change], step: int) -> None:
+    """Appends changes to a file, but for those that it has as its newest: a start that was killed said them already."""
+    told: dict[str, Any] = {}
+    for entry in read_json_lines(path):
+        if entry.get("step") == step:
+            told[entry.get("key")] = entry.get("new")
+    with path.open("a", encoding="utf-8") as file:
+        for key, old, new in changes:
+            if told.get(key, _NEVER) != new:
+                entry = {"time": time.time(), "step": step, "key": key, "old": old, "new": new}
+                file.write(json.dumps(entry) + "\n")
+
+
+def take_together(lock: RunLock, tell: Callable[[str], None]) -> None:
+    """Acquires `lock` on rank 0, and raises what `RunLock.acquire` does on all ranks."""
+    failure: OSError | ValueError | None = None
+    if rank_and_world_size()[0] == 0:
+        try:
+            lock.acquire(tell)
+        except (OSError, ValueError) as error:
+            failure = error
+    if failure := from_rank_zero(failure):
+        raise failure
+
+
+@functools.cache
+def git_revision() -> str:
+    """Revision of the working copy that holds this package, "-dirty" added where it has changes; "" outside git.
+
+    Found once: a process runs the code it began with, and two git commands are much for every checkpoint.
+    """
+    here = Path(__file__).resolve().parent
+    try:
+        head = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        changes = subprocess.run(
+            ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""  # installed without git or outside a checkout: the package's version is all there is
+    return f"{head}-dirty" if changes else head

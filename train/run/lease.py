@@ -1,0 +1,168 @@
+"""One job at a time on a run at a URL: its rank 0 holds the run's lease, an object that it renews.
+
+An object store knows no locks that end with their holder, so a lease is held as long as its number of renewals goes
+up. Whoever wants a run that is held watches it: a new renewal means that the owner lives; none for a minute, that it
+is gone. No clocks are compared. An owner that is known to be gone, because it was an earlier attempt of the same Slurm
+job or a process of this host that is not there any more, is not waited for. Whoever was away for so long that another
+took the lease finds that out before it makes a checkpoint valid.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matmix.data.storage.remote import RemoteFolder
+from matmix.train.errors import RunFailure
+from matmix.train.run.lock import describe_owner, this_process
+from matmix.train.run.outcome import attempt_id
+
+NAME = "lease.json"
+RENEWAL_SECONDS = 15.0
+LAPSE_SECONDS = 60.0
+# Two that find it free at the same time both write, and both see afterwards whose it is. A write takes far less.
+SETTLE_SECONDS = 1.0
+
+
+class LeaseLostError(RunFailure):
+    """Another job has taken over the run while this one could not reach the store."""
+
+
+class Lease:
+    """The right to write to a run's URL."""
+
+    def __init__(self, remote: RemoteFolder) -> None:
+        self.remote = remote
+        self.starts = 0
+        """How often the run was started, this time included; 0 before `acquire`."""
+        self._content: dict[str, Any] = {}
+        self._ended = threading.Event()
+        self._renewing: threading.Thread | None = None
+        self._taken_by: dict[str, Any] | None = None
+
+    def acquire(self, tell: Callable[[str], None]) -> None:
+        """Takes the lease, waiting where its owner may be gone.
+
+        Raises ValueError that names the owner in one line, and RemoteError or PermissionError where the store cannot
+        be read and written.
+        """
+        found = self._read()
+        if found.get("held") and not _is_gone(found["owner"]):
+            self._watch(found, tell)
+        self.starts = found.get("starts", 0) + 1
+        self._content = {
+            "held": True,
+            "owner": {**this_process(), "space": _process_space()},
+            "token": uuid.uuid4().hex,
+            "renewals": 0,
+            "starts": self.starts,
+        }
+        self._write()
+        time.sleep(SETTLE_SECONDS)
+        found = self._read()
+        if found.get("token") != self._content["token"]:
+            raise self._in_use(found)
+        self._ended.clear()
+        self._renewing = threading.Thread(target=self._renew, name="lease of the run", daemon=True)
+        self._renewing.start()
+
+    def check(self) -> None:
+        """Raises LeaseLostError if another job holds the lease, asking the store."""
+        if self._taken_by is None and self._content:
+            found = self._read()
+            if self._is_anothers(found):
+                self._taken_by = found
+        if self._taken_by is not None:
+            owner = describe_owner(self._taken_by.get("owner", {}))
+            raise LeaseLostError(f"the run at {self.remote.url} was taken over by another job ({owner}): this one ends")
+
+    def release(self) -> None:
+        """Gives it back if it is held, so that the next start need not wait. Raises nothing."""
+        self._ended.set()
+        if self._renewing is None:
+            return
+        self._renewing.join()
+        self._renewing = None
+        try:
+            if self._read().get("token") == self._content["token"]:
+                self._content["held"] = False
+                self._write()
+        except OSError:
+            pass  # it lapses by itself
+        self._content = {}
+
+    def _watch(self, found: dict[str, Any], tell: Callable[[str], None]) -> None:
+        """Returns once nothing was renewed for long enough; raises ValueError as soon as something is."""
+        owner = describe_owner(found["owner"])
+        tell(f"{self.remote.url} was held by another job ({owner}): looking for {LAPSE_SECONDS:.0f} s if it is gone")
+        end = time.monotonic() + LAPSE_SECONDS
+        while time.monotonic() < end:
+            time.sleep(min(1.0, LAPSE_SECONDS / 10))
+            now = self._read()
+            if not now.get("held"):
+                return
+            if (now["token"], now["renewals"]) != (found["token"], found["renewals"]):
+                raise self._in_use(now)
+
+    def _in_use(self, found: dict[str, Any]) -> ValueError:
+        return ValueError(
+            f"run_dir {self.remote.url} is in use by another job ({describe_owner(found.get('owner', {}))}); wait for "
+            f"it to end or cancel it, or choose another --run-dir"
+        )
+
+    def _renew(self) -> None:
+        while not self._ended.wait(RENEWAL_SECONDS):
+            try:
+                found = self._read()
+                if self._is_anothers(found):
+                    self._taken_by = found
+                    return
+                self._content["renewals"] += 1
+                self._write()
+            except OSError:
+                continue  # a store that is away is asked again; meanwhile others may take the run
+
+    def _is_anothers(self, found: dict[str, Any]) -> bool:
+        """A lease that is missing or cannot be read belongs to nobody: a store that has just come back may not show it
+        yet, and it is written again."""
+        return found.get("token", self._content["token"]) != self._content["token"]
+
+    def _read(self) -> dict[str, Any]:
+        raw = self.remote.read(NAME)
+        try:
+            return {} if raw is None else dict(json.loads(raw))
+        except (ValueError, TypeError):
+            return {}
+
+    def _write(self) -> None:
+        self.remote.write(NAME, json.dumps(self._content).encode())
+
+
+def _process_space() -> str:
+    """Where numbers of processes mean the same: one boot of one host, and one container on it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _is_gone(owner: dict[str, Any]) -> bool:
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is not None and owner.get("job") == job and owner.get("attempt") != attempt_id():
+        return True
+    if not owner.get("space") or owner["space"] != _process_space() or owner.get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(int(owner["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, TypeError):
+        return False
+    return False

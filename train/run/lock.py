@@ -1,0 +1,125 @@
+"""One job at a time in a run directory: rank 0 holds RUN/lock.json from before the first look at it to the very end.
+
+The lock is the kernel's (flock), so that it ends with the process that holds it however that dies, and no stale one is
+left behind. The file's content only tells others who holds it. (Standard library only, for launchers.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matmix.train.run.outcome import attempt_id
+
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+# After a node's death a file server keeps its locks for a while (NFS: 90 seconds).
+_PATIENCE_SECONDS = 150.0
+_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+class RunLock:
+    """The right to write into a run directory."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir) / "lock.json"
+        self.handle = -1
+        _locks.add(self)
+
+    def release(self) -> None:
+        """Gives it back, if it is held. The file stays: removing it could remove the next owner's."""
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1
+
+    def acquire(self, tell: Callable[[str], None]) -> None:
+        """Takes the lock, and makes the directory if there is none.
+
+        Raises ValueError that names the owner, where there is one, in one line; OSError where the directory cannot be
+        written to. A file system without locks costs a line of warning, and two jobs are then not kept apart.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        waiting = False
+        while True:
+            try:
+                fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in _HELD:
+                    tell(
+                        f"warning: no locks on the file system of {self.path.parent} ({error.strerror}): "
+                        f"make sure that no second job uses this run directory"
+                    )
+                    return
+            owner = self.owner()
+            if not _is_own_past(owner) or time.monotonic() > deadline:
+                self.release()
+                raise ValueError(
+                    f"run_dir {self.path.parent} is in use by another job ({describe_owner(owner)}); wait for it to "
+                    f"end or cancel it, or choose another --run-dir"
+                )
+            if not waiting:
+                waiting = True
+                tell(f"waiting for the end of this job's last attempt in {self.path.parent} ({describe_owner(owner)})")
+            time.sleep(1.0)
+        self._sign()
+
+    def owner(self) -> dict[str, Any]:
+        """What the last holder wrote about itself, {} where that cannot be read."""
+        try:
+            return dict(json.loads(self.path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def _sign(self) -> None:
+        with contextlib.suppress(OSError):  # the lock holds without it
+            os.ftruncate(self.handle, 0)
+            os.pwrite(self.handle, (json.dumps(this_process()) + "\n").encode(), 0)
+
+
+def this_process() -> dict[str, Any]:
+    """What an owner says about itself to others."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "attempt": attempt_id(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _is_own_past(owner: dict[str, Any]) -> bool:
+    """Whether the owner is an earlier start of this same job, requeued after its node died: gone, but not yet for the
+    file server."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return job is not None and owner.get("job") == job and owner.get("attempt") != attempt_id()
+
+
+def describe_owner(owner: dict[str, Any]) -> str:
+    """The owner in a few words, from what it wrote."""
+    if not owner:
+        return "owner unknown"
+    job = f", Slurm job {owner['job']}" if owner.get("job") else ""
+    return (
+        f"host {owner.get('host')}, process {owner.get('pid')}{job}, attempt {owner.get('attempt')}, "
+        f"since {owner.get('since')}"
+    )
+
+
+def _forget_in_child() -> None:
+    # A forked child (a reading process) shares the lock and may outlive this process by seconds.
+    for lock in list(_locks):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,175 @@
+"""How each start of a run ("attempt") ended, as files in the run directory that a launcher reads afterwards.
+
+    RUN/launch/outcomes/<attempt>.json              by rank 0
+    RUN/launch/outcomes/<attempt>.rank-00003.json   by another rank that failed
+    RUN/launch/outcomes/<attempt>.step              the last step that rank 0 began
+
+A process that was killed leaves no outcome, only the step. This file needs the standard library alone: launchers use
+it, and a process whose import of torch failed has an outcome too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
+from matmix.train.process.files import write_whole
+
+ATTEMPT_VARIABLE = "MATMIX_ATTEMPT"
+_ALLOWED = re.compile(r"[A-Za-z0-9._-]+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How one process of an attempt ended."""
+
+    code: int  # as in `matmix.train.process.exits`
+    reason: str  # one line
+    step: int  # the last step that was done, 0 where training had not begun
+    saved_step: int | None  # of the newest checkpoint, None where there is none
+    time: float  # seconds since 1970 by this host's clock: for people, never to be compared between hosts
+    host: str
+
+
+_made_up = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def attempt_id() -> str:
+    """Name of this start of the run: MATMIX_ATTEMPT, else made from the time and the process's number (rank 0's, once
+    the ranks have met).
+
+    Raises ValueError for a name that is no plain file name.
+    """
+    name = os.environ.get(ATTEMPT_VARIABLE) or _made_up
+    if not _ALLOWED.fullmatch(name) or name.startswith("."):
+        raise ValueError(f"{ATTEMPT_VARIABLE} may hold letters, digits and . _ - only, got {name!r}")
+    return name
+
+
+def adopt_attempt(name: str) -> None:
+    """Takes rank 0's name for the attempt, where the environment gives none."""
+    global _made_up
+    _made_up = name
+
+
+def outcomes_folder(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "launch" / "outcomes"
+
+
+def outcome_path(run_dir: str | Path, attempt: str, rank: int = 0) -> Path:
+    return outcomes_folder(run_dir) / f"{attempt}{f'.rank-{rank:05d}' if rank else ''}.json"
+
+
+def step_path(run_dir: str | Path, attempt: str) -> Path:
+    return outcomes_folder(run_dir) / f"{attempt}.step"
+
+
+def write_outcome(
+    run_dir: str | Path,
+    *,
+    code: int,
+    reason: str,
+    step: int,
+    saved_step: int | None,
+    rank: int = 0,
+    attempt: str | None = None,
+) -> Path | None:
+    """Writes this process's outcome, whole or not at all; returns its path.
+
+    A directory that holds no run yet (a user's mistake before the first step, a wrong path) is left alone: then, and
+    where the storage fails (which costs a line of warning), the result is None. attempt: by default `attempt_id()`.
+    """
+    run_dir = Path(run_dir)
+    if not (run_dir / "config.toml").is_file() and not (run_dir / "launch").is_dir():
+        return None
+    outcome = Outcome(
+        code=code,
+        reason=" ".join(reason.split()),
+        step=step,
+        saved_step=saved_step,
+        time=time.time(),
+        host=socket.gethostname(),
+    )
+    path = outcome_path(run_dir, attempt or attempt_id(), rank)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(dataclasses.asdict(outcome)) + "\n")
+    except OSError as error:
+        print(f"warning: how this attempt ended could not be written to {path} ({error})", file=sys.stderr, flush=True)
+        return None
+    return path
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """An outcome file's content, None where there is no readable one."""
+    try:
+        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def read_outcomes(run_dir: str | Path, attempt: str) -> dict[int, Outcome]:
+    """Rank -> outcome of an attempt, for the ranks that wrote one, in order of rank."""
+    found = {0: read_outcome(outcome_path(run_dir, attempt))}
+    for path in sorted(outcomes_folder(run_dir).glob(f"{attempt}.rank-*.json")):
+        if (number := path.name[len(attempt) + len(".rank-") : -len(".json")]).isdigit():
+            found[int(number)] = read_outcome(path)
+    return {rank: outcome for rank, outcome in found.items() if outcome is not None}
+
+
+def read_last_step(run_dir: str | Path, attempt: str) -> int | None:
+    """The last step that rank 0 began in an attempt; None if it began none."""
+    try:
+        return int(step_path(run_dir, attempt).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def newest_saved(run_dir: str | Path) -> int | None:
+    """Step of the newest checkpoint that was written whole (whether it still is, its checksums tell), or None."""
+    manifests = (Path(run_dir) / "checkpoints").glob("step-*/checkpoint.json")
+    steps = [int(path.parent.name[len("step-") :]) for path in manifests if path.parent.name[len("step-") :].isdigit()]
+    return max(steps, default=None)
+
+
+class Attempt:
+    """What this process leaves behind of the start of a run that it takes part in: how far it came, how it ended."""
+
+    def __init__(self, run_dir: str | Path, rank: int = 0) -> None:
+        self.run_dir, self.rank = Path(run_dir), rank
+        self.step = 0
+        """The last step that is done."""
+        self._handle = -1
+
+    def begin_step(self, step: int) -> None:
+        """Notes that `step` begins: on rank 0 a write of a few bytes in place, nothing forced to the disk.
+
+        The note survives the death of the process, not that of the machine. Storage that fails costs the note only.
+        """
+        self.step = step - 1
+        if self.rank:
+            return
+        with contextlib.suppress(OSError):
+            if self._handle < 0:
+                path = step_path(self.run_dir, attempt_id())
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # A fixed width, so that a write over the one before is whole.
+            os.pwrite(self._handle, b"%012d\n" % step, 0)
+
+    def end(self, code: int, reason: str) -> None:
+        """Writes the outcome. Ranks above 0 write one only if they failed."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+        if self.rank == 0 or code not in (EXIT_OK, EXIT_STOPPED):
+            saved_step = newest_saved(self.run_dir)
+            write_outcome(self.run_dir, code=code, reason=reason, step=self.step, saved_step=saved_step, rank=self.rank)

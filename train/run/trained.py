@@ -1,0 +1,79 @@
+"""A run as one of its checkpoints has it: for those who look at, export or convert what was trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from matmix.data.storage.storage import Storage
+from matmix.data.tokenizer import Tokenizer
+from matmix.train.checkpoint import portable
+from matmix.train.checkpoint.files import find_problem, read_manifest
+from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.config import RunConfig
+from matmix.train.run.directory import RunDirectory, check_tokenizer
+from matmix.train.state import check_extra
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What belongs together."""
+
+    run: RunDirectory
+    checkpoint: Path
+    config: RunConfig
+    manifest: dict[str, Any]
+    """What the checkpoint, which is whole, says of itself."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and full CPU tensor of the weights and persistent buffers, one at a time."""
+        return portable.open_full(self.checkpoint, self.manifest["layout"]).weights()
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The copy in RUN/tokenizer, or that of the dataset. Raises ValueError if it is not the checkpoint's."""
+        if (copy := self.run.path / "tokenizer").is_dir():
+            tokenizer = Tokenizer.load(copy)
+        else:
+            path = self.config.data.path or next(iter(self.config.data.mixture), "")
+            storage = Storage(path, self.config.data.cache_dir)
+            tokenizer = Tokenizer.load(storage.file(storage.manifest.tokenizer.file))
+        check_tokenizer(self.manifest["extra"], tokenizer, self.checkpoint)
+        return tokenizer
+
+
+def find_trained(run: RunDirectory, step: int | None = None, tell: Callable[[str], None] = print) -> Trained:
+    """The checkpoint of `step`, or the newest valid one, with what it was trained with.
+
+    tell: takes a line where config.toml was edited in ways that a run may change. Raises FileNotFoundError or
+    ValueError (one line) if there is no such checkpoint, or the run's config is not the checkpoint's.
+    """
+    config = run.read_config()
+    checkpoint = find_checkpoint(run, step)
+    if step is not None and (problem := find_problem(checkpoint)) is not None:
+        raise ValueError(problem)
+    manifest = read_manifest(checkpoint)
+    check_extra(manifest["extra"], checkpoint)
+    if changes := run.changes_since(manifest["extra"], config):
+        listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
+        tell(f"config.toml has changed since {checkpoint.name}: {listed}")
+    return Trained(run, checkpoint, config, manifest)
+
+
+def find_checkpoint(run: RunDirectory, step: int | None) -> Path:
+    """The checkpoint of `step`, or the newest valid one. Raises ValueError if there is none."""
+    manager = CheckpointManager(run.checkpoints)
+    if step is None:
+        checkpoint = manager.latest_valid()
+        if checkpoint is None:
+            raise ValueError(f"{run.path} has no checkpoint yet; train it first")
+        return checkpoint
+    if step not in manager.steps():
+        steps = ", ".join(map(str, manager.steps())) or "none"
+        raise ValueError(f"{run.path} has no checkpoint of step {step}; there are: {steps}")
+    return manager.path(step)

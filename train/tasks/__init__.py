@@ -1,0 +1,1 @@
+"""What a batch and a loss are."""
