@@ -3,7 +3,8 @@
     python -m matmix.launch.jobs.attempts RUN --attempt A --code N
 
 An attempt is one start of the run's processes. How it ended is read from what its ranks wrote
-(`matmix.train.run.outcome`) and, where they were killed before they could, from the exit code that the launcher saw. Then:
+(`matmix.train.run.outcome`) and, where they were killed before they could, from the exit code that the
+launcher saw. Then:
 
 - finished: no;
 - stopped by a signal and saved (75): yes, always; told to stop and ended before it could save: yes, up to MAX_UNSAVED

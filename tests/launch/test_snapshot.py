@@ -23,7 +23,7 @@ def test_the_copied_code_is_what_runs(tmp_path):
     assert sorted(path.name for path in copied.iterdir()) == sorted(snapshot.ROOMS)
     assert not list(copied.rglob("__pycache__"))
     assert (copied / "train" / "recipes" / "debug_mru.toml").is_file()
-    assert (copied / "launch" / "templates" / "train.sbatch").is_file()
+    assert (copied / "launch" / "jobs" / "slurm" / "templates" / "train.sbatch").is_file()
     # The installed package, too, is there; the copy goes first.
     (copied / "train" / "process" / "exits.py").write_text("EXIT_OK = 'the copy'\n")
     assert run_python("from matmix.train.process.exits import EXIT_OK; print(EXIT_OK)", folder / "code") == "the copy"
