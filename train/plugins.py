@@ -13,9 +13,9 @@ Part = TypeVar("Part")
 def find_part(name: str, known: Mapping[str, Part], kind: str) -> Part:
     """Returns what `name` stands for: an entry of `known`, or an attribute of a module that Python can import.
 
-    kind: what it is for errors, such as "optimizer". Imports run code, so only names from a recipe or the command line
-    come here, never names from a dataset or somebody else's checkpoint. Raises ValueError (one line) if there is no such
-    entry, module or attribute.
+    kind: what it is for errors, such as "optimizer". Importing runs code, so only names from a recipe or the command
+    line come here, never names from a dataset or somebody else's checkpoint. Raises ValueError (one line) if there is
+    no such entry, module or attribute.
     """
     module, separator, attribute = name.partition(":")
     if not separator:
