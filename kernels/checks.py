@@ -109,8 +109,11 @@ def values_wanted() -> bool:
 
 
 def can_look(tensor: Tensor) -> bool:
-    """Whether the values of the tensor can be checked now: it has none while torch.compile traces, and on an accelerator
-    reading them waits for the device, which is done only where `values_wanted`."""
+    """Whether the values of the tensor can be checked now.
+
+    There are none while torch.compile traces. On an accelerator reading them waits for the device: only where
+    `values_wanted`.
+    """
     if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter):
         return False
     return tensor.device.type == "cpu" or (values_wanted() and tensor.device.type != "meta")

@@ -196,8 +196,10 @@ def model_config_to_dict(config: ModelConfig) -> dict[str, Any]:
 
 
 def model_config_from_dict(values: Mapping[str, Any], **changes: Any) -> ModelConfig:
-    """The inverse of `model_config_to_dict`, with some fields changed. Raises ValueError if a value is not allowed or not
-    known."""
+    """The inverse of `model_config_to_dict`, with some fields changed.
+
+    Raises ValueError if a value is not allowed or not known.
+    """
 
     def frozen(value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
