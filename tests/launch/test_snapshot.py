@@ -36,7 +36,7 @@ def test_a_copy_can_be_copied_again_without_git(tmp_path):
     """As from a wheel: package folders somewhere, no working copy around them."""
     snapshot.copy_code(tmp_path / "code")
     code = (
-        "from pathlib import Path; from matmix.launch import snapshot; "
+        "from pathlib import Path; from matmix.launch.jobs import snapshot; "
         f"snapshot.take_snapshot(Path({str(tmp_path / 'second')!r}))"
     )
     run_python(code, tmp_path / "code", GIT_CEILING_DIRECTORIES=str(tmp_path))
