@@ -9,13 +9,13 @@ import threading
 import pytest
 from object_store import running_store
 from runs import losses, run_recipe
+from saved_weights import read_weights
 
-from matmix.train.checkpoint.manager import CheckpointManager, read_portable
-from matmix.train.process.places import mirror_folder
-from matmix.train.run import lease
-from matmix.train.run import remote_checkpoints as mirrored
-from matmix.train.run.mirror import Mirror
+from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.run import lease, remote_checkpoints
+from matmix.train.run.outcome import local_folder
 from matmix.train.run.remote import local_run
+from matmix.train.run.sync import RunSync
 
 STEPS = ("--steps", "12", "--checkpoint.every", "4", "--logging.every", "1", "--evaluation.every", "0")
 
@@ -61,7 +61,7 @@ def steps_at(store) -> list[str]:
 
 
 def weights_at(url: str, step: int) -> dict:
-    return dict(read_portable(CheckpointManager(local_run(url) / "checkpoints").path(step)))
+    return dict(read_weights(CheckpointManager(local_run(url) / "checkpoints").path(step)))
 
 
 def test_a_run_goes_on_elsewhere_as_if_nothing_had_happened(store, url, dataset, tmp_path, straight, capsys):
@@ -71,8 +71,8 @@ def test_a_run_goes_on_elsewhere_as_if_nothing_had_happened(store, url, dataset,
     capsys.readouterr()
     assert run_recipe("debug_mru", dataset, url, *STEPS, "--logging.tensorboard", "True").finished
     assert "resumed from step-00000008" in said(capsys)
-    assert losses(mirror_folder(url)) == losses(straight)
-    expected = dict(read_portable(straight / "checkpoints" / "step-00000012"))
+    assert losses(local_folder(url)) == losses(straight)
+    expected = dict(read_weights(straight / "checkpoints" / "step-00000012"))
     found = weights_at(url, 12)
     assert all((found[name] == value).all() for name, value in expected.items())
     # Old ones are gone from the store, and everything else of the run is there.
@@ -83,7 +83,7 @@ def test_a_run_goes_on_elsewhere_as_if_nothing_had_happened(store, url, dataset,
     assert any(name.startswith("tensorboard/") for name in names)
     records = [name for name in names if not name.startswith("checkpoints/")]
     assert not [name for name in records if "lock" in name or "/." in name or name.startswith(".")]
-    assert store.get("runs/a/metrics.jsonl") == (mirror_folder(url) / "metrics.jsonl").read_bytes()
+    assert store.get("runs/a/metrics.jsonl") == (local_folder(url) / "metrics.jsonl").read_bytes()
     local = [path.read_bytes() for path in (tmp_path / "scratch").rglob("*") if path.is_file()]
     for content in [*local, *(store.get(name) for name in store.names())]:
         assert b"a-secret-access-key" not in content
@@ -114,7 +114,7 @@ def test_a_failed_upload_costs_one_line_and_no_checkpoint(store, url, dataset, t
     store.refuse = lambda method, path: False
     elsewhere(tmp_path)
     assert run_recipe("debug_mru", dataset, url, *STEPS).finished
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
 
 
 def test_uploads_that_fail_until_the_end_leave_the_last_one_valid(store, url, dataset, tmp_path, straight, capsys):
@@ -135,12 +135,12 @@ def test_uploads_that_fail_until_the_end_leave_the_last_one_valid(store, url, da
     shutil.copytree(keep, tmp_path / "scratch")
     run_recipe("debug_mru", dataset, url, *STEPS)
     assert "resumed from step-00000011" in said(capsys)
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
 
 
 def test_a_store_that_is_away_for_a_moment_is_not_noticed(store, url, dataset, monkeypatch, straight, capsys):
     monkeypatch.setenv("MATMIX_RETRY_SECONDS", "120")
-    real, started = Mirror.push_files, threading.Event()
+    real, started = RunSync.push_files, threading.Event()
 
     def push_files(self, step):
         if step == 4 and not started.is_set():
@@ -149,12 +149,12 @@ def test_a_store_that_is_away_for_a_moment_is_not_noticed(store, url, dataset, m
             threading.Timer(1.5, store.start).start()
         real(self, step)
 
-    monkeypatch.setattr(Mirror, "push_files", push_files)
+    monkeypatch.setattr(RunSync, "push_files", push_files)
     assert run_recipe("debug_mru", dataset, url, *STEPS).finished
     assert started.is_set()
     assert not warnings_in(said(capsys))
     assert steps_at(store) == ["step-00000008", "step-00000012"]
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(store, url, dataset, tmp_path, straight, capsys):
@@ -176,8 +176,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(store, url, 
         for other, before in whole.items():
             store.put(other, before)
         store.delete(key) if content is None else store.put(key, content)
-        mirror, told = Mirror(url, mirror_folder(url)), []
-        checkpoints = mirrored.MirroredCheckpoints(mirror, lease.Lease(mirror.remote), up_to_date=False)
+        sync, told = RunSync(url, local_folder(url)), []
+        checkpoints = remote_checkpoints.RemoteCheckpoints(sync, lease.Lease(sync.remote), up_to_date=False)
         assert checkpoints.latest_valid(told.append).name == "step-00000004"
         expected = f"warning: skipping a checkpoint: checkpoint {url}/checkpoints/step-00000008 is damaged: {problem}"
         assert [line for line in told if "warning" in line] == [expected]
@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(store, url, 
     output = said(capsys)
     assert len(warnings_in(output)) == 1
     assert "resumed from step-00000004" in output
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
     assert steps_at(store) == ["step-00000008", "step-00000012"]
 
 
@@ -200,7 +200,7 @@ def test_it_does_not_start_from_scratch_where_no_checkpoint_is_valid(store, url,
     store.stop()
     with pytest.raises(OSError, match=rf"^cannot \w+ {url}.*: \w+: "):
         run_recipe("debug_mru", dataset, url, *STEPS)
-    assert not list(mirror_folder(url).glob("checkpoints/step-*/checkpoint.json"))
+    assert not list(local_folder(url).glob("checkpoints/step-*/checkpoint.json"))
 
 
 def test_what_is_no_run_is_left_alone(store, url, dataset):
@@ -240,12 +240,12 @@ def test_a_second_job_is_refused_and_harms_nothing(store, url, dataset, monkeypa
     assert run_recipe("debug_mru", dataset, url, *STEPS).finished
     assert len(complaints) == 1
     assert f"run_dir {url} is in use by another job (host " in complaints[0]
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
 
 
 def test_who_lost_the_run_to_another_job_does_not_touch_it(store, url, dataset, monkeypatch):
     monkeypatch.setattr(lease, "RENEWAL_SECONDS", 600.0)
-    real = mirrored.MirroredCheckpoints._publish
+    real = remote_checkpoints.RemoteCheckpoints._publish
 
     def publish(self, step, group):
         if step == 8:
@@ -254,7 +254,7 @@ def test_who_lost_the_run_to_another_job_does_not_touch_it(store, url, dataset, 
             store.put("runs/a/lease.json", json.dumps({**other, "token": "x", "owner": {"host": "node-9"}}).encode())
         return real(self, step, group)
 
-    monkeypatch.setattr(mirrored.MirroredCheckpoints, "_publish", publish)
+    monkeypatch.setattr(remote_checkpoints.RemoteCheckpoints, "_publish", publish)
     with pytest.raises(lease.LeaseLostError, match=r"taken over by another job \(host node-9"):
         run_recipe("debug_mru", dataset, url, *STEPS)
     assert steps_at(store) == ["step-00000004"]
@@ -270,7 +270,7 @@ def test_other_urls(kind, dataset, tmp_path, monkeypatch, straight):
     run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "8")
     elsewhere(tmp_path)
     assert run_recipe("debug_mru", dataset, url, *STEPS).finished
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
 
 
 def test_verbs_take_the_url_of_a_run(store, url, dataset, tmp_path, capsys):
