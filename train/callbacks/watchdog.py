@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,6 +42,7 @@ class Watchdog(Callback):
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
         self.file: TextIO | None = None
+        self.earlier: dict[Path, os.stat_result] = {}
 
     # -- what the loop calls -------------------------------------------------------------------------------------
 
@@ -52,6 +53,8 @@ class Watchdog(Callback):
         self.path = stacks_path(trainer.run.path, attempt_id(), self.rank)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # A start under the same name, maybe of more ranks, may have left its stacks here.
+            self.earlier = {path: path.stat() for path in self._stack_files() if path != self.path}
             # Opened now: when the process hangs, opening may hang too.
             self.file = self.path.open("w", encoding="utf-8")
         except OSError as error:
@@ -159,12 +162,17 @@ class Watchdog(Callback):
         return f"its main thread is in {code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
 
     def _dumped(self) -> int:
-        """How many ranks have written their stacks, as far as this rank sees them."""
+        """How many ranks of this start have written their stacks, as far as this rank sees them."""
         count = 0
-        for path in self.path.parent.glob("rank-*.stacks.txt"):
+        for path in self._stack_files():
             with contextlib.suppress(OSError):
-                count += path.stat().st_size > 0
+                now, before = path.stat(), self.earlier.get(path)
+                left = before is not None and (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size)
+                count += now.st_size > 0 and not left
         return count
+
+    def _stack_files(self) -> Iterator[Path]:
+        return self.path.parent.glob("rank-*.stacks.txt")
 
 
 def stacks_path(run_dir: Path, attempt: str, rank: int) -> Path:
