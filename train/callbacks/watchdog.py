@@ -24,6 +24,7 @@ from matmix.train.process.exits import EXIT_HUNG
 from matmix.train.process.hang_report import Whereabouts, exchange, explain
 from matmix.train.process.heartbeat import beat, last_beat
 from matmix.train.run.outcome import attempt_id, write_outcome
+from matmix.train.words import duration
 
 _LONGEST_POLL = 5.0
 # How long ranks that are ready to end wait for the others' stacks: the first one to go takes the rest with it.
@@ -105,7 +106,7 @@ class Watchdog(Callback):
 
     def _end(self, quiet: float) -> None:
         mine = (
-            f"rank {self.rank} made no progress for {_minutes(quiet)} (no step, evaluation batch, save); the last sign "
+            f"rank {self.rank} made no progress for {duration(quiet)} (no step, evaluation batch, save); the last sign "
             f"of life was {last_beat().what}; {self._place()}"
         )
         found = {self.rank: Whereabouts(collectives.begun(), collectives.inside(), mine)}
@@ -178,7 +179,3 @@ class Watchdog(Callback):
 def stacks_path(run_dir: Path, attempt: str, rank: int) -> Path:
     """RUN/logs/<attempt>/rank-00003.stacks.txt, next to that rank's log."""
     return Path(run_dir) / "logs" / attempt / f"rank-{rank:05d}.stacks.txt"
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
