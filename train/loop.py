@@ -37,9 +37,10 @@ from matmix.train.process import stop
 from matmix.train.process.distributed import Distributed, barrier, from_rank_zero, gather_objects
 from matmix.train.process.health import tell_health
 from matmix.train.recipe import config_to_dict
-from matmix.train.run.directory import Change, RunDirectory, check_tokenizer, git_revision, take_together
+from matmix.train.run.directory import Change, RunDirectory, check_tokenizer, take_together
 from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id
 from matmix.train.run.remote import opened
+from matmix.train.run.revision import git_revision
 from matmix.train.state import Result, TrainState, check_extra
 
 

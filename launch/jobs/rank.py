@@ -54,6 +54,8 @@ def find_run_dir(arguments: Sequence[str]) -> str:
         key, _, value = argument.partition("=")
         if key in ("--run-dir", "--run_dir"):
             return value or (arguments[number + 1] if number + 1 < len(arguments) else "")
+    if arguments and "://" in arguments[0]:
+        return arguments[0]
     recipe = Path(arguments[0]) if arguments else Path("run")
     if recipe.is_dir():
         return str(recipe)

@@ -80,6 +80,8 @@ def test_the_run_directory_is_found_as_training_finds_it(tmp_path):
     assert find_run_dir([str(recipe), "--run_dir=other"]) == "other"
     assert find_run_dir([str(tmp_path)]) == str(tmp_path)
     assert find_run_dir(["debug_mru", "--steps", "3"]) == "runs/debug_mru"
+    assert find_run_dir(["s3://bucket/runs/a", "--steps", "3"]) == "s3://bucket/runs/a"
+    assert find_run_dir(["s3://bucket/runs/a", "--run-dir", "other"]) == "other"
 
 
 def test_logs():

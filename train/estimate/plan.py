@@ -7,10 +7,10 @@ import os
 
 from matmix.model import build_model
 from matmix.model.flops import flops_per_token
-from matmix.train.callbacks.progress import short_number
 from matmix.train.config import RunConfig
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
+from matmix.train.words import short_number
 
 ASSUMED_VOCABULARY = 32768
 # DeepSpeed's defaults, in elements: the buffer in which gradients are summed, and weights that ZeRO 3 leaves gathered.

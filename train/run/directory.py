@@ -4,10 +4,8 @@ summary.json."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -249,26 +247,3 @@ def take_together(lock: RunLock, tell: Callable[[str], None]) -> None:
             failure = error
     if failure := from_rank_zero(failure):
         raise failure
-
-
-@functools.cache
-def git_revision() -> str:
-    """Revision of the working copy that holds this package, "-dirty" added where it has changes; "" outside git.
-
-    Found once: a process runs the code it began with, and two git commands are much for every checkpoint.
-    """
-    here = Path(__file__).resolve().parent
-    try:
-        head = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-        changes = subprocess.run(
-            ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""  # installed without git or outside a checkout: the package's version is all there is
-    return f"{head}-dirty" if changes else head

@@ -25,8 +25,8 @@ from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.width import headdims
 from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
-from matmix.train.callbacks.progress import short_number
 from matmix.train.process.files import write_whole
+from matmix.train.words import short_number
 
 Row = TypeVar("Row")
 Columns = dict[str, Callable[[EntryResult], str]]
