@@ -316,7 +316,7 @@ class RunConfig:
             f'but the model is "{self.model.architecture}"; change one of the two',
         )
         self.model.check_seqlen(self.data.seqlen)
-        if self.data.synthetic.task:
+        if self.data.synthetic.task and ":" not in self.data.synthetic.task:  # of one from outside its loader tells
             self._check_task()
         if fixed := self.model.fixed_length_mixers():
             _require(

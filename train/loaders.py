@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from matmix.data.loading.loader import Loader, build_loader
+from matmix.data.synthetic import TASKS
 from matmix.train.config import RunConfig
+from matmix.train.plugins import find_part
 
 
 def make_loader(
@@ -15,6 +17,8 @@ def make_loader(
 
     tokenizer_sha256: what the data must have been prepared with; None = any tokenizer.
     """
+    if task := config.data.synthetic.task:
+        TASKS[task] = find_part(task, TASKS, "generated task")
     objective, training = config.objective, split == "train"
     masking = objective.masking if training else objective.evaluation_masking
     return build_loader(

@@ -60,7 +60,7 @@ def _targets(batch: Batch) -> Tensor:
 
 def _run(model: nn.Module, batch: Batch, readout: Callable[..., Any]) -> Any:
     return model(
-        batch.input_ids,
+        batch.inputs,
         cu_seqlens=batch.cu_seqlens,
         attention_mask=batch.attention_mask,
         max_seqlen=batch.max_seqlen,
