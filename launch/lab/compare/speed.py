@@ -100,7 +100,7 @@ def timed_steps(config: RunConfig) -> list[float]:
 def fixed_batch(config: RunConfig) -> Batch:
     """A micro-batch of random tokens, the same for all entries, one document a row where documents are kept apart."""
     batch = random_batch(config, config.micro_batch(1))
-    rows, length = batch.input_ids.shape
+    rows, length = batch.inputs.shape[:2]
     if config.data.packing == "concat":
         batch.cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
     elif config.data.packing == "document":
