@@ -14,6 +14,7 @@ from matmix.launch.jobs.slurm import scheduler
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.recipe import read_toml
 from matmix.train.run.directory import RunDirectory
+from matmix.train.words import duration
 
 _SHOWN = 5  # attempts
 
@@ -174,12 +175,3 @@ def time_lines(run: Path) -> list[str]:
             f"{usual:.3g} ms; longest wait for data {data:.3g} ms"
         )
     return lines
-
-
-def duration(seconds: float) -> str:
-    """As a person says it: 45 s, 12 min, 3.5 h, 12.1 days."""
-    seconds = max(0.0, seconds)
-    for size, unit, digits in ((86400, "days", 1), (3600, "h", 1), (60, "min", 0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.{digits}f} {unit}"
-    return f"{seconds:.0f} s"

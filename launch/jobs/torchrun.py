@@ -7,12 +7,12 @@ import os
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Sequence
 
 from matmix.launch.jobs.environment import own_address
 from matmix.launch.jobs.supervise import StopRequests, run_agent
 from matmix.train.errors import RendezvousError
+from matmix.train.process.network import wait_for_port
 
 DEFAULT_PORT = 29400
 # Nodes of one start wait this long for each other, so that with all imports a missing one costs less than a minute;
@@ -55,24 +55,15 @@ def address_here(host: str) -> str:
 
 
 def wait_for_host(endpoint: tuple[str, int], seconds: float = _JOIN_SECONDS) -> None:
-    """Returns when the node where the others meet answers. Raises RendezvousError (one line) if it does not.
-
-    torchrun would find that out itself, with pages of C++ frames.
-    """
+    """Returns when the node where the others meet answers. Raises RendezvousError (one line) if it does not."""
     host, port = endpoint
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=2).close()
-            return
-        except OSError as error:
-            reason = error.strerror or str(error)
-        if time.monotonic() > deadline:
-            raise RendezvousError(
-                f"{host} port {port} did not answer within {seconds:.0f} s ({reason}): is the same command running on "
-                f"{host}, and does no firewall close the port?"
-            )
-        time.sleep(0.5)
+    try:
+        wait_for_port(host, port, seconds)
+    except OSError as error:
+        raise RendezvousError(
+            f"{host} port {port} did not answer within {seconds:.0f} s ({error.strerror or error}): is the same "
+            f"command running on {host}, and does no firewall close the port?"
+        ) from None
 
 
 def torchrun_words(

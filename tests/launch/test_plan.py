@@ -10,7 +10,7 @@ from matmix.launch.lab.plan.estimate import candidates, estimate, measured_effic
 from matmix.launch.lab.plan.hardware import GPUS, find_gpu, read_cluster
 from matmix.launch.lab.plan.risk import assess
 from matmix.launch.lab.plan.traffic import collectives
-from matmix.launch.lab.plan.warnings import find_warnings, short_duration
+from matmix.launch.lab.plan.warnings import find_warnings
 from matmix.model.flops import flops_by_part, flops_per_token
 from matmix.train.estimate.plan import make_plan
 from matmix.train.recipe import load_config
@@ -163,12 +163,6 @@ def test_utilisation_from_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "loss": 3.0}\n')
     with pytest.raises(ValueError, match="recorded no utilisation"):
         measured_efficiency(tmp_path)
-
-
-def test_durations():
-    assert [short_duration(s) for s in (0.0123, 1.5, 90, 7000, 200_000)] == [
-        *("12 ms", "1.5 s", "1.5 min", "1.9 h", "2.3 days")
-    ]
 
 
 def test_the_command(capsys):

@@ -19,7 +19,7 @@ from matmix.train.process import temporary
 # torchrun does, a folder of reports beside. Then waits to be killed; a forked child waits with it where asked to.
 PROCESS = """
 import multiprocessing, multiprocessing.util, os, sys, tempfile, time
-from matmix.train import temporary
+from matmix.train.process import temporary
 from matmix.train.process.begin import begin_training
 assert begin_training(["debug_mru"]) == 0
 from multiprocessing import resource_tracker

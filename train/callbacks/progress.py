@@ -8,23 +8,9 @@ import time
 from tqdm import tqdm
 
 from matmix.train.callbacks.base import Callback, StepRecord
+from matmix.train.words import duration, short_number
 
 _SECONDS_BETWEEN_LINES = 10.0
-
-
-def short_number(value: float) -> str:
-    """1234567 -> "1.23M"."""
-    for unit in ("", "k", "M", "G", "T"):
-        if abs(value) < 1000 or unit == "T":
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    raise AssertionError
-
-
-def short_time(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 class Progress(Callback):
@@ -57,23 +43,14 @@ class Progress(Callback):
         if now - self.last_line < _SECONDS_BETWEEN_LINES and record.step != last:
             return
         self.last_line = now
-        left = short_time((last - record.step) * record.seconds_per_step)
+        left = duration((last - record.step) * record.seconds_per_step)
         self._write(
             f"step {record.step}/{last}  loss {record.loss:.4f}  lr {record.lr:.2e}  "
             f"grad norm {record.grad_norm:.3g}  {speed}  {left} left"
         )
 
     def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
-        parts = [f"validation loss {metrics['loss']:.4f}", f"perplexity {metrics['perplexity']:.2f}"]
-        if "masked_accuracy" in metrics:
-            parts.append(f"masked accuracy {metrics['masked_accuracy']:.1%}")
-        if "chance_accuracy" in metrics:
-            parts.append(f"accuracy {metrics['accuracy']:.1%} (chance {metrics['chance_accuracy']:.1%})")
-        if "bits_per_byte" in metrics:
-            parts.append(f"{metrics['bits_per_byte']:.3f} bits per byte")
-        for name in ("context_gain", "mixing_gain"):
-            if name in metrics:
-                parts.append(f"{name.replace('_', ' ')} {metrics[name]:.3f}")
+        parts = [words for evaluator, _ in trainer.evaluators for words in evaluator.progress(metrics)]
         self._write(f"step {trainer.state.step}: {', '.join(parts)}")
 
     def on_rewind(self, trainer, step: int, kind: str) -> None:

@@ -15,13 +15,13 @@ from matmix.launch.lab.plan.estimate import (
 )
 from matmix.launch.lab.plan.hardware import GPUS, Cluster, find_gpu, read_cluster
 from matmix.launch.lab.plan.risk import Risk, assess
-from matmix.launch.lab.plan.warnings import find_warnings, short_duration
+from matmix.launch.lab.plan.warnings import find_warnings
 from matmix.launch.parser import Parser
 from matmix.model.flops import flops_by_part
-from matmix.train.callbacks.progress import short_number
 from matmix.train.config import RunConfig
 from matmix.train.estimate.plan import engine_words, with_vocabulary
 from matmix.train.recipe import load_config
+from matmix.train.words import duration, short_number
 
 SUGGESTIONS = 3
 
@@ -84,7 +84,7 @@ def _describe(
     one: Estimate, cluster: Cluster, risk: Risk, efficiency: float, source: str, *, assumed_vocabulary: bool
 ) -> list[str]:
     config, plan = one.config, one.plan
-    share = config.objective.target_share
+    share = config.task().target_share
     parts = flops_by_part(config.model, config.data.seqlen, head_share=share)
     work = ", ".join(f"{short_number(value)} {name}" for name, value in parts.items())
     gib = 2**30
@@ -103,19 +103,19 @@ def _describe(
     }
     rows |= {
         part.what: f"{short_number(part.bytes)}B a step and rank over {part.ranks} ranks, "
-        f"{'within nodes' if part.within_node else 'between nodes'}, {short_duration(part.seconds(cluster))}"
+        f"{'within nodes' if part.within_node else 'between nodes'}, {duration(part.seconds(cluster))}"
         for part in one.traffic
     }
     rows |= {
         "utilisation": f"{efficiency:.0%} of {cluster.peak_tflops:.0f} TFLOP/s ({source})",
-        "step": f"{short_duration(one.step_seconds)} (arithmetic {short_duration(one.compute_seconds)}, "
-        f"exchanges {short_duration(one.traffic_seconds)} beside it)",
+        "step": f"{duration(one.step_seconds)} (arithmetic {duration(one.compute_seconds)}, "
+        f"exchanges {duration(one.traffic_seconds)} beside it)",
         "speed": f"{short_number(one.tokens_per_second)} tokens/s",
-        "time": f"{short_duration(one.days * 86400)} for {plan.steps:,} steps, "
+        "time": f"{duration(one.days * 86400)} for {plan.steps:,} steps, "
         f"{short_number(tokens)} tokens, {3 * plan.flops_per_token * tokens:.3g} FLOPs",
-        "failures": f"one every {short_duration(risk.mtbf)} expected; a checkpoint every "
-        f"{short_duration(risk.best_interval)} is best (Young-Daly) and costs {risk.lost(risk.best_interval):.2%} of "
-        f"the time; as configured every {short_duration(risk.interval)}: {risk.lost(risk.interval):.2%}",
+        "failures": f"one every {duration(risk.mtbf)} expected; a checkpoint every "
+        f"{duration(risk.best_interval)} is best (Young-Daly) and costs {risk.lost(risk.best_interval):.2%} of "
+        f"the time; as configured every {duration(risk.interval)}: {risk.lost(risk.interval):.2%}",
     }
     width = max(map(len, rows))
     return [f"{name:<{width}}  {text}" for name, text in rows.items()]
