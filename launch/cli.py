@@ -64,7 +64,7 @@ def _run(words: list[str], *, own: bool) -> int:
     try:
         verb, rest = TREE.read(words)
     except SystemExit:
-        if TREE.takes_recipe:
+        if TREE.takes_recipe and tuple(words[: len(TREE.path)]) == TREE.path:  # not where a completion was written
             from matmix.train.recipe import show_fields
 
             show_fields(TREE.read, words)

@@ -89,9 +89,8 @@ class Prepare:
         standard = {field.name: field.default for field in dataclasses.fields(PrepareConfig)}
         for name, value in self.options.items():
             if value != standard[name] and name != "max_malformed":
-                raise ValueError(
-                    f"the parts were made with options of their own, leave --{name.replace('_', '-')} out: {_MERGE_USAGE}"
-                )
+                flag = name.replace("_", "-")
+                raise ValueError(f"the parts were made with options of their own, leave --{flag} out: {_MERGE_USAGE}")
         if is_url(self.out):
             raise ValueError(f"parts are joined in the folder where they were made, not at a URL such as {self.out}")
         merge(MergeConfig(out=self.out, dry_run=self.dry_run, max_malformed=self.options["max_malformed"]))

@@ -77,8 +77,9 @@ def _wide_terminal() -> Iterator[None]:
 
 def _message(box: str) -> str:
     """What tyro's box says below its title and above its advice, as one line."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    said = itertools.takewhile(lambda line: line.strip("─"), lines)
+    lines = [line.strip(" │╭╮╰╯") for line in box.splitlines()]
+    body = itertools.dropwhile(lambda line: not line.strip("─-"), lines[1:])  # a terminal without boxes has rules
+    said = itertools.takewhile(lambda line: line.strip("─-"), body)
     return " ".join(" ".join(said).split()) or "arguments not understood"
 
 

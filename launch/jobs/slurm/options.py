@@ -191,7 +191,7 @@ def from_layers(profile: Mapping[str, Any], given: Mapping[str, Any]) -> SlurmOp
     for name, value in given.items():
         if name == "env":
             values["env"] = {**values.get("env", {}), **dict(map(_split_variable, value))}
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple | list):
             values[name] = (*values.get(name, ()), *value)
         elif value is not None:
             values[name] = value
