@@ -16,9 +16,7 @@ from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model
 from matmix.train.arguments import RunFolder
 from matmix.train.checkpoint.files import sha256
-from matmix.train.run.directory import RunDirectory
-from matmix.train.run.remote import local_run
-from matmix.train.run.trained import find_trained
+from matmix.train.run.trained import open_trained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,8 @@ def export_run(
     max_shard_bytes: int = 5 * 10**9,
     tell: Callable[[str], None] = print,
 ) -> Path:
-    """Write the weights of a run as a directory that transformers loads without matmix.
+    """Write the weights of a run as a directory that transformers loads without matmix, or, for an architecture that
+    transformers has no form for, as weights and configuration.
 
     Args:
         run_dir: the run, a folder or a URL; its newest valid checkpoint is taken, or that of `step`.
@@ -87,15 +86,15 @@ def export_run(
     Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
     """
     check_target(Path(out_dir))
-    run = RunDirectory(local_run(run_dir, step=step))
-    trained = find_trained(run, step, tell)
-    config, checkpoint, tokenizer = trained.config, trained.checkpoint, trained.tokenizer
+    trained = open_trained(run_dir, step, tell)
+    config, checkpoint = trained.config, trained.checkpoint
+    tokenizer = trained.tokenizer if config.model.model_class.tokens else None
     out = export_model(
         config.model,
         trained.weights(),
-        tokenizer.path,
+        None if tokenizer is None else tokenizer.path,
         out_dir,
-        special=tokenizer.special,
+        special={} if tokenizer is None else tokenizer.special,
         prefix=config.data.prefix,
         suffix=config.data.suffix,
         dtype=dtype,

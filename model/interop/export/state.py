@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from matmix.model.language_model import LanguageModel
+from matmix.model.architectures.language_model import LanguageModel
 
 
 def map_state(function: Callable[..., torch.Tensor], *states: Any) -> Any:
@@ -65,7 +65,7 @@ def advance(model: LanguageModel, input_ids: torch.Tensor, state: Any, keep: int
     if input_ids.shape[1] == 1:
         logits, state = model.step(input_ids[:, 0], state)
         return logits.unsqueeze(1), state
-    x, new_state = model.embed(input_ids, None, None), []
+    x, new_state = model.embed(input_ids), []
     for block, block_state in zip(model.blocks, state, strict=True):
         x, block_state = block.forward_with_state(x, block_state)
         new_state.append(block_state)

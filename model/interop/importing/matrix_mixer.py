@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from matmix.model.interop.importing.layouts import ForeignConfig, Layout
-from matmix.model.mixers.scans.quasiseparable import QuasiseparableDD, QuasiseparableDI
 from matmix.model.mixers.structured.cauchy import CauchyDD, CauchyDI
 from matmix.model.mixers.structured.dense import Dense
 from matmix.model.mixers.structured.dft import DFT
 from matmix.model.mixers.structured.low_rank import LowRankDD, LowRankDI
 from matmix.model.mixers.structured.matrix_mixer import MatrixMixer
+from matmix.model.mixers.structured.quasiseparable import QuasiseparableDD, QuasiseparableDI
 from matmix.model.mixers.structured.softmax import SoftmaxDD, SoftmaxDI
 from matmix.model.mixers.structured.toeplitz import ToeplitzDD, ToeplitzDI
 from matmix.model.mixers.structured.vandermonde import VandermondeDD

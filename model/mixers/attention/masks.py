@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from matmix.model.mixers.gates import gate_sums
+from matmix.model.mixers.shared import gate_sums
 
 STATE_SLAB = 4
 """State channels that a product with L takes at a time: it works on `STATE_SLAB` times as much as there are values."""

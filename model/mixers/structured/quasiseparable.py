@@ -11,8 +11,8 @@ from torch import nn
 
 from matmix.kernels import quasiseparable_scan
 from matmix.model.initialization import InitRule, constant_init
-from matmix.model.mixers.scans.hydra import dt_bias_init
 from matmix.model.mixers.scans.hydra_functions import StepSizes
+from matmix.model.mixers.scans.scan_block import check_initial_steps, dt_bias_init
 from matmix.model.mixers.structured.matrix_mixer import (
     MatrixMixer,
     MixingParameters,
@@ -71,11 +71,7 @@ class Quasiseparable(MatrixMixer):
     @classmethod
     def check(cls, d_model: int, config: QuasiseparableConfig) -> None:
         super().check(d_model, config)
-        if not 0 < config.dt_min <= config.dt_max:
-            raise ValueError(
-                f"model.mixers.{cls.name}.dt_min = {config.dt_min}: "
-                f"must be positive and at most dt_max = {config.dt_max}"
-            )
+        check_initial_steps(cls.name, config)
 
     @classmethod
     def block_rank(cls, config: QuasiseparableConfig) -> int:

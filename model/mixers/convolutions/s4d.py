@@ -20,6 +20,7 @@ from matmix.model.mixers.convolutions.long import (
     long_convolution_flops,
     packed_convolution,
 )
+from matmix.model.mixers.scans.scan_block import check_initial_steps
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 CARRIED = 256
@@ -85,11 +86,7 @@ class S4D(Mixer):
             raise ValueError(f"model.mixers.{cls.name}.d_state = {config.d_state}: must be even and at least 2")
         if config.spectrum not in ("lin", "inv"):
             raise ValueError(f"model.mixers.{cls.name}.spectrum = {config.spectrum!r}; known: lin, inv")
-        if not 0 < config.dt_min <= config.dt_max:
-            raise ValueError(
-                f"model.mixers.{cls.name}.dt_min = {config.dt_min}: must be above 0 and at most "
-                f"dt_max = {config.dt_max}"
-            )
+        check_initial_steps(cls.name, config)
 
     @classmethod
     def block_rank(cls, config: S4DConfig) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from matmix.model.architectures.base import register_architecture
 from matmix.model.backbone import Backbone, final_norm
 from matmix.model.blocks import activate
 from matmix.model.config import ModelConfig
@@ -51,9 +54,12 @@ class MaskedLMHead(nn.Module):
         return self.norm(activate(self.dense(x), self.activation))
 
 
+@register_architecture("encoder")
 class Encoder(Backbone):
     """Embeddings -> blocks -> final norm (pre-norm models) -> masked-LM head -> logits by the tied or a
     separate matrix."""
+
+    causal = False
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -63,10 +69,30 @@ class Encoder(Backbone):
         if not config.tie_embeddings:
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
+    @classmethod
+    def check(cls, config: Any) -> None:
+        super().check(config)
+        if config.type_vocab_size < 0:
+            raise ValueError(f"model.type_vocab_size = {config.type_vocab_size}: must be 0 or more")
+
+    @classmethod
+    def check_seqlen(cls, config: Any, seqlen: int) -> None:
+        if config.position_embeddings and seqlen > config.max_seqlen:
+            raise ValueError(
+                f"sequence length {seqlen} exceeds the {config.max_seqlen} position embeddings; raise model.max_seqlen"
+            )
+
+    @classmethod
+    def output_flops(cls, config: Any) -> float:
+        return super().output_flops(config) + 2.0 * config.d_model**2
+
     def embed(
-        self, input_ids: torch.Tensor, token_type_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+        self,
+        inputs: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.embeddings(input_ids, token_type_ids, cu_seqlens)
+        return self.embeddings(inputs, token_type_ids, cu_seqlens)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(x))

@@ -8,13 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from matmix.model.architectures.base import register_architecture
 from matmix.model.backbone import Backbone, final_norm
 from matmix.model.config import ModelConfig
 
 
+@register_architecture("language_model")
 class LanguageModel(Backbone):
     """Word embeddings -> blocks -> final norm (pre-norm models) -> logits by the tied or a separate
     matrix."""
+
+    causal = True
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -25,11 +29,14 @@ class LanguageModel(Backbone):
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
     def embed(
-        self, input_ids: torch.Tensor, token_type_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+        self,
+        inputs: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if token_type_ids is not None:
             raise ValueError("a language_model has no token types; leave token_type_ids out")
-        return self.embedding_dropout(self.embedding(input_ids))
+        return self.embedding_dropout(self.embedding(inputs))
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x)
@@ -43,7 +50,7 @@ class LanguageModel(Backbone):
 
     def step(self, token_ids: torch.Tensor, state: list[Any]) -> tuple[torch.Tensor, list[Any]]:
         """Next-token logits (B, vocab_size) and new state after one more token each, token_ids (B,)."""
-        x, new_state = self.embed(token_ids, None, None), []
+        x, new_state = self.embed(token_ids), []
         for block, block_state in zip(self.blocks, state, strict=True):
             x, block_state = block.step(x, block_state)
             new_state.append(block_state)
@@ -56,7 +63,7 @@ class LanguageModel(Backbone):
         if input_ids.shape[1] == 0:
             raise ValueError("prefill needs at least one token")
         state = self.initial_state(input_ids.shape[0]) if state is None else state
-        x, new_state = self.embed(input_ids, None, None), []
+        x, new_state = self.embed(input_ids), []
         for block, block_state in zip(self.blocks, state, strict=True):
             x, block_state = block.forward_with_state(x, block_state)
             new_state.append(block_state)
