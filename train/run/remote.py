@@ -63,25 +63,18 @@ def opened(run_dir: str, tell: Tell | None = None) -> Iterator[RunDirectory]:
         begun = agree(lambda: (node.number, sync.begin(starts)), here=node.leads)
         yield RemoteRun(run_dir, sync, lease, dict(filter(None, begun))[node.number])
     finally:
-        if node.leads and not _is_lost(lease):
-            _push_records(sync)
+        if node.leads:
+            _push_records(sync, lease)
         lease.release()
 
 
-def _is_lost(lease: Lease) -> bool:
-    """Whether another job has taken over, whose records those of this one must not replace."""
+def _push_records(sync: RunSync, lease: Lease) -> None:
+    """Uploads the records, unless another job has taken over, whose records those of this one must not replace."""
     try:
         lease.check()
-    except LeaseLostError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _push_records(sync: RunSync) -> None:
-    try:
         sync.push_records()
+    except LeaseLostError:
+        return
     except OSError as error:
         print(f"warning: records of the run are not up to date at {sync.url} ({error})", file=sys.stderr, flush=True)
 
