@@ -46,7 +46,7 @@ def opened(run_dir: str, tell: Tell | None = None) -> Iterator[RunDirectory]:
     before and the URL afterwards.
 
     tell: takes a line for the user. Raises ValueError if another job is at the URL, or something that is no run, and
-    OSError where the store fails; an upload of records that fails at the end costs a line of warning.
+    OSError where the store fails; where the last upload of records fails, a warning says so.
     """
     refuse_secrets(run_dir, "run_dir")
     if not is_url(run_dir):
@@ -80,7 +80,7 @@ def _push_records(sync: RunSync, lease: Lease) -> None:
 
 
 def push_outcome(run_dir: str, rank: int) -> None:
-    """Uploads what this process wrote last, after `opened` had ended: how it ended. One try; failing is no matter."""
+    """Uploads how this process ended, which it writes after `opened`. It tries once and says nothing if that fails."""
     if not is_url(run_dir):
         return
     folder = local_folder(run_dir)
