@@ -86,7 +86,8 @@ def check_rows(rows: Any, cls: type, where: str) -> None:
     """Raises ValueError (one line) unless `rows`, as read from TOML, are tables with the keys of `cls`."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{where} is a list of tables, got {rows!r}")
-    needed = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    unset = dataclasses.MISSING
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is unset and f.default_factory is unset]
     for row in rows:
         for key in row:
             if key not in field_names(cls):
@@ -129,10 +130,17 @@ def _read_row(word: str, cls: type) -> Any:
 
 
 def _write_row(row: Any) -> str:
-    values = {key: value for key, value in dataclasses.asdict(row).items() if value is not None}
-    # JSON writes strings and lists of them as TOML does, but not every number.
-    texts = {key: str(value) if isinstance(value, float) else json.dumps(value) for key, value in values.items()}
-    return "{" + ", ".join(f"{key} = {text}" for key, text in texts.items()) + "}"
+    return _inline({key: value for key, value in dataclasses.asdict(row).items() if value is not None})
+
+
+def _inline(value: Any) -> str:
+    """A value as TOML writes it in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_inline(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_inline, value))}]"
+    # JSON writes strings and whole numbers as TOML does, but not every float.
+    return str(value) if isinstance(value, float) else json.dumps(value)
 
 
 def _only(registry: ConstructorRegistry, table: type, names: Collection[str]) -> None:
