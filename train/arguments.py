@@ -8,6 +8,7 @@ import difflib
 import io
 import json
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Collection, Iterator
@@ -96,12 +97,12 @@ def check_rows(rows: Any, cls: type, where: str) -> None:
             raise ValueError(f"{where} has no {missing[0]} in {row!r}")
 
 
-def _with_rows() -> ConstructorRegistry:
-    """Lets tyro read lists of tables, each as TOML's inline table: {match = "*.weight", lr = 0.1}."""
+def _with_tables() -> ConstructorRegistry:
+    """Lets tyro read tables, and lists of them, as TOML's inline tables: {match = "*.weight", lr = 0.1}."""
     registry = ConstructorRegistry()
 
     @registry.primitive_rule
-    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    def rows(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
         if (cls := row_type(info.type)) is None:
             return None
         return PrimitiveConstructorSpec(
@@ -109,19 +110,36 @@ def _with_rows() -> ConstructorRegistry:
             metavar="[{KEY = VALUE, ...} ...]",
             instance_from_str=lambda words: tuple(_read_row(word, cls) for word in words),
             is_instance=lambda value: isinstance(value, tuple) and all(isinstance(row, cls) for row in value),
-            str_from_instance=lambda rows: [_write_row(row) for row in rows],
+            str_from_instance=lambda rows: [_inline(dataclasses.asdict(row)) for row in rows],
+        )
+
+    @registry.primitive_rule
+    def table(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if info.type != dict[str, Any]:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{KEY = VALUE, ...}",
+            instance_from_str=lambda words: _read_table(words[0]),
+            is_instance=lambda value: isinstance(value, dict),
+            str_from_instance=lambda table: [_inline(table)],
         )
 
     return registry
 
 
-def _read_row(word: str, cls: type) -> Any:
+def _read_table(word: str) -> dict[str, Any]:
     try:
-        [(_, row)] = tomllib.loads(f"row = {word}").items()
+        [(_, table)] = tomllib.loads(f"table = {word}").items()
     except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
+        table = None
+    if not isinstance(table, dict):
         raise ValueError(f"should be a table such as {{KEY = VALUE, ...}}, got {word}")
+    return table
+
+
+def _read_row(word: str, cls: type) -> Any:
+    row = _read_table(word)
     check_rows([row], cls, word)
     try:
         return dacite.from_dict(cls, row, DACITE)
@@ -129,18 +147,18 @@ def _read_row(word: str, cls: type) -> Any:
         raise ValueError(f"{word}: {error}") from None
 
 
-def _write_row(row: Any) -> str:
-    return _inline({key: value for key, value in dataclasses.asdict(row).items() if value is not None})
-
-
 def _inline(value: Any) -> str:
-    """A value as TOML writes it in one line."""
+    """A value as TOML writes it in one line; what is None or an empty table in a table is left out."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_inline(item)}" for key, item in value.items()) + "}"
+        kept = {key: item for key, item in value.items() if item is not None and item != {}}
+        return "{" + ", ".join(f"{_key(key)} = {_inline(item)}" for key, item in kept.items()) + "}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_inline, value))}]"
-    # JSON writes strings and whole numbers as TOML does, but not every float.
+        return "[" + ", ".join(map(_inline, value)) + "]"
     return str(value) if isinstance(value, float) else json.dumps(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name, flags=re.ASCII) else json.dumps(name)
 
 
 def _only(registry: ConstructorRegistry, table: type, names: Collection[str]) -> None:
@@ -173,7 +191,7 @@ def parse_arguments(
 
     Raises ValueError (one line); ``--help`` prints all fields with their docstrings and exits.
     """
-    registry = _with_rows()
+    registry = _with_tables()
     if only is not None:
         _only(registry, *only)
     options = {"default": default, "config": _STYLE, "registry": registry}

@@ -96,23 +96,17 @@ def _closing_words(config: RunConfig, result: Result) -> str:
             )
         how = f"at step {result.step} of {config.steps} as stop_step says, saved"
         return f"Stopped {how}. Without stop_step it goes on from there."
-    from matmix.train.evaluators.context import context_words
+    from matmix.train.evaluators import make_evaluators
 
     metrics = result.metrics
     done = "Finished" if result.steps_done else "Nothing to do, the run finished"
     lines = [f"{done} at step {result.step}: {config.run_dir}"]
-    line = f"Validation loss {metrics['loss']:.4f} nats per token"
-    if "chance_accuracy" in metrics:
-        from matmix.train.evaluators.lengths import words_on_accuracy
-
-        lines.append(words_on_accuracy(metrics, config.data.seqlen))
-    elif "masked_accuracy" in metrics:
-        lines.append(f"{line} (masked), accuracy of masked tokens {metrics['masked_accuracy']:.1%}.")
-    else:
-        lines.append(f"{line}, {metrics['bits_per_byte']:.3f} bits per byte.")
-    if "chance_accuracy" not in metrics:
+    (loss, _), *others = make_evaluators(config, config.task())
+    lines += loss.summary(metrics)
+    if result.unigram_entropy is not None and "chance_accuracy" not in metrics:
         lines.append(f"Unigram entropy of the corpus {result.unigram_entropy:.4f} nats per token.")
-    lines += context_words(metrics)
+    for evaluator, _ in others:
+        lines += evaluator.summary(metrics)
     if (run := RunDirectory(config.run_dir)).curves.is_file():
         lines.append(f"Curves: {run.where}/{run.curves.name}")
     # Prompts rarely have the one length that some mixers take.

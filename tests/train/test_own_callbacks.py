@@ -3,6 +3,7 @@
 import errno
 import os
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 from runs import losses, records, run_recipe
@@ -174,19 +175,11 @@ def test_what_fails_is_ended_once_and_never_called_again():
             self.calls.append("on_end")
             raise ValueError("again")
 
-    class Run:
-        said = []
-
-        class engine:
-            rank = 0
-
-        def tell(self, text):
-            self.said.append(text)
-
-    found, run = callbacks.Callbacks(), Run()
+    said = []
+    found, run = callbacks.Callbacks(), SimpleNamespace(engine=SimpleNamespace(rank=0), tell=said.append)
     found.make(Half)
     [half] = found
     for event in ("on_step", "on_step", "on_end"):
         found.call(run, event)
     assert half.calls == ["on_step", "on_end"]
-    assert run.said == ["warning: Half failed in on_step (ValueError: no luck); training goes on without"]
+    assert said == ["warning: Half failed in on_step (ValueError: no luck); training goes on without"]

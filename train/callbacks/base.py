@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
+from matmix.train.evaluators.base import Evaluator
 from matmix.train.state import TrainState
 
 
@@ -23,6 +24,8 @@ class RunView(Protocol):
     """Steps, tokens and skipped steps so far."""
     engine: Engine
     """Has `rank`, `world_size`, and the model as `module`, of which a rank may hold a shard only."""
+    evaluators: Sequence[tuple[Evaluator, int]]
+    """Each with the steps between its evaluations."""
     metrics: Mapping[str, float]
     """Of the last evaluation, and its "step"; empty before the first one."""
     last_loss: float
@@ -67,7 +70,7 @@ class StepRecord:
     step: int
     steps: int
     loss: float  # nats per target
-    accuracy: float  # share of targets predicted right (of the masked tokens for masked_lm)
+    means: dict[str, float]  # over the same targets, of what else the task records, such as "accuracy"
     grad_norm: float  # of the last step, before clipping
     lr: float
     tokens: int  # seen since the start of the run, padding not counted
@@ -86,9 +89,11 @@ class StepRecord:
     goodput: dict[str, float]  # shares of the time since the first start: `goodput.CAUSES`
 
     def numbers(self) -> dict[str, float]:
-        """All that has a value; norms of clipping groups under "grad_norm/<group>", what the mixers say under
-        "monitor/blocks.<i>.<name>", others under "ranks/" and "goodput/"."""
-        numbers = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        """All that has a value: `means` by their own names, norms of clipping groups under "grad_norm/<group>", what
+        the mixers say under "monitor/blocks.<i>.<name>", others under "ranks/" and "goodput/"."""
+        numbers: dict[str, float] = {}
+        for key, value in dataclasses.asdict(self).items():
+            numbers |= value if key == "means" else {} if value is None else {key: value}
         prefixes = {"clip_norms": "grad_norm", "monitored": "monitor", "ranks": "ranks", "goodput": "goodput"}
         for key, prefix in prefixes.items():
             numbers |= {f"{prefix}/{name}": value for name, value in numbers.pop(key).items()}

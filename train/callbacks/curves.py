@@ -6,9 +6,9 @@ import io
 from typing import Any
 
 from matmix.data.artifacts import read_json_lines
+from matmix.data.storage.files import write_atomic
 from matmix.train.callbacks.base import Callback, RunView
 from matmix.train.evaluators.context import PREFIX
-from matmix.train.process.files import write_whole
 
 _SMOOTH = 0.05  # share of the records over which the training loss is averaged
 
@@ -27,7 +27,7 @@ class Curves(Callback):
         ended = run.state.step == run.config.last_step and not run.stop_agreed
         picture = run.path / "curves.png"
         if ended and (self.evaluated or not picture.exists()):
-            write_whole(picture, draw(read_json_lines(run.path / "metrics.jsonl")))
+            write_atomic(picture, draw(read_json_lines(run.path / "metrics.jsonl")))
 
 
 def draw(records: list[dict[str, Any]]) -> bytes:
@@ -36,8 +36,9 @@ def draw(records: list[dict[str, Any]]) -> bytes:
     from matplotlib.ticker import MaxNLocator
 
     training = [record for record in records if record["kind"] == "train"]
-    validation = [record for record in records if record["kind"] == "validation"]
-    measured = [record for record in validation if position_losses(record)]
+    evaluations = [record for record in records if record["kind"] == "validation"]
+    validation = [record for record in evaluations if "loss" in record]
+    measured = [record for record in evaluations if position_losses(record)]
     figure = Figure(figsize=(12 if measured else 7, 4.5), layout="constrained", dpi=110)
     left, *rest = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
 

@@ -39,7 +39,7 @@ class NanGuard:
 
     def after_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
         """Tells of a loss that is no number."""
-        if math.isfinite(metrics["loss"]):
+        if math.isfinite(metrics.get("loss", 0.0)):
             return
         mixers = (block.mixer for block in run.engine.module.blocks if block.mixer is not None)
         advice = next(filter(None, (mixer.overflow_advice() for mixer in mixers)), _ADVICE)

@@ -84,7 +84,7 @@ def _describe(
     one: Estimate, cluster: Cluster, risk: Risk, efficiency: float, source: str, *, assumed_vocabulary: bool
 ) -> list[str]:
     config, plan = one.config, one.plan
-    share = config.objective.target_share
+    share = config.task().target_share
     parts = flops_by_part(config.model, config.data.seqlen, head_share=share)
     work = ", ".join(f"{short_number(value)} {name}" for name, value in parts.items())
     gib = 2**30
