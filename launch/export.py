@@ -11,9 +11,7 @@ from matmix.data.tokenizer import Tokenizer
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model
 from matmix.train.checkpoint.files import sha256
-from matmix.train.run.directory import RunDirectory
-from matmix.train.run.remote import local_run
-from matmix.train.run.trained import find_trained
+from matmix.train.run.trained import open_trained
 
 
 def export_run(
@@ -37,8 +35,7 @@ def export_run(
     Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
     """
     check_target(Path(out_dir))
-    run = RunDirectory(local_run(run_dir, step=step))
-    trained = find_trained(run, step, tell)
+    trained = open_trained(run_dir, step, tell)
     config, checkpoint = trained.config, trained.checkpoint
     tokenizer = trained.tokenizer if config.model.model_class.tokens else None
     out = export_model(

@@ -18,8 +18,9 @@ from matmix.model.config import ModelConfig
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
 from matmix.model.interop.importing.exported import load_weights, read_export, read_export_config
 from matmix.model.interop.importing.foreign import read_object
+from matmix.train.checkpoint.steps import step_of
 from matmix.train.run.directory import RunDirectory
-from matmix.train.run.remote import local_run
+from matmix.train.run.remote import fetch_run
 from matmix.train.run.trained import find_trained
 
 MASK = "<mask>"
@@ -38,6 +39,8 @@ class Source:
     start: int | None
     """What a generated text starts from when there is no prompt."""
     device: torch.device
+    step: int | None = None
+    """The step of a run's checkpoint, None for an export."""
 
 
 def generate(
@@ -84,11 +87,11 @@ def _write_now(text: str) -> None:
 
 def load_source(source: str | Path, *, step: int | None = None, device: str | None = None) -> Source:
     """Read a run (its newest checkpoint, or that of `step`) or an export."""
-    path = local_run(source, step=step)
+    path, fetched = fetch_run(source, step=step, weights_only=True)
     if not path.is_dir():
         raise FileNotFoundError(f"no run or export at {path}")
     if (path / "config.toml").is_file():
-        return _load_run(path, step, device)
+        return _load_run(path, step, device, fetched)
     if (path / "config.json").is_file():
         if step is not None:
             raise ValueError(f"{path} is an export, which has no steps to choose from; leave step out")
@@ -96,9 +99,8 @@ def load_source(source: str | Path, *, step: int | None = None, device: str | No
     raise ValueError(f"{path} is neither a run (no config.toml) nor an export (no config.json)")
 
 
-def _load_run(path: Path, step: int | None, device: str | None) -> Source:
-    run = RunDirectory(path)
-    trained = find_trained(run, step, _tell_on_stderr)
+def _load_run(path: Path, step: int | None, device: str | None, fetched: Path | None) -> Source:
+    trained = find_trained(RunDirectory(path), step, _tell_on_stderr, whole=fetched)
     _check_reads_text(trained.config.model, path)
     config, tokenizer = trained.config, trained.tokenizer
     model = build_model(config.model)
@@ -108,7 +110,8 @@ def _load_run(path: Path, step: int | None, device: str | None) -> Source:
     suffix = None if config.model.causal else tokenizer.special.get(config.data.suffix)
     fast.post_processor = special_tokens_around(fast, prefix, suffix)
     start = prefix if prefix is not None else tokenizer.special["eos"]
-    return _ready(path, model, fast, tokenizer.special, start, device)
+    step = step_of(trained.checkpoint.name)
+    return dataclasses.replace(_ready(path, model, fast, tokenizer.special, start, device), step=step)
 
 
 def _tell_on_stderr(text: str) -> None:

@@ -311,7 +311,7 @@ class RunConfig:
         if ":" not in self.objective.name:  # Python imports your own only where they train or evaluate
             self.task()
         self.model.check_seqlen(self.data.seqlen)
-        if self.data.synthetic.task:
+        if self.data.synthetic.task and ":" not in self.data.synthetic.task:  # of one from outside its loader tells
             self._check_generated()
         if fixed := self.model.fixed_length_mixers():
             _require(

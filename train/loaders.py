@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from matmix.data.loading.loader import Loader
+from matmix.data.synthetic import TASKS
 from matmix.train.config import RunConfig
+from matmix.train.plugins import find_part
 
 
 def make_loader(
@@ -15,6 +17,8 @@ def make_loader(
 
     tokenizer_sha256: what the data must have been prepared with; None = any tokenizer.
     """
+    if generated := config.data.synthetic.task:
+        TASKS[generated] = find_part(generated, TASKS, "generated task")
     return config.task().make_loader(
         config.data,
         split=split,

@@ -34,10 +34,11 @@ from matmix.train.meters.stragglers import Stragglers
 from matmix.train.optim.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.optim.schedule import rate_share
 from matmix.train.process import stop
+from matmix.train.process.agree import agree
 from matmix.train.process.distributed import Distributed, barrier, from_rank_zero, gather_objects
 from matmix.train.process.health import tell_health
 from matmix.train.recipe import config_to_dict
-from matmix.train.run.directory import Change, RunDirectory, check_tokenizer, take_together
+from matmix.train.run.directory import Change, RunDirectory, check_tokenizer
 from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id
 from matmix.train.run.remote import opened
 from matmix.train.run.revision import git_revision
@@ -252,7 +253,7 @@ class Trainer:
         Raises ValueError if another job uses the directory, if there are only damaged checkpoints, or if `steps` lies
         before the newest valid one.
         """
-        take_together(self.lock, self.tell)
+        agree(lambda: self.lock.acquire(self.tell), here=self.engine.rank == 0)
         changes: list[Change] = []
         newest = self.checkpoints.newest(self.engine, self.tell)
         if newest is None:

@@ -14,13 +14,13 @@ import dacite
 import tomli_w
 
 from matmix.data.artifacts import errors_in_one_line, one_line
+from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import RemoteFolder, is_url
 from matmix.data.storage.urls import refuse_secrets
 from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
 from matmix.train.arguments import DACITE, check_rows, parse_arguments, row_type, unknown_key
 from matmix.train.config import RunConfig
-from matmix.train.process.files import write_whole
 
 _DEEPEST = 50
 """Tables in tables; no recipe has more than a few, and what walks them recurses."""
@@ -170,7 +170,7 @@ def _plain(value: Any) -> Any:
 
 def write_config(config: RunConfig, path: Path) -> None:
     """Writes the resolved config; the file is itself a recipe."""
-    write_whole(path, tomli_w.dumps(config_to_dict(config)))
+    write_atomic(path, tomli_w.dumps(config_to_dict(config)))
 
 
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:

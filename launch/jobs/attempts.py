@@ -36,7 +36,7 @@ from typing import Any
 from matmix.data.artifacts import read_json_lines
 from matmix.launch.jobs.records import read_url
 from matmix.train.process.exits import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
-from matmix.train.run.outcome import Outcome, read_last_step, read_outcomes
+from matmix.train.run.outcome import Outcome, local_folder, newest_saved, read_last_step, read_outcomes
 
 # Exit codes of this command; anything else means that it failed itself.
 AGAIN, FINISHED, ENOUGH = 0, 10, 11
@@ -173,9 +173,7 @@ def _ranks_folder(run: Path) -> Path:
     url = read_url(run)
     if url is None:
         return run
-    from matmix.train.process.places import mirror_folder
-
-    return mirror_folder(url, 0)
+    return local_folder(url, 0)
 
 
 def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> Attempt:
@@ -194,7 +192,7 @@ def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) 
         code=code,
         reason=reason,
         step=read_last_step(run, name),
-        saved_step=max(saved, default=None) if saved else _newest_checkpoint(run),
+        saved_step=max(saved, default=None) if saved else newest_saved(run),
         signalled=signalled,
     )
 
@@ -205,12 +203,6 @@ def _telling(outcomes: dict[int, Outcome]) -> tuple[int, Outcome] | None:
         return 0, outcomes[0]
     # A mistake of the user is found by all ranks; what one rank alone has met, such as a full disk, explains the rest.
     return min(outcomes.items(), key=lambda item: (item[1].code != EXIT_USER, item[1].time), default=None)
-
-
-def _newest_checkpoint(run: Path) -> int | None:
-    """Step of the newest checkpoint that has its manifest (its files are checked when the run starts)."""
-    steps = [path.parent.name.removeprefix("step-") for path in run.glob("checkpoints/step-*/checkpoint.json")]
-    return max((int(step) for step in steps if step.isdigit()), default=None)
 
 
 def job_of(attempt: str) -> str:

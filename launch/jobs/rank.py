@@ -18,6 +18,7 @@ from matmix.train.process import console
 from matmix.train.process.begin import begin_training
 from matmix.train.process.console import begin_process, guarded
 from matmix.train.process.ranks import tasks_per_node
+from matmix.train.run.outcome import local_folder
 
 _FROM_SLURM = {
     "RANK": "SLURM_PROCID",
@@ -71,12 +72,7 @@ def find_run_dir(arguments: Sequence[str]) -> str:
 
 def log_path(run_dir: str, environment: Mapping[str, str]) -> Path:
     """RUN/logs/<attempt>/rank-00003.log; for a run in an object store, in the folder that this node has for it."""
-    home = Path(run_dir)
-    if "://" in run_dir:
-        # Needs torch, which shall not be imported before this process's environment stands.
-        from matmix.train.process.places import mirror_folder
-
-        home = mirror_folder(run_dir, environment.get("GROUP_RANK") or 0)
+    home = local_folder(run_dir, environment.get("GROUP_RANK") or 0)
     attempt = environment.get("MATMIX_ATTEMPT", "attempt")
     return home / "logs" / attempt / f"rank-{int(environment.get('RANK', '0')):05d}.log"
 

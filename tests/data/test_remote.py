@@ -127,6 +127,27 @@ def test_urls_that_cannot_be_used():
     assert not remote.is_url("runs/a")
 
 
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_mistake_in_the_program_is_neither_tried_again_nor_taken_for_the_stores(folder, monkeypatch, patient):
+    monkeypatch.setenv(remote.RETRY_VARIABLE, "60")
+    folder.patient, calls = patient, []
+
+    def action(client, path):
+        calls.append(path)
+        return client.size(path, of_what="a name that it does not take")
+
+    with pytest.raises(TypeError, match="of_what"):
+        folder._do("look at", "a", action)
+    assert len(calls) == 1
+
+
+def test_a_file_is_created_once(folder):
+    folder.create("leases/one", b"first")
+    with pytest.raises(FileExistsError):
+        folder.create("leases/one", b"second")
+    assert folder.read("leases/one") == b"first"
+
+
 def test_a_short_download_is_fetched_again(folder, tmp_path, monkeypatch):
     folder.write("a", b"0123456789")
     client, _ = folder._connect()

@@ -12,9 +12,10 @@ import saving_scenarios
 import scenarios
 import torch
 from harness import run_distributed
+from saved_weights import read_weights
 
 from matmix.train.checkpoint.listing import list_checkpoints
-from matmix.train.checkpoint.manager import CheckpointManager, read_portable
+from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
 
 SLOW = (
@@ -159,7 +160,7 @@ def test_killed_at_each_of_its_file_operations(tmp_path, background):
         _, status = os.waitpid(child, 0)
         newest = CheckpointManager(directory).latest_valid()
         assert newest == list_checkpoints(directory, verify=True).resumed.path
-        assert {name: w.flatten().tolist() for name, w in read_portable(newest)} == states[newest.name]
+        assert {name: w.flatten().tolist() for name, w in read_weights(newest)} == states[newest.name]
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0
             assert [path.name for path in directory.iterdir()] == ["step-00000002"]

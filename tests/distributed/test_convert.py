@@ -12,12 +12,13 @@ from convert_scenarios import contents
 from harness import run_distributed
 from runs import records
 from safetensors.torch import load_file
+from saved_weights import read_weights
 
 from matmix.launch import checkpoints as verb
 from matmix.launch.convert import convert_checkpoint, convert_run
 from matmix.train.checkpoint.files import find_problem, read_manifest
 from matmix.train.checkpoint.listing import list_checkpoints
-from matmix.train.checkpoint.manager import CheckpointManager, read_portable
+from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
 from matmix.train.run.directory import RunDirectory
 
@@ -97,7 +98,7 @@ def test_the_files_are_plain_safetensors_of_bounded_size(saved, tmp_path):
         assert held.keys().isdisjoint(read)
         read |= held
     assert_equal(read, contents(source))
-    assert_equal(dict(read_portable(tmp_path / "step-00000003")), dict(read_portable(source)))
+    assert_equal(dict(read_weights(tmp_path / "step-00000003")), dict(read_weights(source)))
 
 
 def test_damage_is_found(saved, tmp_path):

@@ -293,7 +293,7 @@ def test_a_run_leaves_its_picture(dataset, tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(curves, "write_whole", full_disk)
+    monkeypatch.setattr(curves, "write_atomic", full_disk)
     assert run_recipe("debug_mru", dataset, tmp_path / "other", *options).finished
     assert json.loads((tmp_path / "other" / "summary.json").read_text())["step"] == 8
 

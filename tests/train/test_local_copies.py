@@ -18,9 +18,8 @@ from matmix.train.checkpoint.files import read_manifest
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.guards.spikes import SpikeGuard
-from matmix.train.process.places import mirror_folder
 from matmix.train.run import lease
-from matmix.train.run.outcome import newest_saved
+from matmix.train.run.outcome import local_folder, newest_saved
 
 STEPS = 8  # of the recipe
 
@@ -285,4 +284,4 @@ def test_a_run_at_a_url(elsewhere, dataset, tmp_path, straight, monkeypatch, cap
         assert ("resumed from step-00000004" in told) == elsewhere
         assert ("going on from the node-local copy of step 6" in told) != elsewhere
         assert not [name for name in store.names("runs/a/") if local_copies.RECORD in name]
-        assert_same(mirror_folder(url), straight)
+        assert_same(local_folder(url), straight)

@@ -6,9 +6,9 @@ import io
 from typing import Any
 
 from matmix.data.artifacts import read_json_lines
+from matmix.data.storage.files import write_atomic
 from matmix.train.callbacks.base import Callback
 from matmix.train.evaluators.context import PREFIX
-from matmix.train.process.files import write_whole
 
 _SMOOTH = 0.05  # share of the records over which the training loss is averaged
 
@@ -28,7 +28,7 @@ class Curves(Callback):
         # What has failed is not drawn, nor what has to make room quickly, nor what is drawn already.
         ended = trainer.state.step == trainer.config.last_step and not trainer.stop_agreed
         if ended and (self.evaluated or not trainer.run.curves.exists()):
-            write_whole(trainer.run.curves, draw(read_json_lines(trainer.run.path / "metrics.jsonl")))
+            write_atomic(trainer.run.curves, draw(read_json_lines(trainer.run.path / "metrics.jsonl")))
 
 
 def draw(records: list[dict[str, Any]]) -> bytes:

@@ -8,8 +8,8 @@ import os
 from typing import Any
 
 from matmix.data.artifacts import parse_json
+from matmix.data.storage.files import set_aside, write_atomic
 from matmix.train.callbacks.base import Callback, StepRecord
-from matmix.train.process.files import set_aside, write_whole
 
 _MOST_WAITING = 100_000  # records kept in memory while they cannot be written; some 50 MB
 
@@ -58,7 +58,7 @@ class MetricsFile(Callback):
                 f"what can be read of it is kept (the run does not need it)"
             )
         if damaged or self.path.exists():
-            write_whole(self.path, "".join(line + "\n" for line in kept))
+            write_atomic(self.path, "".join(line + "\n" for line in kept))
 
     def _read(self, stand: _Stand) -> tuple[list[str], int]:
         """The lines that stay, and the number of the first one that is no record, or 0. A last one that is cut off is

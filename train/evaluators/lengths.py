@@ -94,7 +94,7 @@ def _counts(engine: Engine, batch: Batch) -> torch.Tensor:
 
     on_device = dataclasses.replace(batch, select=places).to(engine.device)
     guesses = engine.model(
-        on_device.input_ids, max_seqlen=batch.max_seqlen, select=on_device.select, readout=readout
+        on_device.inputs, max_seqlen=batch.max_seqlen, select=on_device.select, readout=readout
     ).cpu()
     rows = places // labels.shape[1]
     right = guesses == labels.flatten()[places]

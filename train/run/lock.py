@@ -62,7 +62,7 @@ class RunLock:
                     )
                     return
             owner = self.owner()
-            if not _is_own_past(owner) or time.monotonic() > deadline:
+            if not is_earlier_attempt(owner) or time.monotonic() > deadline:
                 self.release()
                 raise ValueError(
                     f"run_dir {self.path.parent} is in use by another job ({describe_owner(owner)}); wait for it to "
@@ -98,7 +98,7 @@ def this_process() -> dict[str, Any]:
     }
 
 
-def _is_own_past(owner: dict[str, Any]) -> bool:
+def is_earlier_attempt(owner: dict[str, Any]) -> bool:
     """Whether the owner is an earlier start of this same job, requeued after its node died: gone, but not yet for the
     file server."""
     job = os.environ.get("SLURM_JOB_ID")

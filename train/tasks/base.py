@@ -107,7 +107,7 @@ class Task:
     def example_batch(self, inputs: Tensor) -> Batch:
         """A batch of made-up inputs (B, L, ...) with as many targets as in training, for estimates and benchmarks."""
         return Batch(
-            input_ids=inputs,
+            inputs=inputs,
             labels=inputs.clone(),
             cu_seqlens=None,
             attention_mask=None,
@@ -161,7 +161,7 @@ class Task:
 def forward(model: nn.Module, batch: Batch, readout: Callable[..., Any] | None = None) -> Any:
     """What the model, or `readout` in it, makes of a micro-batch."""
     return model(
-        batch.input_ids,
+        batch.inputs,
         cu_seqlens=batch.cu_seqlens,
         attention_mask=batch.attention_mask,
         max_seqlen=batch.max_seqlen,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import TypeVar
 
+from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.compare.config import Comparison
 from matmix.launch.lab.compare.picture import picture
 from matmix.launch.lab.compare.results import (
@@ -25,7 +26,6 @@ from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.width import headdims
 from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
-from matmix.train.process.files import write_whole
 from matmix.train.words import short_number
 
 Row = TypeVar("Row")
@@ -60,7 +60,7 @@ def write_report(comparison: Comparison) -> str:
         return f"{text}\n\nNo run of this table is finished: {folder} is left as it was."
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in zip(files, (text + "\n", table_csv(results), picture(results)), strict=True):
-        write_whole(path, content)
+        write_atomic(path, content)
     return f"{text}\n\n{', '.join(map(str, files))}"
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from matmix.data.loading.batch import Batch
+from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.benchmarks.kernels.measure import environment, peak_memory
 from matmix.launch.lab.benchmarks.training.memory import random_batch
 from matmix.launch.lab.compare.config import Comparison, Entry
@@ -31,7 +32,6 @@ from matmix.launch.lab.compare.runs import Tell
 from matmix.train.config import RunConfig
 from matmix.train.process import stop
 from matmix.train.process.console import begin_process, guarded
-from matmix.train.process.files import write_whole
 from matmix.train.recipe import config_to_dict, load_config, write_config
 
 ROUNDS = 3
@@ -100,7 +100,7 @@ def timed_steps(config: RunConfig) -> list[float]:
 def fixed_batch(config: RunConfig) -> Batch:
     """A micro-batch of random tokens, the same for all entries, one document a row where documents are kept apart."""
     batch = random_batch(config, config.micro_batch(1))
-    rows, length = batch.input_ids.shape
+    rows, length = batch.inputs.shape[:2]
     if config.data.packing == "concat":
         batch.cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
     elif config.data.packing == "document":
@@ -177,7 +177,7 @@ def measure_all(comparison: Comparison, tell: Tell = print) -> bool:
                 "tokens_per_second": statistics.median(speeds),
                 "peak_bytes": None if None in peaks else statistics.median(peaks),
             }
-    write_whole(speed_path(comparison.home), json.dumps({"entries": entries}, indent=1) + "\n")
+    write_atomic(speed_path(comparison.home), json.dumps({"entries": entries}, indent=1) + "\n")
     return True
 
 

@@ -82,7 +82,7 @@ def _peak_of_steps(config: RunConfig, distributed: Distributed) -> int:
         initialize=functools.partial(initialize, seed=0),
         make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
     )
-    accumulation = config.global_batch_size // (len(batch.input_ids) * distributed.world_size)
+    accumulation = config.global_batch_size // (len(batch.inputs) * distributed.world_size)
     for step in range(2):
         if step == 1:
             Path("/proc/self/clear_refs").write_text("5")  # the making of the model is not a step

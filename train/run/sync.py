@@ -11,19 +11,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from matmix.data.storage.remote import RemoteError, RemoteFolder
-from matmix.train.checkpoint.files import MANIFEST, list_files, matches, read_manifest
+from matmix.train.checkpoint.files import list_files, matches, read_manifest
+from matmix.train.checkpoint.full_tensors import index_files, weight_files
 from matmix.train.checkpoint.local_copies import RECORD
+from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.process.heartbeat import beat
 from matmix.train.run import lease
 
 CHECKPOINTS = "checkpoints"
-_STEP = re.compile(rf"{CHECKPOINTS}/step-(\d{{8,}})/(.+)")
 # Belongs to this node or to the store: locks, what is said of copies here, and files that are being written.
-_OWN = re.compile(rf"(.*/)?(\.[^/]*|lock\.json|{re.escape(lease.NAME)}|{re.escape(RECORD)}|[^/]*\.(tmp|part))")
+_OWN = re.compile(
+    rf"(.*/)?(\.[^/]*|lock\.json|{re.escape(lease.BEFORE)}|{re.escape(RECORD)}|[^/]*\.(tmp|part))|{lease.FOLDER}/.*"
+)
 # What launchers and ranks may leave before a run has begun.
 _BEFORE_THE_RUN = re.compile(r"(logs|launch)/.*")
 # What ranks on other nodes than the first write under names of their own.
@@ -32,18 +35,14 @@ _OF_RANKS = re.compile(r"logs/.*|launch/outcomes/[^/]*\.rank-\d+\.json")
 _FOR_ALL = re.compile(r"[^/]+|tokenizer/.*")
 
 
-def step_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-class Mirror:
+class RunSync:
     """Moves files between a run's URL and this node's folder. Nothing here is collective.
 
     Methods that move files raise RemoteError (an OSError, one line) where the store fails.
     """
 
     def __init__(self, url: str, folder: Path, *, first: bool = True) -> None:
-        """folder: this node's, see `places.mirror_folder`; first: whether rank 0 is on this node."""
+        """folder: this node's, see `outcome.local_folder`; first: whether rank 0 is on this node."""
         self.remote = RemoteFolder(url)
         self.url, self.folder, self.first = self.remote.url, folder, first
         self._stamp = folder.with_name(f"{folder.name}.json")
@@ -107,9 +106,7 @@ class Mirror:
 
     def local_steps(self) -> list[int]:
         """Steps of which this node has its part, written to the end, in order."""
-        manifests = (self.folder / CHECKPOINTS).glob(f"step-*/{MANIFEST}")
-        names = (path.parent.name.removeprefix("step-") for path in manifests)
-        return sorted(int(name) for name in names if name.isdigit())
+        return list_steps(self.folder / CHECKPOINTS, written=True)
 
     def whole_files(self, step: int) -> set[str]:
         """The files of a checkpoint that lie here with the right checksum."""
@@ -121,8 +118,13 @@ class Mirror:
 
     def remote_steps(self) -> list[int]:
         """Steps whose checkpoint was uploaded whole, in order."""
-        matches = map(_STEP.fullmatch, self.remote.sizes(CHECKPOINTS))
-        return sorted(int(match[1]) for match in matches if match and match[2] == MANIFEST)
+        return sorted(step for name, step in self._by_step() if name.endswith(f"/{MANIFEST}"))
+
+    def _by_step(self) -> list[tuple[str, int]]:
+        """Name and step of every file of the checkpoints at the URL."""
+        parts = ((name, name.split("/")) for name in self.remote.sizes(CHECKPOINTS))
+        steps = ((name, step_of(split[1])) for name, split in parts if len(split) > 2)
+        return [(name, step) for name, step in steps if step is not None]
 
     def _remote_files(self, step: int) -> dict[str, int]:
         prefix = f"{CHECKPOINTS}/{step_name(step)}"
@@ -153,14 +155,17 @@ class Mirror:
 
     def remove_all_but(self, steps: set[int]) -> None:
         """Removes the other checkpoints from the URL. Manifests go first: what is half removed is not valid."""
-        found = [match for match in map(_STEP.fullmatch, self.remote.sizes(CHECKPOINTS)) if match]
-        gone = [match[0] for match in found if int(match[1]) not in steps]
+        gone = [name for name, step in self._by_step() if step not in steps]
         self.remote.remove(sorted(gone, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)))
 
-    def pull(self, step: int, tell: Callable[[str], None] = lambda text: None) -> str | None:
+    def pull(
+        self, step: int, tell: Callable[[str], None] = lambda text: None, *, weights_only: bool = False
+    ) -> str | None:
         """Fetches a checkpoint into this node's folder, but for files that are here already with the right checksum.
+        Every file is hashed once.
 
-        Returns what is wrong with it at the URL, in one line, or None; it has its manifest here only if nothing is.
+        weights_only: leaves files that hold no weights where they are. Returns what is wrong with the checkpoint at the
+        URL, in one line, or None; it has its manifest here only if nothing is.
         """
         target, where = self.path(step), f"checkpoint {self.url}/{CHECKPOINTS}/{step_name(step)}"
         raw = self.remote.read(self._at(step, MANIFEST))
@@ -170,10 +175,10 @@ class Mirror:
         incoming.mkdir(parents=True, exist_ok=True)
         (incoming / MANIFEST).write_bytes(raw)
         try:
-            files = read_manifest(incoming)["files"]
+            manifest = read_manifest(incoming)
         except ValueError:
             return f"{where} is damaged: its {MANIFEST} cannot be read"
-        there = self._remote_files(step)
+        there, files = self._remote_files(step), manifest["files"]
         for name, (size, _) in files.items():
             if name not in there:
                 return f"{where} is damaged: {name} is missing"
@@ -184,17 +189,29 @@ class Mirror:
         (target / MANIFEST).unlink(missing_ok=True)
         for name in set(list_files(target)) - files.keys():
             (target / name).unlink()  # of another attempt at this step
-        missing = [name for name, entry in files.items() if not matches(target / name, entry)]
-        if missing:
-            tell(f"fetching {sum(files[n][0] for n in missing) / 1e6:,.1f} MB in {len(missing)} files of {where}")
-        self.remote.download_all(
-            [self._at(step, name) for name in missing], self.folder, lambda name: beat("a download")
-        )
-        for name in missing:
-            if not matches(target / name, files[name]):
-                return f"{where} is damaged: {name} does not match its checksum"
+        try:
+            first = index_files(files) if weights_only else []
+            self._pull_files(step, files, first, where, lambda text: None)
+            wanted = weight_files(target, manifest["layout"], files) if weights_only else list(files)
+            self._pull_files(step, files, set(wanted).difference(first), where, tell)
+        except ValueError as error:
+            return str(error).replace(f"checkpoint {target}", where)
         os.replace(incoming / MANIFEST, target / MANIFEST)
         return None
+
+    def _pull_files(
+        self, step: int, files: dict[str, list], names: Collection[str], where: str, tell: Callable[[str], None]
+    ) -> None:
+        """Fetches those of a checkpoint's files that are not here. Raises ValueError for one that is damaged."""
+        target = self.path(step)
+        missing = [name for name in names if not matches(target / name, files[name])]
+        if missing:
+            tell(f"fetching {sum(files[n][0] for n in missing) / 1e6:,.1f} MB in {len(missing)} files of {where}")
+        paths = [self._at(step, name) for name in missing]
+        self.remote.download_all(paths, self.folder, lambda name: beat("a download"))
+        for name in missing:
+            if not matches(target / name, files[name]):
+                raise ValueError(f"{where} is damaged: {name} does not match its checksum")
 
     def outline(self, whole: bool) -> None:
         """Puts all checkpoints of the URL here: manifests, and the other files with no content but the right size.
