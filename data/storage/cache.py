@@ -114,8 +114,9 @@ def _shards(root: Path, suffixes: Iterable[str]) -> list[tuple[Path, os.stat_res
     found = []
     for suffix in suffixes:
         for path in root.glob(f"*-{'[0-9a-f]' * 16}/*/*{suffix}"):
-            with contextlib.suppress(FileNotFoundError):
-                found.append((path, path.stat()))
+            if path.name != "lengths.npy":
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((path, path.stat()))
     return found
 
 
