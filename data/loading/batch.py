@@ -11,17 +11,17 @@ from matmix.data.loading.masking import IGNORED
 
 @dataclass(slots=True)
 class Batch:
-    """A micro-batch of B sequences of L tokens.
+    """A micro-batch of B sequences of L positions: tokens, or whatever else the source of the data reads or generates.
 
     Concatenated documents come with `cu_seqlens`, one document a row with `attention_mask`; the other is
     None, and both are where whole rows count as documents.
     """
 
-    input_ids: torch.Tensor
-    """int64 (B, L)."""
+    inputs: torch.Tensor
+    """(B, L, ...), what the model reads: token ids int64 (B, L), or for example values float32 (B, L, channels)."""
     labels: torch.Tensor
-    """int64 (B, L): the token to predict at each position (for causal models already shifted), -100 =
-    none."""
+    """int64 (B, L): the token to predict at each position (for causal models already shifted), -100 = none; or float32
+    (B, L, ...): the values to predict, NaN = none."""
     cu_seqlens: torch.Tensor | None
     """int32 (ndocs + 1,): borders of the documents over the flattened B * L tokens, from 0 to B * L. A
     row begins a new one; padding behind the last token of a row counts as a document of its own."""
@@ -30,13 +30,18 @@ class Batch:
     max_seqlen: int
     """Tokens of the longest document (piece) in the micro-batch."""
     select: torch.Tensor | None
-    """int64 (n,): flattened positions whose label is not -100, ascending; None for causal models."""
+    """int64 (n,): flattened positions that have a label, ascending; None for causal models."""
     n_tokens: int
-    """Real tokens, without padding."""
+    """Real tokens (positions), without padding."""
     n_damaged: int = 0
     """Rows that are padding because a shard they need cannot be used."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Those shards: name -> what is wrong with it, in one line."""
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """The inputs of a batch of tokens: int64 (B, L)."""
+        return self.inputs
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -70,25 +75,32 @@ def masked_batch(
     return _batch(input_ids, labels, begins, counts, packing, np.flatnonzero(labels != IGNORED))
 
 
-def row_batch(input_ids: np.ndarray, labels: np.ndarray, *, n_tokens: int, causal: bool) -> Batch:
-    """Batch of rows that are one document each, with labels as they are; both int64 (B, L), n_tokens without padding.
+def row_batch(inputs: np.ndarray, labels: np.ndarray, *, n_tokens: int, causal: bool) -> Batch:
+    """Batch of rows that are one document each, with inputs (B, L, ...) and labels (B, L, ...) as they are.
 
-    Batches that are not causal come with `select`.
+    n_tokens: positions without padding. Batches that are not causal come with `select`.
     """
-    counts = np.full(len(input_ids), input_ids.shape[1])
-    select = None if causal else np.flatnonzero(labels != IGNORED)
-    return replace(_batch(input_ids, labels, labels == IGNORED, counts, "rows", select), n_tokens=n_tokens)
+    begins, counts = np.zeros(labels.shape[:2], dtype=bool), np.full(len(inputs), inputs.shape[1])
+    select = None if causal else np.flatnonzero(has_target(labels))
+    return replace(_batch(inputs, labels, begins, counts, "rows", select), n_tokens=n_tokens)
+
+
+def has_target(labels: np.ndarray) -> np.ndarray:
+    """bool (B, L): which positions have something to predict, by labels as in `Batch`."""
+    if labels.dtype.kind != "f":
+        return labels != IGNORED
+    return ~np.isnan(labels).reshape(*labels.shape[:2], -1).all(axis=2)
 
 
 def _batch(
-    input_ids: np.ndarray,
+    inputs: np.ndarray,
     labels: np.ndarray,
     begins: np.ndarray,
     counts: np.ndarray,
     packing: str,
     select: np.ndarray | None,
 ) -> Batch:
-    seqlen = input_ids.shape[1]
+    seqlen = inputs.shape[1]
     cu_seqlens = attention_mask = None
     max_seqlen = seqlen
     if packing == "document":
@@ -103,7 +115,7 @@ def _batch(
         cu_seqlens = np.append(np.flatnonzero(borders), borders.size).astype(np.int32)
         max_seqlen = int(np.diff(cu_seqlens).max())
     return Batch(
-        input_ids=torch.from_numpy(input_ids),
+        inputs=torch.from_numpy(inputs),
         labels=torch.from_numpy(labels),
         cu_seqlens=None if cu_seqlens is None else torch.from_numpy(cu_seqlens),
         attention_mask=None if attention_mask is None else torch.from_numpy(attention_mask),

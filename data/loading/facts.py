@@ -9,7 +9,7 @@ from matmix.data.arrays import read_vector
 from matmix.data.config import DataConfig
 from matmix.data.formats.base import TokenShards
 from matmix.data.loading.assembly import load_tokenizer
-from matmix.data.synthetic.task import Task
+from matmix.data.synthetic.task import GeneratedSamples
 
 if TYPE_CHECKING:
     from matmix.data.synthetic.vocabulary import TaskTokenizer
@@ -55,18 +55,19 @@ def _histogram(shards: TokenShards) -> np.ndarray:
     return counts
 
 
-class TaskFacts:
-    """Facts about a generated task."""
+class GeneratedFacts:
+    """Facts about generated samples."""
 
     bytes_per_target = None
 
-    def __init__(self, task: Task, seqlen: int) -> None:
+    def __init__(self, task: GeneratedSamples, seqlen: int) -> None:
         self.task = task
         self.seqlen = seqlen
 
     @property
     def vocab_size(self) -> int:
-        return self.tokenizer.vocab_size
+        """0 where the inputs are no tokens."""
+        return 0 if self.tokenizer is None else self.tokenizer.vocab_size
 
     @cached_property
     def token_histogram(self) -> np.ndarray:
@@ -75,10 +76,13 @@ class TaskFacts:
         return np.pad(counts, (0, self.vocab_size - len(counts)))
 
     @cached_property
-    def tokenizer(self) -> "TaskTokenizer":
+    def tokenizer(self) -> "TaskTokenizer | None":
+        """None where the inputs are no tokens."""
+        if not self.task.tokens:
+            return None
         from matmix.data.synthetic.vocabulary import TaskTokenizer
 
         return TaskTokenizer(self.task)
 
 
-DataFacts = PreparedFacts | TaskFacts
+DataFacts = PreparedFacts | GeneratedFacts

@@ -38,13 +38,13 @@ from matmix.data.loading.assembly import (
     manifest_facts,
 )
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.facts import DataFacts, PreparedFacts, TaskFacts
+from matmix.data.loading.facts import DataFacts, GeneratedFacts, PreparedFacts
 from matmix.data.loading.masking import MaskingConfig
 from matmix.data.loading.micro_batches import Failure, MicroBatches
 from matmix.data.loading.mixture import Mixture
 from matmix.data.loading.reading_processes import reading_context, worker_beginning
 from matmix.data.synthetic import make_task
-from matmix.data.synthetic.rows import TaskRows
+from matmix.data.synthetic.rows import GeneratedRows
 
 if TYPE_CHECKING:
     from matmix.data.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: MicroBatches | TaskRows,
+        dataset: MicroBatches | GeneratedRows,
         facts: DataFacts,
         config: DataConfig,
         *,
@@ -141,11 +141,12 @@ class Loader:
 
     @property
     def token_histogram(self) -> np.ndarray:
-        """int64 (vocab_size,): how often each id is a target in the training split."""
+        """int64 (vocab_size,): how often each id is a target in the training split; empty without tokens."""
         return self.facts.token_histogram
 
     @property
-    def tokenizer(self) -> "Tokenizer":
+    def tokenizer(self) -> "Tokenizer | None":
+        """None where the inputs are no tokens."""
         return self.facts.tokenizer
 
     def __iter__(self) -> Iterator[Batch]:
@@ -264,20 +265,25 @@ def build_loader(
 
 _MANIFEST = "manifest"
 
-_Parts = tuple[MicroBatches | TaskRows, DataFacts, dict[str, Any]]
+_Parts = tuple[MicroBatches | GeneratedRows, DataFacts, dict[str, Any]]
 """What makes rows, what is known about them, and what a saved position belongs to."""
 
 
 def _generated(config: DataConfig, split: str, seed: int, causal: bool, one_pass: bool) -> _Parts:
     options, task = config.synthetic, make_task(config.synthetic)
-    facts = TaskFacts(task, config.seqlen)
-    dataset = TaskRows(
+    task.check(config.seqlen)
+    if not (task.causal_form if causal else task.bidirectional_form):
+        raise ValueError(
+            f'data.synthetic.task = "{options.task}" has no form for models that '
+            f"{'predict what comes next' if causal else 'read the whole sequence'}"
+        )
+    facts = GeneratedFacts(task, config.seqlen)
+    dataset = GeneratedRows(
         task,
         config.seqlen,
         seed=seed,
         split=split,
-        pad_id=facts.tokenizer.special["pad"],
-        mask_id=None if causal else facts.tokenizer.special["mask"],
+        causal=causal,
         limit=options.validation_samples if one_pass else None,
     )
     fingerprint = {

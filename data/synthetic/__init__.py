@@ -1,4 +1,8 @@
-"""Tasks that are generated while training, by name. To add one: write its file, and add its line here."""
+"""Tasks that are generated while training, by name.
+
+To add one: write its file, and add its line here. Or name yours in a recipe: data.synthetic.task =
+"my_package.module:Name", a subclass of `Task` or, for inputs that are no tokens, of `GeneratedSamples`.
+"""
 
 import difflib
 
@@ -7,10 +11,10 @@ from matmix.data.synthetic.copying import SelectiveCopying
 from matmix.data.synthetic.listops import ListOps
 from matmix.data.synthetic.parity import Parity
 from matmix.data.synthetic.recall import MultiQueryRecall
-from matmix.data.synthetic.task import Task
+from matmix.data.synthetic.task import GeneratedSamples, Task
 from matmix.data.synthetic.word_problems import A5, S3, S5
 
-TASKS: dict[str, type[Task]] = {
+TASKS: dict[str, type[GeneratedSamples]] = {
     "parity": Parity,
     "s3": S3,
     "a5": A5,
@@ -19,13 +23,15 @@ TASKS: dict[str, type[Task]] = {
     "selective_copying": SelectiveCopying,
     "listops": ListOps,
 }
-"""Name in a configuration -> task class."""
+"""Name in a configuration -> class. One from outside is added under its "package.module:Name" (see `train.loaders`)."""
+
+__all__ = ["TASKS", "GeneratedSamples", "SyntheticConfig", "Task", "make_task"]
 
 for _name, _task in TASKS.items():
     _task.name = _name
 
 
-def make_task(config: SyntheticConfig) -> Task:
+def make_task(config: SyntheticConfig) -> GeneratedSamples:
     """The task of a configuration. Raises ValueError (one line) for an unknown one, or for options that do not fit."""
     if config.task not in TASKS:
         near = difflib.get_close_matches(config.task, TASKS, n=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class SyntheticConfig:
     task: str = ""
     """Task whose samples are generated while training, in place of a prepared dataset: parity, s3, a5, s5, mqar,
-    selective_copying or listops. Empty = none."""
+    selective_copying or listops, or your own "package.module:Name". Empty = none."""
     symbols: int = 32
     """mqar: keys, and as many values; selective_copying: tokens that may have to be copied."""
     items: int = 8

@@ -1,4 +1,4 @@
-"""What every generated task offers."""
+"""What every source of generated samples offers, and what those of tokens have in common."""
 
 import abc
 from typing import ClassVar
@@ -9,19 +9,21 @@ from matmix.data.loading.masking import IGNORED
 from matmix.data.synthetic.config import SyntheticConfig
 
 
-class Task(abc.ABC):
-    """Makes samples of any length. Ids of its tokens are 0, 1, 2, ...; special tokens come after them."""
+class GeneratedSamples(abc.ABC):
+    """Makes samples of any length: inputs that a model reads, and labels.
+
+    Subclass `Task` for tokens. A source of other inputs (values, patches, bytes) subclasses this, gives `padding` and
+    `fill`, and is named in a recipe as data.synthetic.task = "my_package.module:Name".
+    """
 
     name: ClassVar[str] = ""
     """Its name in configurations; set by the registry."""
     causal_form: ClassVar[bool] = True
-    """Language models can be trained on it: each answer follows from tokens up to the position that predicts it."""
+    """Causal models can be trained on it: each label follows from inputs up to the position that predicts it."""
     bidirectional_form: ClassVar[bool]
-    """Encoders can: mask tokens stand where the answers belong."""
-    tokens: tuple[str, ...]
-    """What they are called, without spaces."""
-    answers: range
-    """Ids that can be an answer."""
+    """Models that read the whole sequence can."""
+    tokens: tuple[str, ...] = ()
+    """What its tokens are called, without spaces; none where the inputs are no tokens."""
 
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config
@@ -31,15 +33,56 @@ class Task(abc.ABC):
         """Raises ValueError (one line) where no sample has this length."""
 
     @abc.abstractmethod
-    def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
-        """Writes one sample into ids and labels, both int64 (seqlen,); labels are `IGNORED` so far.
+    def padding(self, rows: int, seqlen: int) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, labels) of rows without a sample: (rows, seqlen, ...) each, of the types that `Batch` has."""
 
-        draw: all that is random. mask: id of the mask token, for the bidirectional form; None for the causal one, whose
-        labels stand at the positions that predict them.
+    @abc.abstractmethod
+    def fill(self, draw: np.random.Generator, inputs: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
+        """Writes one sample into a row of `padding`: inputs and labels, both (seqlen, ...).
+
+        draw: all that is random. mask: id of the mask token (`mask_id`), for the bidirectional form; None for the
+        causal one, whose labels stand at the positions that predict them.
         """
 
+    mask_id = 0
+    """What `fill` is given as the mask in the bidirectional form; without meaning where the inputs are no tokens."""
+
+    def count(self, inputs: np.ndarray) -> int:
+        """How many of the inputs (seqlen, ...) of a sample are no padding."""
+        return len(inputs)
+
     def answer_counts(self, seqlen: int) -> np.ndarray:
-        """int64 (len(tokens),): how often each token is the answer, in any unit. By default all answers are alike."""
+        """int64 (len(tokens),): how often each token is the answer, in any unit."""
+        return np.zeros(len(self.tokens), dtype=np.int64)
+
+
+class Task(GeneratedSamples):
+    """Samples of tokens with ids 0, 1, 2, ...; the special tokens <unk>, <pad> and <mask> come after them."""
+
+    answers: range
+    """Ids that can be an answer."""
+
+    @property
+    def pad_id(self) -> int:
+        return len(self.tokens) + 1
+
+    @property
+    def mask_id(self) -> int:
+        return len(self.tokens) + 2
+
+    def padding(self, rows: int, seqlen: int) -> tuple[np.ndarray, np.ndarray]:
+        shape = rows, seqlen
+        return np.full(shape, self.pad_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+
+    @abc.abstractmethod
+    def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
+        """As `GeneratedSamples.fill`; ids and labels int64 (seqlen,), labels are `IGNORED` so far."""
+
+    def count(self, inputs: np.ndarray) -> int:
+        return int((inputs != self.pad_id).sum())
+
+    def answer_counts(self, seqlen: int) -> np.ndarray:
+        """By default all answers are alike."""
         counts = np.zeros(len(self.tokens), dtype=np.int64)
         counts[self.answers] = 1
         return counts

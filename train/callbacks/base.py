@@ -17,7 +17,7 @@ class StepRecord:
     step: int
     steps: int
     loss: float  # nats per target
-    accuracy: float  # share of targets predicted right (of the masked tokens for masked_lm)
+    means: dict[str, float]  # over the same targets, of what else the task records, such as "accuracy"
     grad_norm: float  # of the last step, before clipping
     lr: float
     tokens: int  # seen since the start of the run, padding not counted
@@ -36,9 +36,11 @@ class StepRecord:
     goodput: dict[str, float]  # shares of the time since the first start: `goodput.CAUSES`
 
     def numbers(self) -> dict[str, float]:
-        """All that has a value; norms of clipping groups under "grad_norm/<group>", what the mixers say under
-        "monitor/blocks.<i>.<name>", others under "ranks/" and "goodput/"."""
-        numbers = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        """All that has a value: `means` by their own names, norms of clipping groups under "grad_norm/<group>", what
+        the mixers say under "monitor/blocks.<i>.<name>", others under "ranks/" and "goodput/"."""
+        numbers: dict[str, float] = {}
+        for key, value in dataclasses.asdict(self).items():
+            numbers |= value if key == "means" else {} if value is None else {key: value}
         prefixes = {"clip_norms": "grad_norm", "monitored": "monitor", "ranks": "ranks", "goodput": "goodput"}
         for key, prefix in prefixes.items():
             numbers |= {f"{prefix}/{name}": value for name, value in numbers.pop(key).items()}

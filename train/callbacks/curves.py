@@ -37,8 +37,9 @@ def draw(records: list[dict[str, Any]]) -> bytes:
     from matplotlib.ticker import MaxNLocator
 
     training = [record for record in records if record["kind"] == "train"]
-    validation = [record for record in records if record["kind"] == "validation"]
-    measured = [record for record in validation if position_losses(record)]
+    evaluations = [record for record in records if record["kind"] == "validation"]
+    validation = [record for record in evaluations if "loss" in record]
+    measured = [record for record in evaluations if position_losses(record)]
     figure = Figure(figsize=(12 if measured else 7, 4.5), layout="constrained", dpi=110)
     left, *rest = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
 

@@ -39,7 +39,7 @@ class NanGuard(Callback):
             )
 
     def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
-        if math.isfinite(metrics["loss"]):
+        if math.isfinite(metrics.get("loss", 0.0)):
             return
         mixers = (block.mixer for block in trainer.engine.module.blocks if block.mixer is not None)
         advice = next(filter(None, (mixer.overflow_advice() for mixer in mixers)), _ADVICE)

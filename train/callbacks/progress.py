@@ -50,16 +50,7 @@ class Progress(Callback):
         )
 
     def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
-        parts = [f"validation loss {metrics['loss']:.4f}", f"perplexity {metrics['perplexity']:.2f}"]
-        if "masked_accuracy" in metrics:
-            parts.append(f"masked accuracy {metrics['masked_accuracy']:.1%}")
-        if "chance_accuracy" in metrics:
-            parts.append(f"accuracy {metrics['accuracy']:.1%} (chance {metrics['chance_accuracy']:.1%})")
-        if "bits_per_byte" in metrics:
-            parts.append(f"{metrics['bits_per_byte']:.3f} bits per byte")
-        for name in ("context_gain", "mixing_gain"):
-            if name in metrics:
-                parts.append(f"{name.replace('_', ' ')} {metrics[name]:.3f}")
+        parts = [words for evaluator, _ in trainer.evaluators for words in evaluator.progress(metrics)]
         self._write(f"step {trainer.state.step}: {', '.join(parts)}")
 
     def on_rewind(self, trainer, step: int, kind: str) -> None:

@@ -10,7 +10,6 @@ from matmix.train.callbacks.base import Callback, StepRecord
 
 _NAMES = {
     "loss": "train/loss",
-    "accuracy": "train/accuracy",
     "lr": "train/lr",
     "grad_norm": "train/grad_norm",
     "tokens": "train/tokens",
@@ -53,9 +52,10 @@ class TensorBoard(Callback):
         self.writer = SummaryWriter(str(folder), purge_step=trainer.state.step + 1)
 
     def on_record(self, trainer, record: StepRecord) -> None:
+        names = _NAMES | {name: f"train/{name}" for name in record.means}
         for key, value in record.numbers().items():
-            if key in _NAMES or key.startswith(("monitor/", "grad_norm/", "ranks/", "goodput/")):
-                self.writer.add_scalar(_NAMES.get(key, key), value, record.step)
+            if key in names or key.startswith(("monitor/", "grad_norm/", "ranks/", "goodput/")):
+                self.writer.add_scalar(names.get(key, key), value, record.step)
 
     def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():

@@ -125,7 +125,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     return Plan(
         parameters=parameters,
         block_parameters=block,
-        flops_per_token=flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share),
+        flops_per_token=flops_per_token(config.model, config.data.seqlen, head_share=config.task().target_share),
         tokens_per_step=config.global_batch_size * config.data.seqlen,
         steps=config.steps,
         ranks=ranks,

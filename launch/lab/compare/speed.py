@@ -73,7 +73,6 @@ def timed_steps(config: RunConfig) -> list[float]:
     from matmix.train.engine import build_engine
     from matmix.train.optim.optimizer import make_optimizer
     from matmix.train.process.distributed import Distributed
-    from matmix.train.tasks.objectives import compute_loss, count_targets
 
     with Distributed.from_environment(config.device) as distributed:
         engine = build_engine(config.engine, distributed)
@@ -83,11 +82,12 @@ def timed_steps(config: RunConfig) -> list[float]:
             make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
         )
         batch = fixed_batch(config).to(engine.device)
-        targets = count_targets(batch)
+        task = config.task()
+        targets = task.count_targets(batch)
         times: list[float] = []
         while len(times) < WARM_UP + STEPS or sum(times[WARM_UP:]) < SECONDS:
             began = time.perf_counter()
-            loss = compute_loss(engine.model, batch, config.objective)
+            loss = task.loss(engine.model, batch)
             engine.backward(loss.total / targets, last=True)
             engine.step(config.optimizer.max_grad_norm)
             del loss
@@ -100,7 +100,7 @@ def timed_steps(config: RunConfig) -> list[float]:
 def fixed_batch(config: RunConfig) -> Batch:
     """A micro-batch of random tokens, the same for all entries, one document a row where documents are kept apart."""
     batch = random_batch(config, config.micro_batch(1))
-    rows, length = batch.input_ids.shape
+    rows, length = batch.inputs.shape[:2]
     if config.data.packing == "concat":
         batch.cu_seqlens = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
     elif config.data.packing == "document":
