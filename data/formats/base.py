@@ -21,7 +21,7 @@ import numpy as np
 from matmix.data.arrays import read_vector
 from matmix.data.manifest import Manifest, SplitInfo
 from matmix.data.storage.cache import Hold, hold_shard, make_room
-from matmix.data.storage.damage import DamagedShard
+from matmix.data.storage.damaged_shard import DamagedShard
 from matmix.data.storage.storage import Storage
 
 

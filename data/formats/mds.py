@@ -12,7 +12,7 @@ import numpy as np
 from matmix.data.artifacts import one_line, read_json
 from matmix.data.formats.base import OpenShard
 from matmix.data.manifest import ShardInfo
-from matmix.data.storage.damage import damaged
+from matmix.data.storage.damaged_shard import damaged
 
 COLUMN = "tokens"
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from matmix.data.formats.base import OpenShard
 from matmix.data.manifest import ShardInfo
-from matmix.data.storage.damage import damaged
+from matmix.data.storage.damaged_shard import damaged
 
 _BLOCK = 512
 _REGULAR = (b"0", b"\0")

@@ -24,7 +24,7 @@ from matmix.data.artifacts import artifact_path
 from matmix.data.manifest import Manifest, ShardInfo
 from matmix.data.manifest_checks import largest_raw_size
 from matmix.data.prepare.progress import say
-from matmix.data.storage.damage import DamagedShard
+from matmix.data.storage.damaged_shard import DamagedShard
 from matmix.data.storage.decompress import decompress, note_digest, noted_digest
 from matmix.data.storage.download import download
 from matmix.data.storage.files import sha256_of, sync_directory, sync_file

@@ -17,7 +17,7 @@ from hostile_data import edit_manifest, older, prepared, snapshot
 
 from matmix.data.formats import open_dataset
 from matmix.data.formats.webdataset import _token_members
-from matmix.data.storage.damage import DamagedShard
+from matmix.data.storage.damaged_shard import DamagedShard
 
 MEBIBYTE = 1 << 20
 
