@@ -111,7 +111,8 @@ def check_rows(rows: Any, cls: type, where: str) -> None:
     """Raises ValueError (one line) unless `rows`, as read from TOML, are tables with the keys of `cls`."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{where} is a list of tables, got {rows!r}")
-    needed = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    unset = dataclasses.MISSING
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is unset and f.default_factory is unset]
     for row in rows:
         for key in row:
             if key not in field_names(cls):

@@ -28,7 +28,7 @@ from matmix.train.run.outcome import local_folder
 # (Engines whose checkpoints have another layout are refused when the checkpoint is loaded.)
 _MAY_CHANGE = (
     *("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every"),
-    *("logging.", "checkpoint.", "evaluation.", "engine.", "faults."),
+    *("logging.", "checkpoint.", "evaluation.", "engine.", "faults.", "callback"),
     *("data.workers", "data.worker_start", "data.prefetch", "data.verify", "data.cache_dir"),
     *("data.cache_gigabytes", "data.skip_damaged"),
     # The checkpoint knows its data by their contents, wherever they lie.
