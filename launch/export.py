@@ -16,6 +16,7 @@ from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model
 from matmix.train.arguments import RunFolder
 from matmix.train.checkpoint.files import sha256
+from matmix.train.checkpoint.steps import step_of
 from matmix.train.run.trained import open_trained
 
 
@@ -99,7 +100,7 @@ def export_run(
         suffix=config.data.suffix,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
-        notes=f"Trained for {int(checkpoint.name.rpartition('-')[2]):,} steps with matmix.",
+        notes=f"Trained for {step_of(checkpoint.name):,} steps with matmix.",
     )
     tell(f"Exported {checkpoint.name} of {run_dir} to {out} ({_size(out)}).")
     return out

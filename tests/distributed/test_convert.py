@@ -96,7 +96,7 @@ def test_the_files_are_plain_safetensors_of_bounded_size(saved, tmp_path):
         *(f"weights-{n + 1:05d}.safetensors" for n in range(len(weights))),
     ]
     assert len(paths) > 3
-    assert max(path.stat().st_size for path in paths) < 4000 + 3000  # a header names up to 50 tensors
+    assert max(path.stat().st_size for path in paths) < 4000 + 5000  # a header names up to 75 tensors
     read = {}
     for path in paths:
         held = load_file(path)
@@ -116,6 +116,7 @@ def test_files_of_earlier_versions_that_hold_both_are_read(saved, tmp_path):
         both |= load_file(path)
         path.unlink()
     save_file(both, folder / "state-00001.safetensors")
+    (checkpoint / "checkpoint.json").unlink()
     write_manifest(checkpoint, {**read_manifest(source), "files": describe_files(checkpoint, list_files(checkpoint))})
     for weights_only in (False, True):
         assert find_problem(checkpoint, weights_only=weights_only) is None

@@ -39,7 +39,7 @@ def flip_a_bit(path):
 
 
 def shard(run, step):
-    return next((run / "checkpoints" / f"step-{step:08d}" / "sharded").glob("*.distcp"))
+    return next((run / "checkpoints" / f"step-{step:08d}" / "sharded").glob("__0_0.distcp"))
 
 
 def test_all_whole(run, capsys):

@@ -128,7 +128,7 @@ def test_damaged_copies_are_not_used(damage, start, straight, at_once, tmp_path)
     start(kill=7)
     (copy,) = kept(tmp_path)
     names = [path.relative_to(copy) for path in copy.rglob("*") if path.is_file()]
-    assert len(names) == 5
+    assert len(names) == 6
     for number, name in enumerate(names):
         if number:
             start(kill=7)
@@ -136,7 +136,7 @@ def test_damaged_copies_are_not_used(damage, start, straight, at_once, tmp_path)
         told = start(kill=5)
         assert "resumed from step-00000004" in told
         if name.name != "checkpoint.json":
-            assert told.count("warning: the node-local copy of step 6 is not used: 1 of its 4 files are damaged") == 1
+            assert told.count("warning: the node-local copy of step 6 is not used: 1 of its 5 files are damaged") == 1
         assert not copy.exists()
     start()
     assert_same(tmp_path / "run", straight)
