@@ -87,10 +87,8 @@ def check_rows(rows: Any, cls: type, where: str) -> None:
     """Raises ValueError (one line) unless `rows`, as read from TOML, are tables with the keys of `cls`."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{where} is a list of tables, got {rows!r}")
-    none = dataclasses.MISSING
-    needed = [
-        field.name for field in dataclasses.fields(cls) if field.default is none and field.default_factory is none
-    ]
+    unset = dataclasses.MISSING
+    needed = [field.name for field in dataclasses.fields(cls) if field.default is field.default_factory is unset]
     for row in rows:
         for key in row:
             if key not in field_names(cls):
