@@ -7,7 +7,7 @@ import difflib
 import itertools
 import tomllib
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,20 @@ def _import_architecture(values: dict[str, Any], overrides: Sequence[str]) -> No
     for name in names:
         if isinstance(name, str) and ":" in name and name not in ARCHITECTURES:
             find_part(name, ARCHITECTURES, "model.architecture")
+
+
+def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Sequence[str]) -> None:
+    """Prints the fields of the recipe that the `words` of a verb name, which ask for help, with their values; where
+    they name none, those that every recipe has, with their defaults.
+
+    read: a verb with a `recipe`, and the words that it does not know, from words.
+    """
+    try:
+        verb, rest = read([word for word in words if word not in ("-h", "--help")])
+        load_config(verb.recipe, [*rest, "--help"])
+    except (ValueError, FileNotFoundError):
+        print(f"bundled recipes: {', '.join(bundled_recipes())}\n")
+        parse_arguments(RunConfig, ["--help"], default=RunConfig(), prog="matmix train RECIPE", only=(MixerOptions, ()))
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:

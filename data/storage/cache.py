@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from matmix.data.storage.sidecar import note_of
+from matmix.data.storage.decompress import note_of
 
 # What a killed process left of an unfinished download is removed after so long.
 _STALE_SECONDS = 6 * 3600

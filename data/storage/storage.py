@@ -24,9 +24,8 @@ from matmix.data.artifacts import artifact_path
 from matmix.data.manifest import Manifest, ShardInfo
 from matmix.data.manifest_checks import largest_raw_size
 from matmix.data.prepare.progress import say
-from matmix.data.storage import sidecar
 from matmix.data.storage.damage import DamagedShard
-from matmix.data.storage.decompress import decompress
+from matmix.data.storage.decompress import decompress, note_digest, noted_digest
 from matmix.data.storage.download import download
 from matmix.data.storage.files import sha256_of, sync_directory, sync_file
 from matmix.data.storage.private import check_named, is_own, private_folder
@@ -174,7 +173,7 @@ class Storage:
         """Whether a copy in the cache has the bytes of the shard."""
         expected = shard.raw_sha256 if compressed else shard.sha256
         if expected is None:
-            expected = sidecar.read(copy, shard)
+            expected = noted_digest(copy, shard)
         return expected is not None and sha256_of(copy) == expected
 
     def _fill(self, part: Path, split: str, shard: ShardInfo, compressed: bool) -> None:
@@ -216,7 +215,7 @@ class Storage:
         if (shard.raw_bytes or size, shard.raw_sha256 or digest) != (size, digest):
             raise DamagedShard(where, f"decompresses to other bytes than its manifest says; {_FETCH_AGAIN}")
         if shard.raw_sha256 is None:
-            sidecar.write(part.with_name(part.name.rpartition(".part-")[0]), shard, digest)
+            note_digest(part.with_name(part.name.rpartition(".part-")[0]), shard, digest)
 
     def _check_hash(self, path: Path, shard: ShardInfo, stored: str) -> None:
         if sha256_of(path) != shard.sha256:

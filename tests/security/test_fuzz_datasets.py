@@ -17,7 +17,7 @@ from matmix.data.formats import open_dataset
 from matmix.data.manifest import Manifest
 from matmix.data.prepare.merge import MergeConfig, merge
 from matmix.data.prepare.parts import PartRecord, Parts
-from matmix.data.storage import sidecar
+from matmix.data.storage import decompress as notes
 
 
 def _signed(values):
@@ -105,9 +105,9 @@ def test_arrays(packed, tmp_path, data):
 @given(data=st.data())
 def test_notes_of_the_cache(packed, tmp_path, data):
     shard, copy = Manifest.load(packed).splits["train"].shards[0], tmp_path / "a.mds"
-    sidecar.write(copy, shard, "0" * 64)
-    sidecar.note_of(copy).write_bytes(data.draw(mutated(sidecar.note_of(copy).read_bytes())))
-    works_or_is_one_line(lambda: sidecar.read(copy, shard))
+    notes.note_digest(copy, shard, "0" * 64)
+    notes.note_of(copy).write_bytes(data.draw(mutated(notes.note_of(copy).read_bytes())))
+    works_or_is_one_line(lambda: notes.noted_digest(copy, shard))
 
 
 @pytest.fixture(scope="module")
