@@ -87,7 +87,11 @@ def _closing_words(config: RunConfig, result: Result) -> str:
         lines += evaluator.summary(metrics)
     if (run := RunDirectory(config.run_dir)).curves.is_file():
         lines.append(f"Curves: {run.where}/{run.curves.name}")
-    # Prompts rarely have the one length that some mixers take.
-    look = "show-mixer {} --text TEXT" if config.model.fixed_length_mixers() else "generate {} --prompt TEXT"
-    lines.append(f"Next: matmix {look.format(config.run_dir)}, or matmix export {config.run_dir} --out DIR")
+    export = f"matmix export {config.run_dir} --out DIR"
+    if not config.model.model_class.tokens:
+        lines.append(f"Next: {export}")
+    else:
+        # Prompts rarely have the one length that some mixers take.
+        look = "show-mixer {} --text TEXT" if config.model.fixed_length_mixers() else "generate {} --prompt TEXT"
+        lines.append(f"Next: matmix {look.format(config.run_dir)}, or {export}")
     return "\n".join(lines)

@@ -33,7 +33,16 @@ def make_loader(
 
 
 def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
-    """Fills in what the data decides: the vocabulary size, where the recipe leaves it at 0."""
+    """Fills in what the data decides: the vocabulary size, where the recipe leaves it at 0 and the model reads tokens.
+
+    Raises ValueError (one line) where the model reads tokens and the data holds none, or the other way round.
+    """
+    if config.model.model_class.tokens != (loader.tokenizer is not None):
+        held = "no tokens" if loader.tokenizer is None else "tokens"
+        verb = "reads" if loader.tokenizer is None else "does not read"
+        raise ValueError(f"the data holds {held}, but a {config.model.architecture} {verb} them; change one of the two")
+    if loader.tokenizer is None:
+        return config
     vocab_size, needed = config.model.vocab_size, loader.vocab_size
     if vocab_size == 0:
         vocab_size = -(-needed // 64) * 64  # matrix units like multiples of 64; the rows on top are never a target

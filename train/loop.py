@@ -94,8 +94,9 @@ class Trainer:
         self.goodput = Goodput()
         self.stop_agreed = False
         self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
-        histogram = self.loader.token_histogram
-        self.unigram_entropy = None if histogram is None else unigram_entropy(histogram)
+        tokenizer = self.loader.tokenizer  # None where the model reads something else than tokens
+        self.unigram_entropy = None if tokenizer is None else unigram_entropy(self.loader.token_histogram)
+        self.tokenizer_sha256 = None if tokenizer is None else tokenizer.sha256
         self.rules_before: dict[str, list[float]] | None = None  # `rule_record` of the checkpoint that was loaded
         self.unsaved_step = -1  # the step whose checkpoint could not be written
 
@@ -340,7 +341,7 @@ class Trainer:
             "train_state": dataclasses.asdict(self.state),
             "data": self.loader.state_dict(),
             "config": config_to_dict(self.config),
-            "tokenizer_sha256": self.loader.tokenizer.sha256,
+            "tokenizer_sha256": self.tokenizer_sha256,
             "git_revision": git_revision(),
             "parameter_rules": rule_record(self.groups),
             "spikes": self.spikes.state_dict(),
@@ -368,8 +369,8 @@ class Trainer:
             return False
         with self.speed.paused():
             if self.validation is None:
-                ranks, sha256 = (self.engine.rank, self.engine.world_size), self.loader.tokenizer.sha256
-                self.validation = make_loader(self.config, "validation", *ranks, sha256)
+                ranks = self.engine.rank, self.engine.world_size
+                self.validation = make_loader(self.config, "validation", *ranks, self.tokenizer_sha256)
             last = self.state.step == self.config.steps
             due = [evaluator for evaluator, every in self.evaluators if last or self.is_time(every)]
             parts = (self.engine, self.task, self.config, self.validation)

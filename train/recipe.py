@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import tomllib
 import typing
 from collections.abc import Callable, Sequence
@@ -18,10 +19,12 @@ from matmix.data.artifacts import errors_in_one_line, one_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import RemoteFolder, is_url
 from matmix.data.storage.urls import refuse_secrets
+from matmix.model.architectures.base import ARCHITECTURES
 from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
 from matmix.train.arguments import DACITE, check_rows, parse_arguments, row_type, unknown_key
 from matmix.train.config import RunConfig
+from matmix.train.plugins import find_part
 
 _DEEPEST = 50
 """Tables in tables; no recipe has more than a few, and what walks them recurses."""
@@ -138,6 +141,7 @@ def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Run
     values = _read_remote(recipe) if is_url(recipe) else read_toml(path)
     if "comparison" in values:
         raise ValueError(f"{path} is a comparison of several models: matmix compare {recipe}")
+    _import_architecture(values, overrides)
     config = config_from_dict(values, str(path))
     if is_url(recipe) or Path(recipe).is_dir():
         config = dataclasses.replace(config, run_dir=recipe)  # a run goes on where it lies, wherever it began
@@ -149,6 +153,19 @@ def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Run
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=f"runs/{path.stem}")
     return config
+
+
+def _import_architecture(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Python imports the architectures from outside that a recipe or its command line names, which registers them: a
+    config can name registered ones only, so that reading somebody else's imports nothing."""
+    model = values.get("model")
+    names = [model.get("architecture")] if isinstance(model, dict) else []
+    for word, following in itertools.pairwise([*overrides, ""]):
+        key, equals, value = word.partition("=")
+        names += [value if equals else following] if key == "--model.architecture" else []
+    for name in names:
+        if isinstance(name, str) and ":" in name and name not in ARCHITECTURES:
+            find_part(name, ARCHITECTURES, "model.architecture")
 
 
 def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Sequence[str]) -> None:

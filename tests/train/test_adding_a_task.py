@@ -63,9 +63,8 @@ def test_it_trains_resumes_and_is_shown(recipe, tmp_path, capsys):
     assert json.loads((whole / "summary.json").read_text())["validation"]["entropy"] == last["entropy"]
     assert 0 < last["entropy"] <= math.log(2048)
     shown = f"target among the likeliest five {last['top5']:.1%}"
-    assert (
-        f"validation loss {last['loss']:.4f}, {shown}, entropy of the predictions {last['entropy']:.3f}" in printed.err
-    )
+    entropy = f"entropy of the predictions {last['entropy']:.3f}"
+    assert f"validation loss {last['loss']:.4f}, {shown}, {entropy}\n" in printed.err
     assert f"Validation loss {last['loss']:.4f} nats per token, {shown}." in printed.out
     assert f"Entropy of the predictions: {last['entropy']:.3f} nats." in printed.out
 

@@ -114,7 +114,8 @@ def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None) ->
             every=engine.selective_every,
         )
         task = config.task()
-        example = task.example_batch(torch.zeros(batch, config.data.seqlen, dtype=torch.long))
+        inputs = config.model.model_class.example_inputs(config.model, batch, config.data.seqlen)
+        example = task.example_batch(inputs)
         with LiveBytes(model, example) as meter:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=engine.precision == "bf16"):
                 loss = task.loss(model, example).total

@@ -102,8 +102,8 @@ def _zero(stage: int, ranks: int, all_bytes: float, two_blocks: float) -> _Shard
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """`config` with a vocabulary size: where it is left to the data, a usual one."""
-    if config.model.vocab_size:
+    """`config` with a vocabulary size: where it is left to the data, a usual one. Without tokens as it is."""
+    if config.model.vocab_size or not config.model.model_class.tokens:
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=ASSUMED_VOCABULARY))
 
@@ -158,7 +158,9 @@ def print_plan(config: RunConfig) -> int:
     flops = 3 * plan.flops_per_token
     gib = 2**30
     vocabulary = f"vocabulary {config.model.vocab_size}"
-    if config.model.vocab_size == 0:
+    if not config.model.model_class.tokens:
+        vocabulary = "no vocabulary"
+    elif config.model.vocab_size == 0:
         vocabulary = f"vocabulary {ASSUMED_VOCABULARY} assumed, training takes the data's"
     parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
     sequences = f"{config.global_batch_size} sequences of {config.data.seqlen}"

@@ -15,6 +15,7 @@ from matmix.train.engine.base import Engine
 from matmix.train.evaluators.base import Evaluation, Evaluator
 from matmix.train.loaders import make_loader
 from matmix.train.tasks.base import Task
+from matmix.train.tasks.token_prediction import TokenPrediction
 
 USUAL_MULTIPLES = (1, 2, 4, 8)
 
@@ -25,7 +26,7 @@ class AccuracyByLength(Evaluator):
 
     @classmethod
     def applies(cls, config: RunConfig, task: Task) -> bool:
-        return bool(config.data.synthetic.task)
+        return bool(config.data.synthetic.task) and isinstance(task, TokenPrediction)
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         metrics = {}

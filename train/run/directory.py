@@ -131,7 +131,7 @@ class RunDirectory:
         self,
         config: RunConfig,
         step: int,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         tell: Callable[[str], None],
         changes: Sequence[Change] = (),
     ) -> None:
@@ -147,7 +147,8 @@ class RunDirectory:
             _note(self.path / "changes.jsonl", changes, step)
         if not resumed or differences(config_to_dict(self.read_config()), config):
             write_config(config, self.config_path)
-        self._keep(tokenizer)
+        if tokenizer is not None:
+            self._keep(tokenizer)
         if changes:
             listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
             tell(f"continuing with changes: {listed}")
@@ -208,8 +209,11 @@ def refused_changes(found: Iterable[Change]) -> str:
     return "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in found if not _is_free(key))
 
 
-def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer, checkpoint: Path) -> None:
-    """Raises ValueError unless `tokenizer` is the one that a checkpoint, whose `extra` is `saved`, was trained with."""
+def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer | None, checkpoint: Path) -> None:
+    """Raises ValueError unless `tokenizer` is the one that a checkpoint, whose `extra` is `saved`, was trained with;
+    None = the data holds no tokens."""
+    if tokenizer is None:
+        return
     wanted = saved.get("tokenizer_sha256", tokenizer.sha256)  # checkpoints of earlier versions do not say
     if wanted != tokenizer.sha256:
         raise ValueError(

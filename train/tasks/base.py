@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.batch import Batch
+from matmix.data.loading.batch import Batch, has_target
 from matmix.data.loading.loader import Loader, build_loader
-from matmix.data.loading.masking import IGNORED, MaskingConfig
+from matmix.data.loading.masking import MaskingConfig
 from matmix.train.plugins import NoOptions, read_options
 from matmix.train.tasks.config import ObjectiveConfig
 
@@ -122,8 +122,9 @@ class Task:
         return 1.0
 
     def count_targets(self, batch: Batch) -> int:
-        """Number of targets of a micro-batch, by which the sums of `loss` are divided (computed on the host)."""
-        return batch.select.numel() if batch.select is not None else int((batch.labels != IGNORED).sum())
+        """Number of targets of a micro-batch, by which the sums of `loss` are divided (computed on the host): positions
+        that have a label."""
+        return batch.select.numel() if batch.select is not None else int(has_target(batch.labels.numpy()).sum())
 
     # -- the loss ------------------------------------------------------------------------------------------------
 

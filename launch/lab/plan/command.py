@@ -102,6 +102,8 @@ def _describe(
     nodes = -(-plan.ranks // cluster.gpus_per_node)
     tokens = plan.tokens_per_step * plan.steps
     vocabulary = f"vocabulary {config.model.vocab_size}{' assumed' if assumed_vocabulary else ''}"
+    if not config.model.model_class.tokens:
+        vocabulary = "no vocabulary"
     rows = {
         "cluster": f"{plan.ranks} x {cluster.gpu} on {nodes} node{'s' if nodes > 1 else ''}",
         "parameters": f"{short_number(plan.parameters)} ({vocabulary})",
