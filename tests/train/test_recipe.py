@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from matmix.train.command import main
-from matmix.train.config import RuleConfig
+from matmix.train.optim.config import RuleConfig
 from matmix.train.recipe import (
     bundled_recipes,
     config_to_dict,
