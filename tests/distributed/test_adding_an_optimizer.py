@@ -66,9 +66,7 @@ def test_it_learns_and_resumes_bit_for_bit(dataset, tmp_path):
     assert {key.rsplit(".", 1)[1] for key in expected if key.startswith("optimizer.")} == {"momentum"}
     assert all(torch.equal(tensor, expected[key]) for key, tensor in contents(tmp_path / "parts").items())
     assert (tmp_path / "whole" / "notes.txt").read_text().startswith("step 2: ")
-    with pytest.raises(
-        ValueError, match=r"another config .*optimizer\.name: "
-    ):
+    with pytest.raises(ValueError, match=r"another config .*optimizer\.name: "):
         run_recipe("debug_mru", dataset, tmp_path / "parts", "--steps", "12")
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from matmix.train.command import main
+from matmix.train.entry import main
 from matmix.train.optim.config import RuleConfig
 from matmix.train.recipe import (
     bundled_recipes,

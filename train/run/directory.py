@@ -196,7 +196,7 @@ class RunDirectory:
         return summary if sound and isinstance(summary.get("validation"), dict) else None
 
     def write_summary(self, summary: dict[str, Any], tell: Callable[[str], None]) -> None:
-        """Writes what says that the run is finished; storage that fails costs a warning."""
+        """Writes what says that the run is finished; where the storage fails, a warning says so."""
         try:
             write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:

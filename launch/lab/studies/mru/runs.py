@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from matmix.model.build import count_parameters
-from matmix.model.interop.export.plain_config import model_config_to_dict
+from matmix.model.config import model_config_to_dict
 from matmix.train.callbacks import Callback, RunView
 from matmix.train.config import RunConfig
 from matmix.train.errors import NonFiniteError
