@@ -8,121 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Any, Literal
 
 from matmix.data.config import DataConfig
 from matmix.data.storage.urls import refuse_secrets
 from matmix.data.synthetic import TASKS
 from matmix.model.config import ModelConfig
-from matmix.model.parameter_rules import ParameterRule
 from matmix.train.engine.config import EngineConfig
+from matmix.train.optim.config import OptimizerConfig, ScheduleConfig
 from matmix.train.tasks import ObjectiveConfig, Task, make_task
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-RULE = "optimizer.rule"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RuleConfig:
-    """A table [[optimizer.rule]]: how some parameters are trained, over what their mixer says and earlier rules."""
-
-    match: str | tuple[str, ...]
-    """Pattern of parameter names, as in "*.in_proj.weight" (`matmix train RECIPE --dry-run` shows the names), or a list
-    of them."""
-    lr: float | None = None
-    """Factor on the learning rate, and so on the whole step, weight decay included."""
-    clip: float | None = None
-    """The gradients of all that match are clipped together to this norm, apart from all others; inf = not clipped."""
-    weight_decay: float | None = None
-    """Weight decay of these matrices; 0 = not decayed."""
-
-    def __post_init__(self) -> None:
-        _require(
-            bool(self.patterns) and all(isinstance(pattern, str) and pattern for pattern in self.patterns),
-            f"{RULE}: match = {self.match!r} should be a pattern of parameter names, or a list of them",
-        )
-        given = {key: value for key in ("lr", "clip", "weight_decay") if (value := getattr(self, key)) is not None}
-        _require(bool(given), f"{self.title} changes nothing: give lr, clip or weight_decay")
-        try:
-            ParameterRule(**given)
-        except ValueError as error:
-            raise ValueError(f"{self.title}: {error}") from None
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.match,) if isinstance(self.match, str) else tuple(self.match)
-
-    @property
-    def title(self) -> str:
-        """What messages call it."""
-        return f'{RULE} "{", ".join(self.patterns)}"'
-
-    @property
-    def label(self) -> str:
-        """What records call the parameters that it clips."""
-        return re.sub(r"[^\w.-]+", "_", " ".join(self.patterns)).strip("._") or "rule"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
-    """AdamW (arXiv 1711.05101). Weight decay is for matrices and embeddings, but for those that a mixer exempts
-    because they are rates or states; vectors (norms, biases) have none."""
-
-    lr: float = 3e-4
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the two moments."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Weight decay of matrices and embeddings."""
-    fully_decoupled: bool = False
-    """A step shrinks weights by weight_decay * lr_t / lr instead of weight_decay * lr_t (the paper's own form)."""
-    max_grad_norm: float = 1.0
-    """Gradients are clipped to this global norm; 0 = not clipped. Those that a rule clips apart do not count."""
-    mixer_rules: bool = True
-    """Take over what mixers say of the learning rate and the clipping of their own parameters (the MRU does)."""
-    rule: tuple[RuleConfig, ...] = ()
-    """Tables [[optimizer.rule]]: rate, clipping and weight decay of parameters by name, the later over the earlier; on
-    the command line as in '{match = "*.in_proj.weight", lr = 0.1, clip = 8.0}'."""
-
-    def __post_init__(self) -> None:
-        _require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
-        _require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            f"optimizer.betas must be two numbers in [0, 1), got {self.betas}",
-        )
-        _require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps}")
-        _require(self.weight_decay >= 0, f"optimizer.weight_decay must be >= 0, got {self.weight_decay}")
-        _require(self.max_grad_norm >= 0, f"optimizer.max_grad_norm must be >= 0, got {self.max_grad_norm}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleConfig:
-    """Learning rate over steps, as a share of optimizer.lr."""
-
-    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Shape after warm-up; wsd = warm-up, stable, decay (arXiv 2404.06395)."""
-    warmup: float = 0.02
-    """Linear warm-up: a share of all steps if below 1, else a number of steps."""
-    start: float = 0.0
-    """Share of the peak that the warm-up starts from, at step 0."""
-    final: float = 0.1
-    """Share of the peak that is left at the last step."""
-    decay: float = 0.1
-    """wsd only: length of the final decay, a share of all steps if below 1, else a number of steps."""
-
-    def __post_init__(self) -> None:
-        _require(self.warmup >= 0, f"schedule.warmup must be >= 0, got {self.warmup}")
-        _require(0 <= self.start <= 1, f"schedule.start must lie in [0, 1], got {self.start}")
-        _require(0 <= self.final <= 1, f"schedule.final must lie in [0, 1], got {self.final}")
-        _require(self.decay >= 0, f"schedule.decay must be >= 0, got {self.decay}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

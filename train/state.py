@@ -1,4 +1,4 @@
-"""Where a run stands, and what a call of `train` came to."""
+"""The counters of a run, which its checkpoints hold, and the result of a call of `train`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import torch
 from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
 
 from matmix.model import ModelConfig, build_model, initialize
-from matmix.train.config import OptimizerConfig
 from matmix.train.engine import EngineConfig, build_engine
+from matmix.train.optim.config import OptimizerConfig
 from matmix.train.optim.optimizer import make_optimizer
 from matmix.train.process.distributed import Distributed
 

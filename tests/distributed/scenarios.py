@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from matmix.train import rng
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import Engine, EngineConfig, build_engine
+from matmix.train.optim.adamw import AdamW
 from matmix.train.process.agree import agree, complaint
 from matmix.train.process.distributed import Distributed, from_rank_zero, gather_objects
 
@@ -87,7 +88,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         {"params": [p for p in model.parameters() if decays(p)], "weight_decay": 0.3},
         {"params": [p for p in model.parameters() if not decays(p)], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+    return AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
 
 
 CLIPS = {"up": 0.02, "rates": 1e-4, "norms": 0.0}
@@ -117,7 +118,7 @@ def make_ruled_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         {"params": members[key], "clip_group": key[0], "clip": CLIPS.get(key[0], 0.0), **options[key]}
         for key in options
     ]
-    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+    return AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
 
 
 def place() -> Distributed:

@@ -14,6 +14,7 @@ from torch import nn
 from matmix.train.checkpoint.files import MANIFEST, describe_files, list_files, read_manifest, write_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import Engine, EngineConfig, build_engine
+from matmix.train.optim.adamw import AdamW
 from matmix.train.process.distributed import Distributed
 
 
@@ -30,7 +31,7 @@ class Tiny(nn.Module):
 def make_engine() -> Engine:
     """A model that has been updated once, in this process alone."""
     engine = build_engine(EngineConfig(), Distributed(0, 1, 0, torch.device("cpu")))
-    engine.prepare(Tiny(), lambda model: None, lambda model: torch.optim.AdamW(model.parameters()))
+    engine.prepare(Tiny(), lambda model: None, lambda model: AdamW(model.parameters()))
     engine.backward(engine.model(torch.ones(3)).sum(), last=True)
     engine.step(1.0)
     return engine

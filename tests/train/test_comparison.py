@@ -14,9 +14,9 @@ from matmix.launch.lab.compare.width import headdims, match_width, matched
 from matmix.model.build import count_parameters
 from matmix.model.config import NO_MIXER, MixerOptions, ModelConfig
 from matmix.model.mixers import MIXERS
-from matmix.train.config import RuleConfig
 from matmix.train.entry import main as train_command
 from matmix.train.loaders import make_loader
+from matmix.train.optim.config import RuleConfig
 from matmix.train.recipe import (
     bundled_comparisons,
     bundled_recipes,

@@ -10,7 +10,7 @@ from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
 from matmix.model import build_model
 from matmix.model.mixers import MIXERS
 from matmix.model.parameter_rules import ParameterRule, stated_rules
-from matmix.train.config import OptimizerConfig, RuleConfig
+from matmix.train.optim.config import OptimizerConfig, RuleConfig
 from matmix.train.optim.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.recipe import load_config
 

@@ -1,6 +1,6 @@
 import pytest
 
-from matmix.train.config import ScheduleConfig
+from matmix.train.optim.config import ScheduleConfig
 from matmix.train.optim.schedule import rate_share
 
 

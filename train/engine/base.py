@@ -15,6 +15,7 @@ from matmix.train.activation import checkpoint_activations, compile_blocks, comp
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import FullState
 from matmix.train.engine.snapshot import HostMemory, Snapshot
+from matmix.train.optim.base import Optimizer
 from matmix.train.process.distributed import Distributed, is_distributed
 
 
@@ -52,7 +53,7 @@ class Engine(abc.ABC):
         self,
         model: nn.Module,
         initialize: Callable[[nn.Module], None],
-        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        make_optimizer: Callable[[nn.Module], Optimizer],
     ) -> None:
         """Spreads `model` (with `.blocks`; on the meta device, or anywhere else) over the ranks and readies
         it.
@@ -80,7 +81,7 @@ class Engine(abc.ABC):
         self,
         model: nn.Module,
         initialize: Callable[[nn.Module], None],
-        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        make_optimizer: Callable[[nn.Module], Optimizer],
     ) -> None:
         """Shards and initialises the model and sets `model` and `optimizer`."""
 

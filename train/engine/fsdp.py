@@ -23,9 +23,10 @@ from matmix.train.engine.agreement import agree_on_norms
 from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import by_name, clip_limits, clip_to, gradients_by_clip_group, norms_of, total_norm
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, load_moments, load_weights
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, kept_entries, load_moments, load_weights
 from matmix.train.engine.sharded_files import SHARD_SUFFIX, ShardedFiles, write_sharded
 from matmix.train.engine.snapshot import Snapshot
+from matmix.train.optim.base import Optimizer
 from matmix.train.process.distributed import Distributed
 
 SUBDIRECTORY = "sharded"
@@ -53,7 +54,7 @@ class FsdpEngine(Engine):
         self,
         model: nn.Module,
         initialize: Callable[[nn.Module], None],
-        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        make_optimizer: Callable[[nn.Module], Optimizer],
     ) -> None:
         meta = is_on_meta(model)
         if not meta:
@@ -184,8 +185,8 @@ class FsdpEngine(Engine):
 
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
         source = ShardedFiles(directory / SUBDIRECTORY, layout)
+        held = kept_entries(source, self.optimizer)
         source.fill(self._model_state())
-        held = source.moments()
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         contents, wanted = self.optimizer.state_dict(), {}
         contents["state"] = {}

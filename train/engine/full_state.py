@@ -1,8 +1,8 @@
 """A whole training state, tensor by tensor, whatever files it lies in and however it is spread; and how plain
 or sharded tensors and their optimizer take it up.
 
-Keys are `model.<name>` for parameters and persistent buffers and `optimizer.<name>.<entry>` for what AdamW
-keeps of a parameter: exp_avg and exp_avg_sq of its shape, and step, a number.
+Keys are `model.<name>` for parameters and persistent buffers and `optimizer.<name>.<entry>` for what the optimizer
+keeps of a parameter: its moments, in the parameter's shape, and its counts, numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from matmix.train.optim.base import Optimizer
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -108,12 +110,26 @@ def load_weights(tensors: Iterable[tuple[str, torch.Tensor]], state: FullState) 
         fill(tensor.detach(), state, MODEL + name)
 
 
-def load_moments(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], state: FullState) -> None:
+def kept_entries(state: FullState, optimizer: Optimizer) -> dict[str, list[str]]:
+    """`state.moments()`, which `optimizer` can take up. Raises ValueError (one line) if it is another optimizer's."""
+    held = state.moments()
+    known = {*optimizer.moments, *optimizer.counts}
+    for name, entries in held.items():
+        if known != set(entries):
+            raise ValueError(
+                f"the checkpoint is of another optimizer: it keeps {', '.join(sorted(entries))} of {name}, "
+                f"and {type(optimizer).__name__} keeps {', '.join(sorted(known)) or 'nothing'}; set optimizer.name as "
+                "it was"
+            )
+    return held
+
+
+def load_moments(optimizer: Optimizer, names: Mapping[torch.Tensor, str], state: FullState) -> None:
     """Replaces all that a torch optimizer has kept; its options (weight decay and the like) stay.
 
     names: of the parameters, sharded (DTensor) or not. One that `state` has no moments of begins anew.
     """
-    held = state.moments()
+    held = kept_entries(state, optimizer)
     contents = {**optimizer.state_dict(), "state": {}}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in enumerate(parameters):

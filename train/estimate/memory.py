@@ -25,7 +25,7 @@ from matmix.train.config import RunConfig
 from matmix.train.engine.config import EngineConfig
 
 SIMULATED = 4  # most sequences that are run; other numbers follow from these and half of them
-FLOAT = 4  # bytes of a weight, a gradient and each of two moments
+FLOAT = 4  # bytes of an element of weights, gradients and moments
 
 
 class LiveBytes(TorchDispatchMode):

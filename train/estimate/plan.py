@@ -9,6 +9,7 @@ from matmix.model import build_model
 from matmix.model.flops import flops_per_token
 from matmix.train.config import RunConfig
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
+from matmix.train.optim import optimizer_class
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
 from matmix.train.words import short_number
 
@@ -68,18 +69,19 @@ class _Sharding:
 def _sharding(config: RunConfig, ranks: int, parameters: int, block: float, accumulation: int) -> _Sharding:
     """parameters: of the model; block: of the largest block."""
     engine, all_bytes, block_bytes = config.engine, FLOAT * parameters, FLOAT * block
+    moments = len(optimizer_class(config.optimizer).moments)
     outside = all_bytes - block_bytes * config.model.n_layers
     again = accumulation > 1
     if engine.name == "deepspeed" and engine.zero_stage > 0:
-        return _zero(engine.zero_stage, ranks, all_bytes, 2 * block_bytes)
+        return _zero(engine.zero_stage, ranks, all_bytes, 2 * block_bytes, moments)
     copies = ranks if engine.name in ("ddp", "deepspeed") else engine.replicate
     shard = ranks // copies
     if ranks == 1 or engine.name == "deepspeed":
-        return _Sharding(all_bytes, 2 * all_bytes, standing=all_bytes * again, share=float(not again))
+        return _Sharding(all_bytes, moments * all_bytes, standing=all_bytes * again, share=float(not again))
     gathered = all_bytes if engine.name == "ddp" or not engine.reshard_after_forward else outside + 2 * block_bytes
     return _Sharding(
         all_bytes / shard,
-        2 * all_bytes / shard,
+        moments * all_bytes / shard,
         gathered=gathered,
         # Before the last micro-batch of a step gradients stay whole; in the last one they are summed block by block.
         standing=all_bytes * again,
@@ -88,17 +90,17 @@ def _sharding(config: RunConfig, ranks: int, parameters: int, block: float, accu
     )
 
 
-def _zero(stage: int, ranks: int, all_bytes: float, two_blocks: float) -> _Sharding:
+def _zero(stage: int, ranks: int, all_bytes: float, two_blocks: float, moments: int) -> _Sharding:
     """DeepSpeed's stages: the optimizer works on a float32 copy of this rank's part of the weights, and gradients meet
     in a buffer of fixed size. Stage 3 keeps gathered weights until there are ZERO_LIVE of them."""
     part, bucket = all_bytes / ranks, float(FLOAT * ZERO_BUCKET)
     if stage == 3:
         gathered = min(all_bytes, float(FLOAT * ZERO_LIVE))
         return _Sharding(
-            2 * part, 2 * part, gathered=gathered, buffers=bucket, standing=part, share=0.0, whole=two_blocks
+            2 * part, moments * part, gathered=gathered, buffers=bucket, standing=part, share=0.0, whole=two_blocks
         )
     gradients = all_bytes if stage == 1 else part
-    return _Sharding(all_bytes + part, 2 * part, buffers=bucket, standing=gradients, share=0.0, whole=part)
+    return _Sharding(all_bytes + part, moments * part, buffers=bucket, standing=gradients, share=0.0, whole=part)
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:

@@ -1,4 +1,4 @@
-"""AdamW in groups of parameters that are updated alike: what the shapes say, what mixers state of their own parameters,
+"""The groups of parameters that are updated alike: what the shapes say, what mixers state of their own parameters,
 and what the recipe says of them, in this order.
 
 By their shapes matrices and embeddings are decayed, and vectors (norms, biases, rates) are not.
@@ -13,13 +13,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from matmix.model.parameter_rules import stated_rules
-from matmix.train.config import RULE, OptimizerConfig, RuleConfig
 from matmix.train.engine.base import full_shape
 from matmix.train.engine.clipping import OTHERS
+from matmix.train.optim import Optimizer, optimizer_class
+from matmix.train.optim.config import RULE, OptimizerConfig, RuleConfig
+from matmix.train.plugins import read_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,12 +160,14 @@ def _labels(shared: Iterable[tuple[str, Any]]) -> dict[tuple[str, Any], str]:
     return labels
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of `model`, sharded or not; fused where the device allows it.
+def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int) -> Optimizer:
+    """The optimizer that `config` names over the trainable parameters of `model`, sharded or not.
 
     Its groups say beside torch's options "lr_factor", for whoever sets "lr", and "clip_group" and "clip", for the
-    engine that clips. Raises ValueError as `parameter_groups` does.
+    engine that clips. Raises ValueError as `parameter_groups` does, and for a name or options that there are not.
     """
+    kind = optimizer_class(config)
+    options = read_options(config.options, kind.Options, "optimizer.options")
     parameters = dict(model.named_parameters())
     groups = [
         {
@@ -177,7 +180,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int) -> to
         }
         for group in parameter_groups(model, config, seqlen)
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return kind.from_config(groups, config, options)
 
 
 def rule_record(groups: Iterable[ParameterGroup]) -> dict[str, list[float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from matmix.train.config import ScheduleConfig
+from matmix.train.optim.config import ScheduleConfig
 
 
 def _length(value: float, steps: int) -> float:

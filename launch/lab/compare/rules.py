@@ -6,7 +6,7 @@ import dataclasses
 
 from matmix.launch.lab.compare.config import Entry
 from matmix.model.build import build_model
-from matmix.train.config import RuleConfig
+from matmix.train.optim.config import RuleConfig
 from matmix.train.optim.optimizer import matches_any, parameter_groups
 
 

@@ -9,6 +9,7 @@ from matmix.launch.lab.plan.hardware import GB, Cluster
 from matmix.train.config import RunConfig
 from matmix.train.estimate.memory import FLOAT
 from matmix.train.estimate.plan import Plan
+from matmix.train.optim import optimizer_class
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,8 +31,9 @@ def assess(config: RunConfig, plan: Plan, cluster: Cluster, step_seconds: float,
     """stall: seconds that a save stops training, as measured; None = the copy of a rank's part to its host."""
     if stall is None:
         copies = plan.ranks if config.engine.name == "ddp" else config.engine.replicate
-        # Weights and two moments; every rank of a group of shards copies its own.
-        stall = 3 * FLOAT * plan.parameters / max(1, plan.ranks // copies) / (cluster.host_gb_per_s * GB)
+        # Weights and moments; every rank of a group of shards copies its own.
+        tensors = 1 + len(optimizer_class(config.optimizer).moments)
+        stall = tensors * FLOAT * plan.parameters / max(1, plan.ranks // copies) / (cluster.host_gb_per_s * GB)
     mtbf = cluster.mtbf_gpu_hours * 3600 / plan.ranks
     every = config.checkpoint.every or config.steps
     return Risk(

@@ -40,6 +40,7 @@ from matmix.train.engine.deepspeed.files import SUBDIRECTORY, ZeroFiles, ZeroSna
 from matmix.train.engine.deepspeed.state import load_partitioned
 from matmix.train.engine.full_state import FullState, load_moments, load_weights
 from matmix.train.engine.snapshot import Snapshot
+from matmix.train.optim.base import Optimizer
 from matmix.train.process.distributed import Distributed, ensure_group, is_distributed
 
 # Passed on to DeepSpeed as "zero_optimization", together with the stage.
@@ -77,7 +78,7 @@ class ZeroEngine(Engine):
         self,
         model: nn.Module,
         initialize: Callable[[nn.Module], None],
-        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        make_optimizer: Callable[[nn.Module], Optimizer],
     ) -> None:
         stage = self.config.zero_stage
         home = torch.device("cpu") if stage == 3 else self.device
@@ -97,9 +98,13 @@ class ZeroEngine(Engine):
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(self.device))
-        self.model, self.optimizer, _, _ = self.deepspeed.initialize(
-            model=model, optimizer=make_optimizer(model), config=settings
-        )
+        optimizer = make_optimizer(model)
+        if stage > 0 and not optimizer.elementwise:
+            raise ValueError(
+                f"{type(optimizer).__name__} does not update each element by itself, and DeepSpeed cuts parameters "
+                'into pieces at engine.zero_stage >= 1; use stage 0, or engine.name = "fsdp2"'
+            )
+        self.model, self.optimizer, _, _ = self.deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
         self.files = make_files()
         self.model.checkpoint_engine = self.files
         self.model._copy_recovery_script = lambda _path: None  # a script in every checkpoint is not wanted

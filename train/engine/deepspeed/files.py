@@ -128,8 +128,8 @@ class ZeroFiles(FullState):
                 whole = self.entries[f"{MODEL}{name}"]
                 self._places[name] = number, offset
                 offset += (whole.numel if self.stage < 3 else -(-whole.numel // self.ranks)) + padding
-                for entry in self._optimizer_state(0).get(number, ()):
-                    self.entries[f"{OPTIMIZER}{name}.{entry}"] = Entry(()) if entry == "step" else Entry(whole.shape)
+                for entry, value in self._optimizer_state(0).get(number, {}).items():
+                    self.entries[f"{OPTIMIZER}{name}.{entry}"] = Entry(() if _is_number(value) else whole.shape)
 
     def _groups(self, layout: dict[str, Any]) -> list[dict[str, int]]:
         """For each state that the optimizer keeps: the tensors it is of, in order, and the padding behind each."""
@@ -156,19 +156,20 @@ class ZeroFiles(FullState):
         else:
             name, entry = key.removeprefix(OPTIMIZER).rsplit(".", 1)
             number, _ = self._places[name]
-            if self.stage == 0 or entry == "step":
-                return torch.as_tensor(self._optimizer_state(0)[number][entry]).flatten()[start:stop].clone()
-        pieces = [self._flat(rank, name, entry)[a:b] for rank, a, b in self._spans(name, start, stop)]
+            value = self._optimizer_state(0)[number][entry]
+            if self.stage == 0 or _is_number(value):
+                return torch.as_tensor(value).flatten()[start:stop].clone()
+        pieces = [self._flat(rank, name, entry)[a:b] for rank, a, b in self._spans(name, entry, start, stop)]
         return torch.cat(pieces) if pieces else torch.empty(0)
 
-    def _spans(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _spans(self, name: str, entry: str | None, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(rank, begin, end): where elements [start, stop) of a tensor lie in the ranks' parts of its group."""
-        number, offset = self._places[name]
+        _, offset = self._places[name]
         if self.stage == 3:
             part = -(-self.entries[f"{MODEL}{name}"].numel // self.ranks)
             shift = offset
         else:
-            part = self._optimizer_state(0)[number]["exp_avg"].numel()
+            part = self._flat(0, name, entry).numel()
             start, stop, shift = start + offset, stop + offset, 0
         while start < stop:
             rank, begin = divmod(start, part)
@@ -207,3 +208,8 @@ class ZeroFiles(FullState):
         if name not in self._opened:
             self._opened[name] = load_file(self.directory / name)
         return self._opened[name]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether an entry of the optimizer's state is one number, and not flat pieces of parameters."""
+    return not isinstance(value, torch.Tensor) or value.dim() == 0

@@ -7,14 +7,14 @@ optimizer, of which a rank holds a part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from matmix.train.engine.base import persistent_tensors
-from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, fill
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, fill, kept_entries
 
 # (name of a tensor, its first element on this rank, number of elements, where they lie in the flat tensor)
 _Fragment = tuple[str, int, int, int]
@@ -22,13 +22,13 @@ _Fragment = tuple[str, int, int, int]
 
 @torch.no_grad()
 def load_partitioned(optimizer: Any, module: nn.Module, state: FullState, rank: int) -> None:
-    """optimizer: DeepSpeed's, of stage 1, 2 or 3. Raises ValueError where one step count for each group of the
+    """optimizer: DeepSpeed's, of stage 1, 2 or 3. Raises ValueError where one of each count for each group of the
     optimizer, all that DeepSpeed has room for, is not enough."""
     is_third = hasattr(optimizer, "fp16_partitioned_groups")
-    held = state.moments()
+    held = kept_entries(state, optimizer.optimizer)
     names = {parameter: name for name, parameter in module.named_parameters()}
     groups = list((_thirds if is_third else _partitions)(optimizer, names, rank))
-    steps = [_step(group, held, state) for _, group, _ in groups]
+    counts = [_counts(group, held, state, optimizer.optimizer.counts) for _, group, _ in groups]
     if is_third:
         optimizer.checkpoint_event_prologue()  # partitions what is gathered at the moment
     for name, tensor in persistent_tensors(module):
@@ -39,12 +39,13 @@ def load_partitioned(optimizer: Any, module: nn.Module, state: FullState, rank: 
         else:
             fill(tensor.detach(), state, MODEL + name)
     optimizer.refresh_fp32_params()
-    for (flat, _, fragments), step in zip(groups, steps, strict=True):
+    for (flat, _, fragments), numbers in zip(groups, counts, strict=True):
         moments = optimizer.optimizer.state[flat] = {}
-        if step is None:
+        if numbers is None:
             continue  # never updated
-        moments["step"] = torch.tensor(step, dtype=torch.float32, device=flat.device)
-        for entry in ("exp_avg", "exp_avg_sq"):
+        for entry, number in numbers.items():
+            moments[entry] = torch.tensor(number, dtype=torch.float32, device=flat.device)
+        for entry in optimizer.optimizer.moments:
             moments[entry] = torch.zeros_like(flat)
             for name, start, numel, offset in fragments:
                 if name in held:
@@ -53,15 +54,22 @@ def load_partitioned(optimizer: Any, module: nn.Module, state: FullState, rank: 
         optimizer.checkpoint_event_epilogue()
 
 
-def _step(group: list[str], held: Mapping[str, list[str]], state: FullState) -> float | None:
-    """How often the tensors of a group were updated."""
-    steps = {state.read(f"{OPTIMIZER}{name}.step").item() for name in group if name in held}
-    if len(steps) > 1:
-        raise ValueError(
-            f"the checkpoint's parameters were updated unequally often ({min(steps):.0f} to {max(steps):.0f} times), "
-            f'which DeepSpeed cannot continue at engine.zero_stage >= 1; use stage 0, or engine.name = "fsdp2"'
-        )
-    return steps.pop() if steps else None
+def _counts(
+    group: list[str], held: Mapping[str, list[str]], state: FullState, counts: Iterable[str]
+) -> dict[str, float] | None:
+    """The optimizer's counts of the tensors of a group; None if they were never updated."""
+    updated = [name for name in group if name in held]
+    found = {}
+    for entry in counts if updated else ():
+        numbers = {state.read(f"{OPTIMIZER}{name}.{entry}").item() for name in updated}
+        if len(numbers) > 1:
+            raise ValueError(
+                f"the checkpoint's parameters were updated unequally often ({min(numbers):.0f} to {max(numbers):.0f} "
+                "times), which DeepSpeed cannot continue at engine.zero_stage >= 1; use stage 0, or "
+                'engine.name = "fsdp2"'
+            )
+        found[entry] = numbers.pop()
+    return found if updated else None
 
 
 def _copy(target: torch.Tensor, offset: int, state: FullState, key: str, start: int, numel: int) -> None:

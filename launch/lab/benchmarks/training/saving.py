@@ -31,8 +31,9 @@ from matmix.data.loading.batch import Batch
 from matmix.model import ModelConfig, build_model, initialize
 from matmix.train.checkpoint.local_copies import RECORD, LocalCopies
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.config import ObjectiveConfig, OptimizerConfig
+from matmix.train.config import ObjectiveConfig
 from matmix.train.engine import Engine, EngineConfig, build_engine
+from matmix.train.optim.config import OptimizerConfig
 from matmix.train.optim.optimizer import make_optimizer
 from matmix.train.process.console import guarded
 from matmix.train.process.distributed import Distributed, barrier, from_rank_zero

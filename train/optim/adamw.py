@@ -1,0 +1,21 @@
+"""AdamW (arXiv 1711.05101)."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+
+from matmix.train.optim.base import Optimizer
+from matmix.train.optim.config import OptimizerConfig
+
+
+class AdamW(Optimizer, torch.optim.AdamW):
+    """torch's, fused where the device allows it."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+    counts = ("step",)
+
+    @classmethod
+    def from_config(cls, groups: list[dict[str, Any]], config: OptimizerConfig, options: Any) -> Self:
+        return cls(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
