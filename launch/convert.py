@@ -8,20 +8,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from matmix.data.storage.files import sync_directory
 from matmix.data.storage.remote import is_url
-from matmix.train.checkpoint.files import (
-    GENERATORS,
-    describe_files,
-    list_files,
-    read_manifest,
-    sync_directory,
-    write_manifest,
-)
-from matmix.train.checkpoint.portable import KIND, SUBDIRECTORY, open_full, write_portable
+from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, read_manifest, write_manifest
+from matmix.train.checkpoint.full_tensors import KIND, SUBDIRECTORY, open_full, write_full
 from matmix.train.recipe import write_config
 from matmix.train.run.directory import RunDirectory
-from matmix.train.run.remote import local_run
-from matmix.train.run.trained import find_trained
+from matmix.train.run.trained import open_trained
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -48,11 +41,11 @@ def convert_run(
     """
     if is_url(str(out_dir)):
         raise ValueError(f"converted runs are made in a folder, not at a URL such as {out_dir}")
-    run, out = RunDirectory(local_run(run_dir, step=step)), Path(out_dir)
+    out = Path(out_dir)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty directory; choose another one, or remove it")
-    trained = find_trained(run, step, tell)
-    config, source = trained.config, trained.checkpoint
+    trained = open_trained(run_dir, step, tell, weights_only=False)
+    run, config, source = trained.run, trained.config, trained.checkpoint
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.parent / f".tmp-{out.name}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -75,11 +68,11 @@ def convert_run(
 
 
 def convert_checkpoint(source: Path, target: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Write the portable form of one checkpoint, known to be whole, into the new directory `target`."""
+    """Write one checkpoint, known to be whole, into the new directory `target` in the form that every engine reads."""
     manifest = read_manifest(source)
     layout = manifest["layout"]
     state = open_full(source, layout)
-    write_portable(state, target / SUBDIRECTORY, max_file_bytes=max_file_bytes)
+    write_full(state, target / SUBDIRECTORY, max_file_bytes=max_file_bytes)
     shutil.copytree(source / GENERATORS, target / GENERATORS)
     kept = {name: layout[name] for name in ("world_size", "shapes")}  # ranks: those that the generators are of
     changed = {

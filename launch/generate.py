@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer as FastTokenizer
 
-from matmix.data.artifacts import one_line, read_json
 from matmix.data.tokenizer import Tokenizer
 from matmix.launch.sampling import Sampling, text_pieces
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
-from matmix.model.interop.export.plain_config import model_config_from_dict
+from matmix.model.config import ModelConfig
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
-from matmix.model.interop.importing.foreign import indexed_files, read_safetensors
+from matmix.model.interop.importing.exported import load_weights, read_export, read_export_config
+from matmix.model.interop.importing.foreign import read_object
+from matmix.train.arguments import RunFolder
+from matmix.train.checkpoint.steps import step_of
 from matmix.train.run.directory import RunDirectory
-from matmix.train.run.remote import local_run
+from matmix.train.run.remote import fetch_run
 from matmix.train.run.trained import find_trained
 
 MASK = "<mask>"
@@ -38,6 +40,34 @@ class Source:
     start: int | None
     """What a generated text starts from when there is no prompt."""
     device: torch.device
+    step: int | None = None
+    """The step of a run's checkpoint, None for an export."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Sample text from a run or an export."""
+
+    source: RunFolder
+    prompt: str = ""
+    """Text to continue; for an encoder, text with <mask> in it."""
+    max_new_tokens: int = 128
+    """Tokens to add."""
+    temperature: float = 0.8
+    """0 = always the likeliest."""
+    top_k: int = 0
+    """Draw from the k likeliest only; 0 = all."""
+    top_p: float = 0.95
+    """Draw from this share of probability."""
+    seed: int = 0
+    """Seed of the draws."""
+    step: int | None = None
+    """Checkpoint to use; default: the newest."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Prints the text; the exit code."""
+        options = dataclasses.asdict(self)
+        return generate(options.pop("source"), **options)
 
 
 def generate(
@@ -84,11 +114,11 @@ def _write_now(text: str) -> None:
 
 def load_source(source: str | Path, *, step: int | None = None, device: str | None = None) -> Source:
     """Read a run (its newest checkpoint, or that of `step`) or an export."""
-    path = local_run(source, step=step)
+    path, fetched = fetch_run(source, step=step, weights_only=True)
     if not path.is_dir():
         raise FileNotFoundError(f"no run or export at {path}")
     if (path / "config.toml").is_file():
-        return _load_run(path, step, device)
+        return _load_run(path, step, device, fetched)
     if (path / "config.json").is_file():
         if step is not None:
             raise ValueError(f"{path} is an export, which has no steps to choose from; leave step out")
@@ -96,9 +126,9 @@ def load_source(source: str | Path, *, step: int | None = None, device: str | No
     raise ValueError(f"{path} is neither a run (no config.toml) nor an export (no config.json)")
 
 
-def _load_run(path: Path, step: int | None, device: str | None) -> Source:
-    run = RunDirectory(path)
-    trained = find_trained(run, step, _tell_on_stderr)
+def _load_run(path: Path, step: int | None, device: str | None, fetched: Path | None) -> Source:
+    trained = find_trained(RunDirectory(path), step, _tell_on_stderr, whole=fetched)
+    _check_reads_text(trained.config.model, path)
     config, tokenizer = trained.config, trained.tokenizer
     model = build_model(config.model)
     load_weights(model, trained.weights(), path)
@@ -107,7 +137,8 @@ def _load_run(path: Path, step: int | None, device: str | None) -> Source:
     suffix = None if config.model.causal else tokenizer.special.get(config.data.suffix)
     fast.post_processor = special_tokens_around(fast, prefix, suffix)
     start = prefix if prefix is not None else tokenizer.special["eos"]
-    return _ready(path, model, fast, tokenizer.special, start, device)
+    step = step_of(trained.checkpoint.name)
+    return dataclasses.replace(_ready(path, model, fast, tokenizer.special, start, device), step=step)
 
 
 def _tell_on_stderr(text: str) -> None:
@@ -115,21 +146,20 @@ def _tell_on_stderr(text: str) -> None:
 
 
 def _load_export(path: Path, device: str | None) -> Source:
-    config = _read_json(path / "config.json")
-    if "matmix" not in config:
-        raise ValueError(f"{path} is not an export of matmix: its config.json is that of another model")
+    _check_reads_text(read_export_config(path), path)
     if not (path / "tokenizer.json").is_file():
         raise ValueError(f"{path} has no tokenizer to turn a prompt into tokens; use it from Python")
-    try:
-        model = build_model(model_config_from_dict(config["matmix"], vocab_size=config["vocab_size"]))
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path / 'config.json'} does not describe a model ({one_line(repr(error))})") from None
-    load_weights(model, _exported_weights(path), path)
+    model = read_export(path)
     special = Tokenizer.load(path / "tokenizer.json").special
     fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
     defaults = path / "generation_config.json"
-    start = _read_json(defaults).get("bos_token_id") if defaults.is_file() else None
+    start = read_object(defaults).get("bos_token_id") if defaults.is_file() else None
     return _ready(path, model, fast, special, start, device)
+
+
+def _check_reads_text(config: ModelConfig, path: Path) -> None:
+    if not config.model_class.tokens:
+        raise ValueError(f"{path} holds a model of architecture {config.architecture!r}, which reads no text")
 
 
 def _ready(
@@ -144,40 +174,6 @@ def _ready(
     # In a text to continue a special token's name is text, as it was in training.
     fast.encode_special_tokens = model.config.causal
     return Source(path, model.to(place).eval(), fast, special, start, place)
-
-
-def _read_json(path: Path) -> dict:
-    values = read_json(path)
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
-    return values
-
-
-def _exported_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    index = path / "model.safetensors.index.json"
-    files = indexed_files(index) if index.is_file() else [path / "model.safetensors"]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{path} is not complete: it lacks {file.name}")
-        for name, tensor in read_safetensors(file)[0].items():
-            yield name.removeprefix("model."), tensor
-
-
-@torch.no_grad()
-def load_weights(model: Backbone, tensors: Iterator[tuple[str, torch.Tensor]], where: Path) -> None:
-    """Copy tensors into the model as they come. Raises ValueError if one is missing, unknown or misshapen."""
-    own = model.state_dict()
-    missing = set(own)
-    for name, tensor in tensors:
-        if name not in own:
-            raise ValueError(f"{where} holds weights {name!r}, which its configuration does not have")
-        if own[name].shape != tensor.shape:
-            shapes = f"{tuple(tensor.shape)}, its configuration {tuple(own[name].shape)}"
-            raise ValueError(f"{where} holds weights {name!r} of shape {shapes}")
-        own[name].copy_(tensor)
-        missing.discard(name)
-    if missing:
-        raise ValueError(f"{where} lacks the weights {min(missing)!r}")
 
 
 @torch.inference_mode()

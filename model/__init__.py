@@ -1,13 +1,15 @@
-"""Language models and encoders whose layers mix the sequence with structured matrices."""
+"""Models whose layers mix the sequence with structured matrices: language models, encoders, and those of your own."""
 
+from matmix.model.architectures.base import ARCHITECTURES, register_architecture
+from matmix.model.architectures.encoder import Encoder
+from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.build import build_model, count_parameters
 from matmix.model.config import MixerOptions, ModelConfig
-from matmix.model.encoder import Encoder
 from matmix.model.flops import flops_per_token
 from matmix.model.initialization import initialize
-from matmix.model.language_model import LanguageModel
 
 __all__ = [
+    "ARCHITECTURES",
     "Encoder",
     "LanguageModel",
     "MixerOptions",
@@ -16,4 +18,5 @@ __all__ = [
     "count_parameters",
     "flops_per_token",
     "initialize",
+    "register_architecture",
 ]

@@ -1,4 +1,4 @@
-"""What language model and encoder share: packing, padding, blocks, and the way to the output."""
+"""What all architectures share: packing, padding, blocks, and the way to the output."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from matmix.model.architectures.base import Architecture
 from matmix.model.blocks import Block
 from matmix.model.config import ModelConfig
-from matmix.model.positions import pad_back, unpad_indices
+from matmix.model.positions import in_one_row, pad_back, unpad_indices
 
 
 def final_norm(config: ModelConfig) -> nn.Module:
@@ -21,21 +22,20 @@ def final_norm(config: ModelConfig) -> nn.Module:
     return nn.Identity()
 
 
-class Backbone(nn.Module):
-    """Embeddings -> blocks -> features -> logits. Subclasses give `embed`, `features` and
+class Backbone(Architecture):
+    """Inputs -> embeddings -> blocks -> features -> outputs. Subclasses give `embed`, `features` and
     `output_projection`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        if config.vocab_size < 1:
+        if self.tokens and config.vocab_size < 1:
             raise ValueError("model.vocab_size is not set: give it, or take it from the data")
         self.config = config
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layers))
 
-    def embed(
-        self, input_ids: torch.Tensor, token_type_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Token ids (B, L) -> the residual stream (B, L, d_model)."""
+    def embed(self, inputs: torch.Tensor, cu_seqlens: torch.Tensor | None = None, **more: torch.Tensor) -> torch.Tensor:
+        """Inputs (B, L, ...), such as token ids (B, L) or values (B, L, channels), -> the residual stream
+        (B, L, d_model). With cu_seqlens, B is 1 and holds several documents. more: further inputs of `forward`."""
         raise NotImplementedError
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,36 +43,39 @@ class Backbone(nn.Module):
         raise NotImplementedError
 
     def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """weight (vocab_size, d_model) and bias of the output projection."""
+        """weight (outputs, d_model) and bias (outputs,) or None of the output projection; token models have vocab_size
+        outputs."""
         raise NotImplementedError
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        inputs: torch.Tensor,
         *,
         cu_seqlens: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         select: torch.Tensor | None = None,
         readout: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any] | None = None,
-        token_type_ids: torch.Tensor | None = None,
+        **more: torch.Tensor | None,
     ) -> Any:
-        """Logits, or whatever `readout` makes of the features.
+        """The outputs, or whatever `readout` makes of the features.
 
         Args:
-            input_ids: (B, L) int64.
-            cu_seqlens: (ndocs + 1,) int32, document boundaries in the flattened batch of B * L tokens.
-            attention_mask: (B, L), nonzero where a token is real. Padding is left out at the entry; where it
+            inputs: (B, L, ...): token ids (B, L) int64, or what else the architecture reads.
+            cu_seqlens: (ndocs + 1,) int32, document boundaries in the flattened batch of B * L positions.
+            attention_mask: (B, L), nonzero where a position is real. Padding is left out at the entry; where it
                 was, the features are zero. Without padding it is as if it were not given. Not together with
                 cu_seqlens.
             max_seqlen: length of the longest document, if known; saves finding it.
             select: (n,) int64 positions in the flattened batch; only their features go on to the output.
-            readout: called as readout(features (n, d_model), weight (vocab_size, d_model), bias or None) in
+            readout: called as readout(features (n, d_model), weight (outputs, d_model), bias or None) in
                 place of the output projection, inside this forward, where sharded weights are whole.
-            token_type_ids: (B, L) int64, encoder only; zeros if not given.
-        Returns: readout's value; else logits (n, vocab_size) with `select`, (B, L, vocab_size) without.
+            more: further inputs (B, L, ...) that the architecture knows by name; None = not given. The encoder takes
+                token_type_ids (B, L) int64.
+        Returns: readout's value; else outputs (n, outputs) with `select`, (B, L, outputs) without.
         """
-        batch, length = input_ids.shape
+        batch, length = inputs.shape[:2]
+        more = {name: value for name, value in more.items() if value is not None}
         if cu_seqlens is not None and attention_mask is not None:
             raise ValueError("give the model cu_seqlens or attention_mask, not both")
         indices = None
@@ -83,12 +86,9 @@ class Backbone(nn.Module):
                 indices, cu_seqlens, max_seqlen = real, boundaries, longest
         if cu_seqlens is not None:
             # From here on one row of documents, one after the other.
-            input_ids = input_ids.flatten() if indices is None else input_ids.flatten()[indices]
-            input_ids = input_ids.unsqueeze(0)
-            if token_type_ids is not None:
-                token_type_ids = token_type_ids.flatten() if indices is None else token_type_ids.flatten()[indices]
-                token_type_ids = token_type_ids.unsqueeze(0)
-        x = self.embed(input_ids, token_type_ids, cu_seqlens)
+            inputs = in_one_row(inputs, indices)
+            more = {name: in_one_row(value, indices) for name, value in more.items()}
+        x = self.embed(inputs, cu_seqlens, **more)
         for block in self.blocks:
             x = block(x, cu_seqlens, max_seqlen)
         x = x.flatten(0, 1)
@@ -100,8 +100,8 @@ class Backbone(nn.Module):
         weight, bias = self.output_projection()
         if readout is not None:
             return readout(x, weight, bias)
-        logits = F.linear(x, weight, bias)
-        return logits if select is not None else logits.unflatten(0, (batch, length))
+        outputs = F.linear(x, weight, bias)
+        return outputs if select is not None else outputs.unflatten(0, (batch, length))
 
     def monitor(self) -> dict[str, torch.Tensor]:
         """Scalars of the last forward worth watching in training, such as the norms of MRU states, by

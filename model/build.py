@@ -6,8 +6,6 @@ import torch
 
 from matmix.model.backbone import Backbone
 from matmix.model.config import ModelConfig
-from matmix.model.encoder import Encoder
-from matmix.model.language_model import LanguageModel
 
 
 def build_model(config: ModelConfig, *, device: str | torch.device = "cpu") -> Backbone:
@@ -16,7 +14,7 @@ def build_model(config: ModelConfig, *, device: str | torch.device = "cpu") -> B
     With device="meta" nothing is allocated, whatever the size.
     """
     with torch.device(device):
-        return (LanguageModel if config.causal else Encoder)(config)
+        return config.model_class(config)
 
 
 def count_parameters(config: ModelConfig) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, make_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, make_dataclass
 from typing import Any, Literal
 
+from matmix.model.architectures.base import ARCHITECTURES, Architecture
 from matmix.model.mixers import MIXERS
 
 MixerOptions = make_dataclass(
@@ -20,7 +22,6 @@ MixerOptions = make_dataclass(
 _ACTIVATION_NAMES = ("gelu", "gelu_tanh", "relu", "silu")
 _MOST_LAYERS = 10_000  # a recipe of others must not fill the memory before anything is built
 _WORDS = {
-    "architecture": ("language_model", "encoder"),
     "norm": ("pre", "post"),
     "activation": _ACTIVATION_NAMES,
     "head_activation": _ACTIVATION_NAMES,
@@ -37,9 +38,11 @@ NO_MIXER = "none"
 class ModelConfig:
     """Shape and kind of a model."""
 
-    architecture: Literal["language_model", "encoder"] = "language_model"
+    architecture: str = "language_model"
     """language_model predicts the next token and is causal; encoder sees both sides and fills in masked
-    tokens."""
+    tokens; your own: "my_package.module:MyModel"."""
+    options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """Options of an architecture of your own, by name."""
     vocab_size: int = 0
     """Number of tokens; 0 = taken from the data."""
     d_model: int = 256
@@ -93,14 +96,18 @@ class ModelConfig:
         for name, least in (("vocab_size", 0), ("d_model", 1), ("n_layers", 1), ("max_seqlen", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"model.{name} = {getattr(self, name)}: must be {least} or more")
-        if self.type_vocab_size < 0 or self.mlp_ratio < 0:
-            raise ValueError("model.type_vocab_size and model.mlp_ratio must not be negative")
+        if self.mlp_ratio < 0:
+            raise ValueError(f"model.mlp_ratio = {self.mlp_ratio}: must be 0 or more")
         for name in ("dropout", "embedding_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"model.{name} = {getattr(self, name)}: must be at least 0 and below 1")
         for name, known in _WORDS.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"model.{name} = {getattr(self, name)!r}; known: {', '.join(known)}")
+        if self.architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            hint = "" if ":" not in self.architecture else "; import the module that registers it first"
+            raise ValueError(f"model.architecture = {self.architecture!r}; known: {known}{hint}")
         if self.n_layers > _MOST_LAYERS:
             raise ValueError(f"model.n_layers must be at most {_MOST_LAYERS:,}, got {self.n_layers}")
         if not self.layers:
@@ -109,6 +116,7 @@ class ModelConfig:
             self._check_layer(name)
         if MLP_LAYER in self.layers and self.mlp_ratio == 0:
             raise ValueError('model.layers places "mlp" layers, but model.mlp_ratio is 0; set one of the two')
+        self.model_class.check(self)
 
     def _check_layer(self, name: str) -> None:
         if name in (MLP_LAYER, NO_MIXER):
@@ -121,20 +129,26 @@ class ModelConfig:
         mixer, causal = MIXERS[name], self.causal
         if causal and not mixer.causal_form:
             raise ValueError(
-                f"model.layers: {name!r} sees tokens to come, so a language_model cannot use it; "
-                'use a causal mixer or architecture = "encoder"'
+                f"model.layers: {name!r} sees tokens to come, so a causal {self.architecture} cannot use it; "
+                'use a causal mixer, or a bidirectional architecture such as "encoder"'
             )
         if not causal and not mixer.bidirectional_form and not self.causal_mixers:
             raise ValueError(
-                f"model.layers: {name!r} sees only earlier tokens, so an encoder cannot use it; use a bidirectional "
-                'mixer or architecture = "language_model", or say model.causal_mixers = true if you mean it'
+                f"model.layers: {name!r} sees only earlier tokens, so a bidirectional {self.architecture} cannot use "
+                'it; use a bidirectional mixer or a causal architecture such as "language_model", or say '
+                "model.causal_mixers = true if you mean it"
             )
         mixer.check(self.d_model, self.mixer_config(name))
 
     @property
     def causal(self) -> bool:
         """Whether no output may depend on later tokens."""
-        return self.architecture == "language_model"
+        return self.model_class.causal
+
+    @property
+    def model_class(self) -> type[Architecture]:
+        """The class that `architecture` names."""
+        return ARCHITECTURES[self.architecture]
 
     def mixer_is_causal(self, name: str) -> bool:
         """Whether a mixer is built in its causal form."""
@@ -149,7 +163,7 @@ class ModelConfig:
         return sorted({name for name, _ in self.layer_kinds() if name is not None})
 
     def fixed_length_mixers(self) -> list[str]:
-        """Those of them that take sequences of exactly `max_seqlen` tokens."""
+        """The kinds of mixers that the layers hold and that take sequences of exactly `max_seqlen` tokens."""
         return [name for name in self.mixer_names() if MIXERS[name].fixed_length]
 
     def layer_kinds(self) -> list[tuple[str | None, bool]]:
@@ -163,9 +177,40 @@ class ModelConfig:
         """Raise a one-line ValueError when the model cannot take documents of `seqlen` tokens."""
         if seqlen < 1:
             raise ValueError(f"sequence length {seqlen}: must be 1 or more")
-        if self.architecture == "encoder" and self.position_embeddings and seqlen > self.max_seqlen:
-            raise ValueError(
-                f"sequence length {seqlen} exceeds the {self.max_seqlen} position embeddings; raise model.max_seqlen"
-            )
+        self.model_class.check_seqlen(self, seqlen)
         for name in self.mixer_names():
             MIXERS[name].check_seqlen(self.mixer_config(name), seqlen, self.max_seqlen)
+
+
+def used_mixers(config: ModelConfig) -> frozenset[str]:
+    """Names of the mixers in the model's pattern of layers."""
+    return frozenset(name for name in config.layers if name in MIXERS)
+
+
+def model_config_to_dict(config: ModelConfig) -> dict[str, Any]:
+    """A configuration as nested plain values, for JSON, with the options of those mixers only that the model has."""
+    values = asdict(config)
+    used = used_mixers(config)
+    values["mixers"] = {name: options for name, options in values["mixers"].items() if name in used}
+    return values
+
+
+def model_config_from_dict(values: Mapping[str, Any], **changes: Any) -> ModelConfig:
+    """The inverse of `model_config_to_dict`, with some fields changed.
+
+    Raises ValueError if a value is not allowed or not known.
+    """
+
+    def frozen(value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    values = {name: frozen(value) for name, value in {**values, **changes}.items()}
+    options = values.pop("mixers", {})
+    try:
+        mixers = {
+            name: MIXERS[name].Config(**{key: frozen(value) for key, value in given.items()})
+            for name, given in options.items()
+        }
+        return ModelConfig(**values, mixers=MixerOptions(**mixers))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"this configuration of a model cannot be built by this version: {error}") from None

@@ -17,7 +17,8 @@ def flops_per_token(config: ModelConfig, seqlen: int, *, head_share: float = 1.0
 
 
 def flops_by_part(config: ModelConfig, seqlen: int, *, head_share: float = 1.0) -> dict[str, float]:
-    """`flops_per_token` by what does the work: each kind of mixer over all its layers, "mlp" and "readout"."""
+    """`flops_per_token` by what does the work: each kind of mixer over all its layers, "mlp", "embedding" where it
+    computes, and "readout"."""
     parts: dict[str, float] = {}
     for mixer, has_mlp in config.layer_kinds():
         if mixer is not None:
@@ -26,8 +27,7 @@ def flops_by_part(config: ModelConfig, seqlen: int, *, head_share: float = 1.0) 
             parts[mixer] = parts.get(mixer, 0.0) + cost
         if has_mlp:
             parts["mlp"] = parts.get("mlp", 0.0) + 2.0 * 2 * config.d_model * round(config.d_model * config.mlp_ratio)
-    head = config.vocab_size * config.d_model
-    if config.architecture == "encoder":
-        head += config.d_model**2
-    parts["readout"] = 2.0 * head * head_share
+    if embedding := config.model_class.input_flops(config):
+        parts["embedding"] = embedding
+    parts["readout"] = config.model_class.output_flops(config) * head_share
     return parts

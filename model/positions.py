@@ -33,6 +33,12 @@ def unpad_indices(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return mask.flatten().nonzero().squeeze(1), cu_seqlens, longest
 
 
+def in_one_row(inputs: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+    """(B, L, ...) -> (1, n, ...): the flattened batch, or only its positions `indices` (n,)."""
+    flat = inputs.flatten(0, 1)
+    return (flat if indices is None else flat[indices]).unsqueeze(0)
+
+
 def pad_back(features: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
     """(n, C) features of the real tokens -> (rows, C), zero at padding: the inverse of taking `indices`."""
     return features.new_zeros(rows, features.shape[-1]).index_copy(0, indices, features)

@@ -9,42 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.masking import MaskingConfig
 from matmix.data.storage.urls import refuse_secrets
 from matmix.data.synthetic import TASKS
 from matmix.model.config import ModelConfig
 from matmix.model.parameter_rules import ParameterRule
 from matmix.train.engine.config import EngineConfig
+from matmix.train.tasks import ObjectiveConfig, Task, make_task
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ObjectiveConfig:
-    """What is learned."""
-
-    name: Literal["causal_lm", "masked_lm"] = "causal_lm"
-    """Next-token prediction for language models, or prediction of masked tokens for encoders."""
-    z_loss: float = 0.0
-    """Weight of the mean squared log-partition function (PaLM, arXiv 2204.02311); 0 = off, 1e-4 is usual."""
-    masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
-    """How training batches are masked (masked_lm only)."""
-    evaluation_masking: MaskingConfig = dataclasses.field(default_factory=lambda: MaskingConfig(probability=0.15))
-    """How validation batches are masked (masked_lm only)."""
-
-    def __post_init__(self) -> None:
-        _require(self.z_loss >= 0, f"objective.z_loss must be >= 0, got {self.z_loss}")
-
-    @property
-    def target_share(self) -> float:
-        """Share of the tokens that are predicted in training, and so pass through the readout."""
-        return self.masking.probability if self.name == "masked_lm" else 1.0
 
 
 RULE = "optimizer.rule"
@@ -148,6 +126,24 @@ class ScheduleConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluatorConfig:
+    """A table [[evaluation.evaluator]]: what else is measured, or how often one of ours is."""
+
+    name: str
+    """loss, context, mixing or lengths (generated samples only), or "my_package.module:MyEvaluator"."""
+    every: int | None = None
+    """Steps between its evaluations; 0 = only after the last step; left out = evaluation.every."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """A table with the options of your own evaluator."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.every is None or self.every >= 0,
+            f'evaluation.evaluator "{self.name}": every must be >= 0, got {self.every}',
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig:
     """Evaluation on the validation split."""
 
@@ -158,6 +154,9 @@ class EvaluationConfig:
     ablation_batches: int = 1
     """Global batches, the first of the split, on which the mixers' outputs are also replaced by their means, to see
     what they contribute; 0 = none."""
+    evaluator: tuple[EvaluatorConfig, ...] = ()
+    """Tables [[evaluation.evaluator]]: further evaluators, and intervals of ours; on the command line as in
+    '{name = "mixing", every = 2000}'."""
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, f"evaluation.every must be >= 0, got {self.every}")
@@ -218,6 +217,16 @@ class LoggingConfig:
         _require(self.every >= 1, f"logging.every must be >= 1, got {self.every}")
         _require(self.profile_start >= 0, f"logging.profile_start must be >= 0, got {self.profile_start}")
         _require(self.profile_steps >= 1, f"logging.profile_steps must be >= 1, got {self.profile_steps}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CallbackConfig:
+    """A table [[callback]]: a callback of your own."""
+
+    name: str
+    """Where Python finds its class, as in "my_package.module:MyCallback"."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments of the class by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,6 +305,9 @@ class RunConfig:
     """Logging."""
     faults: FaultsConfig = dataclasses.field(default_factory=FaultsConfig)
     """Faults on the way."""
+    callback: tuple[CallbackConfig, ...] = ()
+    """Tables [[callback]]: callbacks of your own; on the command line as in
+    '{name = "my_package.module:MyCallback", options = {every = 10}}'."""
 
     def __post_init__(self) -> None:
         refuse_secrets(self.run_dir, "run_dir")
@@ -309,15 +321,11 @@ class RunConfig:
         _require(self.max_bad_steps >= 1, f"max_bad_steps must be >= 1, got {self.max_bad_steps}")
         _require(self.gc_every >= 0, f"gc_every must be >= 0, got {self.gc_every}")
         _require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
-        needs = {"causal_lm": "language_model", "masked_lm": "encoder"}[self.objective.name]
-        _require(
-            self.model.architecture == needs,
-            f'objective.name = "{self.objective.name}" trains model.architecture = "{needs}", '
-            f'but the model is "{self.model.architecture}"; change one of the two',
-        )
+        if ":" not in self.objective.name:  # Python imports your own only where they train or evaluate
+            self.task()
         self.model.check_seqlen(self.data.seqlen)
         if self.data.synthetic.task and ":" not in self.data.synthetic.task:  # of one from outside its loader tells
-            self._check_task()
+            self._check_generated()
         if fixed := self.model.fixed_length_mixers():
             _require(
                 self.data.packing == "rows",
@@ -325,10 +333,11 @@ class RunConfig:
                 f'data.packing = "{self.data.packing}" makes; set data.packing = "rows"',
             )
 
-    def _check_task(self) -> None:
+    def _check_generated(self) -> None:
         name = self.data.synthetic.task
-        fits = TASKS[name].causal_form if self.objective.name == "causal_lm" else TASKS[name].bidirectional_form
-        models = "language models" if self.objective.name == "causal_lm" else "encoders"
+        causal = self.model.causal
+        fits = TASKS[name].causal_form if causal else TASKS[name].bidirectional_form
+        models = "language models" if causal else "encoders"
         _require(
             fits,
             f'data.synthetic.task = "{name}" has no form for {models} (objective.name = "{self.objective.name}"); '
@@ -339,6 +348,10 @@ class RunConfig:
                 self.model.check_seqlen(multiple * self.data.seqlen)
             except ValueError as error:
                 raise ValueError(f"data.synthetic.eval_lengths: {multiple} x data.seqlen: {error}") from None
+
+    def task(self) -> Task:
+        """What `objective` names; Python imports your own. Raises ValueError (one line) where that cannot be."""
+        return make_task(self.objective, self.model)
 
     @property
     def last_step(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from matmix.data.loading.loader import Loader, build_loader
+from matmix.data.loading.loader import Loader
 from matmix.data.synthetic import TASKS
 from matmix.train.config import RunConfig
 from matmix.train.plugins import find_part
@@ -17,11 +17,9 @@ def make_loader(
 
     tokenizer_sha256: what the data must have been prepared with; None = any tokenizer.
     """
-    if task := config.data.synthetic.task:
-        TASKS[task] = find_part(task, TASKS, "generated task")
-    objective, training = config.objective, split == "train"
-    masking = objective.masking if training else objective.evaluation_masking
-    return build_loader(
+    if generated := config.data.synthetic.task:
+        TASKS[generated] = find_part(generated, TASKS, "generated task")
+    return config.task().make_loader(
         config.data,
         split=split,
         global_batch_size=config.global_batch_size,
@@ -29,8 +27,7 @@ def make_loader(
         rank=rank,
         world_size=world_size,
         seed=config.seed,
-        masking=masking if objective.name == "masked_lm" else None,
-        one_pass=not training,
+        one_pass=split != "train",
         tokenizer_sha256=tokenizer_sha256,
     )
 

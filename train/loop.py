@@ -15,15 +15,15 @@ from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
 from matmix.train import rng
-from matmix.train.callbacks import make_callbacks
+from matmix.train.callbacks import Rewind, make_callbacks
 from matmix.train.checkpoint.files import read_manifest
 from matmix.train.config import RunConfig
 from matmix.train.engine import Engine, build_engine
 from matmix.train.errors import ReplicaError
-from matmix.train.evaluators.lengths import score_lengths
-from matmix.train.evaluators.validation import evaluate
+from matmix.train.evaluators import evaluate, make_evaluators
 from matmix.train.failures import explaining
-from matmix.train.guards.damage import DamageReport
+from matmix.train.guards.damaged_shards import DamagedShards
+from matmix.train.guards.nan_guard import NanGuard
 from matmix.train.guards.replicas import Replicas
 from matmix.train.guards.spikes import SpikeGuard
 from matmix.train.loaders import make_loader, with_data_facts
@@ -35,14 +35,15 @@ from matmix.train.meters.stragglers import Stragglers
 from matmix.train.optim.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.optim.schedule import rate_share
 from matmix.train.process import stop
+from matmix.train.process.agree import agree
 from matmix.train.process.distributed import Distributed, barrier, from_rank_zero, gather_objects
 from matmix.train.process.health import tell_health
 from matmix.train.recipe import config_to_dict
-from matmix.train.run.directory import Change, RunDirectory, check_tokenizer, git_revision, take_together
+from matmix.train.run.directory import Change, RunDirectory, check_tokenizer
 from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id
 from matmix.train.run.remote import opened
+from matmix.train.run.revision import git_revision
 from matmix.train.state import Result, TrainState, check_extra
-from matmix.train.tasks.objectives import compute_loss, count_targets
 
 
 class Trainer:
@@ -61,6 +62,8 @@ class Trainer:
         self.loader = make_loader(config, "train", rank, world_size, self.run.tokenizer_sha256())
         self.config = config = with_data_facts(config, self.loader)
         self.run.check(config)
+        self.task = config.task()
+        self.evaluators = make_evaluators(config, self.task)
         self.state = TrainState()
         self.accumulation = self.loader.micro_batches_per_step
         self.validation: Loader | None = None
@@ -77,12 +80,13 @@ class Trainer:
         )
         self.lock = self.run.lock()
         self.checkpoints = self.run.checkpoint_manager(config.checkpoint)
-        flops = flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share)
+        flops = flops_per_token(config.model, config.data.seqlen, head_share=self.task.target_share)
         self.speed = Speedometer(flops, distributed.device, world_size)
         self.monitor = Monitor(self.engine)
-        self.damage = DamageReport()
+        self.damaged_shards = DamagedShards()
         self.monitored: dict[str, float] = {}  # of the last step if it was not finite, the same on all ranks
         self.spikes = SpikeGuard(config.faults)
+        self.nan_guard = NanGuard(config.max_bad_steps)
         self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
         self.lr, self.gradients_differ = 0.0, False
         self.replicas = Replicas(config.faults, self.engine)
@@ -90,7 +94,8 @@ class Trainer:
         self.goodput = Goodput()
         self.stop_agreed = False
         self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
-        self.unigram_entropy = unigram_entropy(self.loader.token_histogram)
+        histogram = self.loader.token_histogram
+        self.unigram_entropy = None if histogram is None else unigram_entropy(histogram)
         self.rules_before: dict[str, list[float]] | None = None  # `rule_record` of the checkpoint that was loaded
         self.unsaved_step = -1  # the step whose checkpoint could not be written
 
@@ -104,6 +109,7 @@ class Trainer:
         with self.speed.stepping(sample=recorded):
             self.compute_step(batches)
         self.call("on_step")
+        self.nan_guard.after_step(self)
         if recorded:
             self.record()
         self.goodput.spend("other")
@@ -114,29 +120,31 @@ class Trainer:
         with self.speed.waiting_for_data():
             micro_batches = [next(batches) for _ in range(self.accumulation)]
         self.goodput.spend("data")
-        targets, tokens = sum(map(count_targets, micro_batches)), sum(batch.n_tokens for batch in micro_batches)
+        targets = sum(map(self.task.count_targets, micro_batches))
+        tokens = sum(batch.n_tokens for batch in micro_batches)
         # One reduction carries what all ranks must agree on before the step, such as the divisor.
-        counts = torch.tensor([targets, tokens, *self.damage.count(micro_batches)], dtype=torch.float64)
+        counts = torch.tensor([targets, tokens, *self.damaged_shards.count(micro_batches)], dtype=torch.float64)
         targets, tokens, damaged, news = engine.all_reduce_sum(counts.to(engine.device)).tolist()
         if news:
-            self.damage.share(self.tell)
+            self.damaged_shards.share(self.tell)
 
         lr = config.optimizer.lr * rate_share(state.step + 1, config.steps, config.schedule)
         for group in engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
-        sums = torch.zeros(5, dtype=torch.float64, device=engine.device)
+        names = self.task.recorded
+        sums = torch.zeros(4 + len(names), dtype=torch.float64, device=engine.device)
         self.monitor.start_step()
         for index, batch in enumerate(micro_batches):
-            loss = compute_loss(engine.model, batch.to(engine.device, non_blocking=True), config.objective)
+            loss = self.task.loss(engine.model, batch.to(engine.device, non_blocking=True))
             self.monitor.collect()
             engine.backward(loss.total / max(targets, 1), last=index == self.accumulation - 1)
-            sums[:2] += torch.stack([loss.loss.detach(), loss.correct]).double()
+            sums[3:] += torch.stack([loss.loss.detach(), *(loss.sums[name].detach() for name in names)]).double()
         norm = engine.step(config.optimizer.max_grad_norm)
 
-        sums[2] = bool(stop.received())  # as late as can be, so that no further step is begun after a signal
+        sums[0] = bool(stop.received())  # as late as can be, so that no further step is begun after a signal
         # What one rank sees all ranks act on: behind a condition that ranks see differently, collectives deadlock.
-        sums[3], sums[4] = ~torch.isfinite(norm), engine.gradients_differ
-        loss_sum, correct, signals, not_finite, differing = engine.all_reduce_sum(sums).tolist()
+        sums[1], sums[2] = ~torch.isfinite(norm), engine.gradients_differ
+        signals, not_finite, differing, loss_sum, *recorded = engine.all_reduce_sum(sums).tolist()
         self.attempt.step = state.step = state.step + 1
         state.tokens += int(tokens)
         state.damaged += int(damaged)
@@ -146,7 +154,7 @@ class Trainer:
         state.skipped += not self.step_was_finite
         self.monitored = {} if self.step_was_finite else self.monitor.of_step()
         if self.step_was_finite:
-            self.speed.count(loss_sum, correct, targets, tokens)
+            self.speed.count(loss_sum, dict(zip(names, recorded, strict=True)), targets, tokens)
         self.stop_agreed = bool(signals)
         self.goodput.spend("useful" if self.step_was_finite else "skipped")
 
@@ -177,7 +185,7 @@ class Trainer:
             first = self.state.step
             self.call("on_start")
             self.stop_agreed = any(gather_objects(bool(stop.received())))
-            if self.is_time(config.evaluation.every):
+            if self.evaluation_is_due():
                 self.evaluate()  # if a signal had interrupted it
             batches = iter(self.loader)
             self.speed.start()
@@ -191,7 +199,7 @@ class Trainer:
                 if self.spikes.sees_spike(self):
                     batches = self.spikes.go_back(self, batches)
                     continue
-                if self.is_time(config.evaluation.every):
+                if self.evaluation_is_due():
                     self.evaluate()
                 if self.is_time(config.checkpoint.every):
                     self.save()
@@ -248,7 +256,7 @@ class Trainer:
         Raises ValueError if another job uses the directory, if there are only damaged checkpoints, or if `steps` lies
         before the newest valid one.
         """
-        take_together(self.lock, self.tell)
+        agree(lambda: self.lock.acquire(self.tell), here=self.engine.rank == 0)
         changes: list[Change] = []
         newest = self.checkpoints.newest(self.engine, self.tell)
         if newest is None:
@@ -344,8 +352,12 @@ class Trainer:
         """Whether what happens every so many steps (0 = never) happens after the current one."""
         return every > 0 and self.state.step > 0 and self.state.step % every == 0
 
+    def evaluation_is_due(self) -> bool:
+        """Whether any evaluator has its turn after the current step."""
+        return any(self.is_time(every) for _, every in self.evaluators)
+
     def evaluate(self) -> bool:
-        """Evaluates once per step: the last step's scheduled evaluation is also the final one.
+        """Evaluates once per step with those whose turn it is; the last step's is with all, and also the final one.
 
         A signal to any rank ends the evaluation without a record, and then the run: False. The checkpoint tells that
         this step is not evaluated, and the next start of the run begins with that.
@@ -358,17 +370,17 @@ class Trainer:
             if self.validation is None:
                 ranks, sha256 = (self.engine.rank, self.engine.world_size), self.loader.tokenizer.sha256
                 self.validation = make_loader(self.config, "validation", *ranks, sha256)
-            interrupted = {"interrupted": lambda: bool(stop.received())}
-            metrics = evaluate(self.engine, self.validation, self.config, **interrupted)
-            if metrics is not None and self.config.data.synthetic.task and self.state.step == self.config.steps:
-                longer = score_lengths(self.engine, self.config, **interrupted)
-                metrics = None if longer is None else metrics | longer
+            last = self.state.step == self.config.steps
+            due = [evaluator for evaluator, every in self.evaluators if last or self.is_time(every)]
+            parts = (self.engine, self.task, self.config, self.validation)
+            metrics = evaluate(due, *parts, interrupted=lambda: bool(stop.received()))
             self.goodput.spend("evaluation")
             if metrics is None:
                 self.stop_agreed = True
                 return False
             self.metrics = {"step": self.state.step, **metrics}
             self.call("on_evaluation", metrics)
+            self.nan_guard.after_evaluation(self, metrics)
         return True
 
     def is_summarised(self) -> bool:
@@ -387,7 +399,21 @@ class Trainer:
             self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy}, self.tell)
         return True
 
-    # -- callbacks -----------------------------------------------------------------------------------------------
+    # -- what callbacks and guards see ---------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        return self.run.path
+
+    def saved_steps(self) -> list[int]:
+        return self.checkpoints.steps()
+
+    def newest_checkpoint(self) -> Path | None:
+        return self.checkpoints.latest_valid(self.tell)
+
+    def went_back(self, rewind: Rewind) -> None:
+        self.call("on_rewind", rewind)
+        self.speed.start()
 
     def call(self, event: str, *arguments: Any) -> None:
         """Tells the callbacks of an event."""

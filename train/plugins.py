@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import dacite
+
+from matmix.train.arguments import DACITE, field_names, unknown_key
 
 Part = TypeVar("Part")
 
@@ -22,13 +27,34 @@ def find_part(name: str, known: Mapping[str, Part], kind: str) -> Part:
         if name in known:
             return known[name]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        there = f"there are {', '.join(known)}; " if known else ""
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"unknown {kind} {name!r}{hint} (there are {', '.join(known)}; your own: 'package.module:Name')"
-        )
+        raise ValueError(f"unknown {kind} {name!r}{hint} ({there}your own: 'package.module:Name')")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise ValueError(f"{kind} {name!r}: Python cannot import {module} ({error}); is it on PYTHONPATH?") from error
     except AttributeError as error:
         raise ValueError(f"{kind} {name!r}: {module} has no {attribute}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoOptions:
+    """For parts that take no options."""
+
+
+def read_options(values: Mapping[str, Any], cls: type[Part], where: str) -> Part:
+    """The options of a part, as a recipe's table has them, as the dataclass `cls`.
+
+    where: the table, for errors. Raises ValueError (one line) for a key that `cls` does not have or a value of another
+    type.
+    """
+    for key in values:
+        if not (known := field_names(cls)):
+            raise ValueError(f'{where}: unknown key "{key}": there are no options')
+        if key not in known:
+            raise unknown_key(key, cls, where)
+    try:
+        return dacite.from_dict(cls, dict(values), DACITE)
+    except dacite.DaciteError as error:
+        raise ValueError(f"{where}: {error}") from None

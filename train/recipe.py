@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import tomllib
 import typing
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ import dacite
 import tomli_w
 
 from matmix.data.artifacts import errors_in_one_line, one_line
+from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import RemoteFolder, is_url
 from matmix.data.storage.urls import refuse_secrets
 from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
 from matmix.train.arguments import DACITE, check_rows, parse_arguments, row_type, unknown_key
 from matmix.train.config import RunConfig
-from matmix.train.process.files import write_whole
 
 _DEEPEST = 50
 """Tables in tables; no recipe has more than a few, and what walks them recurses."""
@@ -150,6 +151,20 @@ def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Run
     return config
 
 
+def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Sequence[str]) -> None:
+    """Prints the fields of the recipe that the `words` of a verb name, which ask for help, with their values; where
+    they name none, those that every recipe has, with their defaults.
+
+    read: a verb with a `recipe`, and the words that it does not know, from words.
+    """
+    try:
+        verb, rest = read([word for word in words if word not in ("-h", "--help")])
+        load_config(verb.recipe, [*rest, "--help"])
+    except (ValueError, FileNotFoundError):
+        print(f"bundled recipes: {', '.join(bundled_recipes())}\n")
+        parse_arguments(RunConfig, ["--help"], default=RunConfig(), prog="matmix train RECIPE", only=(MixerOptions, ()))
+
+
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Nested plain dicts, ready for TOML and JSON; without the options of mixers that no layer is and nobody set."""
     values = _plain(dataclasses.asdict(config))
@@ -170,7 +185,7 @@ def _plain(value: Any) -> Any:
 
 def write_config(config: RunConfig, path: Path) -> None:
     """Writes the resolved config; the file is itself a recipe."""
-    write_whole(path, tomli_w.dumps(config_to_dict(config)))
+    write_atomic(path, tomli_w.dumps(config_to_dict(config)))
 
 
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:

@@ -46,4 +46,4 @@ class Result:
     signal: int  # the signal that this rank received, or 0
     saved: bool  # whether the last step is in a checkpoint
     metrics: dict[str, float]  # of the last evaluation
-    unigram_entropy: float  # of the training split, nats per token
+    unigram_entropy: float | None  # of the training split, nats per token; None where there are no tokens

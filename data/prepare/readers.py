@@ -170,7 +170,8 @@ def next_record(source: Source, options: ReadOptions, offset: int) -> int:
         return 0
     with open(source.path, "rb") as file:
         file.seek(offset - 1)
-        rows = _rows(file, replace(source, name=f"{source.name} from byte {offset - 1:,}"), options, 1)
+        source = replace(source, name=f"{source.name} from byte {offset - 1:,}")
+        rows = _rows(file, source, options, 1)
         position = offset - 1 + len(next(rows, b""))
         if source.kind == "jsonl" or options.text_documents == "line":
             return position

@@ -1,45 +1,67 @@
-"""Files that are there whole or not at all, also after a power cut."""
+"""Files that are there whole or not at all, also after a power cut. (Standard library only, for launchers.)"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
-def write_atomic(path: Path, data: bytes | Iterable[bytes], *, alone: bool = True) -> None:
-    """Write under a temporary name beside `path`, flush to the disk, rename. The temporary name is always the
-    same, so that stopped attempts do not pile up, unless other processes may write the same file now (not `alone`).
+def write_atomic(path: Path, content: str | bytes | Iterable[bytes], *, alone: bool = True) -> None:
+    """Writes text (UTF-8) or bytes under another name beside `path`, brings them to the disk, and renames.
+
+    alone: whether no other process may write the same file now. Then the other name is always the same, so that
+    stopped attempts do not pile up.
     """
     writer = "" if alone else f".{socket.gethostname()}-{os.getpid()}"
     temporary = path.with_name(f".{path.name}{writer}.tmp")
-    with open(temporary, "wb") as file:
-        for part in [data] if isinstance(data, bytes) else data:
+    content = content.encode() if isinstance(content, str) else content
+    with open_durable(temporary) as file:
+        for part in [content] if isinstance(content, bytes) else content:
             file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
     os.replace(temporary, path)
     sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def open_durable(path: Path) -> Iterator[BinaryIO]:
+    """A new file to write to; at the end of the block its content is on the disk."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Brings what was written to a file to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes renames inside a directory survive a power failure, where the file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a file to NAME.aside-1, or the first such number that is free, and returns the new path."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.aside-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
 
 
 def sha256_of(path: Path) -> str:
     """Hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync_file(path: Path) -> None:
-    """Bring what was written to a file to the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_directory(directory: Path) -> None:
-    """Make renames inside a directory last."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

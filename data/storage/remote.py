@@ -30,6 +30,8 @@ RETRY_VARIABLE = "MATMIX_RETRY_SECONDS"
 _LEAST_ATTEMPTS = 4
 # One stream does not fill the network of a node, and checkpoints are many files.
 _CONCURRENT = 8
+# Mistakes in a program, ours or a client's: neither repeated nor taken for the store's.
+_MISTAKES = (TypeError, AttributeError, NameError, LookupError, AssertionError, NotImplementedError, ImportError)
 # What no repetition changes: answers of the store, what clients raise under names of their own, and a full disk here.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _FINAL_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "DefaultCredentialsError"}
@@ -81,8 +83,9 @@ def persist(action: Callable[[], Result], what: str, *, patient: bool = True) ->
     """Does `action`, again and again while it fails for a reason that may pass.
 
     what: the beginning of the message, as in "cannot download s3://bucket/file"; patient: False = only one attempt.
-    Raises FileNotFoundError, RemotePermissionError and the OSError of a full disk at once, and RemoteError (one line)
-    after the last attempt.
+    Raises FileNotFoundError, FileExistsError, RemotePermissionError and the OSError of a full disk at once, and
+    RemoteError (one line) after the last attempt. An error that is no failure of the store, such as TypeError, is a
+    mistake in the program and raised as it is.
     """
     seconds = float(os.environ.get(RETRY_VARIABLE) or 60)
     attempts = tenacity.Retrying(
@@ -101,7 +104,7 @@ def persist(action: Callable[[], Result], what: str, *, patient: bool = True) ->
     except PermissionError as error:
         raise RemotePermissionError(f"{what}: {first_line(error)}") from error
     except Exception as error:  # each client raises its own kinds
-        if _is_local_disk(error) or isinstance(error, FileTooLarge):
+        if _is_local_disk(error) or isinstance(error, (FileExistsError, FileTooLarge, *_MISTAKES)):
             raise
         if type(error).__name__ == "NoCredentialsError":
             what = f"{what} without credentials (FSSPEC_S3_ANON=true reads public buckets)"
@@ -109,7 +112,11 @@ def persist(action: Callable[[], Result], what: str, *, patient: bool = True) ->
 
 
 def _may_pass(error: BaseException) -> bool:
-    if isinstance(error, (*_FINAL, FileTooLarge)) or type(error).__name__ in _FINAL_NAMES or _is_local_disk(error):
+    if (
+        isinstance(error, (*_FINAL, *_MISTAKES, FileTooLarge))
+        or type(error).__name__ in _FINAL_NAMES
+        or _is_local_disk(error)
+    ):
         return False
     return isinstance(error, Exception)
 
@@ -129,9 +136,6 @@ class RemoteFolder:
         refuse_secrets(url, "a folder's URL")
         self.url, self.patient = url.rstrip("/"), patient
         self._connect()
-
-    def __truediv__(self, name: str) -> RemoteFolder:
-        return RemoteFolder(f"{self.url}/{name}", patient=self.patient)
 
     def _connect(self) -> tuple[Any, str]:
         """The client and the folder's path in its words. Cheap: fsspec keeps the clients of a process."""
@@ -210,27 +214,35 @@ class RemoteFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a small file. Raises RemoteError."""
-
-        def put(client: Any, path: str) -> None:
-            if _is_local(client):
-                client.pipe_file(f"{path}.part", content)
-                client.mv(f"{path}.part", path)
-            else:
-                client.pipe_file(path, content)
-
-        self._do("write", name, put)
+        self._put("write", name, lambda client, path: client.pipe_file(path, content))
 
     def upload(self, source: Path, name: str) -> None:
         """Sends a file; at the URL it appears whole or not at all. Raises RemoteError."""
+        self._put("upload", name, lambda client, path: client.put_file(str(source), path))
+
+    def _put(self, what: str, name: str, action: Callable[[Any, str], object]) -> None:
+        def put(client: Any, path: str) -> None:
+            if _is_local(client):
+                action(client, f"{path}.part")
+                client.mv(f"{path}.part", path)
+            else:
+                action(client, path)
+
+        self._do(what, name, put)
+
+    def create(self, name: str, content: bytes) -> None:
+        """Writes a small file unless it is there: of several who try, one succeeds. Raises FileExistsError for the
+        others, and RemoteError. A client or store that knows no such condition overwrites the file."""
 
         def put(client: Any, path: str) -> None:
             if _is_local(client):
-                client.put_file(str(source), f"{path}.part")
-                client.mv(f"{path}.part", path)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "xb") as file:
+                    file.write(content)
             else:
-                client.put_file(str(source), path)
+                client.pipe_file(path, content, mode="create")
 
-        self._do("upload", name, put)
+        self._do("write", name, put)
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes files, in the order given; those that are not there are passed over."""

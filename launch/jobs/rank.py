@@ -18,6 +18,7 @@ from matmix.train.process import console
 from matmix.train.process.begin import begin_training
 from matmix.train.process.console import begin_process, guarded
 from matmix.train.process.ranks import tasks_per_node
+from matmix.train.run.outcome import local_folder
 
 _FROM_SLURM = {
     "RANK": "SLURM_PROCID",
@@ -54,6 +55,8 @@ def find_run_dir(arguments: Sequence[str]) -> str:
         key, _, value = argument.partition("=")
         if key in ("--run-dir", "--run_dir"):
             return value or (arguments[number + 1] if number + 1 < len(arguments) else "")
+    if arguments and "://" in arguments[0]:
+        return arguments[0]
     recipe = Path(arguments[0]) if arguments else Path("run")
     if recipe.is_dir():
         return str(recipe)
@@ -69,12 +72,7 @@ def find_run_dir(arguments: Sequence[str]) -> str:
 
 def log_path(run_dir: str, environment: Mapping[str, str]) -> Path:
     """RUN/logs/<attempt>/rank-00003.log; for a run in an object store, in the folder that this node has for it."""
-    home = Path(run_dir)
-    if "://" in run_dir:
-        # Needs torch, which shall not be imported before this process's environment stands.
-        from matmix.train.process.places import mirror_folder
-
-        home = mirror_folder(run_dir, environment.get("GROUP_RANK") or 0)
+    home = local_folder(run_dir, environment.get("GROUP_RANK") or 0)
     attempt = environment.get("MATMIX_ATTEMPT", "attempt")
     return home / "logs" / attempt / f"rank-{int(environment.get('RANK', '0')):05d}.log"
 
@@ -98,13 +96,13 @@ def main(arguments: list[str] | None = None) -> int:
     faulthandler.enable()
     if arguments is None:
         arguments = sys.argv[1:]
-        code = begin_training(arguments, lambda: _become_rank(arguments))  # here the process is ours
+        code = begin_training(lambda: _become_rank(arguments))  # here the process is ours
     else:
         begin_process()
         code = guarded(lambda: _become_rank(arguments))
     if code:
         return code
-    from matmix.train.command import main as train
+    from matmix.train.entry import main as train
 
     return train(arguments)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from matmix.train.run.revision import git
 
 ROOMS = ("kernels", "model", "data", "train", "launch")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
@@ -67,14 +67,12 @@ def copy_code(target: Path) -> None:
 def describe_revision() -> tuple[str, bytes]:
     """("matmix 0.1.0, git 1a2b... with changes", the changes as a patch); no git, no revision and no patch."""
     version = f"matmix {_version()}"
-    root = package_folders()["launch"].parent
-    own = _git(root, "ls-files", "--error-unmatch", "launch/jobs/snapshot.py")
-    if own is None:  # installed, or copied into somebody else's repository
+    head = git("rev-parse", "HEAD")
+    if head is None:
         return f"{version}, not from a git working copy", b""
-    head = (_git(root, "rev-parse", "HEAD") or b"").decode().strip()
-    changes = _git(root, "diff", "--binary", "HEAD") or b""
-    new = (_git(root, "ls-files", "--others", "--exclude-standard", *ROOMS) or b"").decode().split()
-    words = f"{version}, git {head}" + (" with changes (diff.patch)" if changes else "")
+    changes = git("diff", "--binary", "HEAD") or b""
+    new = (git("ls-files", "--others", "--exclude-standard", *ROOMS) or b"").decode().split()
+    words = f"{version}, git {head.decode().strip()}" + (" with changes (diff.patch)" if changes else "")
     if new:
         words += f"\nfiles that git does not know (in code/): {', '.join(new)}"
     return words, changes
@@ -94,18 +92,3 @@ def _version() -> str:
         return importlib.metadata.version("matmix")
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version"
-
-
-def _git(root: Path, *words: str) -> bytes | None:
-    """Output of a git command; None where git is absent, fails, or this is no working copy."""
-    try:
-        run = subprocess.run(
-            ["git", "-C", str(root), *words],
-            capture_output=True,
-            timeout=30,
-            check=True,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return run.stdout

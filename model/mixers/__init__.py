@@ -10,6 +10,7 @@ from matmix.model.mixers.attention.masked import (
 from matmix.model.mixers.attention.softmax_attention import Attention
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.convolutions.hyena import Hyena
+from matmix.model.mixers.convolutions.s4d import S4D
 from matmix.model.mixers.convolutions.short import Convolution
 from matmix.model.mixers.mru import MRU
 from matmix.model.mixers.scans.bidirectional import (
@@ -23,10 +24,8 @@ from matmix.model.mixers.scans.gated_delta import GatedDelta
 from matmix.model.mixers.scans.hydra import Hydra
 from matmix.model.mixers.scans.linear_attention import LinearAttention
 from matmix.model.mixers.scans.lion import LionD, LionLit, LionS
-from matmix.model.mixers.scans.quasiseparable import QuasiseparableDD, QuasiseparableDI
 from matmix.model.mixers.scans.retnet import RetNet
 from matmix.model.mixers.scans.rwkv7 import RWKV7
-from matmix.model.mixers.scans.s4d import S4D
 from matmix.model.mixers.scans.semiseparable import Semiseparable
 from matmix.model.mixers.structured.butterfly import Butterfly, Monarch
 from matmix.model.mixers.structured.cauchy import CauchyDD, CauchyDI
@@ -34,6 +33,7 @@ from matmix.model.mixers.structured.dense import Dense
 from matmix.model.mixers.structured.dft import DFT
 from matmix.model.mixers.structured.low_rank import LowRankDD, LowRankDI
 from matmix.model.mixers.structured.mlp_mixer import MLPMixer
+from matmix.model.mixers.structured.quasiseparable import QuasiseparableDD, QuasiseparableDI
 from matmix.model.mixers.structured.softmax import SoftmaxDD, SoftmaxDI
 from matmix.model.mixers.structured.toeplitz import ToeplitzDD, ToeplitzDI
 from matmix.model.mixers.structured.vandermonde import VandermondeDD, VandermondeDI

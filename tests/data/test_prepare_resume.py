@@ -111,7 +111,7 @@ def test_same_again_does_nothing(tmp_path, capfd):
 
 PROGRAM = """
 import sys
-from matmix.data import prepare, readers
+from matmix.data.prepare import command as prepare, readers
 if __name__ == "__main__":
     prepare.STATE_SECONDS, prepare.STATE_SHARE, readers.CHUNK_BYTES = 0, float("inf"), 20_000
     prepare.prepare(prepare.PrepareConfig(

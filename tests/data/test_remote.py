@@ -41,7 +41,7 @@ def test_files_come_back_as_they_were(folder, tmp_path):
     assert folder.read("small") == b"two"
     assert folder.sizes() == {**{name: len(content) for name, content in contents.items()}, "small": 3}
     assert folder.sizes("sub") == {"sub/b": 5000, "sub/c d%20.bin": 256}
-    assert (folder / "sub").sizes() == {"b": 5000, "c d%20.bin": 256}
+    assert RemoteFolder(f"{folder.url}/sub").sizes() == {"b": 5000, "c d%20.bin": 256}
     folder.download_all(contents, tmp_path / "back")
     assert {name: (tmp_path / "back" / name).read_bytes() for name in contents} == contents
     folder.remove(["sub/b", "never/there", "small"])
@@ -125,6 +125,27 @@ def test_urls_that_cannot_be_used():
     assert "hunter2" not in str(caught.value)
     assert remote.is_url("s3://bucket")
     assert not remote.is_url("runs/a")
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_mistake_in_the_program_is_neither_tried_again_nor_taken_for_the_stores(folder, monkeypatch, patient):
+    monkeypatch.setenv(remote.RETRY_VARIABLE, "60")
+    folder.patient, calls = patient, []
+
+    def action(client, path):
+        calls.append(path)
+        return client.size(path, of_what="a name that it does not take")
+
+    with pytest.raises(TypeError, match="of_what"):
+        folder._do("look at", "a", action)
+    assert len(calls) == 1
+
+
+def test_a_file_is_created_once(folder):
+    folder.create("leases/one", b"first")
+    with pytest.raises(FileExistsError):
+        folder.create("leases/one", b"second")
+    assert folder.read("leases/one") == b"first"
 
 
 def test_a_short_download_is_fetched_again(folder, tmp_path, monkeypatch):

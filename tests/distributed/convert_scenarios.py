@@ -10,8 +10,8 @@ import torch
 from scenarios import ENGINES, make_engine, run_steps, weights
 
 from matmix.train.checkpoint.files import read_manifest
+from matmix.train.checkpoint.full_tensors import open_full
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.checkpoint.portable import open_full
 from matmix.train.engine import EngineConfig
 from matmix.train.engine.full_state import Entry, FullState
 

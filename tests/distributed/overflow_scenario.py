@@ -11,6 +11,7 @@ import scenarios
 from matmix.train import loop
 from matmix.train.errors import NonFiniteError
 from matmix.train.recipe import load_config
+from matmix.train.tasks.token_prediction import TokenPrediction
 
 
 def enlarge(_mixer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -20,21 +21,21 @@ def enlarge(_mixer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def overflow_on_the_last_rank(runs: dict[str, list[str]], step: int, layer: int) -> dict[str, tuple[str, str]]:
     """For each run of debug_mru: the error that ends it, and what this rank has shown before."""
     scenarios.partition_everything()
-    true_loss, found = loop.compute_loss, {}
+    true_loss, found = TokenPrediction.loss, {}
     for name, overrides in runs.items():
         calls: list[None] = []
 
-        def compute_loss(model, batch, config, calls=calls):
+        def compute_loss(task, model, batch, calls=calls):
             calls.append(None)
             module = getattr(model, "module", model)
             # Of the two micro-batches of a step the first; from this step on, in every one.
             bad = len(calls) % 2 == 1 and len(calls) > 2 * (step - 1) and scenarios.place().rank == 1
             if not bad:
-                return true_loss(model, batch, config)
+                return true_loss(task, model, batch)
             with module.blocks[layer].mixer.register_forward_pre_hook(enlarge):
-                return true_loss(model, batch, config)
+                return true_loss(task, model, batch)
 
-        loop.compute_loss = compute_loss
+        TokenPrediction.loss = compute_loss
         shown = io.StringIO()
         try:
             with contextlib.redirect_stderr(shown):
@@ -43,6 +44,6 @@ def overflow_on_the_last_rank(runs: dict[str, list[str]], step: int, layer: int)
         except NonFiniteError as caught:
             error = str(caught)
         finally:
-            loop.compute_loss = true_loss
+            TokenPrediction.loss = true_loss
         found[name] = error, shown.getvalue()
     return found

@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from matmix.train import rng
-from matmix.train.checkpoint.files import together
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import Engine, EngineConfig, build_engine
+from matmix.train.process.agree import agree, complaint
 from matmix.train.process.distributed import Distributed, from_rank_zero, gather_objects
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH = 33, 10, 6, 8
@@ -174,8 +175,20 @@ def evaluate(engine: Engine) -> float:
     return loss
 
 
+@torch.no_grad()
+def full_weights(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and full value (on the CPU) of each parameter and persistent buffer, on every rank."""
+    for name, tensor in engine.named_tensors():
+        if hasattr(tensor, "ds_id"):  # cut by DeepSpeed at stage 3
+            with engine.deepspeed.zero.GatheredParameters([tensor]):
+                yield name, tensor.detach().to("cpu", copy=True)
+        else:
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, full.detach().to("cpu", copy=True)
+
+
 def weights(engine: Engine) -> dict[str, list[float]]:
-    return {name: tensor.flatten().tolist() for name, tensor in engine.portable_state()}
+    return {name: tensor.flatten().tolist() for name, tensor in full_weights(engine)}
 
 
 def moments(engine: Engine) -> list[Any]:
@@ -272,12 +285,6 @@ def poison_and_discard(name: str, ruled: bool = False) -> Any:
         _, norm = train_step(engine, 2, accumulation=2, poison=True)
         assert not math.isfinite(norm), norm
         assert (weights(engine), moments(engine)) == before
-    tokens, targets = batch_of(77)
-    for last in (False, True):
-        engine.backward(engine.model(tokens, targets), last=False)
-        if last:
-            engine.backward(engine.model(tokens, targets), last=True)
-        engine.discard()
     history += run_steps(engine, 2, 4, accumulation=2)
     return clean, history
 
@@ -363,7 +370,7 @@ def resume_with_another_layout(directory: str) -> dict[Any, Any]:
     return found
 
 
-def agree() -> Any:
+def agreements() -> Any:
     rank = place().rank
 
     def disk() -> None:
@@ -375,11 +382,16 @@ def agree() -> Any:
             raise KeyError("a bug")
 
     try:
-        together(bug)
+        agree(bug)
     except (RuntimeError, KeyError) as error:
         mistake = str(error) if rank == 0 else f"rank 1 failed: {error!r}"
+    try:
+        agree(disk)
+    except OSError as error:
+        failure = complaint(error)
+    first = agree(lambda: f"only {rank}", here=rank == 0)
     total = make_engine(EngineConfig()).all_reduce_sum(torch.tensor(1.0 + rank)).item()
-    return from_rank_zero(f"from {rank}"), gather_objects(rank), together(disk), mistake, total
+    return from_rank_zero(f"from {rank}"), gather_objects(rank), failure, mistake, first, total
 
 
 def fail_on_rank_one() -> None:

@@ -7,12 +7,13 @@ import shutil
 import pytest
 import scenarios
 import torch
+from saved_weights import read_weights
 
 from matmix.train.checkpoint import files as checkpoint_files
 from matmix.train.checkpoint import manager as checkpoints
 from matmix.train.checkpoint.files import MANIFEST
 from matmix.train.checkpoint.listing import list_checkpoints
-from matmix.train.checkpoint.manager import CheckpointManager, read_portable
+from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
 
 
@@ -74,10 +75,10 @@ def remove_index(checkpoint):
 
 
 DAMAGE = [
-    (truncate, r"damaged: sharded/__0_0\.distcp is truncated \(\d+ of \d+ bytes\)"),
-    (lengthen, r"damaged: sharded/__0_0\.distcp is too long"),
-    (remove_shard, r"damaged: sharded/__0_0\.distcp is missing"),
-    (flip_a_bit, r"damaged: sharded/__0_0\.distcp does not match its checksum"),
+    (truncate, r"damaged: sharded/moments__0_0\.distcp is truncated \(\d+ of \d+ bytes\)"),
+    (lengthen, r"damaged: sharded/moments__0_0\.distcp is too long"),
+    (remove_shard, r"damaged: sharded/moments__0_0\.distcp is missing"),
+    (flip_a_bit, r"damaged: sharded/moments__0_0\.distcp does not match its checksum"),
     (remove_manifest, r"not valid: it has no checkpoint\.json"),
     (spoil_manifest, r"damaged: its checkpoint\.json cannot be read"),
     (remove_generators, r"damaged: generators/rank-00000\.json is missing"),
@@ -97,7 +98,7 @@ def test_damage_is_found_before_anything_is_read(directory, damage, message):
         manager.load(newest, engine)
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=message):
-        next(read_portable(newest))
+        next(read_weights(newest))
     assert (scenarios.weights(engine), scenarios.moments(engine)) == before[:2]
     assert torch.equal(torch.get_rng_state(), before[2])
 
@@ -209,7 +210,7 @@ def test_what_was_just_written_is_kept(directory):
 def test_portable_weights(directory):
     engine = scenarios.make_engine(EngineConfig())
     CheckpointManager(directory).load(directory / "step-00000002", engine)
-    read = dict(read_portable(directory / "step-00000002"))
+    read = dict(read_weights(directory / "step-00000002"))
     assert {name: tensor.flatten().tolist() for name, tensor in read.items()} == scenarios.weights(engine)
     assert read["blocks.0.up.weight"].shape == (30, 10)
     assert read["scale"].item() == pytest.approx(0.9)  # buffers that belong to the state are in it,

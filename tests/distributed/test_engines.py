@@ -101,7 +101,7 @@ def test_a_model_with_weights_keeps_them():
         model.norm.bias.fill_(0.25)
     engine = build_engine(EngineConfig(), Distributed())
     engine.prepare(model, lambda _model: None, scenarios.make_optimizer)
-    assert dict(engine.portable_state())["norm.bias"].tolist() == [0.25] * scenarios.WIDTH
+    assert dict(scenarios.full_weights(engine))["norm.bias"].tolist() == [0.25] * scenarios.WIDTH
 
 
 @pytest.mark.parametrize(

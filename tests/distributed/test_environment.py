@@ -9,7 +9,7 @@ import torch
 from harness import run_distributed
 
 from matmix.train import rng
-from matmix.train.checkpoint.files import together
+from matmix.train.process.agree import agree, complaint
 from matmix.train.process.distributed import Distributed, choose_device, from_rank_zero, gather_objects
 
 
@@ -66,16 +66,22 @@ def test_gaussian_pairs_are_restored():
 
 
 def test_agreements_between_ranks():
-    found = run_distributed(scenarios.agree, 2)
-    assert found == [("from 0", [0, 1], "disk of rank 1 (rank 1)", "rank 1 failed: KeyError('a bug')", 3.0)] * 2
+    found = run_distributed(scenarios.agreements, 2)
+    assert (
+        found
+        == [("from 0", [0, 1], "disk of rank 1 (rank 1)", "rank 1 failed: KeyError('a bug')", ["only 0", None], 3.0)]
+        * 2
+    )
 
 
-def test_together_alone():
+def test_agreeing_alone():
     def fail():
         raise OSError("no disk")
 
-    assert together(lambda: None) is None
-    assert together(fail) == "no disk"
+    assert agree(lambda: 7) == [7]
+    with pytest.raises(OSError, match=r"^no disk$") as caught:
+        agree(fail)
+    assert complaint(caught.value) == "no disk"
 
 
 def test_the_harness_reports_the_childs_traceback():

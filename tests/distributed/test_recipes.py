@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import scenarios
 from harness import run_distributed
-
-from matmix.train.checkpoint.manager import read_portable
+from saved_weights import read_weights
 
 STEPS = 4
 RECIPES = ("debug_mru", "debug_hydra")  # packed documents of one, masked and packed ones of the other
@@ -47,13 +46,13 @@ def test_loop_on_any_engine_and_number_of_ranks(dataset, tmp_path):
         reference = tmp_path / "1" / f"{recipe}-plain"
         steps, validation = history(reference)
         assert len(steps) == STEPS
-        weights = dict(read_portable(reference / "checkpoints" / f"step-{STEPS:08d}"))
+        weights = dict(read_weights(reference / "checkpoints" / f"step-{STEPS:08d}"))
         for run_dir in (Path(path) for ranks in (2, 4) for path, (name, _) in planned[ranks].items() if name == recipe):
             found, found_validation = history(run_dir)
             for step, (got, want) in enumerate(zip(found, steps, strict=True)):
                 assert got == pytest.approx(want, rel=2e-4), (run_dir.name, step)
             assert found_validation == pytest.approx(validation, rel=2e-4), run_dir.name
-            for name, tensor in read_portable(run_dir / "checkpoints" / f"step-{STEPS:08d}"):
+            for name, tensor in read_weights(run_dir / "checkpoints" / f"step-{STEPS:08d}"):
                 # AdamW takes steps of lr whatever the size of a gradient: where that is only rounding, so is
                 # the sign.
                 assert (tensor - weights[name]).abs().mean().item() < 1e-5, (run_dir.name, name)

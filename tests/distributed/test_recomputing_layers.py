@@ -33,7 +33,7 @@ def weights_after_two_steps(recompute: bool, **options) -> dict[str, list[float]
         own = ids[engine.rank * share : (engine.rank + 1) * share]
         engine.backward(engine.model(own).float().square().sum() / ids.numel(), last=True)
         engine.step(0.0)
-    return {name: tensor.flatten().tolist() for name, tensor in engine.portable_state()}
+    return {name: tensor.flatten().tolist() for name, tensor in scenarios.full_weights(engine)}
 
 
 def runs() -> list[dict[str, list[float]]]:

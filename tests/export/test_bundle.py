@@ -14,10 +14,10 @@ from small_models import MODELS
 from transformers.dynamic_module_utils import get_imports
 
 from matmix.model import build_model, initialize
+from matmix.model.config import used_mixers
 from matmix.model.interop.export import bundle as bundling
 from matmix.model.interop.export.bundle import bundle
 from matmix.model.interop.export.directory import write_code
-from matmix.model.interop.export.plain_config import used_mixers
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -233,8 +233,8 @@ def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
     """All in one bundle, so that no two of their files define the same name."""
     config = {"encoder": encoder_of_all, "language_model": language_model_of_all}[architecture]()
     source, name = {
-        "encoder": ("matmix.model.encoder", "Encoder"),
-        "language_model": ("matmix.model.language_model", "LanguageModel"),
+        "encoder": ("matmix.model.architectures.encoder", "Encoder"),
+        "language_model": ("matmix.model.architectures.language_model", "LanguageModel"),
     }[architecture]
     registries = {"MIXERS": used_mixers(config)}
     roots = [(source, name), ("matmix.model.config", "ModelConfig"), ("matmix.model.config", "MixerOptions")]

@@ -24,8 +24,7 @@ from typing import Any
 
 import psutil
 import torch
-
-from matmix.train.checkpoint.manager import read_portable
+from saved_weights import read_weights
 
 HERE = Path(__file__).resolve().parent
 # What a run may take on a machine that does other things besides; a test that gets there has failed.
@@ -283,7 +282,7 @@ class Run:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Full weights of the newest checkpoint, all of whose checksums are right."""
-        return dict(read_portable(self.newest()))
+        return dict(read_weights(self.newest()))
 
 
 def assert_same(run: Run, reference: Run) -> None:

@@ -212,8 +212,9 @@ def flip_a_bit(step: int, once: bool = False) -> None:
 def slow_steps(first: int, last: int, seconds: float) -> None:
     """This rank's own work takes so much longer in each of these steps."""
     from matmix.train import loop
+    from matmix.train.tasks.token_prediction import TokenPrediction
 
-    compute_loss = loop.compute_loss
+    compute_loss = TokenPrediction.loss
     now = [0]
     train_step = loop.Trainer.train_step
 
@@ -226,7 +227,7 @@ def slow_steps(first: int, last: int, seconds: float) -> None:
             time.sleep(seconds)
         return compute_loss(*arguments, **options)
 
-    loop.Trainer.train_step, loop.compute_loss = step, slow
+    loop.Trainer.train_step, TokenPrediction.loss = step, slow
 
 
 def hang(step: int, markers: str, how: str = "sleep") -> None:
@@ -272,8 +273,9 @@ def pause(step: int, markers: str, rewinds: int = 0) -> None:
 def high_loss(first: int, last: int, factor: float) -> None:
     """The losses of the samples `first` to `last` of the data order are `factor` times what they are."""
     from matmix.train import loop
+    from matmix.train.tasks.token_prediction import TokenPrediction
 
-    compute_loss = loop.compute_loss
+    compute_loss = TokenPrediction.loss
     trainers: list[Any] = []
     train_step = loop.Trainer.train_step
 
@@ -288,7 +290,7 @@ def high_loss(first: int, last: int, factor: float) -> None:
         return result
 
     loop.Trainer.train_step = step
-    loop.compute_loss = faulty
+    TokenPrediction.loss = faulty
 
 
 # -- the machine ---------------------------------------------------------------------------------------------

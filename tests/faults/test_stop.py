@@ -13,7 +13,7 @@ from fault_harness import assert_same, python_path, wait_until
 from matmix.train.process.exits import EXIT_INTERRUPTED, EXIT_STOPPED
 from matmix.train.run.outcome import read_last_step, read_outcomes
 
-LOOP, EVALUATE = "matmix.train.loop", "matmix.train.evaluators.validation"
+LOOP, TASK = "matmix.train.loop", "matmix.train.tasks.token_prediction"
 
 
 def stop_at(run, fault: dict, number: int = signal.SIGUSR2, rank: int = -1):
@@ -64,7 +64,7 @@ def test_while_the_parts_of_the_run_are_made(make_run, one_rank):
 
 def test_in_the_first_step(make_run, one_rank):
     run = make_run()
-    stop_at(run, {"kind": "pause_in", "function": f"{LOOP}:compute_loss"})
+    stop_at(run, {"kind": "pause_in", "function": f"{TASK}:TokenPrediction.loss"})
     assert outcome_of(run, 0).step in (1, 2)
     run.finish()
     assert_same(run, one_rank)
@@ -74,7 +74,7 @@ def test_in_an_evaluation_on_one_rank_of_two(make_run, two_ranks):
     """It is given up without a record, and the next start begins with it; interrupted again, the one after that."""
     run = make_run(ranks=2)
     for _ in range(2):
-        stop_at(run, {"kind": "pause_in", "function": f"{EVALUATE}:row_losses"}, rank=0)
+        stop_at(run, {"kind": "pause_in", "function": f"{TASK}:row_losses"}, rank=0)
         assert run.records("validation") == []
         assert run.steps() == 15
     run.finish()
@@ -84,7 +84,7 @@ def test_in_an_evaluation_on_one_rank_of_two(make_run, two_ranks):
 def test_in_the_final_evaluation(make_run, one_rank):
     run = make_run()
     run.finish("--stop-step", "20")
-    stop_at(run, {"kind": "pause_in", "function": f"{EVALUATE}:row_losses"})
+    stop_at(run, {"kind": "pause_in", "function": f"{TASK}:row_losses"})
     assert not (run.path / "summary.json").exists()
     assert len(run.records("validation")) == 1
     run.finish()

@@ -10,7 +10,7 @@ from matmix.launch.jobs.attempts import (
     AGAIN,
     ENOUGH,
     FINISHED,
-    Attempt,
+    PastAttempt,
     begin,
     decide,
     main,
@@ -18,14 +18,13 @@ from matmix.launch.jobs.attempts import (
     read_attempts,
 )
 from matmix.launch.jobs.records import note_url
-from matmix.train.process.places import mirror_folder
-from matmix.train.run.outcome import outcome_path, step_path
+from matmix.train.run.outcome import local_folder, outcome_path, step_path
 
 
-def attempts(*ends: tuple) -> list[Attempt]:
+def attempts(*ends: tuple) -> list[PastAttempt]:
     """(code, step begun, step saved) each, code "told" for one that was told to stop and was killed."""
     return [
-        Attempt(
+        PastAttempt(
             attempt=f"7.{number}",
             code=137 if code == "told" else code,
             step=step,
@@ -146,7 +145,7 @@ def test_it_needs_no_torch(tmp_path):
 def test_ranks_of_a_run_in_an_object_store_write_to_their_node(tmp_path, monkeypatch):
     monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))
     note_url(tmp_path / "run", "s3://bucket/run")
-    write_outcome(mirror_folder("s3://bucket/run", 0), "7.0", code=75, reason="stopped")
+    write_outcome(local_folder("s3://bucket/run", 0), "7.0", code=75, reason="stopped")
     assert main([str(tmp_path / "run"), "--attempt", "7.0", "--code", "137"]) == AGAIN
     (attempt,) = read_attempts(tmp_path / "run")
     assert attempt.stopped

@@ -5,13 +5,14 @@ import json
 
 import pytest
 
-from matmix.launch.lab.plan.command import main
+from matmix.launch.lab.plan.command import PlanRun
 from matmix.launch.lab.plan.estimate import candidates, estimate, measured_efficiency, options_of, suggest
 from matmix.launch.lab.plan.hardware import GPUS, find_gpu, read_cluster
 from matmix.launch.lab.plan.risk import assess
 from matmix.launch.lab.plan.traffic import collectives
-from matmix.launch.lab.plan.warnings import find_warnings, short_duration
+from matmix.launch.lab.plan.warnings import find_warnings
 from matmix.model.flops import flops_by_part, flops_per_token
+from matmix.train.arguments import read_verb
 from matmix.train.estimate.plan import make_plan
 from matmix.train.recipe import load_config
 
@@ -165,10 +166,9 @@ def test_utilisation_from_a_run(tmp_path):
         measured_efficiency(tmp_path)
 
 
-def test_durations():
-    assert [short_duration(s) for s in (0.0123, 1.5, 90, 7000, 200_000)] == [
-        *("12 ms", "1.5 s", "1.5 min", "1.9 h", "2.3 days")
-    ]
+def main(words):
+    verb, rest = read_verb(PlanRun, words, prog="matmix plan")
+    return verb.run(rest, words)
 
 
 def test_the_command(capsys):

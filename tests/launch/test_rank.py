@@ -9,7 +9,7 @@ import pytest
 
 from matmix.launch.jobs.environment import apply_defaults, defaults, interface_towards
 from matmix.launch.jobs.rank import find_run_dir, log_path, rank_variables
-from matmix.train.process.places import mirror_folder
+from matmix.train.run.outcome import local_folder
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -80,12 +80,14 @@ def test_the_run_directory_is_found_as_training_finds_it(tmp_path):
     assert find_run_dir([str(recipe), "--run_dir=other"]) == "other"
     assert find_run_dir([str(tmp_path)]) == str(tmp_path)
     assert find_run_dir(["debug_mru", "--steps", "3"]) == "runs/debug_mru"
+    assert find_run_dir(["s3://bucket/runs/a", "--steps", "3"]) == "s3://bucket/runs/a"
+    assert find_run_dir(["s3://bucket/runs/a", "--run-dir", "other"]) == "other"
 
 
 def test_logs():
     environment = {"RANK": "3", "MATMIX_ATTEMPT": "17.1", "SLURM_TMPDIR": "/local"}
     assert log_path("runs/a", environment) == Path("runs/a/logs/17.1/rank-00003.log")
-    node = mirror_folder("s3://bucket/runs/a", 1)
+    node = local_folder("s3://bucket/runs/a", 1)
     assert log_path("s3://bucket/runs/a", {**environment, "GROUP_RANK": "1"}) == node / "logs/17.1/rank-00003.log"
 
 

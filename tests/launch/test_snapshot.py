@@ -36,7 +36,7 @@ def test_a_copy_can_be_copied_again_without_git(tmp_path):
     """As from a wheel: package folders somewhere, no working copy around them."""
     snapshot.copy_code(tmp_path / "code")
     code = (
-        "from pathlib import Path; from matmix.launch import snapshot; "
+        "from pathlib import Path; from matmix.launch.jobs import snapshot; "
         f"snapshot.take_snapshot(Path({str(tmp_path / 'second')!r}))"
     )
     run_python(code, tmp_path / "code", GIT_CEILING_DIRECTORIES=str(tmp_path))
@@ -70,6 +70,28 @@ def test_changes_are_kept_as_a_patch(tmp_path):
     assert "with changes" in changed
     assert "+EXIT_NEW = 9" in changed
     assert "kernels/__init__.py" in changed  # a file that git does not know
+
+
+def test_a_copy_in_a_foreign_repository_has_no_revision(tmp_path):
+    """The HEAD of a repository that happens to lie around the code says nothing of the code."""
+    snapshot.copy_code(tmp_path / "code")
+    git = [
+        "git",
+        "-C",
+        str(tmp_path),
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@example.com",
+        "-c",
+        "commit.gpgsign=false",
+    ]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run([*git, *words], check=True)
+    code = "from matmix.train.run.revision import git_revision; print(repr(git_revision()))"
+    assert run_python(code, tmp_path / "code") == "''"
+    code = "from matmix.launch.jobs.snapshot import describe_revision; print(describe_revision()[0])"
+    assert "not from a git working copy" in run_python(code, tmp_path / "code")
 
 
 def test_launches_of_the_same_second_have_different_names(tmp_path):

@@ -14,7 +14,7 @@ from matmix.model.flops import flops_by_part
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.convolutions.hyena import Hyena, HyenaConfig
 from matmix.model.mixers.convolutions.long import similar_documents
-from matmix.model.mixers.scans.s4d import S4D, S4DConfig
+from matmix.model.mixers.convolutions.s4d import S4D, S4DConfig
 from matmix.model.mixers.structured.mlp_mixer import MLPMixer, MLPMixerConfig
 
 D_MODEL = 6

@@ -5,9 +5,12 @@ import torch
 import torch.nn.functional as F
 from ssd_definitions import linear_attention, mamba2, retention, two_directions
 
+from matmix.model import MixerOptions, ModelConfig
 from matmix.model.initialization import initialize
-from matmix.model.interop.export.state import map_state
+from matmix.model.interop.export.generation_state import map_state
 from matmix.model.mixers import MIXERS
+from matmix.model.mixers.scans.hydra import HydraConfig
+from matmix.model.mixers.scans.scan_block import ScanBlock
 
 D_MODEL = 8
 SMALL = {"headdim": 4, "d_state": 3}
@@ -260,3 +263,42 @@ def test_options_that_do_not_fit_are_one_line(make, name, options, message):
     with pytest.raises(ValueError, match=r"^model\.mixers\." + message) as error:
         make(name, causal=True, **options)
     assert "\n" not in str(error.value)
+
+
+SCAN_BLOCKS = [name for name, mixer in MIXERS.items() if issubclass(mixer, ScanBlock)]
+DRAWING_STEPS = [name for name, mixer in MIXERS.items() if hasattr(mixer.Config(), "dt_max")]
+
+
+def refused(name: str, **options) -> str:
+    """What a model configuration says of these options of a mixer."""
+    mixer = MIXERS[name]
+    with pytest.raises(ValueError, match=rf"^model\.mixers\.{name}\.") as error:
+        ModelConfig(
+            architecture="language_model" if mixer.causal_form else "encoder",
+            layers=(name,),
+            mixers=MixerOptions(**{name: mixer.Config(**options)}),
+        )
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", DRAWING_STEPS)
+@pytest.mark.parametrize("options", [{"dt_min": 0.2}, {"dt_min": 0.0}, {"dt_max": float("inf")}])
+def test_no_mixer_draws_step_sizes_from_an_impossible_range(name, options):
+    assert {"hydra", "semiseparable", "gated_delta", "quasiseparable_dd", "s4d"} <= set(DRAWING_STEPS)
+    assert "dt_min" in refused(name, **options)
+
+
+@pytest.mark.parametrize("name", SCAN_BLOCKS)
+def test_scans_have_chunks_that_their_kernels_have(name):
+    assert len(SCAN_BLOCKS) == 7
+    assert "must be one of 0, 16, 32" in refused(name, chunk_size=48)
+    assert "dt_init_floor = 0.0: must be above 0" in refused(name, dt_init_floor=0.0)
+
+
+def test_limits_of_step_sizes_leave_some_between_them():
+    message = refused("hydra", dt_limit_low=0.5, dt_limit_high=0.1)
+    assert "dt_limit_low = 0.5: must not be above dt_limit_high = 0.1" in message
+    refused("hydra", dt_limit_low=float("nan"))
+    # 0 is no limit.
+    ModelConfig(architecture="encoder", layers=("hydra",), mixers=MixerOptions(hydra=HydraConfig(dt_limit_low=0.5)))

@@ -15,10 +15,11 @@ import small_checkpoints
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
+from saved_weights import read_weights
 
 from matmix.launch.convert import convert_checkpoint
 from matmix.train.checkpoint.files import MANIFEST, find_problem, list_files, write_manifest
-from matmix.train.checkpoint.manager import CheckpointManager, read_portable
+from matmix.train.checkpoint.manager import CheckpointManager
 
 
 @functools.cache
@@ -54,7 +55,7 @@ def look_at(checkpoint: Path) -> None:
     manager = CheckpointManager(checkpoint.parent)
     works_or_is_one_line(lambda: find_problem(checkpoint))
     works_or_is_one_line(lambda: manager.load(checkpoint, small_checkpoints.make_engine()))
-    works_or_is_one_line(lambda: list(read_portable(checkpoint)))
+    works_or_is_one_line(lambda: list(read_weights(checkpoint)))
 
 
 @pytest.mark.parametrize("kind", ["sharded", "first", "portable"])

@@ -13,12 +13,13 @@ import pytest
 import small_checkpoints
 import torch
 from safetensors.torch import save_file
+from saved_weights import read_weights
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
 
 from matmix.launch.convert import convert_checkpoint
 from matmix.train.checkpoint.files import MANIFEST, find_problem, read_manifest
 from matmix.train.checkpoint.listing import list_checkpoints
-from matmix.train.checkpoint.manager import CheckpointManager, read_portable
+from matmix.train.checkpoint.manager import CheckpointManager
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def refused(checkpoint: Path, message: str) -> None:
     manager = CheckpointManager(checkpoint.parent)
     readers = [
         lambda: manager.load(checkpoint, engine),
-        lambda: list(read_portable(checkpoint)),
+        lambda: list(read_weights(checkpoint)),
         lambda: manager.latest_valid(lambda text: None),
         lambda: convert_checkpoint(checkpoint, checkpoint.parent.parent / "converted"),
     ]
@@ -346,7 +347,7 @@ def test_deepspeed_files_of_something_else(checkpoint, tmp_path, content) -> Non
     assert "its files are not DeepSpeed's" in problem
     assert "\n" not in problem
     with pytest.raises(ValueError, match="its files are not DeepSpeed's"):
-        list(read_portable(checkpoint))
+        list(read_weights(checkpoint))
     assert not (tmp_path / "harm").exists()
 
 

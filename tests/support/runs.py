@@ -25,7 +25,7 @@ def losses(run_dir) -> list[float]:
 
 def weights(run_dir) -> dict:
     """Full weights of the newest checkpoint."""
-    from matmix.train.checkpoint.manager import read_portable
+    from saved_weights import read_weights
 
     newest = max((Path(run_dir) / "checkpoints").glob("step-*"))
-    return dict(read_portable(newest))
+    return dict(read_weights(newest))

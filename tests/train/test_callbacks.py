@@ -11,7 +11,6 @@ from runs import losses, records, run_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from matmix.train import loop
-from matmix.train.callbacks.progress import short_number, short_time
 
 
 def test_tensorboard_holds_what_metrics_jsonl_holds(dataset, tmp_path):
@@ -99,11 +98,6 @@ def test_another_tokenizer_than_the_runs_is_refused(dataset, tmp_path):
         run_recipe("debug_mru", other, tmp_path / "run")
     with pytest.raises(ValueError, match="tokenizer"):
         run_recipe("debug_mru", dataset, tmp_path / "new", "--data.validation-path", other)
-
-
-def test_numbers_and_times_are_short():
-    assert [short_number(n) for n in (0.5, 999, 1234567, 3.2e9)] == ["0.5", "999", "1.23M", "3.2G"]
-    assert [short_time(n) for n in (5, 65, 3725)] == ["0:05", "1:05", "1:02:05"]
 
 
 def test_a_validation_loss_that_is_no_number_is_said_with_advice(dataset, tmp_path, monkeypatch, capsys):

@@ -15,14 +15,13 @@ from matmix.train.activation import compile_blocks, compute_in_bfloat16
 from matmix.train.callbacks import curves
 from matmix.train.command import _closing_words
 from matmix.train.engine import build_engine
-from matmix.train.evaluators import ablation
+from matmix.train.evaluators import ablation, evaluate, make_evaluators
 from matmix.train.evaluators.context import context_words, position_metrics, position_sums
-from matmix.train.evaluators.validation import evaluate
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
 from matmix.train.state import Result
-from matmix.train.tasks.objectives import compute_loss, row_losses
+from matmix.train.tasks.token_prediction import row_losses
 
 PACKINGS = ("concat", "document", "rows")
 RECIPES = ("debug_mru", "debug_hydra")
@@ -78,9 +77,9 @@ def test_bins_hold_the_losses_of_their_positions(recipe, packing, dataset):
             expected[:, position.bit_length() - 1] += torch.tensor([loss, 1.0])
         found = row_losses(model, batch)
         sums += position_sums(batch, found.loss, config.data.seqlen)
-        whole = compute_loss(model, batch, config.objective)
+        whole = config.task().loss(model, batch)
         total += whole.loss.item()
-        assert found.correct.sum().item() == whole.correct.item()
+        assert found.correct.sum().item() == whole.sums["accuracy"].item()
     assert expected[1].sum() > 30
     assert torch.equal(sums[1], expected[1])
     torch.testing.assert_close(sums[0], expected[0], rtol=1e-4, atol=1e-3)
@@ -226,20 +225,21 @@ def test_an_evaluation_is_given_up_at_any_batch(dataset):
     engine = build_engine(config.engine, Distributed())
     engine.prepare(build_model(config.model, device="meta"), lambda model: initialize(model, 0), lambda model: None)
     loader = make_loader(config, "validation", 0, 1)
-    calls = []
+    task, calls = config.task(), []
+    parts = [each for each, _ in make_evaluators(config, task)], engine, task, config, loader
 
     def interrupted(at):
         calls.append(None)
         return len(calls) == at
 
-    metrics = evaluate(engine, loader, config, lambda: interrupted(-1))
+    metrics = evaluate(*parts, lambda: interrupted(-1))
     batches = len(calls)
     assert batches == 4 + 2 * 2  # and two passes over the first global batch
     for at in range(1, batches + 1):
         calls.clear()
-        assert evaluate(engine, loader, config, lambda at=at: interrupted(at)) is None
+        assert evaluate(*parts, lambda at=at: interrupted(at)) is None
         assert engine.module.training
-    assert evaluate(engine, loader, config) == metrics
+    assert evaluate(*parts) == metrics
 
 
 def test_without_ablation_batches_only_positions_are_measured(dataset, tmp_path):
@@ -293,7 +293,7 @@ def test_a_run_leaves_its_picture(dataset, tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(curves, "write_whole", full_disk)
+    monkeypatch.setattr(curves, "write_atomic", full_disk)
     assert run_recipe("debug_mru", dataset, tmp_path / "other", *options).finished
     assert json.loads((tmp_path / "other" / "summary.json").read_text())["step"] == 8
 

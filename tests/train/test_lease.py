@@ -30,11 +30,15 @@ def folder(store) -> RemoteFolder:
     return RemoteFolder(f"{store.url}/run")
 
 
+def newest(store) -> str:
+    return max(store.names("run/leases/"))
+
+
 def edit(store, **changes) -> None:
     """Another owner's lease, as it stands when nobody renews it."""
-    found = json.loads(store.get("run/lease.json"))
+    found = json.loads(store.get(newest(store)))
     owner = {**found["owner"], **changes.pop("owner", {})}
-    store.put("run/lease.json", json.dumps({**found, "held": True, "owner": owner, **changes}).encode())
+    store.put(newest(store), json.dumps({**found, "held": True, "owner": owner, **changes}).encode())
 
 
 def test_the_second_job_is_told_who_the_first_is(folder):
@@ -52,10 +56,13 @@ def test_the_second_job_is_told_who_the_first_is(folder):
     second.release()
 
 
-def test_of_two_that_find_it_free_one_gets_it(folder, monkeypatch):
+@pytest.mark.parametrize("conditional", [True, False])
+def test_of_two_that_find_it_free_one_gets_it(folder, monkeypatch, conditional):
+    if not conditional:  # a store that lets both create the same object
+        monkeypatch.setattr(RemoteFolder, "create", RemoteFolder.write)
     monkeypatch.setattr(lease, "SETTLE_SECONDS", 1.0)
     both = threading.Barrier(2)
-    read = Lease._read
+    read = Lease._newest
 
     def read_together(self):
         found = read(self)
@@ -63,7 +70,7 @@ def test_of_two_that_find_it_free_one_gets_it(folder, monkeypatch):
             both.wait()
         return found
 
-    monkeypatch.setattr(Lease, "_read", read_together)
+    monkeypatch.setattr(Lease, "_newest", read_together)
     leases, errors = [Lease(folder), Lease(folder)], []
 
     def acquire(wanted):
@@ -120,12 +127,12 @@ def test_who_was_away_too_long_finds_out(folder, store, monkeypatch):
     first = Lease(folder)
     first.acquire(print)
     second = Lease(folder)
-    second._watch(json.loads(store.get("run/lease.json")), print)
+    second._watch(json.loads(store.get(newest(store))), print)
     edit(store, token="another", owner={"host": "node-8", "pid": 12})
     with pytest.raises(LeaseLostError, match=r"taken over by another job \(host node-8, process 12"):
         first.check()
     first.release()
-    assert json.loads(store.get("run/lease.json"))["held"]  # of the other
+    assert json.loads(store.get(newest(store)))["held"]  # of the other
 
 
 def test_a_store_that_is_away_for_a_moment_does_not_end_a_lease(folder, store):
@@ -138,4 +145,47 @@ def test_a_store_that_is_away_for_a_moment_does_not_end_a_lease(folder, store):
     assert renewed.wait(60)
     held.check()
     held.release()
-    assert not json.loads(store.get("run/lease.json"))["held"]
+    assert not json.loads(store.get(newest(store)))["held"]
+
+
+def test_a_renewal_that_hung_does_not_win_a_lost_lease_back(folder, monkeypatch):
+    """It reaches the store after another job has waited for the lapse and taken the run."""
+    monkeypatch.setattr(lease, "LAPSE_SECONDS", 0.5)
+    hangs, goes_on, written = threading.Event(), threading.Event(), threading.Event()
+    first, second = Lease(folder), Lease(RemoteFolder(folder.url))
+    first.acquire(print)
+    real = folder.write
+
+    def write(name, content):
+        hangs.set()
+        goes_on.wait(30)
+        real(name, content)
+        written.set()
+
+    monkeypatch.setattr(folder, "write", write)
+    assert hangs.wait(10)
+    second.acquire(print)
+    goes_on.set()
+    assert written.wait(10)
+    second.check()
+    with pytest.raises(LeaseLostError, match="was taken over by another job"):
+        first.check()
+    first.release()
+    third = Lease(RemoteFolder(folder.url))
+    with pytest.raises(ValueError, match="in use by another job"):
+        third.acquire(print)
+    second.release()
+    third.acquire(pytest.fail)
+    assert third.starts == 3
+    third.release()
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_its_owner_is_not_overlooked(folder, store):
+    old = {"held": True, "owner": {"host": "node-7", "pid": 1}, "token": "old", "renewals": 3, "starts": 4}
+    store.put("run/lease.json", json.dumps(old).encode())
+    told: list[str] = []
+    new = Lease(folder)
+    new.acquire(told.append)
+    assert "host node-7, process 1" in told[0]
+    assert new.starts == 5
+    new.release()

@@ -17,7 +17,8 @@ from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.errors import NonFiniteError
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
-from matmix.train.tasks.objectives import Loss
+from matmix.train.tasks import Loss
+from matmix.train.tasks.token_prediction import TokenPrediction
 
 
 @pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])
@@ -87,17 +88,17 @@ def test_validation_counts_every_token_once(dataset, tmp_path):
 
 def _poison(monkeypatch, steps: set[int]) -> None:
     """Makes the loss NaN in these steps."""
-    true_loss, calls = loop.compute_loss, []
+    true_loss, calls = TokenPrediction.loss, []
 
-    def poisoned(model, batch, config):
-        loss = true_loss(model, batch, config)
+    def poisoned(task, model, batch):
+        loss = true_loss(task, model, batch)
         if not model.training:
             return loss
         calls.append(None)
         step = 1 + (len(calls) - 1) // 4
         return Loss(loss.total * torch.nan, *loss[1:]) if step in steps else loss
 
-    monkeypatch.setattr(loop, "compute_loss", poisoned)
+    monkeypatch.setattr(TokenPrediction, "loss", poisoned)
 
 
 def test_a_nan_step_is_skipped_and_counted(monkeypatch, dataset, tmp_path):

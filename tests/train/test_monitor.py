@@ -10,10 +10,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from matmix.model import build_model
 from matmix.train import loop
-from matmix.train.callbacks.nan_guard import find_overflow
 from matmix.train.errors import NonFiniteError
+from matmix.train.guards.nan_guard import find_overflow
 from matmix.train.meters.monitor import Monitor
 from matmix.train.recipe import load_config
+from matmix.train.tasks.token_prediction import TokenPrediction
 
 NAMES = {f"monitor/blocks.{index}.log_norm_{kind}" for index in (0, 1) for kind in ("max", "mean")}
 LDU = ["--model.mixers.mru.construction", "ldu", "--model.dropout", "0", "--evaluation.every", "0"]
@@ -25,15 +26,15 @@ def monitored(record):
 
 def note_what_the_model_says(monkeypatch):
     """Per forward pass of training: what the model's monitors give when they are asked directly."""
-    true_loss, said = loop.compute_loss, []
+    true_loss, said = TokenPrediction.loss, []
 
-    def noting(model, batch, config):
-        loss = true_loss(model, batch, config)
+    def noting(task, model, batch):
+        loss = true_loss(task, model, batch)
         if model.training:
             said.append({f"monitor/{name}": value.item() for name, value in model.monitor().items()})
         return loss
 
-    monkeypatch.setattr(loop, "compute_loss", noting)
+    monkeypatch.setattr(TokenPrediction, "loss", noting)
     return said
 
 
@@ -81,23 +82,23 @@ def test_a_model_without_states_has_none(monkeypatch, dataset, tmp_path):
 
 def overflow_at(monkeypatch, steps, layer=1, micro_batches=(0, 1, 2, 3)):
     """Makes the matrices of a layer huge in these micro-batches of these steps, as a too large update would."""
-    true_loss, calls = loop.compute_loss, []
+    true_loss, calls = TokenPrediction.loss, []
 
-    def huge(model, batch, config):
+    def huge(task, model, batch):
         step, micro_batch = 1 + len(calls) // 4, len(calls) % 4
         weight = model.blocks[layer].mixer.in_proj.weight
         if not model.training:
-            return true_loss(model, batch, config)
+            return true_loss(task, model, batch)
         calls.append(None)
         if step not in steps or micro_batch not in micro_batches:
-            return true_loss(model, batch, config)
+            return true_loss(task, model, batch)
         kept = weight.detach().clone()
         weight.data.fill_(1e8)
-        loss = true_loss(model, batch, config)
+        loss = true_loss(task, model, batch)
         weight.data.copy_(kept)
         return loss
 
-    monkeypatch.setattr(loop, "compute_loss", huge)
+    monkeypatch.setattr(TokenPrediction, "loss", huge)
 
 
 def test_the_first_layer_that_overflows_is_named_and_checkpoints_stay(monkeypatch, capsys, dataset, tmp_path):
@@ -162,13 +163,13 @@ def small_run_config():
 
 
 def test_a_nan_elsewhere_blames_no_layer(monkeypatch, capsys, dataset, tmp_path):
-    true_loss = loop.compute_loss
+    true_loss = TokenPrediction.loss
 
-    def poisoned(model, batch, config):
-        loss = true_loss(model, batch, config)
+    def poisoned(task, model, batch):
+        loss = true_loss(task, model, batch)
         return loss._replace(total=loss.total * torch.nan) if model.training else loss
 
-    monkeypatch.setattr(loop, "compute_loss", poisoned)
+    monkeypatch.setattr(TokenPrediction, "loss", poisoned)
     with pytest.raises(NonFiniteError) as error:
         run_recipe("debug_mru", dataset, tmp_path / "run", "--max-bad-steps", "1", *LDU)
     assert "layer" not in capsys.readouterr().err + str(error.value)
@@ -176,13 +177,13 @@ def test_a_nan_elsewhere_blames_no_layer(monkeypatch, capsys, dataset, tmp_path)
 
 
 def test_bounded_states_point_to_what_came_in(monkeypatch, dataset, tmp_path):
-    true_loss = loop.compute_loss
+    true_loss = TokenPrediction.loss
 
-    def poisoned(model, batch, config):
+    def poisoned(task, model, batch):
         model.embedding.weight.data[:] = math.nan
-        return true_loss(model, batch, config)
+        return true_loss(task, model, batch)
 
-    monkeypatch.setattr(loop, "compute_loss", poisoned)
+    monkeypatch.setattr(TokenPrediction, "loss", poisoned)
     with pytest.raises(NonFiniteError, match=r"layer 0 \(mru, construction cayley\).*its input was not finite already"):
         run_recipe("debug_mru", dataset, tmp_path / "run", "--max-bad-steps", "1")
 

@@ -8,6 +8,7 @@ from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.process import stop
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
 from matmix.train.run.outcome import Attempt, attempt_id, outcomes_folder, read_last_step, read_outcomes
+from matmix.train.tasks.token_prediction import TokenPrediction
 
 
 @pytest.fixture
@@ -77,14 +78,14 @@ def test_the_users_mistake(start, tmp_path):
 
 
 def test_diverged(start, tmp_path, monkeypatch):
-    true_loss = loop.compute_loss
+    true_loss = TokenPrediction.loss
 
     def no_number(*arguments):
         loss = true_loss(*arguments)
         return loss._replace(total=loss.total * torch.nan)
 
     def diverge():
-        monkeypatch.setattr(loop, "compute_loss", no_number)
+        monkeypatch.setattr(TokenPrediction, "loss", no_number)
 
     assert start("--checkpoint.every", "2", "--max-bad-steps", "2", before={4: diverge}) == EXIT_FAILED
     assert "2 steps in a row had a NaN or infinite loss" in outcome(tmp_path, EXIT_FAILED, 5, 4)

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from matmix.train.command import main
 from matmix.train.config import RuleConfig
+from matmix.train.entry import main
 from matmix.train.recipe import (
     bundled_recipes,
     config_to_dict,
@@ -59,7 +59,7 @@ def test_keys_may_be_written_with_underscores_or_hyphens(recipe, underscored):
         ("[optimizer]\nlr = 'fast'", ['"optimizer.lr"', "float", "'fast'"]),
         ("steps = 2.5", ['"steps"', "int", "2.5"]),
         ("optimizer = 3", ['"optimizer" is a table']),
-        ("[objective]\nname = 'causal'", ['"objective.name"', "'causal_lm'", "'masked_lm'"]),
+        ("[objective]\nname = 'causal'", ["objective.name", "'causal'", "'causal_lm'", "masked_lm"]),
         ("steps = 0", ["steps must be >= 1"]),
         ("steps = \n", ["not valid TOML", "line 1"]),
         ("[data]\nseqlen = 0", ["seqlen"]),

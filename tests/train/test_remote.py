@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
+import uuid
+from pathlib import Path
 
 import pytest
 from object_store import running_store
 from runs import losses, run_recipe
+from saved_weights import read_weights
 
-from matmix.train.checkpoint.manager import CheckpointManager, read_portable
-from matmix.train.process.places import mirror_folder
-from matmix.train.run import lease
-from matmix.train.run import remote_checkpoints as mirrored
-from matmix.train.run.mirror import Mirror
-from matmix.train.run.remote import local_run
+from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.run import lease, remote, remote_checkpoints
+from matmix.train.run.outcome import local_folder
+from matmix.train.run.remote import local_outline, local_run
+from matmix.train.run.sync import RunSync
 
 STEPS = ("--steps", "12", "--checkpoint.every", "4", "--logging.every", "1", "--evaluation.every", "0")
 
@@ -61,7 +67,7 @@ def steps_at(store) -> list[str]:
 
 
 def weights_at(url: str, step: int) -> dict:
-    return dict(read_portable(CheckpointManager(local_run(url) / "checkpoints").path(step)))
+    return dict(read_weights(CheckpointManager(local_run(url) / "checkpoints").path(step)))
 
 
 def test_a_run_goes_on_elsewhere_as_if_nothing_had_happened(store, url, dataset, tmp_path, straight, capsys):
@@ -71,19 +77,19 @@ def test_a_run_goes_on_elsewhere_as_if_nothing_had_happened(store, url, dataset,
     capsys.readouterr()
     assert run_recipe("debug_mru", dataset, url, *STEPS, "--logging.tensorboard", "True").finished
     assert "resumed from step-00000008" in said(capsys)
-    assert losses(mirror_folder(url)) == losses(straight)
-    expected = dict(read_portable(straight / "checkpoints" / "step-00000012"))
+    assert losses(local_folder(url)) == losses(straight)
+    expected = dict(read_weights(straight / "checkpoints" / "step-00000012"))
     found = weights_at(url, 12)
     assert all((found[name] == value).all() for name, value in expected.items())
     # Old ones are gone from the store, and everything else of the run is there.
     assert steps_at(store) == ["step-00000008", "step-00000012"]
     names = {name.removeprefix("runs/a/") for name in store.names("runs/a/")}
-    assert {"config.toml", "metrics.jsonl", "summary.json", "lease.json"} <= names
+    assert {"config.toml", "metrics.jsonl", "summary.json", "leases/00000002.json"} <= names
     assert any(name.startswith("tokenizer/") for name in names)
     assert any(name.startswith("tensorboard/") for name in names)
     records = [name for name in names if not name.startswith("checkpoints/")]
     assert not [name for name in records if "lock" in name or "/." in name or name.startswith(".")]
-    assert store.get("runs/a/metrics.jsonl") == (mirror_folder(url) / "metrics.jsonl").read_bytes()
+    assert store.get("runs/a/metrics.jsonl") == (local_folder(url) / "metrics.jsonl").read_bytes()
     local = [path.read_bytes() for path in (tmp_path / "scratch").rglob("*") if path.is_file()]
     for content in [*local, *(store.get(name) for name in store.names())]:
         assert b"a-secret-access-key" not in content
@@ -114,7 +120,7 @@ def test_a_failed_upload_costs_one_line_and_no_checkpoint(store, url, dataset, t
     store.refuse = lambda method, path: False
     elsewhere(tmp_path)
     assert run_recipe("debug_mru", dataset, url, *STEPS).finished
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
 
 
 def test_uploads_that_fail_until_the_end_leave_the_last_one_valid(store, url, dataset, tmp_path, straight, capsys):
@@ -135,12 +141,12 @@ def test_uploads_that_fail_until_the_end_leave_the_last_one_valid(store, url, da
     shutil.copytree(keep, tmp_path / "scratch")
     run_recipe("debug_mru", dataset, url, *STEPS)
     assert "resumed from step-00000011" in said(capsys)
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
 
 
 def test_a_store_that_is_away_for_a_moment_is_not_noticed(store, url, dataset, monkeypatch, straight, capsys):
     monkeypatch.setenv("MATMIX_RETRY_SECONDS", "120")
-    real, started = Mirror.push_files, threading.Event()
+    real, started = RunSync.push_files, threading.Event()
 
     def push_files(self, step):
         if step == 4 and not started.is_set():
@@ -149,12 +155,12 @@ def test_a_store_that_is_away_for_a_moment_is_not_noticed(store, url, dataset, m
             threading.Timer(1.5, store.start).start()
         real(self, step)
 
-    monkeypatch.setattr(Mirror, "push_files", push_files)
+    monkeypatch.setattr(RunSync, "push_files", push_files)
     assert run_recipe("debug_mru", dataset, url, *STEPS).finished
     assert started.is_set()
     assert not warnings_in(said(capsys))
     assert steps_at(store) == ["step-00000008", "step-00000012"]
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(store, url, dataset, tmp_path, straight, capsys):
@@ -176,8 +182,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(store, url, 
         for other, before in whole.items():
             store.put(other, before)
         store.delete(key) if content is None else store.put(key, content)
-        mirror, told = Mirror(url, mirror_folder(url)), []
-        checkpoints = mirrored.MirroredCheckpoints(mirror, lease.Lease(mirror.remote), up_to_date=False)
+        sync, told = RunSync(url, local_folder(url)), []
+        checkpoints = remote_checkpoints.RemoteCheckpoints(sync, lease.Lease(sync.remote), up_to_date=False)
         assert checkpoints.latest_valid(told.append).name == "step-00000004"
         expected = f"warning: skipping a checkpoint: checkpoint {url}/checkpoints/step-00000008 is damaged: {problem}"
         assert [line for line in told if "warning" in line] == [expected]
@@ -186,7 +192,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(store, url, 
     output = said(capsys)
     assert len(warnings_in(output)) == 1
     assert "resumed from step-00000004" in output
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
     assert steps_at(store) == ["step-00000008", "step-00000012"]
 
 
@@ -200,7 +206,7 @@ def test_it_does_not_start_from_scratch_where_no_checkpoint_is_valid(store, url,
     store.stop()
     with pytest.raises(OSError, match=rf"^cannot \w+ {url}.*: \w+: "):
         run_recipe("debug_mru", dataset, url, *STEPS)
-    assert not list(mirror_folder(url).glob("checkpoints/step-*/checkpoint.json"))
+    assert not list(local_folder(url).glob("checkpoints/step-*/checkpoint.json"))
 
 
 def test_what_is_no_run_is_left_alone(store, url, dataset):
@@ -240,25 +246,26 @@ def test_a_second_job_is_refused_and_harms_nothing(store, url, dataset, monkeypa
     assert run_recipe("debug_mru", dataset, url, *STEPS).finished
     assert len(complaints) == 1
     assert f"run_dir {url} is in use by another job (host " in complaints[0]
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
 
 
 def test_who_lost_the_run_to_another_job_does_not_touch_it(store, url, dataset, monkeypatch):
     monkeypatch.setattr(lease, "RENEWAL_SECONDS", 600.0)
-    real = mirrored.MirroredCheckpoints._publish
+    real = remote_checkpoints.RemoteCheckpoints._publish
 
     def publish(self, step, group):
         if step == 8:
             store.put("runs/a/metrics.jsonl", b"of the other job")
-            other = json.loads(store.get("runs/a/lease.json"))
-            store.put("runs/a/lease.json", json.dumps({**other, "token": "x", "owner": {"host": "node-9"}}).encode())
+            other = json.loads(store.get("runs/a/leases/00000001.json"))
+            taken = {**other, "token": "x", "owner": {"host": "node-9"}}
+            store.put("runs/a/leases/00000002.json", json.dumps(taken).encode())
         return real(self, step, group)
 
-    monkeypatch.setattr(mirrored.MirroredCheckpoints, "_publish", publish)
+    monkeypatch.setattr(remote_checkpoints.RemoteCheckpoints, "_publish", publish)
     with pytest.raises(lease.LeaseLostError, match=r"taken over by another job \(host node-9"):
         run_recipe("debug_mru", dataset, url, *STEPS)
     assert steps_at(store) == ["step-00000004"]
-    assert json.loads(store.get("runs/a/lease.json"))["token"] == "x"
+    assert json.loads(store.get("runs/a/leases/00000002.json"))["token"] == "x"
     assert store.get("runs/a/metrics.jsonl") == b"of the other job"
 
 
@@ -270,7 +277,7 @@ def test_other_urls(kind, dataset, tmp_path, monkeypatch, straight):
     run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "8")
     elsewhere(tmp_path)
     assert run_recipe("debug_mru", dataset, url, *STEPS).finished
-    assert losses(mirror_folder(url)) == losses(straight)
+    assert losses(local_folder(url)) == losses(straight)
 
 
 def test_verbs_take_the_url_of_a_run(store, url, dataset, tmp_path, capsys):
@@ -312,3 +319,79 @@ def test_verbs_take_the_url_of_a_run(store, url, dataset, tmp_path, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert f"matmix: error: {url} has no checkpoint of step 5; there are: 8, 12" in errors
     assert f"matmix: error: there is no run at {store.url}/nothing" in errors
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_somebody_reads_stays_as_it_is_whatever_others_read(store, url, dataset, tmp_path):
+    """Listings, other checkpoints and other processes leave a copy alone for as long as its reader runs."""
+    run_recipe("debug_mru", dataset, url, *STEPS)
+    own = local_run(url, step=8)
+    checkpoint = own / "checkpoints" / "step-00000008"
+    before = contents(checkpoint)
+    assert local_outline(url) != own
+    assert (local_run(url, step=12) / "checkpoints" / "step-00000012").is_dir()
+    assert contents(checkpoint) == before
+    program = (
+        "import sys; from matmix.train.run.remote import local_outline, local_run; url = sys.argv[1];"
+        "local_outline(url); print(local_run(url, step=12))"
+    )
+    environment = {**os.environ, **store.environment(), "MATMIX_SCRATCH": str(tmp_path / "scratch")}
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", program, url], env=environment, capture_output=True, text=True, check=True
+    )
+    other = Path(found.stdout.strip())
+    assert other != own
+    assert (other / "checkpoints" / "step-00000012").is_dir()
+    assert contents(checkpoint) == before
+
+
+def test_generate_and_export_fetch_and_hash_only_what_holds_weights_and_that_once(
+    store, url, dataset, tmp_path, monkeypatch, straight
+):
+    from matmix.launch.convert import convert_run
+    from matmix.launch.export import export_run
+    from matmix.launch.generate import load_source
+    from matmix.train.checkpoint import files
+
+    hashed: list[str] = []
+    real = files.sha256
+    monkeypatch.setattr(files, "sha256", lambda path: hashed.append(path.name) or real(path))
+    run_recipe("debug_mru", dataset, url, *STEPS)
+    convert_run(straight, tmp_path / "converted", tell=print)
+    for run in (straight, tmp_path / "converted", url):
+        for use in (load_source, lambda run: export_run(run, tmp_path / uuid.uuid4().hex, tell=print)):
+            shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
+            remote._readings.clear()
+            hashed.clear()
+            store.requests.clear()
+            use(run)
+            names = [name for name in hashed if name.endswith((".distcp", ".safetensors"))]
+            assert len(names) == 1  # the file of the weights
+            assert "moments" not in names[0]
+            assert len(hashed) == len(set(hashed))
+            fetched = [path for method, path in store.requests if method == "GET" and "/checkpoints/step-" in path]
+            assert len(fetched) == len(set(fetched))
+            assert not [path for path in fetched if "moments" in path]
+            assert bool(fetched) == (run == url)
+    moments = [n for n in store.names("runs/a/checkpoints/step-00000012/") if "moments" in n]
+    assert moments  # they lie in files of their own
+
+
+def test_old_checkpoints_that_cannot_be_removed_here_do_not_end_the_run(store, url, dataset, monkeypatch, capsys):
+    """Also where an upload has just failed: what one rank alone would raise there leaves the others waiting."""
+    store.refuse = lambda method, path: method == "PUT" and "step-00000008" in path
+    real = shutil.rmtree
+
+    def rmtree(path, *arguments, **options):
+        if Path(path).name == ".old-step-00000004" and not options.get("ignore_errors"):
+            raise OSError(errno.EIO, "Input/output error")
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    assert run_recipe("debug_mru", dataset, url, *STEPS, "--checkpoint.keep-last", "1").finished
+    output = said(capsys)
+    assert "no checkpoint at step 8: cannot upload" in output
+    assert "could not be removed: [Errno 5] Input/output error" in output

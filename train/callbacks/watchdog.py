@@ -13,17 +13,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from matmix.train.callbacks.base import Callback
+from matmix.train.callbacks.base import Callback, RunView
 from matmix.train.meters import collectives
 from matmix.train.process.distributed import wait_for_ranks
 from matmix.train.process.exits import EXIT_HUNG
 from matmix.train.process.hang_report import Whereabouts, exchange, explain
 from matmix.train.process.heartbeat import beat, last_beat
 from matmix.train.run.outcome import attempt_id, write_outcome
+from matmix.train.words import duration
 
 _LONGEST_POLL = 5.0
 # How long ranks that are ready to end wait for the others' stacks: the first one to go takes the rest with it.
@@ -42,30 +43,33 @@ class Watchdog(Callback):
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
         self.file: TextIO | None = None
+        self.earlier: dict[Path, os.stat_result] = {}
 
     # -- what the loop calls -------------------------------------------------------------------------------------
 
-    def on_start(self, trainer) -> None:
-        self.trainer = trainer
-        self.rank, self.world_size = trainer.engine.rank, trainer.engine.world_size
+    def on_start(self, run: RunView) -> None:
+        self.run = run
+        self.rank, self.world_size = run.engine.rank, run.engine.world_size
         self.main_thread = threading.get_ident()
-        self.path = stacks_path(trainer.run.path, attempt_id(), self.rank)
+        self.path = stacks_path(run.path, attempt_id(), self.rank)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # A start under the same name, maybe of more ranks, may have left its stacks here.
+            self.earlier = {path: path.stat() for path in self._stack_files() if path != self.path}
             # Opened now: when the process hangs, opening may hang too.
             self.file = self.path.open("w", encoding="utf-8")
         except OSError as error:
-            trainer.tell(f"warning: if this run hangs, its stacks go to stderr alone ({error})")
+            run.tell(f"warning: if this run hangs, its stacks go to stderr alone ({error})")
         # The ranks that wait for a hung one are to leave their stacks before a collective gives up and ends them.
         wait_for_ranks(max(30, 2 * self.limit / 60))
         beat("the start of the loop")
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
 
-    def on_step(self, trainer) -> None:
-        beat(f"the end of step {trainer.state.step}")
+    def on_step(self, run: RunView) -> None:
+        beat(f"the end of step {run.state.step}")
 
-    def on_end(self, trainer) -> None:
+    def on_end(self, run: RunView) -> None:
         if self.thread is None:
             return
         self.stopped.set()
@@ -102,7 +106,7 @@ class Watchdog(Callback):
 
     def _end(self, quiet: float) -> None:
         mine = (
-            f"rank {self.rank} made no progress for {_minutes(quiet)} (no step, evaluation batch, save); the last sign "
+            f"rank {self.rank} made no progress for {duration(quiet)} (no step, evaluation batch, save); the last sign "
             f"of life was {last_beat().what}; {self._place()}"
         )
         found = {self.rank: Whereabouts(collectives.begun(), collectives.inside(), mine)}
@@ -139,10 +143,10 @@ class Watchdog(Callback):
             exchange(found, attempt_id(), self.rank, self.world_size, self.grace / 4)
 
     def _write(self, reason: str) -> None:
-        state = self.trainer.state
-        steps = self.trainer.checkpoints.steps()
+        state = self.run.state
+        steps = self.run.saved_steps()
         write_outcome(
-            self.trainer.run.path,
+            self.run.path,
             code=EXIT_HUNG,
             reason=reason,
             step=state.step,
@@ -159,18 +163,19 @@ class Watchdog(Callback):
         return f"its main thread is in {code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
 
     def _dumped(self) -> int:
-        """How many ranks have written their stacks, as far as this rank sees them."""
+        """How many ranks of this start have written their stacks, as far as this rank sees them."""
         count = 0
-        for path in self.path.parent.glob("rank-*.stacks.txt"):
+        for path in self._stack_files():
             with contextlib.suppress(OSError):
-                count += path.stat().st_size > 0
+                now, before = path.stat(), self.earlier.get(path)
+                left = before is not None and (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size)
+                count += now.st_size > 0 and not left
         return count
+
+    def _stack_files(self) -> Iterator[Path]:
+        return self.path.parent.glob("rank-*.stacks.txt")
 
 
 def stacks_path(run_dir: Path, attempt: str, rank: int) -> Path:
     """RUN/logs/<attempt>/rank-00003.stacks.txt, next to that rank's log."""
     return Path(run_dir) / "logs" / attempt / f"rank-{rank:05d}.stacks.txt"
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"

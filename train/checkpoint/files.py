@@ -9,61 +9,31 @@ write to a checkpoint can also write hashes that fit.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
-import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from matmix.data.artifacts import artifact_name, artifact_path, parse_json
-from matmix.train.checkpoint.portable import open_full
-from matmix.train.process.distributed import gather_objects, rank_and_world_size
-from matmix.train.process.heartbeat import beat, others_at_work
+from matmix.data.storage.files import open_durable
+from matmix.train.checkpoint.full_tensors import open_full, weight_files
+from matmix.train.checkpoint.steps import MANIFEST, step_of
+from matmix.train.process.agree import agree
+from matmix.train.process.distributed import rank_and_world_size
+from matmix.train.process.heartbeat import beat
 
-MANIFEST = "checkpoint.json"
 GENERATORS = "generators"
 FIRST_GENERATORS = f"{GENERATORS}/rank-00000.json"
 VERSION = 2  # 1 had CRC-32 checksums, and none of itself
 _HEAD, _AFTER_ROOT = b'{\n "root": "', b'",'
-_STEP = re.compile(r"step-(\d{8,})$")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 22
 # What reading says where the medium or the file system has lost the file's content.
 _OF_DAMAGE = (errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO))
-
-
-def together(action: Callable[[], Any], group: dist.ProcessGroup | None = None) -> str | None:
-    """Runs `action` on every rank; None, or the first rank's complaint if storage failed anywhere, on every
-    rank.
-
-    Only OSError is a complaint. Anything else is a mistake of ours and raised, on every rank. group: what the
-    ranks agree over, as for `gather_objects`.
-    """
-    complaint, mistake = None, None
-    beat("a part of a save")
-    try:
-        action()
-    except OSError as error:
-        complaint = error.strerror or str(error)
-    except Exception as error:
-        mistake = error
-    with others_at_work("a part of a save that is done here"):
-        outcomes = gather_objects((complaint, None if mistake is None else repr(mistake)), group)
-    if mistake is not None:
-        raise mistake
-    for rank, (text, other) in enumerate(outcomes):
-        if other is not None:
-            raise RuntimeError(f"rank {rank} failed: {other}")
-        if text is not None:
-            return text if "(rank " in text or len(outcomes) == 1 else f"{text} (rank {rank})"
-    return None
 
 
 def list_files(directory: Path) -> list[str]:
@@ -109,10 +79,8 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Writes `checkpoint.json`: JSON whose first member, the root, is the SHA-256 of all bytes that follow it."""
     rest = {name: value for name, value in manifest.items() if name not in ("root", "version")}
     body = json.dumps({"version": VERSION, **rest}, indent=1).removeprefix("{").encode() + b"\n"
-    with (directory / MANIFEST).open("wb") as file:
+    with open_durable(directory / MANIFEST) as file:
         file.write(_HEAD + hashlib.sha256(_AFTER_ROOT + body).hexdigest().encode() + _AFTER_ROOT + body)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
@@ -156,8 +124,8 @@ def _find_fault(manifest: dict[str, Any], name: str) -> str | None:
         return "lacks its step, or what the training loop saved"
     if not _is_layout(manifest.get("layout")):
         return "has no layout of its tensors"
-    if (named := _STEP.search(name)) is not None and int(named[1]) != step:
-        return f"is of step {step}, not {int(named[1])}: the directory has another's name"
+    if (named := step_of(name.removeprefix(".tmp-"))) is not None and named != step:
+        return f"is of step {step}, not {named}: the directory has another's name"
     if not isinstance(files, dict) or FIRST_GENERATORS not in files:
         return "does not list its files"
     for name, entry in files.items():
@@ -181,9 +149,11 @@ def _is_layout(layout: Any) -> bool:
     return known and named and all(type(number) is int and number >= 0 for number in counts) and counts[0] > 0
 
 
-def check_sizes(directory: Path) -> None:
-    """Raises ValueError if a file is missing or not as long as it was."""
+def check_sizes(directory: Path, names: Collection[str] | None = None) -> None:
+    """Raises ValueError if a file is missing or not as long as it was; names: look at these files only."""
     for name, (size, _) in read_manifest(directory)["files"].items():
+        if names is not None and name not in names:
+            continue
         path = artifact_path(directory, name, directory / MANIFEST, nested=True)
         if not path.is_file():
             raise ValueError(f"checkpoint {directory} is damaged: {name} is missing")
@@ -192,37 +162,36 @@ def check_sizes(directory: Path) -> None:
             raise ValueError(f"checkpoint {directory} is damaged: {name} is {how} ({found} of {size} bytes)")
 
 
-def find_problem(directory: Path) -> str | None:
+def find_problem(directory: Path, *, weights_only: bool = False) -> str | None:
     """What is wrong with a checkpoint, on every rank: sizes, checksums, and whether its files hold the tensors that its
     layout names. The ranks share the reading.
 
-    Raises OSError on every rank where one could not look (a file system that is away, too many open files): who took
-    such a checkpoint for damaged would go back behind it and remove it.
+    weights_only: looks at no files but those that must be read for the weights. Raises OSError on every rank where one
+    could not look (a file system that is away, too many open files): who took such a checkpoint for damaged would go
+    back behind it and remove it.
     """
     rank, world_size = rank_and_world_size()
 
-    def look() -> str | OSError | None:
+    def look() -> str | None:
         try:
-            check_sizes(directory)
-            files = read_manifest(directory)["files"]
-            for name, entry in list(files.items())[rank::world_size]:
-                if not matches(directory / name, entry):
+            manifest = read_manifest(directory)
+            files, layout = manifest["files"], manifest["layout"]
+            names = weight_files(directory, layout, files) if weights_only else list(files)
+            check_sizes(directory, names)
+            for name in names[rank::world_size]:
+                if not matches(directory / name, files[name]):
                     return f"checkpoint {directory} is damaged: {name} does not match its checksum"
             if rank == 0:
-                open_full(directory, read_manifest(directory)["layout"])
+                open_full(directory, layout, weights_only=weights_only)
         except (ValueError, FileNotFoundError) as error:
             return str(error)
         except OSError as error:
             if error.errno not in _OF_DAMAGE:
-                return OSError(f"checkpoint {directory} cannot be read: {error}")
+                raise OSError(f"checkpoint {directory} cannot be read: {error}") from error
             return f"checkpoint {directory} is damaged: {error}"
         return None
 
-    found = gather_objects(look())
-    for problem in found:
-        if isinstance(problem, OSError):
-            raise problem
-    return next((problem for problem in found if problem), None)
+    return next(filter(None, agree(look)), None)
 
 
 def check_shapes(directory: Path, saved: dict[str, list[int]], model: dict[str, list[int]]) -> None:
@@ -236,13 +205,3 @@ def check_shapes(directory: Path, saved: dict[str, list[int]], model: dict[str, 
     for name, shape in saved.items():
         if name not in model:
             raise ValueError(f"{start} it holds {name} {tuple(shape)}, which this model does not have")
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes a rename inside `directory` survive a power failure, where the file system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -26,19 +26,19 @@ from typing import Any
 import torch.distributed as dist
 
 from matmix.data.artifacts import artifact_path, parse_json, read_json
+from matmix.data.storage.files import write_atomic
 from matmix.data.storage.private import is_own, private_folder
 from matmix.train.checkpoint.exchange import Transfer, exchange
-from matmix.train.checkpoint.files import MANIFEST, list_files, matches, read_manifest, together
+from matmix.train.checkpoint.files import list_files, matches, read_manifest
 from matmix.train.checkpoint.room import free_bytes
-from matmix.train.checkpoint.save import Contents, Tell, write_checkpoint
+from matmix.train.checkpoint.save import RankState, Tell, write_checkpoint
+from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.base import Engine
-from matmix.train.process.distributed import from_rank_zero, gather_objects, rank_and_world_size
-from matmix.train.process.files import write_whole
-from matmix.train.process.places import Place
+from matmix.train.process.agree import agree, complaint
+from matmix.train.process.distributed import FolderGroup, from_rank_zero, gather_objects, rank_and_world_size
 
 RECORD = "local_copies.json"
 START = "start"  # in what a copy holds besides the state: the name of the start that made it
-_STEP = re.compile(r"step-(\d{8,})")
 _MEMORY = Path("/dev/shm")
 _Kept = tuple[str, int | None]  # name of a start, and a step of it; None = any
 
@@ -67,31 +67,33 @@ class LocalCopies:
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", run.rstrip("/").rsplit("/", 1)[-1])[:64]
         self._of_run = self._base / f"{stem}-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
         self.folder = self._of_run  # of this node, once `_open` has looked who else is here
-        self._place = Place.of_node()
+        self._node = FolderGroup.of_node()
         self._leaders: list[int] = []  # the rank that leads each node, in order of the nodes' numbers
         self._number = 0  # of this node in that order
         self._start = ""
         self._room_for = 0  # bytes of a copy for which there was room
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return self.folder / step_name(step)
 
     # -- after a start -----------------------------------------------------------------------------------
 
     def newest(self, after: int, engine: Engine, tell: Tell) -> Path | None:
         """The newest copy of a step after `after` that the nodes hold whole between them; each node now has what its
-        ranks need to load it. None if there is none; one that is not whole costs a line of warning."""
+        ranks need to load it. None if there is none; a line of warning names one that is not whole."""
         if self.off or not self._open(tell):
             return None
-        kept = from_rank_zero(self._read_record() if rank_and_world_size()[0] == 0 else [])
-        found = self._find(kept, after) if self._place.leads else {}
+        kept = from_rank_zero(self._read_record() if self._is_first() else [])
+        found = self._find(kept, after) if self._node.leads else {}
         everywhere = gather_objects({step: said for step, (said, _) in found.items()})
         for step in sorted({step for part in everywhere for step in part}, reverse=True):
             _, raw = found.get(step, ("", b""))
-            problem = self._bring(step, [part.get(step) for part in everywhere], raw, engine)
-            if problem is None:
+            try:
+                self._bring(step, [part.get(step) for part in everywhere], raw, engine)
+            except OSError as error:
+                tell(f"warning: the node-local copy of step {step} is not used: {complaint(error)}")
+            else:
                 return self.path(step)
-            tell(f"warning: the node-local copy of step {step} is not used: {problem}")
         return None
 
     def _read_record(self) -> list[_Kept]:
@@ -107,7 +109,8 @@ class LocalCopies:
         """What this node has that counts: step -> hash of what the copy says of itself, the same on all nodes, and its
         manifest, which also says when a node wrote it."""
         found = {}
-        for step, path in self._steps().items():
+        for step in list_steps(self.folder):
+            path = self.path(step)
             try:
                 manifest, raw = read_manifest(path), (path / MANIFEST).read_bytes()
             except (ValueError, OSError):
@@ -119,11 +122,11 @@ class LocalCopies:
                 found[step] = hashlib.sha256(said.encode()).hexdigest(), raw
         return found
 
-    def _bring(self, step: int, said: list[str | None], raw: bytes, engine: Engine) -> str | None:
-        """What is wrong with the copy of a step; None: every node has all that it needs of it now. said: the hash that
-        each rank found; raw: the manifest that this one did."""
+    def _bring(self, step: int, said: list[str | None], raw: bytes, engine: Engine) -> None:
+        """Gives every node all that it needs of the copy of a step. said: the hash that each rank found; raw: the
+        manifest that this one did. Raises OSError on all ranks that says what is wrong with the copy."""
         if len(set(filter(None, said))) > 1:
-            return "the nodes hold different ones"
+            raise OSError("the nodes hold different ones")
         path, holder = self.path(step), next(rank for rank, value in enumerate(said) if value)
         raw = gather_objects(raw if rank_and_world_size()[0] == holder else b"")[holder]
         manifest = parse_json(raw, path)
@@ -131,28 +134,23 @@ class LocalCopies:
         held = self._whole(path, files, list(files))
         lost = [name for name in files if not any(name in names for names in held)]
         if lost:
-            return f"{len(lost)} of its {len(files)} files are damaged or with no node that is here, such as {lost[0]}"
+            raise OSError(
+                f"{len(lost)} of its {len(files)} files are damaged or with no node that is here, such as {lost[0]}"
+            )
         fits = layout["engine"] == engine.kind and layout["shapes"] == engine.shapes()
         shards = set(engine.shards(files)) if fits else set()
-        if complaint := self._fetch(path, files, held, [files.keys() - shards] * len(held)):
-            return complaint
+        self._fetch(path, files, held, [files.keys() - shards] * len(held))
         if shards:
             wanted: list[set[str]] = [set() for _ in held]
             for number, part in gather_objects((self._number, engine.shards_to_load(path, layout))):
                 wanted[number] |= part
-            if complaint := self._fetch(path, files, held, wanted):
-                return complaint
+            self._fetch(path, files, held, wanted)
+        there = (path / MANIFEST).is_file()
+        agree(lambda: write_atomic(path / MANIFEST, raw), here=self._node.leads and not there)
 
-        def finish() -> None:
-            if self._place.leads and not (path / MANIFEST).is_file():
-                write_whole(path / MANIFEST, raw)
-
-        return together(finish)
-
-    def _fetch(
-        self, path: Path, files: dict[str, Any], held: list[set[str]], wanted: list[Collection[str]]
-    ) -> str | None:
-        """Brings files to the nodes that want them and hold them not; a complaint, or None. held, wanted: by node."""
+    def _fetch(self, path: Path, files: dict[str, Any], held: list[set[str]], wanted: list[Collection[str]]) -> None:
+        """Brings files to the nodes that want them and hold them not. held, wanted: by node. Raises OSError on all
+        ranks where that fails on one."""
         transfers = []
         for count, name in enumerate(files):
             holders = [number for number, names in enumerate(held) if name in names]
@@ -163,28 +161,23 @@ class LocalCopies:
         missing = [transfer.name for transfer in transfers if transfer.target == self._leaders[self._number]]
 
         def prepare() -> None:
-            if self._place.leads:
-                _require_room(self.folder, sum(files[name][0] for name in missing))
-                path.mkdir(exist_ok=True)
-
-        def receive() -> None:
-            if self._place.leads:
-                exchange(path, transfers)
+            _require_room(self.folder, sum(files[name][0] for name in missing))
+            path.mkdir(exist_ok=True)
 
         def compare() -> None:
             if damaged := [name for name in missing if name not in arrived]:
                 raise OSError(f"{damaged[0]} arrived damaged")
 
-        if complaint := together(prepare) or together(receive):
-            return complaint
+        agree(prepare, here=self._node.leads)
+        agree(lambda: exchange(path, transfers), here=self._node.leads)
         arrived = self._whole(path, files, missing)[self._number]
-        return together(compare)
+        agree(compare)
 
     def _whole(self, path: Path, files: dict[str, Any], names: list[str]) -> list[set[str]]:
         """By node, in the order of `_leaders`: which of these files it holds with the right checksum. Its ranks share
         the reading."""
         good = []
-        for name in names[self._place.index :: self._place.count]:
+        for name in names[self._node.index :: self._node.count]:
             try:
                 if matches(artifact_path(path, name, path, nested=True), files[name]):
                     good.append(name)
@@ -200,31 +193,29 @@ class LocalCopies:
         counts from now on, and those on this node are removed."""
         kept = origin if origin is not None and origin.parent == self.folder else None
         if self.off or not self._open(tell):
-            if rank_and_world_size()[0] == 0:
+            if self._is_first():
                 self.record.unlink(missing_ok=True)
-            if self._place.leads and self._of_run.is_dir() and is_own(self._base):
+            if self._node.leads and self._of_run.is_dir() and is_own(self._base):
                 shutil.rmtree(self._of_run, ignore_errors=True)
             return
         self._start = from_rank_zero(uuid.uuid4().hex)
-        before = None if kept is None else [read_manifest(kept)["extra"][START], int(kept.name.removeprefix("step-"))]
-
-        def write() -> None:
-            if rank_and_world_size()[0] == 0:
-                write_whole(self.record, json.dumps({"name": self._start, "origin": before}) + "\n")
-
-        if complaint := together(write):
-            self.give_up(f"{self.record} cannot be written ({complaint})", tell)
-        if self._place.leads:
+        before = None if kept is None else [read_manifest(kept)["extra"][START], step_of(kept.name)]
+        record = json.dumps({"name": self._start, "origin": before}) + "\n"
+        try:
+            agree(lambda: write_atomic(self.record, record), here=self._is_first())
+        except OSError as error:
+            self.give_up(f"{self.record} cannot be written ({complaint(error)})", tell)
+        if self._node.leads:
             self._remove_all_but(kept)
 
     def end(self) -> None:
         """Removes the copies of a run that has saved all it did."""
         if not self._leaders:  # there never were any
             return
-        if rank_and_world_size()[0] == 0:
+        if self._is_first():
             self.record.unlink(missing_ok=True)
         gather_objects(None)  # not before: copies that are there in part only would cost the next start a warning
-        if self._place.leads:
+        if self._node.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # another node of this host still has its folder there
                 self._of_run.rmdir()
@@ -246,53 +237,54 @@ class LocalCopies:
             sizes = [own + sizes[number - 1] for number, own in enumerate(sizes)]
         if max(sizes) <= self._room_for:
             return True
-        problem = None
-        if self._place.leads:
-            try:
-                there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-                size = sizes[self._number]
-                _require_room(self.folder, max(size, 2 * size - there))
-            except OSError as error:
-                problem = f"{error.strerror or error}; checkpoint.local_dir names another place"
-        if problem := next(filter(None, gather_objects(problem)), None):
-            self.give_up(problem, tell)
+
+        def look() -> None:
+            there = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+            _require_room(self.folder, max(sizes[self._number], 2 * sizes[self._number] - there))
+
+        try:
+            agree(look, here=self._node.leads)
+        except OSError as error:
+            self.give_up(f"{error.strerror or error}; checkpoint.local_dir names another place", tell)
             return False
         self._room_for = max(sizes)
         return True
 
-    def complete(self, contents: Contents, group: dist.ProcessGroup | None, tell: Tell) -> bool:
+    def complete(self, state: RankState, group: dist.ProcessGroup | None, tell: Tell) -> bool:
         """Writes a copy, shares it and removes the one before; in the background. Whether it is complete now."""
-        target = self.path(contents.step)
+        target = self.path(state.step)
         temporary = self.folder / f".tmp-{target.name}"
-        complaint = write_checkpoint(contents, temporary, target, group, self._place)
-        if complaint is None and self._shares:
-            complaint = self._share(target, group)
-        if complaint is not None:
-            tell(f"warning: no node-local copy of step {contents.step}: {complaint}; training goes on without them")
-            if self._place.leads:
+        try:
+            write_checkpoint(state, temporary, target, group, self._node)
+            if self._shares:
+                self._share(target, group)
+        except OSError as error:
+            problem = complaint(error)
+            tell(f"warning: no node-local copy of step {state.step}: {problem}; training goes on without them")
+            if self._node.leads:
                 shutil.rmtree(temporary, ignore_errors=True)
             return False
-        if self._place.leads:
+        if self._node.leads:
             self._remove_all_but(target)
         return True
 
-    def _share(self, target: Path, group: dist.ProcessGroup | None) -> str | None:
-        """Passes what each node wrote on to the next one; None, or the complaint of the first whose storage failed."""
-        sizes: dict[str, int] = {}  # of what this node wrote
+    def _share(self, target: Path, group: dist.ProcessGroup | None) -> None:
+        """Passes what each node wrote on to the next one. Raises OSError on all ranks where storage failed on one."""
 
-        def look() -> None:
-            if self._place.leads:
-                sizes.update((name, (target / name).stat().st_size) for name in list_files(target) if name != MANIFEST)
+        def look() -> tuple[int, dict[str, int]]:
+            return self._number, {n: (target / n).stat().st_size for n in list_files(target) if n != MANIFEST}
 
-        if complaint := together(look, group):
-            return complaint
         transfers = []
-        for number, written in gather_objects((self._number, sizes), group):
+        for number, written in filter(None, agree(look, here=self._node.leads, group=group)):
             source, neighbour = self._leaders[number], self._leaders[(number + 1) % len(self._leaders)]
             transfers += [Transfer(name, size, source, neighbour) for name, size in written.items()]
-        return together(lambda: exchange(target, transfers, group) if self._place.leads else None, group)
+        agree(lambda: exchange(target, transfers, group), here=self._node.leads, group=group)
 
-    # -- places ------------------------------------------------------------------------------------------
+    # -- nodes -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _is_first() -> bool:
+        return rank_and_world_size()[0] == 0
 
     @property
     def _shares(self) -> bool:
@@ -302,15 +294,15 @@ class LocalCopies:
         """Finds the nodes, and makes this one's folder; whether all could."""
         if self._leaders:
             return True
-        place, host = self._place, socket.gethostname()
-        everywhere = gather_objects((place.number, place.index, place.count, host))
+        node, host = self._node, socket.gethostname()
+        everywhere = gather_objects((node.number, node.index, node.count, host))
         nodes = sorted({number for number, *_ in everywhere})
-        indices = {node: sorted(index for number, index, *_ in everywhere if number == node) for node in nodes}
+        indices = {each: sorted(index for number, index, *_ in everywhere if number == each) for each in nodes}
         problem = None
         if all(indices[number] == list(range(count)) for number, _, count, _ in everywhere):
-            self._number = nodes.index(place.number)
+            self._number = nodes.index(node.number)
             # By the host's name: at the next start the nodes may be numbered otherwise.
-            here = sorted({number for number, _, _, other in everywhere if other == host}).index(place.number)
+            here = sorted({number for number, _, _, other in everywhere if other == host}).index(node.number)
             self.folder = self._of_run / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', host)}-{here}"
             try:
                 for folder in (self._base, self._of_run, self.folder):
@@ -323,18 +315,13 @@ class LocalCopies:
             self.give_up(problem, tell)
             return False
         firsts = {number: rank for rank, (number, index, *_) in enumerate(everywhere) if index == 0}
-        self._leaders = [firsts[node] for node in nodes]
+        self._leaders = [firsts[each] for each in nodes]
         return True
 
     def give_up(self, problem: str, tell: Tell) -> None:
         """No copies are made from now on. Called on all ranks."""
         self.off = True
         tell(f"warning: no node-local copies: {problem}; training goes on without them")
-
-    def _steps(self) -> dict[int, Path]:
-        """Step -> path of what lies in this node's folder, whole or not."""
-        names = os.listdir(self.folder) if self.folder.is_dir() else []
-        return {int(match[1]): self.folder / match[0] for match in map(_STEP.fullmatch, names) if match}
 
     def _remove_all_but(self, kept: Path | None) -> None:
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:

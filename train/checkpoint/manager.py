@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +17,24 @@ import torch
 import torch.distributed as dist
 
 from matmix.data.artifacts import read_json
+from matmix.data.storage.files import write_atomic
 from matmix.train import rng
-from matmix.train.checkpoint import portable
-from matmix.train.checkpoint.files import (
-    GENERATORS,
-    MANIFEST,
-    check_shapes,
-    check_sizes,
-    find_problem,
-    read_manifest,
-)
+from matmix.train.checkpoint import full_tensors
+from matmix.train.checkpoint.files import GENERATORS, check_shapes, check_sizes, find_problem, read_manifest
 from matmix.train.checkpoint.local_copies import LocalCopies
-from matmix.train.checkpoint.save import BackgroundSave, Contents, Tell, write_checkpoint
+from matmix.train.checkpoint.save import BackgroundSave, RankState, Tell, write_checkpoint
+from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.base import Engine
 from matmix.train.failures import is_out_of_memory
-from matmix.train.process.distributed import from_rank_zero, gather_objects, make_side_group, rank_and_world_size
-from matmix.train.process.files import write_whole
-from matmix.train.process.places import Place
+from matmix.train.process.agree import complaint
+from matmix.train.process.distributed import (
+    FolderGroup,
+    from_rank_zero,
+    gather_objects,
+    make_side_group,
+    rank_and_world_size,
+)
 
-_NAME = re.compile(r"step-(\d{8,})")
 # Directories under these names are unfinished or already given up: no reader looks at them.
 LEFTOVERS = (".tmp-", ".old-")
 
@@ -74,12 +70,11 @@ class CheckpointManager:
         self._said_slow = False
 
     def path(self, step: int) -> Path:
-        return self.directory / f"step-{step:08d}"
+        return self.directory / step_name(step)
 
     def steps(self) -> list[int]:
         """Steps for which there is a directory, valid or not, in order."""
-        names = os.listdir(self.directory) if self.directory.is_dir() else []
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+        return list_steps(self.directory)
 
     def has(self, step: int) -> bool:
         """Whether there is a checkpoint of `step` that looks whole."""
@@ -102,8 +97,8 @@ class CheckpointManager:
         there. Waits first for a save that is running.
         """
         self.wait(tell)
-        contents = Contents.collect(step, engine, extra, copy=False)
-        return self.path(step) if self._complete(contents, None, tell) else None
+        state = RankState.collect(step, engine, extra, copy=False)
+        return self.path(step) if self._complete(state, None, tell) else None
 
     def begin_save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> None:
         """Copies to host memory what `save` would write, and leaves the rest to a thread: `wait` says how it went.
@@ -119,19 +114,19 @@ class CheckpointManager:
                 f"training waits for it: raise checkpoint.every, or use faster storage (said once)"
             )
         self.wait(tell)
-        contents = self._copied(step, engine, extra)
-        if contents is None:
+        state = self._copied(step, engine, extra)
+        if state is None:
             tell(
                 f"warning: there is no host memory for a copy of the state: training waits while step {step} is saved; "
                 f"checkpoint.asynchronous = false spares the try"
             )
             self.save(step, engine, extra, tell)
             return
-        self._running = BackgroundSave(step, functools.partial(self._complete, contents, self._side()), engine.device)
+        self._running = BackgroundSave(step, functools.partial(self._complete, state, self._side()), engine.device)
 
     def begin_copy(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> None:
         """As `begin_save`, for a copy that lies with the nodes and is no checkpoint; none is made where a save is still
-        running on any rank. What keeps copies from being made costs one line of warning."""
+        running on any rank. A line of warning says what keeps copies from being made."""
         copies = self.copies
         if copies is None or copies.off:
             return
@@ -140,11 +135,11 @@ class CheckpointManager:
         self.wait(tell)
         if copies.off:
             return
-        contents = self._copied(step, engine, copies.labelled(extra))
-        if contents is None:
+        state = self._copied(step, engine, copies.labelled(extra))
+        if state is None:
             copies.give_up("there is no host memory for a copy of the state", tell)
         elif copies.has_room(engine.host.size, tell):
-            work = functools.partial(copies.complete, contents, self._side())
+            work = functools.partial(copies.complete, state, self._side())
             self._running = BackgroundSave(step, work, engine.device, local=True)
 
     def begin_anew(self, tell: Tell = tell_on_rank_zero) -> None:
@@ -163,16 +158,16 @@ class CheckpointManager:
         return self._group
 
     @staticmethod
-    def _copied(step: int, engine: Engine, extra: dict[str, Any]) -> Contents | None:
+    def _copied(step: int, engine: Engine, extra: dict[str, Any]) -> RankState | None:
         """What there is to save, in host memory; None on every rank where that does not suffice on one."""
-        contents = None
+        state = None
         try:
-            contents = Contents.collect(step, engine, extra, copy=True)
+            state = RankState.collect(step, engine, extra, copy=True)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-        if all(gather_objects(contents is not None)):
-            return contents
+        if all(gather_objects(state is not None)):
+            return state
         engine.host.clear()
         return None
 
@@ -203,55 +198,67 @@ class CheckpointManager:
             what = "node-local copy" if running.local else "checkpoint"
             tell(f"warning: no {what} at step {running.step}: {error}")
 
-    def _complete(self, contents: Contents, group: dist.ProcessGroup | None, tell: Tell) -> bool:
+    def _complete(self, state: RankState, group: dist.ProcessGroup | None, tell: Tell) -> bool:
         """Writes, then clears up; in the background, too. Whether there is a checkpoint now."""
-        step, target = contents.step, self.path(contents.step)
+        step, target = state.step, self.path(state.step)
         temporary = self.directory / f".tmp-{target.name}"
-        place = self._place()
-        complaint = write_checkpoint(contents, temporary, target, group, place) or self._publish(step, group)
-        if complaint is None:
-            self._damaged.discard(target)
-            if place.leads:
-                self._note(step, tell)
-                self._prune(step, tell)
-            return True
-        if place.leads:
-            shutil.rmtree(temporary, ignore_errors=True)
-        whole = [s for s in self.steps() if self._looks_whole(s)]
-        last = f"the last valid one is {self.path(whole[-1]).name}" if whole else "there is none so far"
-        tell(f"warning: no checkpoint at step {step}: {complaint}; training goes on, {last}")
-        return False
+        folder = self._folder()
+        try:
+            write_checkpoint(state, temporary, target, group, folder)
+            self._publish(step, group)
+        except OSError as error:
+            if folder.leads:
+                shutil.rmtree(temporary, ignore_errors=True)
+                self._clear_failed(step, tell)
+            whole = [s for s in self.steps() if self._looks_whole(s)]
+            last = f"the last valid one is {self.path(whole[-1]).name}" if whole else "there is none so far"
+            tell(f"warning: no checkpoint at step {step}: {complaint(error)}; training goes on, {last}")
+            return False
+        self._damaged.discard(target)
+        if folder.leads:
+            self._note(step, tell)
+            self._prune(step, tell)
+        return True
 
     def clear_up(self, step: int, tell: Tell = tell_on_rank_zero) -> None:
         """Removes what need not be kept besides the checkpoint of `step`: who saved it may have been killed before."""
-        if self._place().leads:
+        if self._folder().leads:
             self._prune(step, tell)
 
-    def _place(self) -> Place:
-        return Place.shared()
+    def _folder(self) -> FolderGroup:
+        """Which ranks share `directory`."""
+        return FolderGroup.of_all()
 
-    def _publish(self, step: int, group: dist.ProcessGroup | None) -> str | None:
-        """Brings a written checkpoint to where it counts; a complaint if the storage there failed."""
-        return None
+    def _publish(self, step: int, group: dist.ProcessGroup | None) -> None:
+        """Brings a written checkpoint to where it counts. Raises OSError on all ranks if the storage there failed."""
+
+    def _clear_failed(self, step: int, tell: Tell) -> None:
+        """Removes from `directory`, on the rank that leads it, what a failed save left besides its unfinished files."""
 
     def _note(self, step: int, tell: Tell) -> None:
         if self.record is not None:
             try:
-                write_whole(self.record, json.dumps({"step": step}) + "\n")
+                write_atomic(self.record, json.dumps({"step": step}) + "\n")
             except OSError as error:
                 tell(f"warning: {self.record} could not be written: {error}")
 
     def _prune(self, written: int, tell: Tell) -> None:
         whole = [step for step in self.steps() if self._looks_whole(step)]
         # The one just written is known to be valid; others only look like it.
-        keep = {written, *whole[-self.keep_last :]}
+        keep = {written, *whole[-self.keep_last :], *filter(self._stays_for_ever, self.steps())}
+        self._remove_all_but(keep, tell)
+
+    def _stays_for_ever(self, step: int) -> bool:
+        return bool(self.keep_every) and step % self.keep_every == 0
+
+    def _remove_all_but(self, keep: set[int], tell: Tell) -> None:
+        """Removes the other checkpoints, and what is unfinished. Where the storage fails, a warning says so."""
         try:
-            for step in self.steps():
-                if step not in keep and not (self.keep_every and step % self.keep_every == 0):
-                    self._remove(self.path(step))
-            for path in self.directory.iterdir():
+            for path in list(self.directory.iterdir()):
                 if path.name.startswith(LEFTOVERS):
                     shutil.rmtree(path)
+                elif (step := step_of(path.name)) is not None and step not in keep:
+                    self._remove(path)
         except OSError as error:
             tell(f"warning: old checkpoints in {self.directory} could not be removed: {error}")
 
@@ -268,28 +275,29 @@ class CheckpointManager:
         """What to go on from after a start: `latest_valid`, or a copy that the nodes hold of a later step; each node
         then has what its ranks need of it to load it into `engine`."""
         saved = self.latest_valid(tell)
-        step = -1 if saved is None else int(saved.name.removeprefix("step-"))
+        step = -1 if saved is None else step_of(saved.name)
         copy = None if self.copies is None else self.copies.newest(step, engine, tell)
         if copy is None:
             return saved
         self._verified.add(copy)
         there = "there is no checkpoint yet" if saved is None else f"the newest checkpoint is {saved.name}"
-        tell(f"going on from the node-local copy of step {int(copy.name.removeprefix('step-'))}: {there}")
+        tell(f"going on from the node-local copy of step {step_of(copy.name)}: {there}")
         return copy
 
-    def latest_valid(self, tell: Tell = tell_on_rank_zero) -> Path | None:
+    def latest_valid(self, tell: Tell = tell_on_rank_zero, *, weights_only: bool = False) -> Path | None:
         """The newest whole checkpoint, or None if there is none at all; damaged ones are named and skipped.
 
-        Raises ValueError if there are checkpoints but none is whole, or if there were some: starting from scratch would
-        bury the run.
+        weights_only: looks at no files but those that must be read for the weights. Raises ValueError if there are
+        checkpoints but none is whole, or if there were some: starting from scratch would bury the run.
         """
         self.wait(tell)
         first_problem = None
         for step in reversed(from_rank_zero(self.steps())):
             path = self.path(step)
-            problem = find_problem(path)
+            problem = find_problem(path, weights_only=weights_only)
             if problem is None:
-                self._verified.add(path)
+                if not weights_only:
+                    self._verified.add(path)
                 return path
             self._damaged.add(path)
             first_problem = first_problem or problem
@@ -314,7 +322,7 @@ class CheckpointManager:
         """Restores model, optimizer and random generators from a checkpoint; returns the `extra` of its save.
 
         Everything is checked before anything changes. Raises ValueError if the checkpoint is damaged, of
-        another architecture, or neither portable nor of this kind of engine.
+        another architecture, or of another kind of engine and not converted.
         """
         path = Path(path)
         self.wait()
@@ -323,7 +331,7 @@ class CheckpointManager:
         manifest = read_manifest(path)
         layout = manifest["layout"]
         kind = layout["engine"]
-        if kind not in (engine.kind, portable.KIND):
+        if kind not in (engine.kind, full_tensors.KIND):
             names = {"torch": '"fsdp2" or "ddp"', "deepspeed": '"deepspeed"'}
             run = path.parent.parent
             raise ValueError(
@@ -333,8 +341,8 @@ class CheckpointManager:
             )
         check_shapes(path, layout["shapes"], engine.shapes())
         generators = _read_generators(path / GENERATORS)
-        if kind == portable.KIND:
-            engine.load_full(portable.open_full(path, layout))
+        if kind == full_tensors.KIND:
+            engine.load_full(full_tensors.open_full(path, layout))
         else:
             engine.load(path, layout)
         _restore_generators(generators)
@@ -371,15 +379,3 @@ def _restore_generators(generators: tuple[dict[str, Any], bool]) -> None:
     if not is_own:
         # A rank that the saved run did not have: a stream of its own, fixed by the checkpoint.
         rng.seed_all(int(torch.randint(2**62, ()).item()), rank_and_world_size()[0])
-
-
-def read_portable(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and full CPU tensor of the weights (and persistent buffers) in a checkpoint, one at a time.
-
-    Needs neither ranks nor a model, and holds one tensor in memory. Raises ValueError if the checkpoint is
-    damaged.
-    """
-    path = Path(path)
-    if (problem := find_problem(path)) is not None:
-        raise ValueError(problem)
-    yield from portable.open_full(path, read_manifest(path)["layout"]).weights()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import queue
 import shutil
 import threading
@@ -17,25 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from matmix.data.storage.files import open_durable, sync_directory
 from matmix.train import rng
-from matmix.train.checkpoint.files import (
-    GENERATORS,
-    describe_files,
-    list_files,
-    sync_directory,
-    together,
-    write_manifest,
-)
+from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, write_manifest
 from matmix.train.engine.base import Engine
 from matmix.train.engine.snapshot import Snapshot
-from matmix.train.process.distributed import gather_objects, rank_and_world_size
-from matmix.train.process.places import Place
+from matmix.train.process.agree import agree
+from matmix.train.process.distributed import FolderGroup, rank_and_world_size
 
 Tell = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Contents:
+class RankState:
     """All that this rank puts into a checkpoint."""
 
     step: int
@@ -45,65 +38,51 @@ class Contents:
     extra: dict[str, Any]
 
     @classmethod
-    def collect(cls, step: int, engine: Engine, extra: dict[str, Any], *, copy: bool) -> Contents:
+    def collect(cls, step: int, engine: Engine, extra: dict[str, Any], *, copy: bool) -> RankState:
         """What there is now. copy: such that training may go on while it is written."""
         return cls(step, engine.snapshot(copy=copy), rng.get_state(), engine.layout(), deepcopy(extra))
 
 
 def write_checkpoint(
-    contents: Contents,
+    state: RankState,
     temporary: Path,
     target: Path,
     group: dist.ProcessGroup | None = None,
-    place: Place | None = None,
-) -> str | None:
+    folder: FolderGroup | None = None,
+) -> None:
     """Writes into `temporary` and gives that the name `target`: until then no reader sees any of it.
 
-    Each of its parts is done on all ranks before the next. None, or on every rank the complaint of the first
-    one whose storage failed; then `temporary` may be left. group: as for `distributed.gather_objects`.
-    place: which ranks share these folders, by default all. Where they do not, each folder gets what its ranks write
-    and a manifest of all files.
+    Each of its parts is done on all ranks before the next. Raises OSError on every rank where the storage of one
+    failed; then `temporary` may be left. group: as for `distributed.gather_objects`. folder: which ranks share these
+    folders, by default all. Where they do not, each folder gets what its ranks write and a manifest of all files.
     """
     rank, _ = rank_and_world_size()
-    place = place or Place.shared()
-    names: list[str] = []
-    own: dict[str, list[int | str]] = {}
+    folder = folder or FolderGroup.of_all()
 
     def begin() -> None:
-        if place.leads:
-            shutil.rmtree(temporary, ignore_errors=True)
-            (temporary / GENERATORS).mkdir(parents=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / GENERATORS).mkdir(parents=True)
 
     def write_generators() -> None:
-        with (temporary / GENERATORS / f"rank-{rank:05d}.json").open("w", encoding="utf-8") as file:
-            json.dump(contents.generators, file)
-            file.flush()
-            os.fsync(file.fileno())
+        with open_durable(temporary / GENERATORS / f"rank-{rank:05d}.json") as file:
+            file.write(json.dumps(state.generators).encode())
 
-    def write_snapshot() -> None:
-        contents.snapshot.write(temporary, group)
-
-    def list_all() -> None:
-        names.extend(list_files(temporary) if place.leads else [])
-
-    for action in (begin, write_generators, write_snapshot, list_all):
-        if complaint := together(action, group):
-            return complaint
-    listed = {number: found for number, found in gather_objects((place.number, names), group) if found}
-    share = listed[place.number][place.index :: place.count]
-    if complaint := together(lambda: own.update(describe_files(temporary, share)), group):
-        return complaint
-    files = {name: entry for part in gather_objects(own, group) for name, entry in part.items()}
+    agree(begin, here=folder.leads, group=group)
+    agree(write_generators, group=group)
+    agree(lambda: state.snapshot.write(temporary, group), group=group)
+    listed = agree(lambda: (folder.number, list_files(temporary)), here=folder.leads, group=group)
+    names = dict(filter(None, listed))[folder.number]
+    described = agree(lambda: describe_files(temporary, names[folder.index :: folder.count]), group=group)
+    files = {name: entry for part in described for name, entry in part.items()}
 
     def finish() -> None:
-        if place.leads:
-            head = {"step": contents.step, "written": time.time()}
-            write_manifest(temporary, {**head, "layout": contents.layout, "extra": contents.extra, "files": files})
-            for folder in {temporary, *(temporary / Path(name).parent for name in listed[place.number])}:
-                sync_directory(folder)
-            _put_in_place(temporary, target)
+        head = {"step": state.step, "written": time.time()}
+        write_manifest(temporary, {**head, "layout": state.layout, "extra": state.extra, "files": files})
+        for path in {temporary, *(temporary / Path(name).parent for name in names)}:
+            sync_directory(path)
+        _put_in_place(temporary, target)
 
-    return together(finish, group)
+    agree(finish, here=folder.leads, group=group)
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:

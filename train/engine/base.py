@@ -99,10 +99,6 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def discard(self) -> None:
-        """Drops the gradients accumulated so far, on every rank."""
-
-    @abc.abstractmethod
     def snapshot(self, *, copy: bool) -> Snapshot:
         """Model and optimizer as they are now, every rank its part, to be written.
 
@@ -130,11 +126,6 @@ class Engine(abc.ABC):
         Options of the optimizer stay as they are. Raises ValueError, before anything changes, if the engine
         has no room for the state.
         """
-
-    @abc.abstractmethod
-    def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and full value (on the CPU) of each parameter and persistent buffer, one at a time, on every
-        rank."""
 
     def layout(self) -> dict[str, Any]:
         """What a checkpoint's reader must know: kind of engine, ranks, names and full shapes of all

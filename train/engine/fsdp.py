@@ -98,12 +98,11 @@ class FsdpEngine(Engine):
         norm = total_norm(norms)
         limits = clip_limits(groups, max_norm)
         self.clip_norms = by_name(limits, norms)
-        if not math.isfinite(norm.item()):
-            self.discard()
-            return norm
-        clip_to(gradients, norms, limits)
-        self.optimizer.step()
-        self._drop_reduced_gradients()
+        if math.isfinite(norm.item()):
+            clip_to(gradients, norms, limits)
+            self.optimizer.step()
+        for parameter in self.module.parameters():
+            parameter.grad = None
         return norm
 
     def _over_ranks(self, norms: torch.Tensor) -> torch.Tensor:
@@ -117,20 +116,6 @@ class FsdpEngine(Engine):
         if self.mesh["replicate"].size() > 1:
             whole, self.gradients_differ = agree_on_norms(whole, norms, self.mesh.get_group("replicate"))
         return whole
-
-    def _drop_reduced_gradients(self) -> None:
-        for parameter in self.module.parameters():
-            parameter.grad = None
-
-    def discard(self) -> None:
-        self._drop_reduced_gradients()
-        # Before a step's last micro-batch the gradients hang on the gathered weights, which only unshard()
-        # shows.
-        for module in self._sharded_modules(self.module):
-            module.unshard()
-            for parameter in module.parameters():
-                parameter.grad = None
-            module.reshard()
 
     # -- copies ------------------------------------------------------------------------------------------
 
@@ -230,13 +215,6 @@ class FsdpEngine(Engine):
     def load_full(self, state: FullState) -> None:
         load_weights(self.named_tensors(), state)
         load_moments(self.optimizer, {p: name for name, p in self.module.named_parameters()}, state)
-
-    def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self.named_tensors():
-            full = tensor.detach()
-            if isinstance(full, DTensor):
-                full = full.full_tensor()
-            yield name, full.to("cpu", copy=True)
 
 
 class _ShardedSnapshot(Snapshot):

@@ -20,9 +20,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from matmix.train.engine.full_state import Entry, FullState
+from matmix.train.engine.full_state import MODEL, Entry, FullState
 from matmix.train.engine.sharded_index import read_index, write_index
 from matmix.train.process.distributed import is_distributed
 
@@ -35,7 +37,19 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes our index beside torch's."""
+    """Writes our index beside torch's, and weights and moments into files of their own: who wants the weights alone
+    need not read the others."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        prefix, results = plan.storage_data.prefix, []
+        for kind, is_weight in (("", True), ("moments", False)):
+            if items := [item for item in plan.items if item.index.fqn.startswith(MODEL) == is_weight]:
+                place = dataclasses.replace(plan.storage_data, prefix=f"{kind}{prefix}")
+                part = dataclasses.replace(plan, items=items, storage_data=place)
+                results += super().write_data(part, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
@@ -100,6 +114,11 @@ class ShardedFiles(FullState):
         """Names of the files from which `fill` would read on this rank."""
         plan = create_default_local_load_plan(state, self._index)
         return {self._index.storage_data[item.storage_index].relative_path for item in plan.items}
+
+    def weight_files(self) -> set[str]:
+        """Names of the files in which weights and buffers lie."""
+        places = self._index.storage_data.items()
+        return {place.relative_path for index, place in places if index.fqn.startswith(MODEL)}
 
     def _read(self, state: dict[str, torch.Tensor], *, alone: bool) -> None:
         reader = _Reader(self.directory, self._index)

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from matmix.data.config import DataConfig
+from matmix.data.loading.batch import Batch
 from matmix.model import build_model
 from matmix.train.activation import checkpoint_activations
 from matmix.train.config import RunConfig
 from matmix.train.engine.config import EngineConfig
-from matmix.train.tasks.cross_entropy import chunked_linear_cross_entropy
 
 SIMULATED = 4  # most sequences that are run; other numbers follow from these and half of them
 FLOAT = 4  # bytes of a weight, a gradient and each of two moments
@@ -34,14 +34,16 @@ class LiveBytes(TorchDispatchMode):
     Freed storages report themselves through weak references, so that a step of thousands of ops costs no search.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, batch: Batch) -> None:
         super().__init__()
         self.live = 0
         self.gradients = 0
         self.timeline: list[tuple[int, int]] = []  # (live without gradients, gradients), bytes
         self._known: dict[int, Any] = {}
-        for tensor in (*module.parameters(), *module.buffers()):
-            self._watch(tensor.untyped_storage(), counts=False)
+        inputs = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+        for tensor in (*module.parameters(), *module.buffers(), *inputs):
+            if isinstance(tensor, torch.Tensor):
+                self._watch(tensor.untyped_storage(), counts=False)
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
@@ -111,19 +113,11 @@ def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None) ->
             selective_by="op" if mode == "selective by op" else "block",
             every=engine.selective_every,
         )
-        tokens = torch.zeros(batch, config.data.seqlen, dtype=torch.long)
-        targets = torch.zeros(batch * config.data.seqlen, dtype=torch.long)
-        select = None
-        if config.objective.name == "masked_lm":
-            select = torch.arange(max(1, int(len(targets) * config.objective.target_share)))
-            targets = targets[select]
-
-        def readout(features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-            return chunked_linear_cross_entropy(features, weight, bias, targets, z_loss=config.objective.z_loss)
-
-        with LiveBytes(model) as meter:
+        task = config.task()
+        example = task.example_batch(torch.zeros(batch, config.data.seqlen, dtype=torch.long))
+        with LiveBytes(model, example) as meter:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=engine.precision == "bf16"):
-                loss = model(tokens, select=select, readout=readout)[0]
+                loss = task.loss(model, example).total
             kept = meter.live
             loss.backward()
     return StepMemory(kept=kept, timeline=tuple(meter.timeline))

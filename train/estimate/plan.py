@@ -7,10 +7,10 @@ import os
 
 from matmix.model import build_model
 from matmix.model.flops import flops_per_token
-from matmix.train.callbacks.progress import short_number
 from matmix.train.config import RunConfig
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
+from matmix.train.words import short_number
 
 ASSUMED_VOCABULARY = 32768
 # DeepSpeed's defaults, in elements: the buffer in which gradients are summed, and weights that ZeRO 3 leaves gathered.
@@ -125,7 +125,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     return Plan(
         parameters=parameters,
         block_parameters=block,
-        flops_per_token=flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share),
+        flops_per_token=flops_per_token(config.model, config.data.seqlen, head_share=config.task().target_share),
         tokens_per_step=config.global_batch_size * config.data.seqlen,
         steps=config.steps,
         ranks=ranks,

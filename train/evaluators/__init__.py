@@ -1,1 +1,92 @@
-"""What is measured of a model between steps."""
+"""What is measured of a model between steps: one file an evaluator, and its line in `EVALUATORS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from matmix.data.loading.loader import Loader
+from matmix.train.config import EvaluatorConfig, RunConfig
+from matmix.train.engine.base import Engine
+from matmix.train.evaluators.ablation import MixingGain
+from matmix.train.evaluators.base import Evaluation, Evaluator, Interrupted
+from matmix.train.evaluators.context import ContextGain
+from matmix.train.evaluators.lengths import AccuracyByLength
+from matmix.train.evaluators.validation import ValidationLoss
+from matmix.train.plugins import find_part, read_options
+from matmix.train.tasks.base import Task
+
+__all__ = ["EVALUATORS", "Evaluation", "Evaluator", "evaluate", "make_evaluators"]
+
+EVALUATORS: dict[str, type[Evaluator]] = {
+    "loss": ValidationLoss,
+    "context": ContextGain,
+    "mixing": MixingGain,
+    "lengths": AccuracyByLength,
+}
+"""Those that every run has where they apply; recipes may name others as "my_package.module:MyEvaluator"."""
+_AT_THE_END = {"lengths"}
+"""Those of them that are due after the last step only, unless a recipe says more."""
+
+
+def make_evaluators(config: RunConfig, task: Task) -> list[tuple[Evaluator, int]]:
+    """A run's evaluators in order, each with the steps between its evaluations (0 = only after the last step).
+
+    Raises ValueError (one line) for names and options that cannot be used.
+    """
+    named: dict[str, EvaluatorConfig] = {}
+    for entry in config.evaluation.evaluator:
+        if entry.name in named:
+            raise ValueError(f'evaluation.evaluator: "{entry.name}" is named twice')
+        named[entry.name] = entry
+    found = []
+    for name in [*EVALUATORS, *(name for name in named if name not in EVALUATORS)]:
+        entry = named.get(name)
+        kind = find_part(name, EVALUATORS, "evaluator")
+        if not (isinstance(kind, type) and issubclass(kind, Evaluator)):
+            raise ValueError(
+                f'evaluation.evaluator: "{name}" is no evaluator: '
+                "make it a subclass of matmix.train.evaluators.Evaluator"
+            )
+        if not kind.applies(config, task):
+            if entry is None:
+                continue
+            raise ValueError(f'evaluation.evaluator: "{name}" has nothing to measure in this run')
+        options = read_options(entry.options if entry else {}, kind.Options, f'evaluation.evaluator "{name}"')
+        every = entry.every if entry else None
+        if every is None:
+            every = 0 if name in _AT_THE_END else config.evaluation.every
+        found.append((kind(config, task, options), every))
+    return found
+
+
+@torch.no_grad()
+def evaluate(
+    evaluators: Sequence[Evaluator],
+    engine: Engine,
+    task: Task,
+    config: RunConfig,
+    loader: Loader,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """What these evaluators measure, by name, or None on all ranks where one was interrupted; see `Evaluation`."""
+    evaluation = Evaluation(engine=engine, task=task, loader=loader, interrupted=interrupted)
+    metrics: dict[str, float] = {}
+    watching = [evaluator for evaluator in evaluators if type(evaluator).observe is not Evaluator.observe]
+    engine.eval()
+    try:
+        for evaluator in evaluators:
+            evaluator.begin(evaluation)
+        for batch in evaluation.batches(config.evaluation.batches) if watching else ():
+            targets, batch = task.count_targets(batch), evaluation.on_device(batch)
+            costs = task.costs(engine.model, batch)
+            for evaluator in watching:
+                evaluator.observe(batch, costs, targets)
+        for evaluator in evaluators:
+            metrics |= evaluator.finish(evaluation)
+    except Interrupted:
+        return None
+    finally:
+        engine.train()
+    return metrics

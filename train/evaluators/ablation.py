@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.masking import IGNORED
 from matmix.model.blocks import Block
+from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
+from matmix.train.evaluators.base import Evaluation, Evaluator
 from matmix.train.evaluators.context import finite
-from matmix.train.tasks.cross_entropy import IGNORED
-from matmix.train.tasks.objectives import row_losses
+from matmix.train.tasks.base import Metric, Task
+from matmix.train.tasks.token_prediction import TokenPrediction, row_losses
+
+
+class MixingGain(Evaluator):
+    """`mixing_metrics` of the first global batches of the validation split."""
+
+    metrics = (Metric(name="mixing_gain", title="mixing gain", unit="nats", higher_is_better=True, digits=3),)
+
+    @classmethod
+    def applies(cls, config: RunConfig, task: Task) -> bool:
+        return isinstance(task, TokenPrediction) and config.evaluation.ablation_batches > 0
+
+    def finish(self, evaluation: Evaluation) -> dict[str, float]:
+        options = self.config.evaluation
+        limit = min(options.ablation_batches, options.batches or options.ablation_batches)
+        return mixing_metrics(evaluation.engine, lambda: map(evaluation.on_device, evaluation.batches(limit)))
+
+    def summary(self, metrics: Mapping[str, float]) -> list[str]:
+        return []  # `context_words` says it with the context's gain
 
 
 @torch.no_grad()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.masking import IGNORED
 from matmix.model.positions import document_positions
-from matmix.train.tasks.cross_entropy import IGNORED
+from matmix.train.config import RunConfig
+from matmix.train.evaluators.base import Evaluation, Evaluator
+from matmix.train.tasks.base import Costs, Metric, Task
+from matmix.train.tasks.token_prediction import TokenPrediction
 
 PREFIX = "position_loss/"
 _FIRST_BINS = 2  # positions 1 to 3
@@ -17,10 +22,33 @@ _FIRST_BINS = 2  # positions 1 to 3
 NOTHING = 0.02
 
 
+class ContextGain(Evaluator):
+    """`position_metrics` of the validation split."""
+
+    metrics = (Metric(name="context_gain", title="context gain", unit="nats", higher_is_better=True, digits=3),)
+
+    @classmethod
+    def applies(cls, config: RunConfig, task: Task) -> bool:
+        return isinstance(task, TokenPrediction)
+
+    def begin(self, evaluation: Evaluation) -> None:
+        bins = self.config.data.seqlen.bit_length()
+        self.sums = torch.zeros(2, bins, dtype=torch.float64, device=evaluation.engine.device)
+
+    def observe(self, batch: Batch, costs: Costs, targets: int) -> None:
+        self.sums += position_sums(batch, costs.loss, self.config.data.seqlen)
+
+    def finish(self, evaluation: Evaluation) -> dict[str, float]:
+        return position_metrics(evaluation.sum_over_ranks(self.sums), self.config.data.seqlen)
+
+    def summary(self, metrics: Mapping[str, float]) -> list[str]:
+        return context_words(metrics)
+
+
 def position_sums(batch: Batch, losses: Tensor, seqlen: int) -> Tensor:
     """Losses (row 0) and targets (row 1) of a micro-batch by bins of position: (2, bins) float64.
 
-    losses: what `row_losses` gives. The position of a target is the number of tokens of its document, as far as that
+    losses: those of `Task.costs`. The position of a target is the number of tokens of its document, as far as that
     lies in the row, up to and with the one that predicts it: what a causal model has read. Of a masked token it is its
     own place. Bin k holds the positions 2^k to 2^(k + 1) - 1.
     """
@@ -73,7 +101,7 @@ def finite(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-def context_words(metrics: dict[str, float]) -> list[str]:
+def context_words(metrics: Mapping[str, float]) -> list[str]:
     """What an evaluation says of the context, in lines for a person."""
     parts = []
     if "context_gain" in metrics:

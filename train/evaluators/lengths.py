@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.loader import Loader
 from matmix.data.loading.masking import IGNORED
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
+from matmix.train.evaluators.base import Evaluation, Evaluator
 from matmix.train.loaders import make_loader
-from matmix.train.process.heartbeat import beat
+from matmix.train.tasks.base import Task
 
 USUAL_MULTIPLES = (1, 2, 4, 8)
 
 
-def chance_accuracy(loader: Loader) -> float:
-    """Accuracy of the best constant guess on a generated task."""
-    histogram = loader.token_histogram
-    return float(histogram.max() / histogram.sum())
+class AccuracyByLength(Evaluator):
+    """Per multiple k of the length: `accuracy_xk`, the share of answers that are right, and `sequence_accuracy_xk`, the
+    share of samples all of whose answers are; without the ending for k = 1."""
+
+    @classmethod
+    def applies(cls, config: RunConfig, task: Task) -> bool:
+        return bool(config.data.synthetic.task)
+
+    def finish(self, evaluation: Evaluation) -> dict[str, float]:
+        metrics = {}
+        for multiple in multiples(self.config):
+            longer = _at_multiple(self.config, multiple, evaluation.engine.world_size)
+            accuracy, of_samples = _score(evaluation, longer)
+            ending = "" if multiple == 1 else f"_x{multiple}"
+            metrics |= {f"accuracy{ending}": accuracy, f"sequence_accuracy{ending}": of_samples}
+        return metrics
+
+    def summary(self, metrics: Mapping[str, float]) -> list[str]:
+        return [words_on_accuracy(metrics, self.config.data.seqlen)]
 
 
 def multiples(config: RunConfig) -> list[int]:
@@ -40,26 +54,8 @@ def multiples(config: RunConfig) -> list[int]:
     return sorted(set(config.data.synthetic.eval_lengths)) or list(filter(fits, USUAL_MULTIPLES))
 
 
-def score_lengths(
-    engine: Engine, config: RunConfig, interrupted: Callable[[], bool] = lambda: False
-) -> dict[str, float] | None:
-    """Per multiple k of the length: `accuracy_xk`, the share of answers that are right, and `sequence_accuracy_xk`, the
-    share of samples all of whose answers are; without the ending for k = 1.
-
-    interrupted: asked before each micro-batch; where it is true on any rank, the result is None on all.
-    """
-    metrics = {}
-    for multiple in multiples(config):
-        found = _score(engine, _at_multiple(config, multiple, engine.world_size), interrupted)
-        if found is None:
-            return None
-        ending = "" if multiple == 1 else f"_x{multiple}"
-        metrics |= {f"accuracy{ending}": found[0], f"sequence_accuracy{ending}": found[1]}
-    return metrics
-
-
 def words_on_accuracy(metrics: Mapping[str, float], seqlen: int) -> str:
-    """The accuracies that `score_lengths` found, in a sentence."""
+    """The accuracies that `AccuracyByLength` found, in a sentence."""
     found = {1: metrics["accuracy"]}
     found |= {int(key.removeprefix("accuracy_x")): metrics[key] for key in metrics if key.startswith("accuracy_x")}
     listed = ", ".join(f"{value:.1%} at {multiple * seqlen:,}" for multiple, value in sorted(found.items()))
@@ -77,21 +73,14 @@ def _at_multiple(config: RunConfig, multiple: int, world_size: int) -> RunConfig
     return dataclasses.replace(config, data=data, micro_batch_size=max(fitting, default=1))
 
 
-@torch.no_grad()
-def _score(engine: Engine, config: RunConfig, interrupted: Callable[[], bool]) -> tuple[float, float] | None:
+def _score(evaluation: Evaluation, config: RunConfig) -> tuple[float, float]:
     """(share of answers, share of samples) that are right."""
+    engine = evaluation.engine
     loader = make_loader(config, "validation", engine.rank, engine.world_size)
-    limit = config.evaluation.batches * loader.micro_batches_per_step or None
     sums = torch.zeros(4, dtype=torch.float64)
-    engine.eval()
-    for batch in itertools.islice(loader, limit):
-        beat("a batch of the evaluation")
-        if engine.all_reduce_sum(torch.tensor(float(interrupted()), device=engine.device)).item():
-            engine.train()
-            return None
+    for batch in dataclasses.replace(evaluation, loader=loader).batches(config.evaluation.batches):
         sums += _counts(engine, batch)
-    engine.train()
-    right, answers, whole, samples = engine.all_reduce_sum(sums.to(engine.device)).tolist()
+    right, answers, whole, samples = evaluation.sum_over_ranks(sums.to(engine.device)).tolist()
     return right / answers, whole / samples
 
 
@@ -105,7 +94,7 @@ def _counts(engine: Engine, batch: Batch) -> torch.Tensor:
 
     on_device = dataclasses.replace(batch, select=places).to(engine.device)
     guesses = engine.model(
-        on_device.input_ids, max_seqlen=batch.max_seqlen, select=on_device.select, readout=readout
+        on_device.inputs, max_seqlen=batch.max_seqlen, select=on_device.select, readout=readout
     ).cpu()
     rows = places // labels.shape[1]
     right = guesses == labels.flatten()[places]

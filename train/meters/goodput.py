@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from matmix.train.process.files import write_whole
+from matmix.data.storage.files import write_atomic
 
 CAUSES = ("useful", "data", "saves", "evaluation", "skipped", "restarts", "rewinds", "other")
 """useful: steps that count (with their waits for other ranks); data: waits for it; saves: what they keep training
@@ -69,5 +69,5 @@ def first_start(run_dir: Path, *, write: bool) -> float:
     if write:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, f"{mine:.3f}\n")
+            write_atomic(path, f"{mine:.3f}\n")
     return mine

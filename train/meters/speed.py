@@ -50,7 +50,8 @@ class Speedometer:
     def start(self) -> None:
         self.began = time.perf_counter()
         self.waited = 0.0
-        self.loss = self.correct = self.targets = self.tokens = 0.0
+        self.loss = self.targets = self.tokens = 0.0
+        self.sums: dict[str, float] = {}  # of what else the task records
         self.steps = 0
         self.begun = 0  # steps, also those that were skipped
         self.collectives.reset()
@@ -74,9 +75,9 @@ class Speedometer:
         yield
         self.began += time.perf_counter() - began
 
-    def count(self, loss: float, correct: float, targets: float, tokens: float) -> None:
+    def count(self, loss: float, sums: dict[str, float], targets: float, tokens: float) -> None:
         self.loss += loss
-        self.correct += correct
+        self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
         self.targets += targets
         self.tokens += tokens
         self.steps += 1
@@ -109,7 +110,7 @@ class Speedometer:
             step=step,
             steps=self.steps,
             loss=self.loss / max(self.targets, 1),
-            accuracy=self.correct / max(self.targets, 1),
+            means={name: value / max(self.targets, 1) for name, value in self.sums.items()},
             grad_norm=grad_norm,
             lr=lr,
             tokens=tokens,

@@ -126,6 +126,32 @@ def is_distributed() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FolderGroup:
+    """The ranks that write to one folder: all of them where they share it, or those of one node."""
+
+    number: int  # of the folder, among those that the ranks of the run write to
+    index: int  # of this rank among those that share it
+    count: int  # of them
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes, renames and clears what is in the folder."""
+        return self.index == 0
+
+    @classmethod
+    def of_all(cls) -> FolderGroup:
+        """One folder that all ranks see."""
+        return cls(0, *rank_and_world_size())
+
+    @classmethod
+    def of_node(cls) -> FolderGroup:
+        """A folder for each node, from what launchers say in GROUP_RANK, LOCAL_RANK and LOCAL_WORLD_SIZE."""
+        rank, world_size = rank_and_world_size()
+        count = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)
+        return cls(int(os.environ.get("GROUP_RANK") or 0), int(os.environ.get("LOCAL_RANK") or rank), count)
+
+
 def make_side_group() -> dist.ProcessGroup | None:
     """A group of all ranks for what a second thread agrees on; None in a single process. Called on all ranks."""
     return dist.new_group(backend="gloo", timeout=_waiting) if is_distributed() else None

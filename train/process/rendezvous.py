@@ -23,6 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from matmix.train.errors import RendezvousError
+from matmix.train.process.network import wait_for_port
 from matmix.train.process.ranks import SECRET_VARIABLE, STORE_VARIABLE, as_ranges, tasks_per_node
 
 DEFAULT_SECONDS = 45.0
@@ -96,7 +97,7 @@ def meet(meeting: Meeting, seconds: float) -> dist.Store:
     deadline = time.monotonic() + seconds
     here = socket.gethostname()
     if not meeting.serves and not meeting.file:
-        _wait_until_reachable(meeting, here, deadline)
+        _wait_until_reachable(meeting, here, seconds)
     store = dist.PrefixStore(f"matmix/{meeting.attempt}", _open_store(meeting, here, seconds))
     if store.add(f"claims/{meeting.rank}", 1) > 1:
         raise RendezvousError(
@@ -124,25 +125,21 @@ def meet(meeting: Meeting, seconds: float) -> dist.Store:
     return store
 
 
-def _wait_until_reachable(meeting: Meeting, here: str, deadline: float) -> None:
-    """Returns when rank 0's port answers. A plain socket tries: the store's client logs pages for each failed try."""
+def _wait_until_reachable(meeting: Meeting, here: str, seconds: float) -> None:
+    """Returns when rank 0's port answers."""
     start = f"rank {meeting.rank} on {here} cannot reach rank 0 at {meeting.address}"
-    while True:
-        try:
-            socket.create_connection((meeting.host, meeting.port), timeout=2).close()
-            return
-        except socket.gaierror as error:
-            reason = f"the name {meeting.host} does not resolve here ({error.strerror})"
-            if error.errno != socket.EAI_AGAIN:  # a name server that is busy may yet answer
-                raise RendezvousError(f"{start}: {reason}; give an address with --master-addr or MASTER_ADDR") from None
-        except OSError as error:
-            reason = error.strerror or str(error)
-        if time.monotonic() > deadline:
-            raise RendezvousError(
-                f"{start}: {reason}; either that node did not start, or a firewall closes the port, "
-                f"or MASTER_ADDR names the wrong interface ({_VARIABLE} sets how long to wait)"
-            )
-        time.sleep(0.2)
+    try:
+        wait_for_port(meeting.host, meeting.port, seconds)
+    except socket.gaierror as error:
+        raise RendezvousError(
+            f"{start}: the name {meeting.host} does not resolve here ({error.strerror}); give an address with "
+            f"--master-addr or MASTER_ADDR"
+        ) from None
+    except TimeoutError as error:
+        raise RendezvousError(
+            f"{start}: {error}; either that node did not start, or a firewall closes the port, "
+            f"or MASTER_ADDR names the wrong interface ({_VARIABLE} sets how long to wait)"
+        ) from None
 
 
 def _start_mark(environment: Mapping[str, str], one_host: bool) -> str:

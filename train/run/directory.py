@@ -4,34 +4,31 @@ summary.json."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matmix.data.artifacts import read_json, read_json_lines
+from matmix.data.storage.files import set_aside, write_atomic
 from matmix.data.storage.remote import is_url
 from matmix.data.tokenizer import Tokenizer
 from matmix.train.checkpoint import local_copies
 from matmix.train.checkpoint.local_copies import LocalCopies
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.config import CheckpointConfig, RunConfig
-from matmix.train.process.distributed import from_rank_zero, rank_and_world_size
-from matmix.train.process.files import set_aside, write_whole
-from matmix.train.process.places import mirror_folder
 from matmix.train.recipe import config_from_dict, config_to_dict, differences, read_toml, with_defaults, write_config
 from matmix.train.run.lock import RunLock
+from matmix.train.run.outcome import local_folder
 
 # What may change when a run is started again: how it is watched, spread and kept, and how the steps to come are made;
 # nothing that defines the model, the batches or the meaning of the optimizer's state.
 # (Engines whose checkpoints have another layout are refused when the checkpoint is loaded.)
 _MAY_CHANGE = (
     *("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every"),
-    *("logging.", "checkpoint.", "evaluation.", "engine.", "faults."),
+    *("logging.", "checkpoint.", "evaluation.", "engine.", "faults.", "callback"),
     *("data.workers", "data.worker_start", "data.prefetch", "data.verify", "data.cache_dir"),
     *("data.cache_gigabytes", "data.skip_damaged"),
     # The checkpoint knows its data by their contents, wherever they lie.
@@ -66,7 +63,7 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         """path: a folder, or a URL, for which this node's folder stands (`matmix.train.run.remote` fills it)."""
         self.url = str(path) if is_url(path) else None
-        self.path = Path(path) if self.url is None else mirror_folder(self.url)
+        self.path = local_folder(path)
 
     @property
     def where(self) -> str:
@@ -172,7 +169,7 @@ class RunDirectory:
         return {**options, "record": self.path / SAVED, "copies": copies}
 
     def lock(self) -> RunLock:
-        """Who holds it may write here."""
+        """The lock of this directory: one job at a time writes here."""
         return RunLock(self.path)
 
     def _keep(self, tokenizer: Tokenizer) -> None:
@@ -199,9 +196,9 @@ class RunDirectory:
         return summary if sound and isinstance(summary.get("validation"), dict) else None
 
     def write_summary(self, summary: dict[str, Any], tell: Callable[[str], None]) -> None:
-        """Writes what says that the run is finished; storage that fails costs a warning."""
+        """Writes what says that the run is finished; where the storage fails, a warning says so."""
         try:
-            write_whole(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+            write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             tell(f"warning: no summary written ({error}); the same command tries again")
 
@@ -237,38 +234,3 @@ def _note(path: Path, changes: Iterable[Change], step: int) -> None:
             if told.get(key, _NEVER) != new:
                 entry = {"time": time.time(), "step": step, "key": key, "old": old, "new": new}
                 file.write(json.dumps(entry) + "\n")
-
-
-def take_together(lock: RunLock, tell: Callable[[str], None]) -> None:
-    """Acquires `lock` on rank 0, and raises what `RunLock.acquire` does on all ranks."""
-    failure: OSError | ValueError | None = None
-    if rank_and_world_size()[0] == 0:
-        try:
-            lock.acquire(tell)
-        except (OSError, ValueError) as error:
-            failure = error
-    if failure := from_rank_zero(failure):
-        raise failure
-
-
-@functools.cache
-def git_revision() -> str:
-    """Revision of the working copy that holds this package, "-dirty" added where it has changes; "" outside git.
-
-    Found once: a process runs the code it began with, and two git commands are much for every checkpoint.
-    """
-    here = Path(__file__).resolve().parent
-    try:
-        head = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-        changes = subprocess.run(
-            ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""  # installed without git or outside a checkout: the package's version is all there is
-    return f"{head}-dirty" if changes else head

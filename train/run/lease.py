@@ -1,16 +1,23 @@
 """One job at a time on a run at a URL: its rank 0 holds the run's lease, an object that it renews.
 
+    URL/leases/00000007.json      of the run's seventh start
+
 An object store knows no locks that end with their holder, so a lease is held as long as its number of renewals goes
-up. Whoever wants a run that is held watches it: a new renewal means that the owner lives; none for a minute, that it
+up. Who wants a run that is held watches the lease: a new renewal means that the owner lives; none for a minute, that it
 is gone. No clocks are compared. An owner that is known to be gone, because it was an earlier attempt of the same Slurm
-job or a process of this host that is not there any more, is not waited for. Whoever was away for so long that another
-took the lease finds that out before it makes a checkpoint valid.
+job or a process of this host that is not there any more, is not waited for.
+
+Each start has a lease of its own, which the store lets only one job create, and the newest lease counts. So an owner
+whose renewal hung for longer than a minute writes to a lease of the past and wins nothing back: it finds out that it
+lost the run before it makes a checkpoint valid.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -21,14 +28,16 @@ from typing import Any
 
 from matmix.data.storage.remote import RemoteFolder
 from matmix.train.errors import RunFailure
-from matmix.train.run.lock import describe_owner, this_process
-from matmix.train.run.outcome import attempt_id
+from matmix.train.run.lock import describe_owner, is_earlier_attempt, this_process
 
-NAME = "lease.json"
+FOLDER = "leases"
+BEFORE = "lease.json"
+"""The one object that earlier versions wrote."""
 RENEWAL_SECONDS = 15.0
 LAPSE_SECONDS = 60.0
-# Two that find it free at the same time both write, and both see afterwards whose it is. A write takes far less.
+# For stores that let several create one object: all see afterwards whose it is. A write takes far less.
 SETTLE_SECONDS = 1.0
+_NAME = re.compile(rf"{FOLDER}/\d{{8}}\.json")
 
 
 class LeaseLostError(RunFailure):
@@ -36,7 +45,7 @@ class LeaseLostError(RunFailure):
 
 
 class Lease:
-    """The right to write to a run's URL."""
+    """The lease of a run at a URL, which the job that writes there holds."""
 
     def __init__(self, remote: RemoteFolder) -> None:
         self.remote = remote
@@ -53,10 +62,10 @@ class Lease:
         Raises ValueError that names the owner in one line, and RemoteError or PermissionError where the store cannot
         be read and written.
         """
-        found = self._read()
+        starts, found = self._newest()
         if found.get("held") and not _is_gone(found["owner"]):
             self._watch(found, tell)
-        self.starts = found.get("starts", 0) + 1
+        self.starts = starts + 1
         self._content = {
             "held": True,
             "owner": {**this_process(), "space": _process_space()},
@@ -64,11 +73,14 @@ class Lease:
             "renewals": 0,
             "starts": self.starts,
         }
-        self._write()
+        with contextlib.suppress(FileExistsError):  # of another job, or ours: the answer to the first try may be lost
+            self.remote.create(_name(self.starts), self._encoded())
         time.sleep(SETTLE_SECONDS)
-        found = self._read()
+        _, found = self._newest()
         if found.get("token") != self._content["token"]:
             raise self._in_use(found)
+        with contextlib.suppress(OSError):  # only the newest counts
+            self.remote.remove([name for name in self._names() if name != _name(self.starts)])
         self._ended.clear()
         self._renewing = threading.Thread(target=self._renew, name="lease of the run", daemon=True)
         self._renewing.start()
@@ -76,9 +88,7 @@ class Lease:
     def check(self) -> None:
         """Raises LeaseLostError if another job holds the lease, asking the store."""
         if self._taken_by is None and self._content:
-            found = self._read()
-            if self._is_anothers(found):
-                self._taken_by = found
+            self._taken_by = self._find_other()
         if self._taken_by is not None:
             owner = describe_owner(self._taken_by.get("owner", {}))
             raise LeaseLostError(f"the run at {self.remote.url} was taken over by another job ({owner}): this one ends")
@@ -91,9 +101,9 @@ class Lease:
         self._renewing.join()
         self._renewing = None
         try:
-            if self._read().get("token") == self._content["token"]:
+            if self._find_other() is None:
                 self._content["held"] = False
-                self._write()
+                self.remote.write(_name(self.starts), self._encoded())
         except OSError:
             pass  # it lapses by itself
         self._content = {}
@@ -105,7 +115,7 @@ class Lease:
         end = time.monotonic() + LAPSE_SECONDS
         while time.monotonic() < end:
             time.sleep(min(1.0, LAPSE_SECONDS / 10))
-            now = self._read()
+            _, now = self._newest()
             if not now.get("held"):
                 return
             if (now["token"], now["renewals"]) != (found["token"], found["renewals"]):
@@ -120,29 +130,43 @@ class Lease:
     def _renew(self) -> None:
         while not self._ended.wait(RENEWAL_SECONDS):
             try:
-                found = self._read()
-                if self._is_anothers(found):
-                    self._taken_by = found
+                self._taken_by = self._find_other()
+                if self._taken_by is not None:
                     return
                 self._content["renewals"] += 1
-                self._write()
+                self.remote.write(_name(self.starts), self._encoded())
             except OSError:
                 continue  # a store that is away is asked again; meanwhile others may take the run
 
-    def _is_anothers(self, found: dict[str, Any]) -> bool:
-        """A lease that is missing or cannot be read belongs to nobody: a store that has just come back may not show it
-        yet, and it is written again."""
-        return found.get("token", self._content["token"]) != self._content["token"]
+    def _find_other(self) -> dict[str, Any] | None:
+        """The lease of another job that has taken the run, if there is one.
 
-    def _read(self) -> dict[str, Any]:
-        raw = self.remote.read(NAME)
+        A lease that is missing or cannot be read belongs to nobody: a store that has just come back may not show it
+        yet, and it is written again.
+        """
+        starts, found = self._newest()
+        is_ours = starts < self.starts or found.get("token", self._content["token"]) == self._content["token"]
+        return None if is_ours else found
+
+    def _newest(self) -> tuple[int, dict[str, Any]]:
+        """How often the run was started, and what the last start's lease says, {} where that cannot be read."""
+        name = max(self._names(), default=BEFORE)
+        raw = self.remote.read(name)
         try:
-            return {} if raw is None else dict(json.loads(raw))
+            found = {} if raw is None else dict(json.loads(raw))
         except (ValueError, TypeError):
-            return {}
+            found = {}
+        return (found.get("starts", 0) if name == BEFORE else int(Path(name).stem)), found
 
-    def _write(self) -> None:
-        self.remote.write(NAME, json.dumps(self._content).encode())
+    def _names(self) -> list[str]:
+        return [name for name in self.remote.sizes(FOLDER) if _NAME.fullmatch(name)]
+
+    def _encoded(self) -> bytes:
+        return json.dumps(self._content).encode()
+
+
+def _name(starts: int) -> str:
+    return f"{FOLDER}/{starts:08d}.json"
 
 
 def _process_space() -> str:
@@ -154,8 +178,7 @@ def _process_space() -> str:
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is not None and owner.get("job") == job and owner.get("attempt") != attempt_id():
+    if is_earlier_attempt(owner):
         return True
     if not owner.get("space") or owner["space"] != _process_space() or owner.get("host") != socket.gethostname():
         return False

@@ -4,8 +4,8 @@
     RUN/launch/outcomes/<attempt>.rank-00003.json   by another rank that failed
     RUN/launch/outcomes/<attempt>.step              the last step that rank 0 began
 
-A process that was killed leaves no outcome, only the step. This file needs the standard library alone: launchers use
-it, and a process whose import of torch failed has an outcome too.
+A process that was killed leaves no outcome, only the step. This file does without torch: launchers use it, and a
+process whose import of torch failed has an outcome too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import sys
 import time
 from pathlib import Path
 
+from matmix.data.storage.files import write_atomic
+from matmix.data.storage.remote import is_url, scratch_folder
+from matmix.train.checkpoint.steps import list_steps
 from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
-from matmix.train.process.files import write_whole
 
 ATTEMPT_VARIABLE = "MATMIX_ATTEMPT"
 _ALLOWED = re.compile(r"[A-Za-z0-9._-]+")
@@ -60,6 +62,18 @@ def adopt_attempt(name: str) -> None:
     _made_up = name
 
 
+def local_folder(run_dir: str | Path, node: int | str | None = None) -> Path:
+    """The folder that a run is written to on this node: `run_dir` itself or, for a URL, one below MATMIX_SCRATCH. The
+    node's number keeps apart nodes that see the same one.
+
+    node: None = as GROUP_RANK says. Raises as `scratch_folder`.
+    """
+    if not is_url(run_dir):
+        return Path(run_dir)
+    number = int(os.environ.get("GROUP_RANK") or 0) if node is None else node
+    return scratch_folder("runs", str(run_dir)) / f"node-{number}"
+
+
 def outcomes_folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / "launch" / "outcomes"
 
@@ -85,7 +99,7 @@ def write_outcome(
     """Writes this process's outcome, whole or not at all; returns its path.
 
     A directory that holds no run yet (a user's mistake before the first step, a wrong path) is left alone: then, and
-    where the storage fails (which costs a line of warning), the result is None. attempt: by default `attempt_id()`.
+    where the storage fails (which a warning says), the result is None. attempt: by default `attempt_id()`.
     """
     run_dir = Path(run_dir)
     if not (run_dir / "config.toml").is_file() and not (run_dir / "launch").is_dir():
@@ -101,7 +115,7 @@ def write_outcome(
     path = outcome_path(run_dir, attempt or attempt_id(), rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(dataclasses.asdict(outcome)) + "\n")
+        write_atomic(path, json.dumps(dataclasses.asdict(outcome)) + "\n")
     except OSError as error:
         print(f"warning: how this attempt ended could not be written to {path} ({error})", file=sys.stderr, flush=True)
         return None
@@ -135,9 +149,7 @@ def read_last_step(run_dir: str | Path, attempt: str) -> int | None:
 
 def newest_saved(run_dir: str | Path) -> int | None:
     """Step of the newest checkpoint that was written whole (whether it still is, its checksums tell), or None."""
-    manifests = (Path(run_dir) / "checkpoints").glob("step-*/checkpoint.json")
-    steps = [int(path.parent.name[len("step-") :]) for path in manifests if path.parent.name[len("step-") :].isdigit()]
-    return max(steps, default=None)
+    return max(list_steps(Path(run_dir) / "checkpoints", written=True), default=None)
 
 
 class Attempt:

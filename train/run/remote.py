@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from matmix.data.storage.remote import RemoteFolder, is_url
 from matmix.data.storage.urls import refuse_secrets
-from matmix.train.checkpoint.files import MANIFEST
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.checkpoint.steps import MANIFEST, step_of
 from matmix.train.config import CheckpointConfig
-from matmix.train.process.distributed import from_rank_zero, gather_objects, rank_and_world_size
-from matmix.train.process.places import Place, mirror_folder
-from matmix.train.run.directory import RunDirectory, take_together
+from matmix.train.process.agree import agree
+from matmix.train.process.distributed import FolderGroup, from_rank_zero, rank_and_world_size
+from matmix.train.run.directory import RunDirectory
 from matmix.train.run.lease import Lease, LeaseLostError
-from matmix.train.run.mirror import Mirror
-from matmix.train.run.outcome import attempt_id, outcome_path
-from matmix.train.run.remote_checkpoints import MirroredCheckpoints
+from matmix.train.run.outcome import attempt_id, local_folder, outcome_path
+from matmix.train.run.remote_checkpoints import RemoteCheckpoints
+from matmix.train.run.sync import RunSync
 
 Tell = Callable[[str], None]
 
@@ -29,17 +31,13 @@ Tell = Callable[[str], None]
 class RemoteRun(RunDirectory):
     """A run at a URL that this process takes part in, through this node's folder. Made by `opened`."""
 
-    def __init__(self, url: str, mirror: Mirror, lease: Lease, up_to_date: bool) -> None:
+    def __init__(self, url: str, sync: RunSync, lease: Lease, up_to_date: bool) -> None:
         super().__init__(url)
-        self.mirror, self.lease, self.up_to_date = mirror, lease, up_to_date
+        self.sync, self.lease, self.up_to_date = sync, lease, up_to_date
 
     def checkpoint_manager(self, config: CheckpointConfig) -> CheckpointManager:
-        return MirroredCheckpoints(
-            self.mirror,
-            self.lease,
-            up_to_date=self.up_to_date,
-            **self._checkpoint_options(config),
-        )
+        options = self._checkpoint_options(config)
+        return RemoteCheckpoints(self.sync, self.lease, up_to_date=self.up_to_date, **options)
 
 
 @contextlib.contextmanager
@@ -48,71 +46,48 @@ def opened(run_dir: str, tell: Tell | None = None) -> Iterator[RunDirectory]:
     before and the URL afterwards.
 
     tell: takes a line for the user. Raises ValueError if another job is at the URL, or something that is no run, and
-    OSError where the store fails; an upload of records that fails at the end costs a line of warning.
+    OSError where the store fails; where the last upload of records fails, a warning says so.
     """
     refuse_secrets(run_dir, "run_dir")
     if not is_url(run_dir):
         yield RunDirectory(run_dir)
         return
-    rank, place = rank_and_world_size()[0], Place.of_node()
-    tell = tell or _tell_on_stderr
-    mirror = Mirror(run_dir, mirror_folder(run_dir), first=place.number == 0)
-    lease = Lease(mirror.remote)
-    _on_ranks(mirror.check, rank == 0)
+    is_first, node = rank_and_world_size()[0] == 0, FolderGroup.of_node()
+    sync = RunSync(run_dir, local_folder(run_dir), first=node.number == 0)
+    lease = Lease(sync.remote)
+    agree(sync.check, here=is_first)
     # Two jobs of one host share this folder: the lock of files tells them apart at once, and for certain.
-    take_together(lease, tell)
+    agree(lambda: lease.acquire(tell or _tell_on_stderr), here=is_first)
     try:
         starts = from_rank_zero(lease.starts)
-        took_part: list[bool] = []
-        _on_ranks(lambda: took_part.append(mirror.begin(starts)), place.leads)
-        up_to_date = [part for part in gather_objects((place.number, took_part)) if part[0] == place.number and part[1]]
-        yield RemoteRun(run_dir, mirror, lease, up_to_date[0][1][0])
+        begun = agree(lambda: (node.number, sync.begin(starts)), here=node.leads)
+        yield RemoteRun(run_dir, sync, lease, dict(filter(None, begun))[node.number])
     finally:
-        if place.leads and not _is_lost(lease):
-            _push_records(mirror)
+        if node.leads:
+            _push_records(sync, lease)
         lease.release()
 
 
-def _on_ranks(action: Callable[[], object], acting: bool) -> None:
-    """`action` on the acting ranks; raises on all what it raised on the first that failed."""
-    failure: OSError | ValueError | None = None
-    if acting:
-        try:
-            action()
-        except (OSError, ValueError) as error:
-            failure = error
-    for error in gather_objects(failure):
-        if error is not None:
-            raise error
-
-
-def _is_lost(lease: Lease) -> bool:
-    """Whether another job has taken over, whose records those of this one must not replace."""
+def _push_records(sync: RunSync, lease: Lease) -> None:
+    """Uploads the records, unless another job has taken over, whose records those of this one must not replace."""
     try:
         lease.check()
+        sync.push_records()
     except LeaseLostError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _push_records(mirror: Mirror) -> None:
-    try:
-        mirror.push_records()
+        return
     except OSError as error:
-        print(f"warning: records of the run are not up to date at {mirror.url} ({error})", file=sys.stderr, flush=True)
+        print(f"warning: records of the run are not up to date at {sync.url} ({error})", file=sys.stderr, flush=True)
 
 
 def push_outcome(run_dir: str, rank: int) -> None:
-    """Uploads what this process wrote last, after `opened` had ended: how it ended. One try; failing is no matter."""
+    """Uploads how this process ended, which it writes after `opened`. It tries once and says nothing if that fails."""
     if not is_url(run_dir):
         return
-    path = outcome_path(mirror_folder(run_dir), attempt_id(), rank)
+    folder = local_folder(run_dir)
+    path = outcome_path(folder, attempt_id(), rank)
     if path.is_file():
         with contextlib.suppress(OSError):
-            name = path.relative_to(mirror_folder(run_dir)).as_posix()
-            RemoteFolder(run_dir, patient=False).upload(path, name)
+            RemoteFolder(run_dir, patient=False).upload(path, path.relative_to(folder).as_posix())
 
 
 def _tell_on_stderr(text: str) -> None:
@@ -120,30 +95,84 @@ def _tell_on_stderr(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def local_run(run: str | Path, *, step: int | None = None, tell: Tell = _tell_on_stderr) -> Path:
-    """A run directory to read from: `run` itself, or for a URL a copy of it with one checkpoint.
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reading:
+    """A folder of this machine with what this process has read of a run at a URL. It is this process's own until that
+    ends: what is in it stays as it is, whatever other processes read meanwhile."""
 
-    step: which checkpoint; None = the newest valid one, if there is one. The copy is this machine's, apart from the
-    folder of a job that trains the run here. Raises FileNotFoundError if there is nothing at the URL, ValueError if
-    there is no such checkpoint or it is damaged, and RemoteError where the store fails.
+    sync: RunSync
+    lock: FileLock
+    steps: set[int] = dataclasses.field(default_factory=set)  # of the checkpoints that this process has asked for
+
+    def forget_checkpoints(self) -> None:
+        """Removes those that this process has not asked for."""
+        folder = self.sync.folder / "checkpoints"
+        for path in list(folder.iterdir()) if folder.is_dir() else []:
+            if step_of(path.name) not in self.steps:
+                (path / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(path)
+
+
+_readings: dict[tuple[str, str], _Reading] = {}
+
+
+def _read(url: str, use: str) -> _Reading:
+    """This process's folder for reading a run, with its records as they are at the URL now. use: a part of its name.
+
+    Processes that read at the same time have a folder each; one that comes later finds what is left in the first.
     """
-    if not is_url(str(run)):
-        return Path(run)
-    with _reading(str(run)) as mirror:
-        steps = mirror.remote_steps()
-        if step is not None and step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ValueError(f"{mirror.url} has no checkpoint of step {step}; there are: {there}")
-        wanted = [step] if step is not None else list(reversed(steps))
-        for candidate in wanted:
-            problem = mirror.pull(candidate, tell)
-            if problem is None:
-                _forget(mirror, {candidate})
-                break
-            if candidate == wanted[-1]:
-                raise ValueError(problem)
-            tell(f"warning: skipping a checkpoint: {problem}")
-        return mirror.folder
+    for number in itertools.count():
+        if (url, use) in _readings:
+            break
+        folder = local_folder(url, f"{use}-{number}" if number else use)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+        with contextlib.suppress(Timeout):
+            lock.acquire(blocking=False)
+            _readings[url, use] = _Reading(RunSync(url, folder), lock)
+    reading = _readings[url, use]
+    remote = reading.sync.remote
+    reading.sync.forget_records()
+    if remote.read("config.toml") is None and remote.read("config.json") is None:
+        raise FileNotFoundError(f"there is no run at {remote.url}")
+    reading.sync.pull_records()
+    return reading
+
+
+def local_run(run: str | Path, *, step: int | None = None, tell: Tell = _tell_on_stderr) -> Path:
+    """A run directory to read from: `run` itself, or for a URL a copy of it with one checkpoint, as `fetch_run`."""
+    return fetch_run(run, step=step, tell=tell)[0]
+
+
+def fetch_run(
+    run: str | Path, *, step: int | None = None, weights_only: bool = False, tell: Tell = _tell_on_stderr
+) -> tuple[Path, Path | None]:
+    """A run directory to read from, which is `run` itself or for a URL a copy, and in a copy its checkpoint, if there
+    is one: it is whole.
+
+    step: which checkpoint; None = the newest valid one, if there is one. weights_only: without the files that need not
+    be read for the weights. The copy stays as it is for as long as this process runs. Raises FileNotFoundError if there
+    is nothing at the URL, ValueError if there is no such checkpoint or it is damaged, and RemoteError where the store
+    fails.
+    """
+    if not is_url(run):
+        return Path(run), None
+    reading = _read(str(run), "reader")
+    sync, steps = reading.sync, reading.sync.remote_steps()
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"{sync.url} has no checkpoint of step {step}; there are: {there}")
+    wanted = [step] if step is not None else list(reversed(steps))
+    for candidate in wanted:
+        problem = sync.pull(candidate, tell, weights_only=weights_only)
+        if problem is None:
+            reading.steps.add(candidate)
+            reading.forget_checkpoints()
+            return sync.folder, sync.path(candidate)
+        if candidate == wanted[-1]:
+            raise ValueError(problem)
+        tell(f"warning: skipping a checkpoint: {problem}")
+    return sync.folder, None
 
 
 def local_outline(run: str | Path, *, whole: bool = False) -> Path:
@@ -151,31 +180,9 @@ def local_outline(run: str | Path, *, whole: bool = False) -> Path:
 
     whole: with their content, damaged as it may be.
     """
-    if not is_url(str(run)):
+    if not is_url(run):
         return Path(run)
-    with _reading(str(run)) as mirror:
-        _forget(mirror, set())
-        mirror.outline(whole)
-        return mirror.folder
-
-
-@contextlib.contextmanager
-def _reading(url: str) -> Iterator[Mirror]:
-    folder = mirror_folder(url, "reader")
-    mirror = Mirror(url, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name("reader.lock")):
-        mirror.forget_records()
-        if mirror.remote.read("config.toml") is None and mirror.remote.read("config.json") is None:
-            raise FileNotFoundError(f"there is no run at {mirror.url}")
-        mirror.pull_records()
-        yield mirror
-
-
-def _forget(mirror: Mirror, keep: set[int]) -> None:
-    names = {mirror.path(step).name for step in keep}
-    folder = mirror.folder / "checkpoints"
-    for path in list(folder.iterdir()) if folder.is_dir() else []:
-        if path.name not in names:
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
+    reading = _read(str(run), "outline")
+    reading.forget_checkpoints()
+    reading.sync.outline(whole)
+    return reading.sync.folder

@@ -12,27 +12,28 @@ import torch
 
 from matmix.data.storage.storage import Storage
 from matmix.data.tokenizer import Tokenizer
-from matmix.train.checkpoint import portable
 from matmix.train.checkpoint.files import find_problem, read_manifest
+from matmix.train.checkpoint.full_tensors import open_full
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.config import RunConfig
 from matmix.train.run.directory import RunDirectory, check_tokenizer
+from matmix.train.run.remote import fetch_run
 from matmix.train.state import check_extra
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What belongs together."""
+    """A run, and one of its checkpoints."""
 
     run: RunDirectory
     checkpoint: Path
     config: RunConfig
     manifest: dict[str, Any]
-    """What the checkpoint, which is whole, says of itself."""
+    """What the checkpoint says of itself. Its files were compared with that."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and full CPU tensor of the weights and persistent buffers, one at a time."""
-        return portable.open_full(self.checkpoint, self.manifest["layout"]).weights()
+        return open_full(self.checkpoint, self.manifest["layout"], weights_only=True).weights()
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -47,16 +48,31 @@ class Trained:
         return tokenizer
 
 
-def find_trained(run: RunDirectory, step: int | None = None, tell: Callable[[str], None] = print) -> Trained:
+def open_trained(
+    run: str | Path, step: int | None = None, tell: Callable[[str], None] = print, *, weights_only: bool = True
+) -> Trained:
+    """`find_trained` in a run directory or at a run's URL, from which the files that are needed are fetched."""
+    folder, fetched = fetch_run(run, step=step, weights_only=weights_only)
+    return find_trained(RunDirectory(folder), step, tell, weights_only=weights_only, whole=fetched)
+
+
+def find_trained(
+    run: RunDirectory,
+    step: int | None = None,
+    tell: Callable[[str], None] = print,
+    *,
+    weights_only: bool = True,
+    whole: Path | None = None,
+) -> Trained:
     """The checkpoint of `step`, or the newest valid one, with what it was trained with.
 
-    tell: takes a line where config.toml was edited in ways that a run may change. Raises FileNotFoundError or
-    ValueError (one line) if there is no such checkpoint, or the run's config is not the checkpoint's.
+    tell: takes a line where config.toml was edited in ways that a run may change. weights_only: reads and compares no
+    files but those that must be read for the weights. whole: the checkpoint, where that was found whole already.
+    Raises FileNotFoundError or ValueError (one line) if there is no such checkpoint, or the run's config is not the
+    checkpoint's.
     """
     config = run.read_config()
-    checkpoint = find_checkpoint(run, step)
-    if step is not None and (problem := find_problem(checkpoint)) is not None:
-        raise ValueError(problem)
+    checkpoint = whole or _find_whole(run, step, weights_only)
     manifest = read_manifest(checkpoint)
     check_extra(manifest["extra"], checkpoint)
     if changes := run.changes_since(manifest["extra"], config):
@@ -65,15 +81,17 @@ def find_trained(run: RunDirectory, step: int | None = None, tell: Callable[[str
     return Trained(run, checkpoint, config, manifest)
 
 
-def find_checkpoint(run: RunDirectory, step: int | None) -> Path:
-    """The checkpoint of `step`, or the newest valid one. Raises ValueError if there is none."""
+def _find_whole(run: RunDirectory, step: int | None, weights_only: bool) -> Path:
+    """The checkpoint of `step`, or the newest valid one. Raises ValueError if there is none, or it is damaged."""
     manager = CheckpointManager(run.checkpoints)
     if step is None:
-        checkpoint = manager.latest_valid()
+        checkpoint = manager.latest_valid(weights_only=weights_only)
         if checkpoint is None:
             raise ValueError(f"{run.path} has no checkpoint yet; train it first")
         return checkpoint
     if step not in manager.steps():
         steps = ", ".join(map(str, manager.steps())) or "none"
         raise ValueError(f"{run.path} has no checkpoint of step {step}; there are: {steps}")
+    if (problem := find_problem(manager.path(step), weights_only=weights_only)) is not None:
+        raise ValueError(problem)
     return manager.path(step)

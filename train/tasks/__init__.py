@@ -1,1 +1,35 @@
-"""What a batch and a loss are."""
+"""What a model is trained on: one file a task, and its line in `TASKS`."""
+
+from __future__ import annotations
+
+from matmix.model.config import ModelConfig
+from matmix.train.plugins import find_part
+from matmix.train.tasks.base import Costs, Loss, Metric, Task
+from matmix.train.tasks.causal_lm import CausalLM
+from matmix.train.tasks.config import ObjectiveConfig
+from matmix.train.tasks.masked_lm import MaskedLM
+
+__all__ = ["TASKS", "Costs", "Loss", "Metric", "ObjectiveConfig", "Task", "make_task"]
+
+TASKS: dict[str, type[Task]] = {
+    "causal_lm": CausalLM,
+    "masked_lm": MaskedLM,
+}
+"""What `objective.name` may be, besides "my_package.module:MyTask"."""
+
+
+def make_task(objective: ObjectiveConfig, model: ModelConfig) -> Task:
+    """The task that `objective` names. Raises ValueError (one line) where there is none, or it does not train such a
+    model."""
+    kind = find_part(objective.name, TASKS, "objective.name")
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise ValueError(
+            f"objective.name: {objective.name!r} is no task: make it a subclass of matmix.train.tasks.Task"
+        )
+    if kind.architectures and model.architecture not in kind.architectures:
+        needs = " or ".join(f'"{name}"' for name in kind.architectures)
+        raise ValueError(
+            f'objective.name = "{objective.name}" trains model.architecture = {needs}, '
+            f'but the model is "{model.architecture}"; change one of the two'
+        )
+    return kind(objective)

@@ -25,12 +25,12 @@ from typing import Any, ClassVar
 import tomli_w
 
 from matmix.data.artifacts import errors_in_one_line
+from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url
 from matmix.launch.lab.compare.controls import Control, control_of, missing_controls
 from matmix.launch.lab.compare.overrides import given_values, merged, put, remove
 from matmix.train.arguments import unknown_key
 from matmix.train.config import RunConfig
-from matmix.train.process.files import write_whole
 from matmix.train.recipe import config_from_dict, find_recipe, read_toml
 
 # What each run of a comparison is given; and what lies beside the entries' folders.
@@ -235,7 +235,7 @@ def keep_recipe(comparison: Comparison) -> None:
     """Writes COMPARISON/comparison.toml: the recipe with the overrides in it, itself a recipe."""
     comparison.home.mkdir(parents=True, exist_ok=True)
     values = {**comparison.recipe, "run_dir": str(comparison.home)}
-    write_whole(comparison.home / "comparison.toml", tomli_w.dumps(values))
+    write_atomic(comparison.home / "comparison.toml", tomli_w.dumps(values))
 
 
 def _find(recipe: str) -> Path:

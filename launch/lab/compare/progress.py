@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matmix.train.words import duration
+
 EVERY_SECONDS = 60.0
 _TAIL_BYTES = 8192
 
@@ -26,14 +28,6 @@ class Clock:
         mean = self.total / self.runs
         seconds = sum(max(0.0, mean - spent) for spent in running) + waiting * mean
         return duration(seconds / min(self.parallel, max(1, len(running) + waiting)))
-
-
-def duration(seconds: float) -> str:
-    """As a person says it: 45 s, 12 min, 3.5 h."""
-    for size, unit, digits in ((3600, "h", 1), (60, "min", 0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.{digits}f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def run_words(run: Path, last_step: int) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import TypeVar
 
+from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.compare.config import Comparison
 from matmix.launch.lab.compare.picture import picture
 from matmix.launch.lab.compare.results import (
@@ -24,8 +26,7 @@ from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.width import headdims
 from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
-from matmix.train.callbacks.progress import short_number
-from matmix.train.process.files import write_whole
+from matmix.train.words import short_number
 
 Row = TypeVar("Row")
 Columns = dict[str, Callable[[EntryResult], str]]
@@ -59,7 +60,7 @@ def write_report(comparison: Comparison) -> str:
         return f"{text}\n\nNo run of this table is finished: {folder} is left as it was."
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in zip(files, (text + "\n", table_csv(results), picture(results)), strict=True):
-        write_whole(path, content)
+        write_atomic(path, content)
     return f"{text}\n\n{', '.join(map(str, files))}"
 
 
@@ -180,7 +181,7 @@ def _plan_of_variant(comparison: Comparison) -> str:
     rows = []
     for entry in comparison.entries:
         config = entry.config
-        flops = flops_per_token(config.model, config.data.seqlen, head_share=config.objective.target_share)
+        flops = flops_per_token(config.model, config.data.seqlen, head_share=config.task().target_share)
         heads = changed_headdims(entry) or _headdims(config.model)
         deviation = f"{entry.parameters / entry.target - 1:+.2%}"
         rows.append(
@@ -203,9 +204,11 @@ def _accuracy_columns(accuracies: dict[int, str]) -> Columns:
 
 def _language_columns(results: Sequence[EntryResult]) -> Columns:
     """Of language models and encoders: their second measure, and what context bought."""
-    metric, heading = _second_metric(results)
-    scale, digits = (100, 1) if metric == "masked_accuracy" else (1, 3)
-    columns: Columns = {heading: lambda result: _mean(result, metric, digits, scale=scale), **_gain_column(results)}
+    columns: Columns = {}
+    for metric in results[0].entry.config.task().metrics[:1]:
+        options = {"digits": metric.digits, "scale": 100 if metric.unit == "%" else 1}
+        columns[metric.heading] = functools.partial(_mean, metric=metric.name, **options)
+    columns |= _gain_column(results)
     if "context_gain" in metrics_of(results):
         columns["context gain (nats)"] = lambda result: _mean(result, "context_gain", 3)
     return columns
@@ -232,11 +235,6 @@ def _mean(result: EntryResult, metric: str, digits: int, *, scale: float = 1) ->
         return ""
     text = f"{found.mean:.{digits}f}"
     return text if found.deviation is None else f"{text} ± {found.deviation:.{digits}f}"
-
-
-def _second_metric(results: Sequence[EntryResult]) -> tuple[str, str]:
-    masked = results[0].entry.config.objective.name == "masked_lm"
-    return ("masked_accuracy", "masked accuracy (%)") if masked else ("bits_per_byte", "bits per byte")
 
 
 def _headdims(model: ModelConfig) -> str:

@@ -25,6 +25,7 @@ from matmix.train.process import stop
 from matmix.train.process.exits import EXIT_STOPPED, EXIT_USER
 from matmix.train.recipe import write_config
 from matmix.train.run.directory import RunDirectory
+from matmix.train.words import duration
 
 Tell = Callable[[str], None]
 _LOOK_SECONDS = 0.2
@@ -254,4 +255,4 @@ def _progress_line(running: Sequence[Task], done: int, runs: int) -> str:
 def _finished_line(task: Task, seconds: float, left: str) -> str:
     summary = task.run.read_summary()
     what = "stopped before its last step" if summary is None else f"loss {summary['validation']['loss']:.4f}"
-    return f"{task.title}: {what}, {progress.duration(seconds)}; about {left} left"
+    return f"{task.title}: {what}, {duration(seconds)}; about {left} left"

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from matmix.data.loading.batch import Batch
+from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.benchmarks.kernels.measure import environment, peak_memory
 from matmix.launch.lab.benchmarks.training.memory import random_batch
 from matmix.launch.lab.compare.config import Comparison, Entry
@@ -31,7 +32,6 @@ from matmix.launch.lab.compare.runs import Tell
 from matmix.train.config import RunConfig
 from matmix.train.process import stop
 from matmix.train.process.console import begin_process, guarded
-from matmix.train.process.files import write_whole
 from matmix.train.recipe import config_to_dict, load_config, write_config
 
 ROUNDS = 3
@@ -73,7 +73,6 @@ def timed_steps(config: RunConfig) -> list[float]:
     from matmix.train.engine import build_engine
     from matmix.train.optim.optimizer import make_optimizer
     from matmix.train.process.distributed import Distributed
-    from matmix.train.tasks.objectives import compute_loss, count_targets
 
     with Distributed.from_environment(config.device) as distributed:
         engine = build_engine(config.engine, distributed)
@@ -83,11 +82,12 @@ def timed_steps(config: RunConfig) -> list[float]:
             make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
         )
         batch = fixed_batch(config).to(engine.device)
-        targets = count_targets(batch)
+        task = config.task()
+        targets = task.count_targets(batch)
         times: list[float] = []
         while len(times) < WARM_UP + STEPS or sum(times[WARM_UP:]) < SECONDS:
             began = time.perf_counter()
-            loss = compute_loss(engine.model, batch, config.objective)
+            loss = task.loss(engine.model, batch)
             engine.backward(loss.total / targets, last=True)
             engine.step(config.optimizer.max_grad_norm)
             del loss
@@ -177,7 +177,7 @@ def measure_all(comparison: Comparison, tell: Tell = print) -> bool:
                 "tokens_per_second": statistics.median(speeds),
                 "peak_bytes": None if None in peaks else statistics.median(peaks),
             }
-    write_whole(speed_path(comparison.home), json.dumps({"entries": entries}, indent=1) + "\n")
+    write_atomic(speed_path(comparison.home), json.dumps({"entries": entries}, indent=1) + "\n")
     return True
 
 

@@ -10,6 +10,7 @@ from matmix.launch.lab.plan.estimate import USABLE, Estimate
 from matmix.launch.lab.plan.hardware import Cluster
 from matmix.launch.lab.plan.risk import Risk
 from matmix.train.config import RunConfig
+from matmix.train.words import duration
 
 FEW_TOKENS = 2048  # a pass over fewer leaves most of a large GPU idle
 WORTH_A_WARNING = 0.01  # share of the run's time
@@ -29,14 +30,6 @@ def data_tokens(config: RunConfig) -> int | None:
     return total
 
 
-def short_duration(seconds: float) -> str:
-    """7000 -> "1.9 h"."""
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds * 1000:.2g} ms"
-
-
 def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
     """One line each."""
     config, plan, found = one.config, one.plan, []
@@ -53,8 +46,8 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
         )
     if one.traffic_seconds > one.compute_seconds:
         found.append(
-            f"exchanges between GPUs ({short_duration(one.traffic_seconds)} a step) take longer than arithmetic "
-            f"({short_duration(one.compute_seconds)}): the batch is too small for the mesh, or the mesh too wide"
+            f"exchanges between GPUs ({duration(one.traffic_seconds)} a step) take longer than arithmetic "
+            f"({duration(one.compute_seconds)}): the batch is too small for the mesh, or the mesh too wide"
         )
     available, needed = data_tokens(config), plan.tokens_per_step * plan.steps
     if available is not None and needed > MANY_EPOCHS * available:
@@ -66,8 +59,8 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
         steps = max(1, round(risk.best_interval / one.step_seconds))
         digits = max(0, int(math.log10(steps)) - 1)
         found.append(
-            f"a checkpoint every {config.checkpoint.every or config.steps} steps ({short_duration(risk.interval)}) "
-            f"loses {risk.lost(risk.interval):.1%} of the time to failures, one every {short_duration(risk.mtbf)}; "
-            f"every {short_duration(risk.best_interval)} is best: --checkpoint.every {round(steps, -digits)}"
+            f"a checkpoint every {config.checkpoint.every or config.steps} steps ({duration(risk.interval)}) "
+            f"loses {risk.lost(risk.interval):.1%} of the time to failures, one every {duration(risk.mtbf)}; "
+            f"every {duration(risk.best_interval)} is best: --checkpoint.every {round(steps, -digits)}"
         )
     return found

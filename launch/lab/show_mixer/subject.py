@@ -20,9 +20,6 @@ from matmix.model.initialization import initialize
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
 from matmix.train.config import RunConfig
 from matmix.train.recipe import find_recipe, load_config, read_toml
-from matmix.train.run.directory import RunDirectory
-from matmix.train.run.remote import local_run
-from matmix.train.run.trained import find_checkpoint
 
 MOST_TOKENS = 128
 BYTES = 256
@@ -53,11 +50,8 @@ class Subject:
 
 def trained(source: str, text: str, step: int | None, max_tokens: int | None) -> Subject:
     """The model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
-    path = local_run(source, step=step)
-    if (path / "config.toml").is_file():
-        # Found once: a run that is being trained may write a newer one in between.
-        step = int(find_checkpoint(RunDirectory(path), step).name.rpartition("-")[2])
-    loaded = load_source(path, step=step, device="cpu")
+    loaded = load_source(source, step=step, device="cpu")
+    step = loaded.step
     state, label = ("export", "export") if step is None else (f"step {step:,}", f"step-{step}")
     ids, notes = _encode(loaded.model, loaded.tokenizer, loaded.special.get("mask"), text, max_tokens)
     pieces = _pieces(loaded.tokenizer, ids)

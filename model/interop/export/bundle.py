@@ -87,7 +87,7 @@ def bundle(
     """The source of one module that defines the `roots` and all they need.
 
     Args:
-        roots: (module, name) pairs, e.g. ("matmix.model.encoder", "Encoder").
+        roots: (module, name) pairs, e.g. ("matmix.model.architectures.encoder", "Encoder").
         header: comment and docstring at the top.
         version: version of matmix whose installed kernels may be used in place of the bundled ones.
         registries: dicts at module level, by name, and the keys of them to keep.

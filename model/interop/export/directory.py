@@ -1,4 +1,4 @@
-"""Write a model as a directory that transformers loads by itself, without matmix."""
+"""Write a model as a directory: one that transformers loads by itself, without matmix, where there is a form for it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from matmix.model.build import build_model
-from matmix.model.config import ModelConfig
+from matmix.model.config import ModelConfig, model_config_to_dict, used_mixers
 from matmix.model.interop.export.bundle import bundle
-from matmix.model.interop.export.plain_config import model_config_to_dict, used_mixers
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, write_tokenizer
 from matmix.model.interop.export.weights import write_weights
 
@@ -27,28 +26,27 @@ _CONFIG_SOURCE = f"{_EXPORT}.config"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Family:
-    """What differs between exports of language models and of encoders."""
+class TransformersForm:
+    """The classes by which transformers loads the models of an architecture."""
 
     model_type: str
     config_class: str
     source: str
     auto_classes: dict[str, str]
     main: str
-    padding_side: str
+    pipeline: str
 
 
-FAMILIES = {
-    "language_model": Family(
+FORMS = {
+    "language_model": TransformersForm(
         model_type="matmix",
         config_class="MatmixConfig",
         source=f"{_EXPORT}.language_model",
         auto_classes={"AutoModel": "MatmixModel", "AutoModelForCausalLM": "MatmixForCausalLM"},
         main="AutoModelForCausalLM",
-        # New tokens are appended on the right, so a batch of prompts must end there.
-        padding_side="left",
+        pipeline="text-generation",
     ),
-    "encoder": Family(
+    "encoder": TransformersForm(
         model_type="matmix-encoder",
         config_class="MatmixEncoderConfig",
         source=f"{_EXPORT}.encoder",
@@ -58,11 +56,10 @@ FAMILIES = {
             "AutoModelForSequenceClassification": "MatmixForSequenceClassification",
         },
         main="AutoModelForMaskedLM",
-        padding_side="right",
+        pipeline="fill-mask",
     ),
 }
-
-_PIPELINES = {"language_model": "text-generation", "encoder": "fill-mask"}
+"""Architecture -> its form. Others are exported as weights and configuration, which `read_export` reads."""
 
 _LICENSE = """\
 # Copyright the matmix authors. Licensed under the Apache License, Version 2.0 (the "License"); you may not
@@ -85,7 +82,7 @@ def export_model(
     max_shard_bytes: int = 5 * 10**9,
     notes: str = "",
 ) -> Path:
-    """Write weights, code, configuration and tokenizer of a model into a new directory.
+    """Write weights, configuration, tokenizer and, for transformers, the code of a model into a new directory.
 
     The directory appears whole or not at all: everything is written next to it first and then renamed.
 
@@ -118,16 +115,16 @@ def export_model(
         write_weights(
             temporary, pairs, expected=expected, prefix="model.", dtype=dtype, max_shard_bytes=max_shard_bytes
         )
-        write_code(temporary, config)
-        _write_json(temporary / "config.json", transformers_config(config, special, dtype))
-        if config.causal:
+        if config.architecture in FORMS:
+            write_code(temporary, config)
+        _write_json(temporary / "config.json", config_file(config, special, dtype))
+        if config.causal and config.model_class.tokens:
             # Where documents start with no token of their own, what is generated from nothing starts as after
             # the end of one.
             start = special.get("bos") if prefix == "bos" else special.get("eos")
             ids = {"pad": special.get("pad"), "bos": start, "eos": special.get("eos")}
             _write_json(temporary / "generation_config.json", _token_ids(ids))
         if fast is not None:
-            family = FAMILIES[config.architecture]
             write_tokenizer(
                 temporary,
                 fast,
@@ -136,8 +133,9 @@ def export_model(
                 # A prompt is a document that has not ended.
                 suffix=None if config.causal else special.get(suffix),
                 max_length=config.max_seqlen,
-                padding_side=family.padding_side,
-                token_types=not config.causal and config.type_vocab_size > 1,
+                # New tokens are appended on the right, so a batch of prompts must end there.
+                padding_side="left" if config.causal else "right",
+                token_types=config.architecture == "encoder" and config.type_vocab_size > 1,
             )
         (temporary / "README.md").write_text(model_card(config, fast is not None, notes), encoding="utf-8")
         write_sums(temporary)
@@ -167,14 +165,18 @@ def check_target(out_dir: Path) -> None:
         raise ValueError(f"{out_dir} exists and is not an empty directory; choose another one, or remove it")
 
 
-def transformers_config(config: ModelConfig, special: Mapping[str, int | None], dtype: str) -> dict[str, Any]:
+def config_file(config: ModelConfig, special: Mapping[str, int | None], dtype: str) -> dict[str, Any]:
     """The content of config.json."""
-    family = FAMILIES[config.architecture]
-    modules = {name: f"modeling_matmix.{target}" for name, target in family.auto_classes.items()}
+    for_transformers = {}
+    if form := FORMS.get(config.architecture):
+        modules = {name: f"modeling_matmix.{target}" for name, target in form.auto_classes.items()}
+        for_transformers = {
+            "model_type": form.model_type,
+            "architectures": [form.auto_classes[form.main]],
+            "auto_map": {"AutoConfig": f"configuration_matmix.{form.config_class}", **modules},
+        }
     return {
-        "model_type": family.model_type,
-        "architectures": [family.auto_classes[family.main]],
-        "auto_map": {"AutoConfig": f"configuration_matmix.{family.config_class}", **modules},
+        **for_transformers,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype,
@@ -185,7 +187,7 @@ def transformers_config(config: ModelConfig, special: Mapping[str, int | None], 
 
 def write_code(directory: Path, config: ModelConfig) -> None:
     """Write modeling_matmix.py and configuration_matmix.py."""
-    family, matmix_version = FAMILIES[config.architecture], version("matmix")
+    form, matmix_version = FORMS[config.architecture], version("matmix")
     kind = config.architecture.replace("_", " ")
 
     def header(what: str, extra: str = "") -> str:
@@ -193,7 +195,7 @@ def write_code(directory: Path, config: ModelConfig) -> None:
         return f'{_LICENSE}"""{what}\n\n{origin}{extra}\n"""'
 
     modeling = bundle(
-        [(family.source, name) for name in family.auto_classes.values()],
+        [(form.source, name) for name in form.auto_classes.values()],
         header=header(f"A matmix {kind} for transformers, in PyTorch alone."),
         version=matmix_version,
         registries={"MIXERS": used_mixers(config)},
@@ -203,7 +205,7 @@ def write_code(directory: Path, config: ModelConfig) -> None:
     # the same content, in directories of the same name, for the same: they must differ where the models do.
     fingerprint = hashlib.sha256(modeling.encode()).hexdigest()[:16]
     configuration = bundle(
-        [(_CONFIG_SOURCE, family.config_class)],
+        [(_CONFIG_SOURCE, form.config_class)],
         header=header("Configuration of a matmix model for transformers.", f"\nFor modeling_matmix.py {fingerprint}."),
         version=matmix_version,
     )
@@ -213,29 +215,36 @@ def write_code(directory: Path, config: ModelConfig) -> None:
 
 def model_card(config: ModelConfig, has_tokenizer: bool, notes: str) -> str:
     """README.md of an export."""
-    family = FAMILIES[config.architecture]
-    classes = f"{family.main}, AutoTokenizer" if has_tokenizer else family.main
-    code = [
-        f"from transformers import {classes}",
-        "",
-        f'model = {family.main}.from_pretrained("PATH/TO/THIS/DIRECTORY", trust_remote_code=True)',
-    ]
-    if has_tokenizer:
-        code.append('tokenizer = AutoTokenizer.from_pretrained("PATH/TO/THIS/DIRECTORY")')
+    form = FORMS.get(config.architecture)
+    folder = '"PATH/TO/THIS/DIRECTORY"'
+    if form is None:
+        code = ["from matmix.model.interop import read_export", "", f"model = read_export({folder}).eval()"]
+        needs = f"Reading it needs matmix and the module that registers its architecture, `{config.architecture}`."
+    else:
+        code = [
+            f"from transformers import {form.main}{', AutoTokenizer' if has_tokenizer else ''}",
+            "",
+            f"model = {form.main}.from_pretrained({folder}, trust_remote_code=True)",
+        ]
+        if has_tokenizer:
+            code.append(f"tokenizer = AutoTokenizer.from_pretrained({folder})")
+        needs = (
+            "The code in `modeling_matmix.py` needs PyTorch and transformers only.\n"
+            "Where matmix is installed, its kernels are used."
+        )
     fixed = config.fixed_length_mixers()
     paragraphs = [
-        f"---\nlibrary_name: transformers\npipeline_tag: {_PIPELINES[config.architecture]}\n---",
+        f"---\nlibrary_name: transformers\npipeline_tag: {form.pipeline}\n---" if form else "",
         f"# matmix {config.architecture.replace('_', ' ')}",
-        f"{config.n_layers} layers ({', '.join(sorted(used_mixers(config))) or 'no mixer'}), width {config.d_model}, "
-        f"{config.vocab_size:,} tokens.",
+        f"{config.n_layers} layers ({', '.join(sorted(used_mixers(config))) or 'no mixer'}), width {config.d_model}"
+        f"{f', {config.vocab_size:,} tokens' if config.model_class.tokens else ''}.",
         f"It takes sequences of exactly {config.max_seqlen} tokens and no padding, having parameters for every\n"
         f"position ({', '.join(fixed)}): cut or fill texts to that length."
         if fixed
         else "",
         notes.strip(),
         "\n".join(["```python", *code, "```"]),
-        "The code in `modeling_matmix.py` needs PyTorch and transformers only.\n"
-        "Where matmix is installed, its kernels are used.",
+        needs,
     ]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
 

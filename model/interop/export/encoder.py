@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput
 
+from matmix.model.architectures.encoder import Encoder
 from matmix.model.config import ModelConfig
-from matmix.model.encoder import Encoder
 from matmix.model.interop.export.base import MatmixPreTrainedModel, mean_cross_entropy, refuse_input_embeddings
 from matmix.model.interop.export.config import MatmixEncoderConfig
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from matmix.model.interop.importing.layouts import ForeignConfig, Layout
-from matmix.model.mixers.scans.quasiseparable import QuasiseparableDD, QuasiseparableDI
 from matmix.model.mixers.structured.cauchy import CauchyDD, CauchyDI
 from matmix.model.mixers.structured.dense import Dense
 from matmix.model.mixers.structured.dft import DFT
 from matmix.model.mixers.structured.low_rank import LowRankDD, LowRankDI
 from matmix.model.mixers.structured.matrix_mixer import MatrixMixer
+from matmix.model.mixers.structured.quasiseparable import QuasiseparableDD, QuasiseparableDI
 from matmix.model.mixers.structured.softmax import SoftmaxDD, SoftmaxDI
 from matmix.model.mixers.structured.toeplitz import ToeplitzDD, ToeplitzDI
 from matmix.model.mixers.structured.vandermonde import VandermondeDD
@@ -39,10 +39,10 @@ _SCALAR = "matrix_mixer.bias"
 
 
 class ScalarAsVector:
-    """Gives the gradient of the one parameter without dimensions as it is there: ours has one entry."""
+    """For the one parameter that is a number without dimensions there and has one entry here."""
 
     def reference_gradients(self) -> dict[str, torch.Tensor]:
-        """As `FromReference.reference_gradients`."""
+        """As `FromReference.reference_gradients`, with that number's gradient in its shape there."""
         gradients = super().reference_gradients()
         return {name: grad.reshape(()) if name == _SCALAR else grad for name, grad in gradients.items()}
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from matmix.model.architectures.encoder import Encoder
+from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.config import ModelConfig
-from matmix.model.encoder import Encoder
 from matmix.model.interop.importing.hydra import hydra_layer_layout, hydra_mlm_layout
 from matmix.model.interop.importing.layouts import ForeignConfig, Layout, rename_state
 from matmix.model.interop.importing.lion import PublishedLionS, lion_attention_layout
@@ -20,7 +21,6 @@ from matmix.model.interop.importing.matrix_mixer import (
     scalar_as_vector,
 )
 from matmix.model.interop.importing.mru import mru_lm_layout
-from matmix.model.language_model import LanguageModel
 from matmix.model.mixers.scans.hydra import Hydra
 from matmix.model.mixers.scans.lion import LionD, LionLit
 

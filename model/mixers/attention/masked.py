@@ -29,10 +29,8 @@ from matmix.model.mixers.attention.masks import (
     transform_length,
 )
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.gates import exact_linear
-from matmix.model.mixers.heads import check_heads, head_count
-from matmix.model.mixers.scans.hydra import RMSNormWeight
-from matmix.model.mixers.structured.fourier import cosine_transform
+from matmix.model.mixers.fourier import cosine_transform
+from matmix.model.mixers.shared import RMSNormWeight, check_heads, exact_linear, head_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from matmix.model.mixers.structured.fourier import fast_length, real_transform_flops, toeplitz_product
+from matmix.model.mixers.fourier import fast_length, real_transform_flops, toeplitz_product
 
 
 def long_convolution(x: Tensor, after: Tensor, before: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from matmix.kernels import gated_norm, short_conv
 from matmix.model.initialization import normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.scans.hydra import RMSNormWeight
+from matmix.model.mixers.shared import RMSNormWeight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import gated_norm, short_conv
-from matmix.model.initialization import InitRule, normal_init, uniform_init
+from matmix.model.initialization import normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, gated_delta_rule, transition_matrix, unit_vectors
-from matmix.model.mixers.scans.hydra import RMSNormWeight, dt_bias_init
+from matmix.model.mixers.scans.scan_block import check_initial_steps, dt_bias_init, log_of_uniform_init
+from matmix.model.mixers.shared import RMSNormWeight
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -106,6 +107,7 @@ class GatedDelta(Mixer):
                 raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be at least 1")
         if not 2 <= config.d_conv <= 9:
             raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be from 2 to 9")
+        check_initial_steps(cls.name, config)
         if config.expand * d_model % config.headdim:
             raise ValueError(
                 f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide the inner width "
@@ -203,8 +205,3 @@ class GatedDelta(Mixer):
             y, memory = gated_delta_rule(*parts[:5], initial_state=memory, chunk_size=self.config.chunk_size)
         # A copy, or else the last few rows would keep all of a long prompt in memory.
         return self.finish(y, z), (joined[:, x.shape[1] :].clone(), memory)
-
-
-def log_of_uniform_init(low: float, high: float) -> InitRule:
-    """Logarithms of values from U[low, high]."""
-    return lambda shape, generator: torch.empty(shape).uniform_(low, high, generator=generator).log()

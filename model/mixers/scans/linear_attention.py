@@ -13,7 +13,7 @@ from torch import nn
 from matmix.kernels import semiseparable_scan
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.heads import check_heads, head_count
+from matmix.model.mixers.shared import check_heads, head_count
 
 FEATURE_MAPS = ("elu", "silu", "none")
 

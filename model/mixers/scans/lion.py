@@ -16,8 +16,6 @@ from torch import nn
 
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.gates import exact_linear
-from matmix.model.mixers.heads import check_heads, head_count
 from matmix.model.mixers.scans.lion_forms import (
     LION_FORMS,
     LionState,
@@ -26,6 +24,7 @@ from matmix.model.mixers.scans.lion_forms import (
     lion_merge,
     lion_step,
 )
+from matmix.model.mixers.shared import check_heads, exact_linear, head_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

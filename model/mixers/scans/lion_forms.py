@@ -24,7 +24,7 @@ from torch import Tensor
 
 from matmix.kernels import quasiseparable_scan
 from matmix.kernels.documents import shift_right
-from matmix.model.mixers.gates import gate_sums
+from matmix.model.mixers.shared import gate_sums
 
 
 def lion_matrix(

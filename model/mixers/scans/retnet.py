@@ -14,7 +14,7 @@ from torch import nn
 from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.heads import check_heads, head_count
+from matmix.model.mixers.shared import check_heads, head_count
 from matmix.model.positions import apply_rotary, document_positions
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from matmix.model.mixers.structured.fourier import cosine_transform, real_transform_flops
+from matmix.model.mixers.fourier import cosine_transform, real_transform_flops
 from matmix.model.mixers.structured.matrix_mixer import MatrixMixer, SharedBlockConfig
 
 

@@ -18,7 +18,7 @@ from matmix.kernels import gated_norm, short_conv
 from matmix.kernels.precision import outside_autocast
 from matmix.model.initialization import InitRule, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.scans.hydra import RMSNormWeight
+from matmix.model.mixers.shared import RMSNormWeight
 
 WIDEST_SHORT_CONV = 9
 """Taps of the widest convolution that the op knows, which respects document boundaries."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from matmix.model.initialization import InitRule
-from matmix.model.mixers.structured.fourier import fast_length, real_transform_flops, toeplitz_product
+from matmix.model.mixers.fourier import fast_length, real_transform_flops, toeplitz_product
 from matmix.model.mixers.structured.matrix_mixer import (
     MatrixMixer,
     MixingParameters,

@@ -158,25 +158,11 @@ class ZeroEngine(Engine):
         norm = total_norm(norms)
         self.clip_norms = by_name(limits, norms)
         if not math.isfinite(norm.item()):
-            self.discard()
+            self.model.zero_grad()
             return norm
         clip_to(gradients, norms, limits)
         self.model.step()
         return norm
-
-    def discard(self) -> None:
-        self.model.zero_grad()
-        if self.config.zero_stage == 0:
-            return
-        # What DeepSpeed itself does with the gradients of a step that overflowed.
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.config.zero_stage == 3:
-            self.optimizer.averaged_gradients = {}
-            return
-        for group in self.optimizer.averaged_gradients:
-            self.optimizer.averaged_gradients[group] = None
-        for group in self.optimizer.all_grad_tensors:
-            self.optimizer.all_grad_tensors[group] = None
 
     # -- copies ------------------------------------------------------------------------------------------
 
@@ -222,12 +208,3 @@ class ZeroEngine(Engine):
             return
         load_weights(self.named_tensors(), state)
         load_moments(self.optimizer, {p: name for name, p in self.module.named_parameters()}, state)
-
-    def portable_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self.named_tensors():
-            if hasattr(tensor, "ds_id"):
-                with self.deepspeed.zero.GatheredParameters([tensor]):
-                    full = tensor.detach().to("cpu", copy=True)
-                yield name, full
-            else:
-                yield name, tensor.detach().to("cpu", copy=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from matmix.data.storage.files import open_durable
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, Entry, FullState
 from matmix.train.engine.sharded_files import find_os_error
 from matmix.train.engine.snapshot import Snapshot
@@ -88,10 +88,8 @@ class ZeroSnapshot(Snapshot):
         folder.mkdir(parents=True, exist_ok=True)
         for name, contents in self.files.items():
             try:
-                with (folder / name).open("wb") as file:
+                with open_durable(folder / name) as file:
                     torch.save(contents, file)
-                    file.flush()
-                    os.fsync(file.fileno())
             except Exception as error:
                 if (found := find_os_error(error)) is None:
                     raise
@@ -106,8 +104,8 @@ class ZeroFiles(FullState):
     into equal parts, one for each rank; stage 3 cuts every tensor, and lays a rank's parts one after the other.
     """
 
-    def __init__(self, directory: Path, layout: dict[str, Any]) -> None:
-        """directory, layout: of the checkpoint."""
+    def __init__(self, directory: Path, layout: dict[str, Any], *, weights_only: bool = False) -> None:
+        """directory, layout: of the checkpoint; weights_only: leaves the optimizer's files alone where it can."""
         self.directory = directory / SUBDIRECTORY
         self.stage, self.ranks = layout["zero_stage"], layout["world_size"]
         self._opened: dict[str, dict[str, Any]] = {}
@@ -115,13 +113,15 @@ class ZeroFiles(FullState):
         # rank's part of it at stage 3).
         self._places: dict[str, tuple[int, int]] = {}
         with _holding(directory):
-            self._find_entries(layout)
+            self._find_entries(layout, weights_only)
 
-    def _find_entries(self, layout: dict[str, Any]) -> None:
+    def _find_entries(self, layout: dict[str, Any], weights_only: bool) -> None:
         module = self._model_file(0)["module"]
         self.entries = {
             f"{MODEL}{name}": Entry(tuple(shape), module[name].dtype) for name, shape in layout["shapes"].items()
         }
+        if weights_only and self.stage < 3:
+            return
         for number, names in enumerate(self._groups(layout)):
             offset = 0
             for name, padding in names.items():

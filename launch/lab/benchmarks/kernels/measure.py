@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import datetime
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 
 from matmix.launch.lab.benchmarks.kernels.packages import HOW, versions
+from matmix.train.run.revision import git_revision
 
 
 def best_times(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -60,22 +60,9 @@ def environment(dtype: str = "float32") -> dict[str, object]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "versions": {"torch": torch.__version__, **versions("triton", *HOW)},
-        "commit": commit(),
+        "commit": git_revision(),
         "dtype": dtype,
     }
-
-
-def commit() -> str:
-    """The revision of the checkout that holds this file, "-dirty" added where it has changes; "" outside git."""
-    git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    try:
-        head, changes = (
-            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return f"{head}-dirty" if changes else head
 
 
 def _processor() -> str:

@@ -27,9 +27,9 @@ import torch
 
 from matmix.model import build_model, initialize
 from matmix.train.config import RunConfig
+from matmix.train.evaluators import evaluate
 from matmix.train.evaluators.ablation import mixing_metrics
 from matmix.train.evaluators.context import position_sums
-from matmix.train.evaluators.validation import evaluate
 from matmix.train.guards.replicas import fingerprint
 from matmix.train.loaders import make_loader
 from matmix.train.loop import Trainer
@@ -37,7 +37,6 @@ from matmix.train.optim.optimizer import make_optimizer
 from matmix.train.process.console import guarded
 from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
-from matmix.train.tasks.objectives import compute_loss, count_targets
 
 _TURN = 5  # steps of one turn
 
@@ -70,9 +69,9 @@ def measure_overhead(config: RunConfig, steps: int) -> dict[str, float]:
             nonlocal position
             group = [kept[(position + index) % len(kept)] for index in range(trainer.accumulation)]
             position += trainer.accumulation
-            targets = sum(map(count_targets, group))
+            targets = sum(map(trainer.task.count_targets, group))
             for batch in group:
-                (compute_loss(model, batch, config.objective).total / targets).backward()
+                (trainer.task.loss(model, batch).total / targets).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -112,6 +111,7 @@ def measure_context(config: RunConfig) -> dict[str, float]:
     with _trainer(config) as trainer:
         config, engine = trainer.config, trainer.engine
         loader = make_loader(config, "validation", 0, 1)
+        evaluators = [evaluator for evaluator, every in trainer.evaluators if every]
         engine.eval()
         batches = [batch.to(engine.device) for batch in loader]
         first = batches[: config.evaluation.ablation_batches * loader.micro_batches_per_step]
@@ -130,7 +130,7 @@ def measure_context(config: RunConfig) -> dict[str, float]:
         parts = [by_position, lambda: mixing_metrics(engine, lambda: first)]
         context = [[seconds(part) for part in parts] for _ in range(6)][1:]  # the first warms up
         return {
-            "evaluation_seconds": seconds(lambda: evaluate(engine, loader, config)),
+            "evaluation_seconds": seconds(lambda: evaluate(evaluators, engine, trainer.task, config, loader)),
             "context_seconds": sum(map(statistics.median, zip(*context, strict=True))),
         }
 

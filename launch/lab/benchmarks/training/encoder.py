@@ -15,12 +15,12 @@ from collections.abc import Iterator
 import torch
 
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.masking import IGNORED
 from matmix.launch.lab.benchmarks.kernels.settings import Settings
 from matmix.launch.lab.benchmarks.kernels.suite import Case
 from matmix.launch.lab.benchmarks.training.steps import run_steps, step_parser, steps_of
 from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config
-from matmix.train.tasks.cross_entropy import IGNORED
 
 LENGTHS = "512,8192"
 

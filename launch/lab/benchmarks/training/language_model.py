@@ -17,13 +17,13 @@ from functools import partial
 import torch
 
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.masking import IGNORED
 from matmix.launch.lab.benchmarks.kernels.settings import Settings
 from matmix.launch.lab.benchmarks.kernels.suite import Case
 from matmix.launch.lab.benchmarks.training.steps import run_steps, step_parser, steps_of
 from matmix.model import ModelConfig, build_model
 from matmix.train.config import ObjectiveConfig
 from matmix.train.recipe import load_config
-from matmix.train.tasks.cross_entropy import IGNORED
 
 LENGTHS = "1024,4096,16384"
 SIZES = {"tinystories": (8, 4, 8192), "small": (16, 12, 50304)}

@@ -70,9 +70,8 @@ def _peak_of_steps(config: RunConfig, distributed: Distributed) -> int:
     from matmix.model import build_model, initialize
     from matmix.train.engine import build_engine
     from matmix.train.optim.optimizer import make_optimizer
-    from matmix.train.tasks.objectives import compute_loss, count_targets
 
-    engine = build_engine(config.engine, distributed)
+    engine, task = build_engine(config.engine, distributed), config.task()
     warm = torch.randn(64, 64, requires_grad=True)
     (warm @ warm).sum().backward()  # the threads and tables of the libraries are not the model's
     batch = random_batch(config, config.micro_batch(distributed.world_size))
@@ -88,8 +87,8 @@ def _peak_of_steps(config: RunConfig, distributed: Distributed) -> int:
         if step == 1:
             Path("/proc/self/clear_refs").write_text("5")  # the making of the model is not a step
         for number in range(accumulation):
-            loss = compute_loss(engine.model, batch, config.objective)
-            engine.backward(loss.total / count_targets(batch), last=number == accumulation - 1)
+            loss = task.loss(engine.model, batch)
+            engine.backward(loss.total / task.count_targets(batch), last=number == accumulation - 1)
             del loss
         engine.step(1.0)
     return _status("VmHWM") - before
@@ -106,21 +105,7 @@ def random_batch(config: RunConfig, size: int) -> Batch:
     """A micro-batch of `size` dense sequences of random tokens."""
     shape = size, config.data.seqlen
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
-    labels, select = tokens.clone(), None
-    if config.objective.name == "masked_lm":
-        labels = torch.full(shape, -100)
-        select = torch.arange(max(1, int(labels.numel() * config.objective.target_share)))
-        labels.view(-1)[select] = tokens.view(-1)[select]
-    return Batch(
-        inputs=tokens,
-        labels=labels,
-        cu_seqlens=None,
-        attention_mask=None,
-        max_seqlen=shape[1],
-        select=select,
-        n_tokens=tokens.numel(),
-    )
+    return config.task().example_batch(torch.randint(config.model.vocab_size, shape, generator=generator))
 
 
 def measure(arguments: list[str], ranks: int = 1) -> int:

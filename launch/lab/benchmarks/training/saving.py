@@ -36,10 +36,10 @@ from matmix.train.engine import Engine, EngineConfig, build_engine
 from matmix.train.optim.optimizer import make_optimizer
 from matmix.train.process.console import guarded
 from matmix.train.process.distributed import Distributed, barrier, from_rank_zero
-from matmix.train.tasks.objectives import compute_loss
+from matmix.train.tasks.causal_lm import CausalLM
 
 _VOCABULARY, _LAYERS, _TOKENS = 8192, 8, 16
-_OBJECTIVE = ObjectiveConfig()
+_TASK = CausalLM(ObjectiveConfig())
 
 
 def model_of(parameters: int) -> ModelConfig:
@@ -67,7 +67,7 @@ def train_step(engine: Engine) -> None:
     tokens = torch.arange(_TOKENS).view(1, _TOKENS) % _VOCABULARY
     borders = torch.tensor([0, _TOKENS], dtype=torch.int32)
     batch = Batch(tokens, tokens, borders, None, _TOKENS, None, _TOKENS).to(engine.device)
-    engine.backward(compute_loss(engine.model, batch, _OBJECTIVE).total / _TOKENS, last=True)
+    engine.backward(_TASK.loss(engine.model, batch).total / _TOKENS, last=True)
     engine.step(1.0)
 
 

@@ -16,7 +16,7 @@ from matmix.launch.lab.benchmarks.kernels.suite import Candidate, Case
 from matmix.model import ModelConfig, build_model, initialize
 from matmix.train.activation import compile_blocks, compute_in_bfloat16
 from matmix.train.config import ObjectiveConfig
-from matmix.train.tasks.objectives import compute_loss, count_targets
+from matmix.train.tasks import make_task
 
 TOKENS = 32768
 
@@ -38,11 +38,12 @@ def step_of(
         compile_blocks(model, dynamic=False)
     if settings.dtype != torch.float32:
         compute_in_bfloat16(model, settings.device)
-    targets = count_targets(batch)
+    task = make_task(objective, model_config)
+    targets = task.count_targets(batch)
 
     def run() -> Tensor:
         with flash_only(settings.device):
-            return compute_loss(model, batch, objective).total / targets
+            return task.loss(model, batch).total / targets
 
     leaves = list(model.parameters())
     facts = {"parameters": sum(leaf.numel() for leaf in leaves)}

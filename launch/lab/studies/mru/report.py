@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.benchmarks.kernels.measure import environment
 from matmix.launch.lab.studies.mru import pictures, tables
 from matmix.launch.lab.studies.mru.grid import PART, best_runs
 from matmix.launch.lab.studies.mru.results import Results
-from matmix.train.process.files import write_whole
 
 PARTS = (PART, "growth", "beyond", "speed")
 ONLY_OF_THE_BEST = ("position_loss",)
@@ -24,12 +24,12 @@ def report(results: Results, out: Path) -> None:
     if not any(found.values()):
         raise ValueError(f"{results.folder} holds no results: run another part first")
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / "mru_study.json", json.dumps(record_of(found), separators=(",", ":")) + "\n")
+    write_atomic(out / "mru_study.json", json.dumps(record_of(found), separators=(",", ":")) + "\n")
     text = tables.tables(found)
-    write_whole(results.folder / "tables.md", text + "\n")
+    write_atomic(results.folder / "tables.md", text + "\n")
     print(text)
     for name, png in pictures.pictures(found).items():
-        write_whole(out / f"mru_{name}.png", png)
+        write_atomic(out / f"mru_{name}.png", png)
 
 
 def record_of(found: dict[str, Any]) -> dict[str, Any]:

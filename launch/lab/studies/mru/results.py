@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from matmix.train.process.files import write_whole
+from matmix.data.storage.files import write_atomic
 
 Result = dict[str, Any]
 
@@ -38,7 +38,7 @@ class Results:
         if path.exists() and not again:
             return None
         result = run()
-        write_whole(path, json.dumps({"key": key, **result}))
+        write_atomic(path, json.dumps({"key": key, **result}))
         return result
 
     def read(self, part: str) -> dict[str, Result]:

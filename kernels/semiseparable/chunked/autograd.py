@@ -1,0 +1,130 @@
+"""Semiseparable and quasiseparable scans in chunks, in PyTorch, with hand-written backward passes.
+
+Within a chunk the mixer is a small matrix (scores q k^T times decays, lower triangle from the forward
+direction, upper triangle from the backward one); between chunks only states of size d_state x headdim travel,
+one direction each way. Nothing is flipped and no batch is doubled: the backward direction is the same
+arithmetic under the mirrored mask, and Hydra's shift reads row t with q[t - 1] and the decays up to t - 1.
+The backward pass keeps only the inputs and computes states and chunk matrices again.
+
+Sources: "Transformers are SSMs" (arXiv 2405.21060), section 6, for the chunked form; "Hydra" (arXiv
+2407.09941).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from matmix.kernels.semiseparable.chunked.backward import scan_backward
+from matmix.kernels.semiseparable.chunked.forward import scan_forward
+from matmix.kernels.semiseparable.combined import combined_backward, move_gates
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+
+
+class SemiseparableFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, final_state, chunk_size):
+        ctx.save_for_backward(v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens)
+        ctx.chunk_size = chunk_size
+        ctx.set_materialize_grads(False)
+        side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
+        y, _, final, _ = scan_forward(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size, final_state)
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dfinal):
+        v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens = ctx.saved_tensors
+        dy = torch.zeros_like(v) if dy is None else dy
+        side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
+        dv, (dside,), ddiagonal = scan_backward(
+            dy, None, dfinal, v, (side,), diagonal, ScanForm(), cu_seqlens, ctx.chunk_size
+        )
+        tensors = (dv, dside.q, dside.k, dside.log_decay, dside.input_scale, ddiagonal, dside.initial_state)
+        return *tensors, None, None, None
+
+
+class QuasiseparableFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, form, chunk_size):
+        sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
+        y, row_sum, _, rest = scan_forward(v, sides, diagonal, form, cu_seqlens, chunk_size, False)
+        given = v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens
+        ctx.save_for_backward(*given, y if form.normalize else None, row_sum, rest)
+        ctx.options = form, chunk_size
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, *normal = ctx.saved_tensors
+        sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
+        dv, (f, b), ddiagonal = combined_backward(
+            scan_forward, scan_backward, dy, *normal, v, sides, diagonal, ctx.options[0], cu_seqlens, ctx.options[1]
+        )
+        scans = (f.q, f.k, b.q, b.k, f.log_decay, b.log_decay, f.input_scale, b.input_scale)
+        return dv, *scans, ddiagonal, f.initial_state, b.initial_state, None, None, None
+
+
+def semiseparable_chunked(
+    v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    *,
+    input_scale: Tensor | None = None,
+    diagonal: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`semiseparable_scan` in PyTorch, without argument checks; see there."""
+    y, final = SemiseparableFunction.apply(
+        v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, return_final_state, chunk_size
+    )
+    return (y, final) if return_final_state else y
+
+
+def quasiseparable_chunked(
+    v: Tensor,
+    q_forward: Tensor,
+    k_forward: Tensor,
+    q_backward: Tensor,
+    k_backward: Tensor,
+    log_decay_forward: Tensor | None,
+    log_decay_backward: Tensor | None,
+    *,
+    input_scale_forward: Tensor | None = None,
+    input_scale_backward: Tensor | None = None,
+    diagonal: Tensor | None = None,
+    shift: bool = True,
+    combine: str = "add",
+    self_term: str = "sum",
+    normalize: str | None = None,
+    eps: float = 1e-6,
+    gate_offset: int = 0,
+    initial_state_forward: Tensor | None = None,
+    initial_state_backward: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """`quasiseparable_scan` in PyTorch, without argument checks; see there."""
+    return QuasiseparableFunction.apply(
+        v,
+        q_forward,
+        k_forward,
+        q_backward,
+        k_backward,
+        log_decay_forward,
+        move_gates(log_decay_backward, gate_offset, cu_seqlens),
+        input_scale_forward,
+        input_scale_backward,
+        diagonal,
+        initial_state_forward,
+        initial_state_backward,
+        cu_seqlens,
+        ScanForm(shift, combine, self_term, normalize is not None, eps),
+        chunk_size,
+    )

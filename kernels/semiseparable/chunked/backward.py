@@ -1,0 +1,296 @@
+"""Backward pass of the chunked scans, for one direction or two."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.documents import shift_left, shift_right
+from matmix.kernels.precision import outside_autocast
+from matmix.kernels.semiseparable.chunked.decay import SideDecay, side_decay_backward
+from matmix.kernels.semiseparable.chunked.forward import with_ones
+from matmix.kernels.semiseparable.chunked.matrices import (
+    block_mask,
+    chunk_matrices,
+    multiply_by_group,
+    own_terms,
+    scale_columns,
+    token_factor,
+    undecayed_columns,
+)
+from matmix.kernels.semiseparable.chunked.setup import (
+    ScanSetup,
+    chunk_blocks,
+    reduce_like,
+    scan_dtype,
+    set_up_scan,
+    spread_heads,
+)
+from matmix.kernels.semiseparable.chunked.states import entering_states, grouped_rows, pass_states, ungrouped_rows
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide, SideGradients
+
+
+class SideStates(NamedTuple):
+    """States of one direction in the backward pass, (M, ngroups, d_state, heads of the group * headdim)."""
+
+    entering: Tensor
+    """What enters each chunk."""
+    leaving: Tensor
+    """The cotangent of what leaves each chunk."""
+    initial: Tensor
+    """The cotangent of the initial state, in the op's shape."""
+
+
+class SideSums(NamedTuple):
+    """Gradients of one direction while they are gathered, chunk by chunk."""
+
+    q: Tensor
+    k: Tensor
+    scale: Tensor | None
+    row: Tensor
+    """(M, chunk, nheads): of the decay exponents where rows read."""
+    col: Tensor
+    """(M, chunk, nheads): of the decay exponents where columns write, with the opposite sign."""
+    leave: Tensor | None
+    """(M, chunk, nheads): of the exponents from columns to the chunk's edge."""
+    total: Tensor | None
+    """(M, nheads): of the exponent over the whole chunk."""
+
+
+@outside_autocast
+def scan_backward(
+    dy: Tensor,
+    drow_sum: Tensor | None,
+    dfinal: Tensor | None,
+    v: Tensor,
+    sides: tuple[ScanSide, ...],
+    diagonal: Tensor | None,
+    form: ScanForm,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
+    """Gradients of the linear scan, combined by "add" or "concat": of v, of each side's tensors, of the diagonal.
+
+    dy: cotangent of the output before any normalisation; drow_sum (batch, seqlen, nheads): of the sums of the
+    mixer's rows, or None; dfinal: of the final state, or None.
+    """
+    if form.combine == "concat" and len(sides) == 2:
+        parts = [
+            linear_backward(half, None, v, (side,), diagonal, form, cu_seqlens, chunk_size)
+            for half, side in zip(dy.chunk(2, -1), sides, strict=True)
+        ]
+        (dv, (dfirst,), ddiagonal), (dv_other, (dsecond,), ddiagonal_other) = parts
+        return dv + dv_other, (dfirst, dsecond), None if ddiagonal is None else ddiagonal + ddiagonal_other
+    if drow_sum is None:
+        return linear_backward(dy, dfinal, v, sides, diagonal, form, cu_seqlens, chunk_size)
+    exact = scan_dtype(v)
+    dy = torch.cat([dy.to(exact), drow_sum.to(exact).unsqueeze(-1)], -1)
+    dv, gradients, ddiagonal = linear_backward(dy, dfinal, with_ones(v), sides, diagonal, form, cu_seqlens, chunk_size)
+    return dv[..., :-1].to(v.dtype, memory_format=torch.contiguous_format), gradients, ddiagonal
+
+
+def linear_backward(
+    dy: Tensor,
+    dfinal: Tensor | None,
+    v: Tensor,
+    sides: tuple[ScanSide, ...],
+    diagonal: Tensor | None,
+    form: ScanForm,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
+    """Gradients of `linear_forward`."""
+    setup = set_up_scan(v, sides, form, cu_seqlens, chunk_size, dfinal is not None)
+    layout, dtype = setup.layout, setup.dtype
+    chunks, dout = layout.split(v), layout.split(dy)
+    states = [side_states(chunks, dout, setup, number, dfinal if number == 0 else None) for number in range(len(sides))]
+    sums = [side_sums(setup, number, states[number], v.shape[2]) for number in range(len(sides))]
+    spread = spread_heads(diagonal, layout, dtype)
+    ddiagonal = None if spread is None else torch.empty(spread.shape, dtype=dtype, device=v.device)
+    dv = torch.empty_like(chunks, memory_format=torch.contiguous_format)
+    for at in chunk_blocks(setup):
+        values, grad = chunks[at].to(dtype), dout[at].to(dtype)
+        dv[at], along = block_backward(setup, at, values, grad, spread, states, sums)
+        if ddiagonal is not None:
+            ddiagonal[at] = along.transpose(1, 2)
+
+    gradients = tuple(
+        side_gradients(setup, side, setup.decays[number], states[number], sums[number], cu_seqlens)
+        for number, side in enumerate(sides)
+    )
+    if ddiagonal is not None:
+        ddiagonal = reduce_like(layout.join(ddiagonal), diagonal)
+    return layout.join(dv), gradients, ddiagonal
+
+
+def side_states(
+    chunks: Tensor, dout: Tensor, setup: ScanSetup, number: int, dfinal: Tensor | None
+) -> SideStates | None:
+    """The states of a direction computed again, and their cotangents; None where no state passes a chunk."""
+    if not setup.carries[number] and dfinal is None:
+        return None
+    side, decay = setup.sides[number], setup.decays[number]
+    entering, _ = entering_states(chunks, setup, number)
+    leaving = torch.empty_like(entering)
+    for at in chunk_blocks(setup):
+        read = grouped_rows(dout[at].to(setup.dtype) * decay.enter[at].unsqueeze(-1), setup.groups)
+        torch.matmul(side.q[at].to(setup.dtype).permute(0, 2, 3, 1), read, out=leaving[at])
+    initial = pass_states(leaving, decay.total, dfinal, setup.layout, side.reverse)
+    return SideStates(entering, leaving, initial)
+
+
+def side_sums(setup: ScanSetup, number: int, states: SideStates | None, heads: int) -> SideSums:
+    side, decay = setup.sides[number], setup.decays[number]
+    shape = (*side.q.shape[:2], heads)
+    wide = decay.cumulate.dtype
+
+    def zeros(*shape: int, dtype: torch.dtype = setup.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=side.q.device)
+
+    return SideSums(
+        torch.empty_like(side.q, memory_format=torch.contiguous_format),
+        torch.empty_like(side.k, memory_format=torch.contiguous_format),
+        None if setup.scales[number] is None else zeros(*shape),
+        zeros(*shape, dtype=wide),
+        zeros(*shape, dtype=wide),
+        None if states is None else zeros(*shape),
+        None if states is None else zeros(shape[0], heads),
+    )
+
+
+def block_backward(
+    setup: ScanSetup,
+    at: slice,
+    values: Tensor,
+    grad: Tensor,
+    diagonal: Tensor | None,
+    states: list[SideStates | None],
+    sums: list[SideSums],
+) -> tuple[Tensor, Tensor | None]:
+    """Some chunks: their part of dv, (m, chunk, nheads, headdim), and dy . v per token where it is needed.
+
+    What belongs to the directions is written into `sums`.
+    """
+    groups, heads = setup.groups, values.shape[2]
+    values_h, grad_h = (x.transpose(1, 2).contiguous() for x in (values, grad))
+    pairs, scores, decays, weights = chunk_matrices(setup, at, heads)
+    dweights = (grad_h @ values_h.mT).mul_(decays)
+    matrix = multiply_by_group(decays, weights)
+    dv_h = matrix.mT @ grad_h
+    dscores = []
+    for number, scale in enumerate(setup.scales):
+        by_head = dweights
+        if scale is not None:
+            by_head = torch.mul(dweights, scale_columns(scale, at).unsqueeze(-2), out=matrix)
+        dscores.append(by_head.unflatten(1, (groups, -1)).sum(2).mul_(block_mask(setup, at, number)))
+    # The derivative by the exponent of each entry, without its input scale.
+    exponents = multiply_by_group(dweights, sum(scores[1:], scores[0]))
+
+    own, along = own_terms(setup, pairs, heads), None
+    factor = token_factor(setup, at, own, diagonal)
+    if factor is not None:
+        along = (grad_h * values_h).sum(-1)
+        dv_h.addcmul_(factor.unsqueeze(-1), grad_h)
+
+    dvalues = dv_h.transpose(1, 2)
+    for number, (q, k) in enumerate(pairs):
+        dq, dk = dscores[number] @ k, dscores[number].mT @ q
+        if own is not None:
+            down = along
+            if setup.scales[number] is not None:
+                sums[number].scale[at] += (along * own[number]).transpose(1, 2)
+                down = along * scale_columns(setup.scales[number], at)
+            down = down.unflatten(1, (groups, -1)).sum(2).unsqueeze(-1)
+            dq.addcmul_(down, k, value=setup.own_weight)
+            dk.addcmul_(down, q, value=setup.own_weight)
+        block_exponents(setup, at, number, exponents, sums[number])
+        if states[number] is not None:
+            gradients = dq, dk, dvalues
+            block_states(setup, at, number, (q, k), gradients, values, grad, states[number], sums[number])
+        sums[number].q[at] = dq.transpose(1, 2)
+        sums[number].k[at] = dk.transpose(1, 2)
+    return dvalues, along
+
+
+def block_exponents(setup: ScanSetup, at: slice, number: int, exponents: Tensor, sums: SideSums) -> None:
+    """Gradients that one direction's decays and input scales get from inside the chunks.
+
+    exponents (m, nheads, chunk, chunk): the derivative by each entry's exponent, without its input scale.
+    """
+    side, scale, offset = setup.sides[number], setup.scales[number], int(setup.exclusive)
+    # Entries next to the diagonal (on it, without shift) hold no decay: what they would add to rows and take
+    # from columns cancels only to rounding, far too much where the other entries have decayed.
+    # Row and column sums are subtracted from each other further on: the same numbers, summed exactly.
+    decayed = exponents.to(sums.row.dtype, copy=True)
+    decayed = decayed.triu_(1 + offset) if side.reverse else decayed.tril_(-1 - offset)
+    columns = decayed.sum(-2)
+    if scale is not None:
+        undecayed = undecayed_columns(exponents, setup.exclusive, side.reverse, len(setup.sides))
+        sums.scale[at] += (columns + undecayed).transpose(1, 2)
+        weight = scale_columns(scale, at).to(decayed.dtype)
+        decayed.mul_(weight.unsqueeze(-2))
+        columns = columns * weight
+    sums.row[at] = decayed.sum(-1).transpose(1, 2)
+    sums.col[at] = columns.transpose(1, 2)
+
+
+def block_states(
+    setup: ScanSetup,
+    at: slice,
+    number: int,
+    pair: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
+    values: Tensor,
+    grad: Tensor,
+    states: SideStates,
+    sums: SideSums,
+) -> None:
+    """One direction's gradients through states that enter and leave chunks, added to those in `gradients`."""
+    (q, k), (dq, dk, dvalues) = pair, gradients
+    decay, scale = setup.decays[number], setup.scales[number]
+    heads, groups = values.shape[2], setup.groups
+    entering, leaving = states.entering[at], states.leaving[at]
+
+    read = ungrouped_rows(q @ entering, heads)
+    weighted = grad * decay.enter[at].unsqueeze(-1)
+    sums.row[at] += (read * weighted).sum(-1)
+    dq += grouped_rows(weighted, groups) @ entering.mT
+
+    written = ungrouped_rows(k @ leaving, heads)
+    weight = decay.leave[at]
+    along = (written * values).sum(-1) * weight
+    if scale is not None:
+        sums.scale[at] += along
+        along, weight = along * scale[at], weight * scale[at]
+    sums.leave[at] = along
+    dk += grouped_rows(values * weight.unsqueeze(-1), groups) @ leaving.mT
+
+    products = (entering * leaving).sum(2).unflatten(-1, (heads // groups, -1)).sum(-1)
+    sums.total[at] = products.flatten(1) * decay.total[at]
+    dvalues.addcmul_(written, weight.unsqueeze(-1))
+
+
+def side_gradients(
+    setup: ScanSetup,
+    side: ScanSide,
+    decay: SideDecay,
+    states: SideStates | None,
+    sums: SideSums,
+    cu_seqlens: Tensor | None,
+) -> SideGradients:
+    """What was gathered over chunks, back in the shapes and dtypes of the op's arguments."""
+    layout = setup.layout
+    dq = layout.join(sums.q)
+    if setup.exclusive:
+        dq = shift_right(dq, cu_seqlens) if side.reverse else shift_left(dq, cu_seqlens)
+    dlog = dscale = dinitial = None
+    if side.log_decay is not None:
+        dlog = side_decay_backward(decay, sums.row, sums.col, sums.leave, sums.total, setup.exclusive)
+        dlog = reduce_like(layout.join(dlog), side.log_decay)
+    if side.input_scale is not None:
+        dscale = layout.join(sums.scale).to(side.input_scale.dtype)
+    if side.initial_state is not None:
+        dinitial = states.initial.to(side.initial_state.dtype)
+    return SideGradients(dq, layout.join(sums.k), dlog, dscale, dinitial)

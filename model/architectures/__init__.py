@@ -1,0 +1,1 @@
+"""One file for each architecture: what it reads, how it is embedded, and what it predicts."""

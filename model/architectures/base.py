@@ -1,0 +1,94 @@
+"""What every architecture says of itself before it is built, and the register of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """For architectures that take nothing from `model.options`."""
+
+
+class Architecture(nn.Module):
+    """A kind of model: what it reads, which mixers it takes, what it predicts, and what both ends cost.
+
+    An architecture is one file with a subclass of `matmix.model.backbone.Backbone` below `register_architecture`.
+    """
+
+    causal: ClassVar[bool]
+    """No output sees later positions, so that the layers take causal mixers."""
+    tokens: ClassVar[bool] = True
+    """Reads token ids and predicts one of model.vocab_size tokens: training takes the size of the vocabulary from the
+    data, and an export takes the tokenizer along. False: reads and predicts something else."""
+    Options: ClassVar[type] = NoOptions
+    """Frozen dataclass of its options in `model.options`; every field has a default."""
+
+    @classmethod
+    def options(cls, config: Any) -> Any:
+        """The `Options` that model.options gives. Raises ValueError (one line) for an unknown name or another type than
+        that of the default."""
+        defaults = {field.name: field.default for field in fields(cls.Options)}
+        for name, value in config.options.items():
+            if name not in defaults:
+                known = ", ".join(defaults) or "none"
+                raise ValueError(f"model.options.{name}: {config.architecture} has no such option; it has {known}")
+            wanted = type(defaults[name])
+            if type(value) not in ((int, float) if wanted is float else (wanted,)):
+                raise ValueError(f"model.options.{name} = {value!r}: must be of type {wanted.__name__}")
+        return cls.Options(**config.options)
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        """Raise a one-line ValueError when a `ModelConfig` of this architecture does not fit together."""
+        cls.options(config)
+
+    @classmethod
+    def check_seqlen(cls, config: Any, seqlen: int) -> None:
+        """Raise a one-line ValueError when embedding or output cannot take documents of `seqlen` positions."""
+
+    @classmethod
+    def example_inputs(cls, config: Any, batch_size: int, seqlen: int) -> torch.Tensor:
+        """What `forward` takes first, for estimates: zeros (batch_size, seqlen, ...) on the default device."""
+        assert cls.tokens, f"{cls.__name__} reads no tokens and says not what instead"
+        return torch.zeros(batch_size, seqlen, dtype=torch.long)
+
+    @classmethod
+    def input_flops(cls, config: Any) -> float:
+        """Forward floating-point operations (2 per multiply-add) of the embedding for one position; look-ups cost 0."""
+        return 0.0
+
+    @classmethod
+    def output_flops(cls, config: Any) -> float:
+        """Forward floating-point operations of features and output projection for one position."""
+        assert cls.tokens, f"{cls.__name__} predicts no tokens and says not what that costs"
+        return 2.0 * config.vocab_size * config.d_model
+
+
+ARCHITECTURES: dict[str, type[Architecture]] = {}
+"""Name in a configuration -> class. `register_architecture` adds to it."""
+
+AnyArchitecture = TypeVar("AnyArchitecture", bound=type[Architecture])
+
+
+def register_architecture(name: str) -> Callable[[AnyArchitecture], AnyArchitecture]:
+    """Class decorator: `model.architecture = name` stands for the class.
+
+    Raises ValueError (one line) where it is no architecture, or the name is that of another one.
+    """
+
+    def register(architecture: AnyArchitecture) -> AnyArchitecture:
+        if not (isinstance(architecture, type) and issubclass(architecture, Architecture)):
+            raise ValueError(f"{name!r} is no architecture: make it a subclass of matmix.model.backbone.Backbone")
+        known = ARCHITECTURES.get(name, architecture)
+        if (known.__module__, known.__qualname__) != (architecture.__module__, architecture.__qualname__):
+            raise ValueError(f"there is an architecture {name!r} already: {known.__module__}.{known.__qualname__}")
+        ARCHITECTURES[name] = architecture
+        return architecture
+
+    return register

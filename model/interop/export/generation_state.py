@@ -1,0 +1,135 @@
+"""Generation state of a language model for transformers' `generate`: what the layers carry from token to
+token.
+
+Rows of a padded batch have different lengths, and padding must not enter a state. So the prompt is read
+in groups of rows of one length, without the padding, and a group keeps a state of its own; groups whose
+states have the same shape (all layers recurrent) are joined, so that each further token is one step for
+the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from matmix.model.architectures.language_model import LanguageModel
+
+
+def map_state(function: Callable[..., torch.Tensor], *states: Any) -> Any:
+    """Apply a function to the tensors of nested lists and tuples of the same form; None stays None."""
+    if isinstance(states[0], list | tuple):
+        return type(states[0])(map_state(function, *parts) for parts in zip(*states, strict=True))
+    return None if states[0] is None else function(*states)
+
+
+def state_shapes(state: Any) -> tuple:
+    """Shapes of the tensors of a state without their first dimension, the batch."""
+    shapes: list[torch.Size] = []
+    map_state(lambda tensor: shapes.append(tensor.shape[1:]) or tensor, state)
+    return tuple(shapes)
+
+
+class CarriedState:
+    """What `generate` carries as `past_key_values`: for each group of rows, their numbers and their state."""
+
+    is_compileable = False
+
+    def __init__(self, groups: list[tuple[torch.Tensor, Any]], seen: int):
+        self.groups = groups
+        self.seen = seen
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the batch that have been read, padding included."""
+        return self.seen
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was (beam search)."""
+        groups = []
+        for rows, state in self.groups:
+            place = torch.full((int(beam_idx.numel()),), -1, device=beam_idx.device)
+            place[rows] = torch.arange(rows.numel(), device=beam_idx.device)
+            source = place[beam_idx]
+            new_rows = (source >= 0).nonzero().squeeze(1)
+            if new_rows.numel():
+                picked = source[new_rows]
+                groups.append((new_rows, map_state(lambda tensor, picked=picked: tensor[picked], state)))
+        self.groups = groups
+
+
+def advance(model: LanguageModel, input_ids: torch.Tensor, state: Any, keep: int) -> tuple[torch.Tensor, Any]:
+    """Logits (n, keep, vocab_size) of the last `keep` (0: all) of input_ids (n, length), and the new
+    state."""
+    if input_ids.shape[1] == 1:
+        logits, state = model.step(input_ids[:, 0], state)
+        return logits.unsqueeze(1), state
+    x, new_state = model.embed(input_ids), []
+    for block, block_state in zip(model.blocks, state, strict=True):
+        x, block_state = block.forward_with_state(x, block_state)
+        new_state.append(block_state)
+    weight, bias = model.output_projection()
+    return F.linear(model.features(x[:, -keep:] if keep else x), weight, bias), new_state
+
+
+def read_prompt(
+    model: LanguageModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int
+) -> tuple[torch.Tensor, CarriedState]:
+    """Logits and state after a batch of prompts with padding anywhere.
+
+    Args: input_ids (B, L); attention_mask (B, L) or None; keep: columns of logits wanted, 0 = all.
+    Returns: logits (B, keep or L, vocab_size); at padding they are those of the row's last token before it,
+        so that the last column always predicts a row's next token.
+    Raises ValueError if a row has no tokens.
+    """
+    length = input_ids.shape[1]
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.ne(0).long()
+    counts = mask.sum(1).tolist()
+    if 0 in counts:
+        raise ValueError(f"row {counts.index(0)} of attention_mask has no tokens; every prompt needs one")
+    tokens_first = mask.argsort(dim=1, descending=True, stable=True)
+    # For each wanted column the number of tokens of its row up to there, as an index into the row's tokens.
+    wanted = (mask.cumsum(1) - 1).clamp(min=0)[:, -(keep or length) :]
+    logits, groups = None, []
+    for count in sorted(set(counts)):
+        rows = torch.tensor([row for row, n in enumerate(counts) if n == count], device=input_ids.device)
+        ids = input_ids[rows].gather(1, tokens_first[rows, :count])
+        last_only = keep == 1
+        part, state = advance(model, ids, model.initial_state(rows.numel()), int(last_only))
+        if not last_only:
+            part = part.take_along_dim(wanted[rows].unsqueeze(-1), dim=1)
+        logits = part.new_empty(len(counts), *part.shape[1:]) if logits is None else logits
+        logits = logits.index_copy(0, rows, part)
+        groups.append((rows, state))
+    assert logits is not None
+    return logits, CarriedState(join_groups(groups), length)
+
+
+def join_groups(groups: list[tuple[torch.Tensor, Any]]) -> list[tuple[torch.Tensor, Any]]:
+    """Groups with states of the same shape become one."""
+    joined: dict[tuple, list[tuple[torch.Tensor, Any]]] = {}
+    for rows, state in groups:
+        joined.setdefault(state_shapes(state), []).append((rows, state))
+    return [
+        (
+            torch.cat([rows for rows, _ in members]),
+            map_state(lambda *tensors: torch.cat(tensors), *(state for _, state in members)),
+        )
+        for members in joined.values()
+    ]
+
+
+def continue_state(
+    model: LanguageModel, input_ids: torch.Tensor, carried: CarriedState, keep: int
+) -> tuple[torch.Tensor, CarriedState]:
+    """Logits (B, keep or n, vocab_size) and state after input_ids (B, n) more tokens, none of them
+    padding."""
+    logits, groups = None, []
+    for rows, state in carried.groups:
+        part, state = advance(model, input_ids[rows], state, keep)
+        logits = part.new_empty(input_ids.shape[0], *part.shape[1:]) if logits is None else logits
+        logits = logits.index_copy(0, rows, part)
+        groups.append((rows, state))
+    assert logits is not None
+    return logits, CarriedState(groups, carried.seen + input_ids.shape[1])

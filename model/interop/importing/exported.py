@@ -1,0 +1,64 @@
+"""Exports of this project, read back as models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from matmix.model.backbone import Backbone
+from matmix.model.build import build_model
+from matmix.model.config import ModelConfig, model_config_from_dict
+from matmix.model.interop.importing.foreign import indexed_files, read_object, read_safetensors
+
+
+def read_export(directory: str | Path) -> Backbone:
+    """The model of an export, with its weights, on the CPU; `eval()` it before use.
+
+    An architecture from outside of this project must be registered: import its module first.
+    Raises FileNotFoundError, ValueError (one line).
+    """
+    directory = Path(directory)
+    model = build_model(read_export_config(directory))
+    load_weights(model, _exported_weights(directory), directory)
+    return model
+
+
+def read_export_config(directory: Path) -> ModelConfig:
+    """The configuration of an exported model. Raises FileNotFoundError, ValueError (one line)."""
+    path = directory / "config.json"
+    values = read_object(path)
+    if "matmix" not in values:
+        raise ValueError(f"{directory} is not an export of matmix: its config.json is that of another model")
+    try:
+        return model_config_from_dict(values["matmix"], vocab_size=values["vocab_size"])
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} does not describe a model ({ascii(error)[:300]})") from None
+
+
+def _exported_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    index = directory / "model.safetensors.index.json"
+    files = indexed_files(index) if index.is_file() else [directory / "model.safetensors"]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{directory} is not complete: it lacks {file.name}")
+        for name, tensor in read_safetensors(file)[0].items():
+            yield name.removeprefix("model."), tensor
+
+
+@torch.no_grad()
+def load_weights(model: Backbone, tensors: Iterable[tuple[str, torch.Tensor]], where: Path) -> None:
+    """Copy tensors into the model as they come. Raises ValueError if one is missing, unknown or misshapen."""
+    own = model.state_dict()
+    missing = set(own)
+    for name, tensor in tensors:
+        if name not in own:
+            raise ValueError(f"{where} holds weights {name!r}, which its configuration does not have")
+        if own[name].shape != tensor.shape:
+            shapes = f"{tuple(tensor.shape)}, its configuration {tuple(own[name].shape)}"
+            raise ValueError(f"{where} holds weights {name!r} of shape {shapes}")
+        own[name].copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise ValueError(f"{where} lacks the weights {min(missing)!r}")

@@ -1,0 +1,225 @@
+"""S4D, the diagonal form of the state space model S4 (arXiv 2206.11893): one long convolution per channel, the same for
+all data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from matmix.kernels.precision import outside_autocast
+from matmix.model.initialization import InitRule, constant_init, normal_init
+from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.convolutions.long import (
+    convolution_matrix,
+    long_convolution,
+    long_convolution_flops,
+    packed_convolution,
+)
+from matmix.model.mixers.scans.scan_block import check_initial_steps
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
+
+CARRIED = 256
+"""Tokens of a prompt that are taken at once, with the state between them: memory grows with this times d_state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class S4DConfig:
+    """Options of the S4D mixer."""
+
+    d_state: int = 64
+    """Real size of the state of a channel (even): d_state / 2 complex numbers, each with its conjugate."""
+    spectrum: Literal["lin", "inv"] = "lin"
+    """Frequencies at initialisation: lin n pi; inv d_state / pi (d_state / (2 n + 1) - 1)."""
+    dt_min: float = 0.001
+    """Smallest step size at initialisation."""
+    dt_max: float = 0.1
+    """Largest step size at initialisation."""
+    bias: bool = True
+    """Bias in the output projection."""
+
+
+class S4D(Mixer):
+    """y = x convolved with K, plus D x; gelu; out_proj to twice the width and a gated linear unit.
+
+    Per channel K[l] = 2 Re sum_n C_n (exp(dt A_n) - 1) / A_n exp(dt A_n l), the discretisation by zero-order hold.
+    The bidirectional form has a second kernel with its own C for later tokens, as S4 has: its tap l belongs to the
+    token l + 1 ahead.
+    """
+
+    Config = S4DConfig
+    causal_form = True
+    bidirectional_form = True
+    sequence_aligned = False
+    complexity = "O(L log L)"
+    data_dependent = False
+
+    def __init__(self, d_model: int, config: S4DConfig, *, causal: bool, max_seqlen: int, output_std: float):
+        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+        pairs = config.d_state // 2
+        self.log_dt = nn.Parameter(torch.empty(d_model))
+        # log(-Re A) and Im A of all channels in one row each.
+        self.A_log = nn.Parameter(torch.empty(d_model * pairs))
+        self.A_imag = nn.Parameter(torch.empty(d_model * pairs))
+        self.C = nn.Parameter(torch.empty(1 if causal else 2, d_model, pairs, 2))
+        self.D = nn.Parameter(torch.empty(d_model))
+        self.out_proj = nn.Linear(d_model, 2 * d_model, bias=config.bias)
+        self.init_rules = {
+            "log_dt": uniform_between_init(math.log(config.dt_min), math.log(config.dt_max)),
+            "A_log": constant_init(math.log(0.5)),
+            "A_imag": spectrum_init(config.spectrum, config.d_state),
+            "C": normal_init(0.5**0.5),
+            "D": normal_init(1.0),
+            "out_proj.weight": normal_init(output_std),
+        }
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return dict.fromkeys(["log_dt", "A_log", "A_imag", "D"], NOT_DECAYED)
+
+    @classmethod
+    def check(cls, d_model: int, config: S4DConfig) -> None:
+        if config.d_state < 2 or config.d_state % 2:
+            raise ValueError(f"model.mixers.{cls.name}.d_state = {config.d_state}: must be even and at least 2")
+        if config.spectrum not in ("lin", "inv"):
+            raise ValueError(f"model.mixers.{cls.name}.spectrum = {config.spectrum!r}; known: lin, inv")
+        check_initial_steps(cls.name, config)
+
+    @classmethod
+    def block_rank(cls, config: S4DConfig) -> int:
+        # A pair of conjugate exponentials is a real sequence of order 2.
+        return config.d_state
+
+    @classmethod
+    def flops_per_token(cls, d_model: int, config: S4DConfig, seqlen: int, causal: bool) -> float:
+        kernels = 1 if causal else 2
+        # The kernel is counted as made for each document; a batch shares it.
+        per_channel = long_convolution_flops(seqlen) + kernels * 2.0 * config.d_state + 2
+        return d_model * per_channel + 2.0 * d_model * 2 * d_model
+
+    def rates(self) -> torch.Tensor:
+        """dt A (d_model, d_state / 2), complex64 at least: a step multiplies the state by its exponential."""
+        exact = torch.promote_types(self.log_dt.dtype, torch.float32)
+        decay, turn = (
+            part.to(exact).unflatten(0, (self.d_model, -1)) for part in (-self.A_log.to(exact).exp(), self.A_imag)
+        )
+        return torch.complex(decay, turn) * self.log_dt.to(exact).exp().unsqueeze(-1)
+
+    def coefficients(self) -> torch.Tensor:
+        """2 C (exp(dt A) - 1) / A (kernels, d_model, d_state / 2), such that K[l] = Re sum_n of it exp(dt A_n l)."""
+        rates = self.rates()
+        # exp - 1 without cancellation where dt A is small.
+        half_turn = torch.sin(rates.imag / 2)
+        grown = torch.complex(
+            torch.expm1(rates.real) * torch.cos(rates.imag) - 2 * half_turn.square(),
+            rates.real.exp() * torch.sin(rates.imag),
+        )
+        dt = self.log_dt.to(rates.real.dtype).exp().unsqueeze(-1)
+        return 2 * torch.view_as_complex(self.C.to(rates.real.dtype)) * (grown * dt / rates)
+
+    def kernels(self, length: int) -> torch.Tensor:
+        """K (kernels, d_model, length), in about 2 sqrt(length) exponentials per rate: with l = i J + j the sum over n
+        is a product of the matrices exp(dt A i J) and exp(dt A j)."""
+        rates, coefficients = self.rates(), self.coefficients()
+        inner = 1 << (max(length - 1, 1).bit_length() + 1) // 2
+        outer = -(-length // inner)
+        steps = torch.arange(max(inner, outer), dtype=rates.real.dtype, device=rates.device)
+        fine = (rates.unsqueeze(-1) * steps[:inner]).exp()
+        coarse = (rates.unsqueeze(-2) * (inner * steps[:outer]).unsqueeze(-1)).exp() * coefficients.unsqueeze(-2)
+        # The real part of the product by a real product of twice the size.
+        product = torch.cat([coarse.real, -coarse.imag], -1) @ torch.cat([fine.real, fine.imag], -2)
+        return product.flatten(-2)[..., :length]
+
+    @outside_autocast
+    def mixed(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        """K * x + D x (B, L, d_model) in float32 at least."""
+        if cu_seqlens is None:
+            y = long_convolution(x, *self.taps(x.shape[1]))
+        else:
+            y = packed_convolution(x, cu_seqlens, self.taps)
+        return y + self.D.to(y.dtype) * x
+
+    def taps(self, length: int) -> tuple[torch.Tensor, ...]:
+        """K (d_model, length), and if bidirectional that of later tokens (d_model, length - 1)."""
+        after, *other = self.kernels(length)
+        return after, *(before[:, :-1] for before in other)
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        return self.finish(self.mixed(x, cu_seqlens), x)
+
+    def finish(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """gelu, projection and gated linear unit of (B, L, d_model)."""
+        return F.glu(self.out_proj(F.gelu(mixed.to(x.dtype))), dim=-1)
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        """Toeplitz matrices of the kernels by their formula, plus D on the diagonal, (1, d_model, L, L)."""
+        lags = torch.arange(x.shape[1], device=x.device)
+        powers = (self.rates().unsqueeze(-1) * lags).exp()
+        after, *other = (self.coefficients().unsqueeze(-1) * powers).sum(-2).real
+        m = convolution_matrix(after, *(before[:, :-1] for before in other))
+        return (m + torch.diag_embed(self.D.to(m.dtype).unsqueeze(-1).expand(m.shape[:-1]))).unsqueeze(0)
+
+    def values(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(-1)
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(mixed.squeeze(-1), x)
+
+    def initial_state(self, batch_size: int) -> torch.Tensor:
+        """Zeros, (batch_size, d_model, d_state / 2) complex64 (complex128 with float64 weights)."""
+        return torch.zeros_like(self.rates()).detach().expand(batch_size, -1, -1).contiguous()
+
+    @outside_autocast
+    def continued(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`mixed`, and the new state, from a state: s_t = exp(dt A) s_{t-1} + x_t, y_t = Re sum_n coefficient_n s_t."""
+        rates, coefficients = self.rates(), self.coefficients()[0]
+        length = min(x.shape[1], CARRIED)
+        powers = (rates.unsqueeze(-1) * torch.arange(length, device=x.device)).exp()
+        (kernel,) = self.taps(length)
+        state, outputs = state.to(rates.dtype), []
+        for piece in x.split(length, 1):
+            lags = powers[..., : piece.shape[1]]
+            carried = rates.exp() * state  # what is left of the state at the first new token
+            kept = torch.einsum("hnl,bhn->blh", lags, coefficients * carried).real
+            outputs.append(long_convolution(piece, kernel[:, : piece.shape[1]]) + kept)
+            added = torch.einsum("hnl,blh->bhn", lags.flip(-1), piece.to(rates.dtype))
+            state = carried * lags[..., -1] + added
+        y = torch.cat(outputs, 1)
+        return y + self.D.to(y.dtype) * x, state
+
+    def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mixed, state = self.continued(x, state)
+        return self.finish(mixed, x), state
+
+    @outside_autocast
+    def advanced(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`continued` for one token x (B, d_model), by the recurrence."""
+        rates = self.rates()
+        state = rates.exp() * state.to(rates.dtype) + x.unsqueeze(-1)
+        y = (self.coefficients()[0] * state).sum(-1).real
+        return y + self.D.to(y.dtype) * x, state
+
+    def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mixed, state = self.advanced(x, state)
+        return self.finish(mixed, x), state
+
+
+def uniform_between_init(low: float, high: float) -> InitRule:
+    """Values from U[low, high]."""
+    return lambda shape, generator: torch.empty(shape).uniform_(low, high, generator=generator)
+
+
+def spectrum_init(spectrum: str, d_state: int) -> InitRule:
+    """The frequencies of all channels, flattened: S4D-Lin or S4D-Inv (arXiv 2206.11893, section 4)."""
+
+    def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        n = torch.arange(d_state // 2, dtype=torch.float32)
+        frequencies = math.pi * n if spectrum == "lin" else d_state / math.pi * (d_state / (2 * n + 1) - 1)
+        return frequencies.repeat(shape[0] // n.numel())
+
+    return rule

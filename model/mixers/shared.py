@@ -1,0 +1,60 @@
+"""Pieces that mixers of several kinds share: numbers of heads, gates between tokens, the weight of a norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from matmix.kernels.precision import outside_autocast
+from matmix.model.initialization import constant_init
+
+
+def head_count(d_model: int, config: Any) -> int:
+    """The number of heads: config.nheads, where 0 stands for d_model / headdim."""
+    return config.nheads or d_model // config.headdim
+
+
+def check_heads(mixer: str, d_model: int, config: Any) -> None:
+    """Raise a one-line ValueError where heads do not fit the width. mixer: its name in a configuration."""
+    for name, least in (("headdim", 1), ("nheads", 0)):
+        if getattr(config, name) < least:
+            raise ValueError(f"model.mixers.{mixer}.{name} = {getattr(config, name)}: must be {least} or more")
+    if config.nheads == 0 and d_model % config.headdim:
+        raise ValueError(
+            f"model.mixers.{mixer}.headdim = {config.headdim} does not divide d_model = {d_model}; "
+            "change headdim, or give nheads"
+        )
+
+
+class RMSNormWeight(nn.Module):
+    """The weight of a gated RMSNorm; the op itself is `kernels.gated_norm`."""
+
+    def __init__(self, width: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.init_rules = {"weight": constant_init(1.0)}
+
+
+@outside_autocast
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x W^T + b in float32 at least, also under autocast: what the logits of gates need."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(exact), weight.to(exact), bias.to(exact))
+
+
+def gate_sums(log_gate: Tensor, length: int) -> Tensor:
+    """Sums over k = j + 1 .. i of log_gate[k] for i > j, else 0: (B, L, H) or (H,) -> (B or 1, H, L, L).
+
+    log_gate: logarithms of gates from (0, 1].
+    Summed, not taken as a difference of two cumulative sums: those cancel once a few gates are nearly closed.
+    """
+    if log_gate.dim() == 1:
+        position = torch.arange(length, device=log_gate.device)
+        distance = (position[:, None] - position).clamp(min=0)
+        return (log_gate[:, None, None] * distance).unsqueeze(0)
+    later = torch.ones(length, length, dtype=torch.bool, device=log_gate.device).tril(-1)
+    return torch.where(later, log_gate.transpose(1, 2).unsqueeze(-1), 0).cumsum(-2)

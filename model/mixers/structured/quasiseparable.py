@@ -1,0 +1,165 @@
+"""Quasiseparable matrices in the shared block of the matrix mixers (arXiv 2407.09941): Hydra's mixer with one B and C
+for both directions and all heads, for comparison with the other matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from matmix.kernels import quasiseparable_scan
+from matmix.model.initialization import InitRule, constant_init
+from matmix.model.mixers.scans.hydra_functions import StepSizes
+from matmix.model.mixers.scans.scan_block import check_initial_steps, dt_bias_init
+from matmix.model.mixers.structured.matrix_mixer import (
+    MatrixMixer,
+    MixingParameters,
+    SharedBlockConfig,
+    xavier_normal_init,
+)
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuasiseparableConfig(SharedBlockConfig):
+    """Options of the quasiseparable mixers."""
+
+    d_state: int = 64
+    """Width of B and C, which all heads share: the rank of the off-diagonal blocks of M. The papers' code takes
+    nheads * qk_dim."""
+    dt_min: float = 0.001
+    """Smallest step size at initialisation."""
+    dt_max: float = 0.1
+    """Largest step size at initialisation."""
+
+
+class QuasiseparableParameters(MixingParameters):
+    """Step sizes, decay and diagonal; the diagonal is `fc_D` of v plus D."""
+
+    def __init__(self, d_inner: int, nheads: int, **shapes: tuple[int, ...]):
+        super().__init__(A_log=(nheads,), D=(nheads,), dt_bias=(nheads,), **shapes)
+        self.fc_D = nn.Linear(d_inner, nheads, bias=False)
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return dict.fromkeys(["A_log", "dt_bias", "D"], NOT_DECAYED)
+
+
+class Quasiseparable(MatrixMixer):
+    """M = tril_strict + triu_strict + diag(D), as in Hydra: token i reads with C_(i-1) (C_(i+1)) the state that the
+    tokens before (after) it left, B_j dt_j decayed from j + 1 to i - 1 (i + 1 to j - 1)."""
+
+    Config = QuasiseparableConfig
+    complexity = "O(L)"
+    data_dependent = True  # the diagonal is, in either form
+    skip = False
+    knows_documents = True
+
+    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
+        return QuasiseparableParameters(self.d_inner, self.nheads, **self.position_shapes()), {
+            "A_log": constant_init(0.0),
+            "D": constant_init(1.0),
+            "dt_bias": dt_bias_init(self.config.dt_min, self.config.dt_max, 1e-4),
+            "BC": xavier_normal_init(),
+        }
+
+    def position_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameters for every position."""
+        return {}
+
+    @classmethod
+    def check(cls, d_model: int, config: QuasiseparableConfig) -> None:
+        super().check(d_model, config)
+        check_initial_steps(cls.name, config)
+
+    @classmethod
+    def block_rank(cls, config: QuasiseparableConfig) -> int:
+        return config.d_state
+
+    @classmethod
+    def mixing_flops(cls, d_inner: int, nheads: int, config: QuasiseparableConfig, seqlen: int) -> float:
+        # Per direction, decay, write and read take 3 multiply-adds per state element.
+        return 2.0 * (2 * 3 * d_inner * config.d_state + d_inner * nheads)
+
+    def vectors_and_steps(
+        self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """B and C (B, L, d_state), step sizes and log decays (B, L, 2, H) with the directions before the heads."""
+        raise NotImplementedError
+
+    def diagonal(self, v: torch.Tensor) -> torch.Tensor:
+        """D of every token and head, (B, L, H) in float32 at least."""
+        product = self.matrix_mixer.fc_D(v.flatten(-2))
+        exact = torch.promote_types(product.dtype, torch.float32)
+        return product.to(exact) + self.matrix_mixer.D.to(exact)
+
+    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        B, C, dt, log_decay = self.vectors_and_steps(v, inputs)
+        c = log_decay.cumsum(1).permute(2, 0, 3, 1)  # decays up to and with each token: (2, B, H, L)
+        before = c.roll(1, -1)  # up to the token before; what it holds for the first one is not read
+        dt = dt.permute(2, 0, 3, 1).unsqueeze(-2)
+        length = v.shape[1]
+        below = torch.ones(length, length, dtype=torch.bool, device=v.device).tril(-1)
+        products = torch.einsum("btn,bsn->bts", C, B).unsqueeze(1)
+        # Row i, column j < i: decays of j + 1 .. i - 1; the other way round for j > i.
+        forward = (before[0].unsqueeze(-1) - c[0].unsqueeze(-2)).masked_fill(~below, float("-inf")).exp()
+        backward = (before[1].unsqueeze(-2) - c[1].unsqueeze(-1)).masked_fill(~below.mT, float("-inf")).exp()
+        lower = products.roll(1, -2) * forward * dt[0]
+        upper = products.roll(-1, -2) * backward * dt[1]
+        return lower + upper + torch.diag_embed(self.diagonal(v).transpose(1, 2))
+
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+        B, C, dt, log_decay = self.vectors_and_steps(v, inputs)
+        k, q = (part.to(v.dtype).unsqueeze(2) for part in (B, C))
+        return quasiseparable_scan(
+            v,
+            q,
+            k,
+            q,
+            k,
+            log_decay[..., 0, :],
+            log_decay[..., 1, :],
+            input_scale_forward=dt[..., 0, :],
+            input_scale_backward=dt[..., 1, :],
+            diagonal=self.diagonal(v),
+            shift=True,
+            cu_seqlens=cu_seqlens,
+        )
+
+
+class QuasiseparableDI(Quasiseparable):
+    """B and C are parameters (N, 2 d_state), and one step size per head serves all positions and both directions."""
+
+    fixed_length = True
+
+    def position_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"BC": (self.max_seqlen, 2 * self.config.d_state)}
+
+    def vectors_and_steps(self, v, inputs):
+        batch, length = v.shape[:2]
+        B, C = self.matrix_mixer.BC.expand(batch, -1, -1).chunk(2, -1)
+        exact = torch.promote_types(v.dtype, torch.float32)
+        dt = F.softplus(self.matrix_mixer.dt_bias.to(exact))
+        log_decay = dt * -self.matrix_mixer.A_log.to(exact).exp()
+        return B, C, *(part.expand(batch, length, 2, -1) for part in (dt, log_decay))
+
+
+class QuasiseparableDD(Quasiseparable):
+    """B, C and the step sizes of both directions are projected from x."""
+
+    sequence_aligned = True
+
+    @classmethod
+    def input_widths(cls, nheads: int, config: QuasiseparableConfig) -> tuple[int, ...]:
+        return (config.d_state, config.d_state)
+
+    @classmethod
+    def direct_width(cls, nheads: int) -> int:
+        return 2 * nheads
+
+    def vectors_and_steps(self, v, inputs):
+        B, C, dt = inputs
+        parameters = self.matrix_mixer
+        dt, log_decay = StepSizes.apply(dt, parameters.dt_bias, parameters.A_log, 0.0, float("inf"))
+        return B, C, dt, log_decay

@@ -1,0 +1,159 @@
+"""The full tensors of a checkpoint, whatever form it has, and the form that every engine reads at any number of ranks:
+full tensors in safetensors files.
+
+    STEP/portable/weights-00001.safetensors, weights-00002 ...    weights and persistent buffers
+    STEP/portable/moments-00001.safetensors, moments-00002 ...    what the optimizer keeps of each updated parameter
+
+under the keys of `matmix.train.engine.full_state`. Each file stands alone; which one holds a tensor does not matter
+(earlier versions wrote both kinds into state-00001.safetensors, state-00002 ...).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from matmix.data.storage.files import open_durable
+from matmix.train.engine.full_state import MODEL, Entry, FullState, check_entries
+
+KIND = SUBDIRECTORY = "portable"
+_WEIGHTS, _MOMENTS = "weights", "moments"
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def open_full(checkpoint: Path, layout: dict[str, Any], *, weights_only: bool = False) -> FullState:
+    """The full tensors of a checkpoint of any kind.
+
+    layout: as its manifest has it; weights_only: reads weights and buffers, for which its `weight_files` suffice.
+    """
+    if layout["engine"] == KIND:
+        return FullTensorFiles(checkpoint / SUBDIRECTORY, layout, weights_only=weights_only)
+    if layout["engine"] == "deepspeed":
+        from matmix.train.engine.deepspeed.files import ZeroFiles
+
+        return ZeroFiles(checkpoint, layout, weights_only=weights_only)
+    from matmix.train.engine.fsdp import SUBDIRECTORY as SHARDED
+    from matmix.train.engine.sharded_files import ShardedFiles
+
+    return ShardedFiles(checkpoint / SHARDED, layout)
+
+
+def index_files(files: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's `files` that say what lies in the others."""
+    from matmix.train.engine.fsdp import SUBDIRECTORY as SHARDED
+    from matmix.train.engine.sharded_files import SHARD_SUFFIX
+
+    return [name for name in files if name.startswith(f"{SHARDED}/") and not name.endswith(SHARD_SUFFIX)]
+
+
+def weight_files(checkpoint: Path, layout: dict[str, Any], files: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's `files`, of which the `index_files` are there, that must be read for its weights."""
+    if layout["engine"] == KIND:
+        return [name for name in files if not name.startswith(f"{SUBDIRECTORY}/{_MOMENTS}")]
+    if layout["engine"] == "deepspeed":
+        # From stage 3 on the weights lie with what the optimizer keeps.
+        return [name for name in files if layout["zero_stage"] == 3 or not name.endswith("_optim_states.pt")]
+    from matmix.train.engine.fsdp import SUBDIRECTORY as SHARDED
+    from matmix.train.engine.sharded_files import SHARD_SUFFIX, ShardedFiles
+
+    needed = {f"{SHARDED}/{name}" for name in ShardedFiles(checkpoint / SHARDED, layout).weight_files()}
+    return [name for name in files if name in needed or not name.endswith(SHARD_SUFFIX)]
+
+
+class FullTensorFiles(FullState):
+    """Reads what `write_full` wrote: only the part of a tensor that is asked for."""
+
+    def __init__(self, directory: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """directory: of the files; layout: of the checkpoint; weights_only: leaves the files of moments alone. Raises
+        ValueError if a file cannot be read, or if they do not hold the layout's tensors."""
+        self.directory = directory
+        self.entries: dict[str, Entry] = {}
+        self._files = {}
+        layout = {**layout, "moments": {}} if weights_only and not self._has_both(directory) else layout
+        for path in sorted(directory.glob("*.safetensors")):
+            if weights_only and path.name.startswith(_MOMENTS):
+                continue
+            damaged = f"checkpoint {directory.parent} is damaged: {path.name}"
+            try:
+                file = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{damaged}: {error}") from None
+            for key in file.keys():  # noqa: SIM118 (not a dict)
+                piece = file.get_slice(key)
+                if piece.get_dtype() not in _DTYPES:
+                    raise ValueError(f"{damaged}: {key!a} has a dtype that is none of ours, {piece.get_dtype()}")
+                if key in self.entries:
+                    raise ValueError(f"{damaged}: {key!a} stands in another file, too")
+                self.entries[key] = Entry(tuple(piece.get_shape()), _DTYPES[piece.get_dtype()])
+                self._files[key] = file
+        try:
+            check_entries({key: entry.shape for key, entry in self.entries.items()}, layout)
+        except ValueError as error:
+            raise ValueError(f"checkpoint {directory.parent} is damaged: {error}") from None
+
+    @staticmethod
+    def _has_both(directory: Path) -> bool:
+        """Whether weights and moments lie in the same files, as in those of earlier versions."""
+        return not any(directory.glob(f"{_WEIGHTS}-*.safetensors"))
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        entry, file = self.entries[key], self._files[key]
+        stop = entry.numel if stop is None else stop
+        if start == 0 and stop == entry.numel:
+            return file.get_tensor(key).flatten()
+        row = math.prod(entry.shape[1:])
+        first = start // row
+        rows = file.get_slice(key)[first : -(-stop // row)].flatten()
+        return rows[start - first * row : stop - first * row]
+
+
+def write_full(state: FullState, directory: Path, *, max_file_bytes: int) -> None:
+    """Writes everything in `state`, one tensor in memory at a time.
+
+    directory: is made. max_file_bytes: a file is closed before it would pass this; a larger tensor has a file
+    of its own.
+    """
+    directory.mkdir(parents=True)
+    for kind, is_of_kind in ((_WEIGHTS, True), (_MOMENTS, False)):
+        parts: list[dict[str, Entry]] = [{}]
+        size = 0
+        for key, entry in state.entries.items():
+            if key.startswith(MODEL) == is_of_kind:
+                nbytes = entry.numel * entry.dtype.itemsize
+                if parts[-1] and size + nbytes > max_file_bytes:
+                    parts.append({})
+                    size = 0
+                parts[-1][key] = entry
+                size += nbytes
+        for number, entries in enumerate(filter(None, parts), start=1):
+            _write_file(directory / f"{kind}-{number:05d}.safetensors", entries, state)
+
+
+def _write_file(path: Path, entries: Mapping[str, Entry], state: FullState) -> None:
+    """A safetensors file, written as its tensors come; the library's own writer wants all of them in memory."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, entry in entries.items():
+        begin, end = end, end + entry.numel * entry.dtype.itemsize
+        header[key] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open_durable(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for key, entry in entries.items():
+            file.write(_bytes(state.read(key), entry))
+
+
+def _bytes(flat: torch.Tensor, entry: Entry) -> memoryview:
+    assert (flat.dtype, flat.numel()) == (entry.dtype, entry.numel), "a state reads what it says"
+    return memoryview(flat.contiguous().view(torch.uint8).numpy())

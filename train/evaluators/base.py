@@ -1,0 +1,103 @@
+"""What an evaluator is, and one evaluation of a model in training, which those that are due share."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.loader import Loader
+from matmix.train.config import RunConfig
+from matmix.train.engine.base import Engine
+from matmix.train.plugins import NoOptions
+from matmix.train.process.heartbeat import beat
+from matmix.train.tasks.base import Costs, Metric, Task, words_on
+
+
+class Interrupted(Exception):
+    """A signal to any rank ends an evaluation on all ranks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """One evaluation: the model, the task, and the batches of the validation split. All ranks make the same calls.
+
+    loader: a one-pass loader that gives each rank the same number of micro-batches (rows without data have no
+    targets), so that sharded models can gather their weights together.
+    interrupted: asked before each micro-batch; where it is true on any rank, `Interrupted` is raised on all.
+    """
+
+    engine: Engine
+    task: Task
+    loader: Loader
+    interrupted: Callable[[], bool]
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.engine.model
+
+    def walk(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The micro-batches, unless a signal comes."""
+        for batch in batches:
+            beat("a batch of the evaluation")
+            if self.sum_over_ranks(torch.tensor(float(self.interrupted()), device=self.engine.device)).item():
+                raise Interrupted
+            yield batch
+
+    def batches(self, limit: int) -> Iterator[Batch]:
+        """This rank's micro-batches of the first `limit` global batches, 0 = all, in host memory."""
+        self.loader.samples = 0
+        return self.walk(itertools.islice(self.loader, limit * self.loader.micro_batches_per_step or None))
+
+    def on_device(self, batch: Batch) -> Batch:
+        return batch.to(self.engine.device, non_blocking=True)
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, which are on the engine's device."""
+        return self.engine.all_reduce_sum(tensor)
+
+
+class Evaluator:
+    """Measures something of the model every so many steps and at the end. What `finish` returns goes into
+    metrics.jsonl, TensorBoard and the run's summary.
+
+    Those that are due share one pass over the validation split, where they have an `observe`; others take what batches
+    they need in `finish`. The model is in evaluation mode and needs no gradients.
+    """
+
+    Options: ClassVar[type] = NoOptions
+    """Frozen dataclass of its options; every field has a default."""
+    metrics: ClassVar[tuple[Metric, ...]] = ()
+    """What its metrics mean: those that are listed here are shown when they are found and at the end of the run."""
+
+    def __init__(self, config: RunConfig, task: Task, options: Any) -> None:
+        self.config, self.task, self.options = config, task, options
+
+    @classmethod
+    def applies(cls, config: RunConfig, task: Task) -> bool:
+        """Whether it can measure anything of such a run."""
+        return True
+
+    def begin(self, evaluation: Evaluation) -> None:
+        """Before the pass."""
+
+    def observe(self, batch: Batch, costs: Costs, targets: int) -> None:
+        """A micro-batch of the pass, on the device, with what `Task.costs` says of it and its number of targets."""
+
+    def finish(self, evaluation: Evaluation) -> dict[str, float]:
+        """The metrics, by name, the same on all ranks."""
+        raise NotImplementedError
+
+    def progress(self, metrics: Mapping[str, float]) -> list[str]:
+        """What it found, in a few words each; metrics: of all evaluators that were due."""
+        return words_on(self.metrics, metrics)
+
+    def summary(self, metrics: Mapping[str, float]) -> list[str]:
+        """What it found at the end of a run, in sentences."""
+        known = [metric for metric in self.metrics if metric.name in metrics]
+        return [f"{metric.title.capitalize()}: {metric.number(metrics[metric.name])}." for metric in known]

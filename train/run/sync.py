@@ -1,0 +1,227 @@
+"""A run at a URL, and the folder of this node that stands for it while ranks run.
+
+Processes read and write the folder alone; what they wrote is uploaded afterwards, a checkpoint's manifest after all of
+its files, so that a step whose manifest is at the URL was uploaded whole. Where several nodes take part each has such
+a folder with what its own ranks wrote, and its first rank uploads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from matmix.data.storage.remote import RemoteError, RemoteFolder
+from matmix.train.checkpoint.files import list_files, matches, read_manifest
+from matmix.train.checkpoint.full_tensors import index_files, weight_files
+from matmix.train.checkpoint.local_copies import RECORD
+from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
+from matmix.train.process.heartbeat import beat
+from matmix.train.run import lease
+
+CHECKPOINTS = "checkpoints"
+# Belongs to this node or to the store: locks, what is said of copies here, and files that are being written.
+_OWN = re.compile(
+    rf"(.*/)?(\.[^/]*|lock\.json|{re.escape(lease.BEFORE)}|{re.escape(RECORD)}|[^/]*\.(tmp|part))|{lease.FOLDER}/.*"
+)
+# What launchers and ranks may leave before a run has begun.
+_BEFORE_THE_RUN = re.compile(r"(logs|launch)/.*")
+# What ranks on other nodes than the first write under names of their own.
+_OF_RANKS = re.compile(r"logs/.*|launch/outcomes/[^/]*\.rank-\d+\.json")
+# What every node needs of a run that it continues; the other records are for the first rank only.
+_FOR_ALL = re.compile(r"[^/]+|tokenizer/.*")
+
+
+class RunSync:
+    """Moves files between a run's URL and this node's folder. Nothing here is collective.
+
+    Methods that move files raise RemoteError (an OSError, one line) where the store fails.
+    """
+
+    def __init__(self, url: str, folder: Path, *, first: bool = True) -> None:
+        """folder: this node's, see `outcome.local_folder`; first: whether rank 0 is on this node."""
+        self.remote = RemoteFolder(url)
+        self.url, self.folder, self.first = self.remote.url, folder, first
+        self._stamp = folder.with_name(f"{folder.name}.json")
+        self._sent: dict[str, tuple[int, int]] = {}
+
+    # -- records: everything but the checkpoints ---------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises ValueError if there is something at the URL, but no run."""
+        names = [n for n in self.remote.sizes() if not _OWN.fullmatch(n) and not _BEFORE_THE_RUN.fullmatch(n)]
+        if names and "config.toml" not in names:
+            raise ValueError(f"run_dir {self.url} is not empty and not a run; choose another run_dir")
+
+    def begin(self, starts: int) -> bool:
+        """Brings the folder to where the run stands. starts: how often the run was started, this time included.
+
+        A folder that did not take part in the last start is of the past: its records give way to those at the URL.
+        One that did holds them as new as they are. Returns which of the two it was: whether its files are up to date.
+        """
+        try:
+            took_part = json.loads(self._stamp.read_text(encoding="utf-8"))["starts"] == starts - 1
+        except (OSError, ValueError, KeyError, TypeError):
+            took_part = False
+        self._stamp.unlink(missing_ok=True)
+        if not took_part:
+            self.forget_records()
+        self.pull_records()
+        self._stamp.write_text(json.dumps({"url": self.url, "starts": starts}), encoding="utf-8")
+        return took_part
+
+    def forget_records(self) -> None:
+        """Removes the records here, but for the logs that ranks may be writing."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.iterdir():
+            if path.is_dir() and path.name not in (CHECKPOINTS, "logs"):
+                shutil.rmtree(path)
+            elif path.is_file() and not _OWN.fullmatch(path.name):
+                path.unlink()
+
+    def pull_records(self) -> None:
+        """Fetches the records that are not here; on other nodes than the first, those that all ranks need."""
+        names = [name for name in self.remote.sizes() if not name.startswith((f"{CHECKPOINTS}/", "logs/"))]
+        wanted = [name for name in names if not _OWN.fullmatch(name) and (self.first or _FOR_ALL.fullmatch(name))]
+        self.remote.download_all([name for name in wanted if not (self.folder / name).exists()], self.folder)
+
+    def push_records(self) -> None:
+        """Uploads the records that changed since the last call; on other nodes than the first, those of its ranks."""
+        found: dict[str, tuple[int, int]] = {}
+        for path in self.folder.rglob("*"):
+            name = path.relative_to(self.folder).as_posix()
+            if name.startswith(f"{CHECKPOINTS}/") or _OWN.fullmatch(name) or not path.is_file():
+                continue
+            if self.first or _OF_RANKS.fullmatch(name):
+                state = path.stat()
+                found[name] = (state.st_size, state.st_mtime_ns)
+        changed = [name for name, state in found.items() if self._sent.get(name) != state]
+        self.remote.upload_all(self.folder, changed)
+        self._sent.update((name, found[name]) for name in changed)
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def local_steps(self) -> list[int]:
+        """Steps of which this node has its part, written to the end, in order."""
+        return list_steps(self.folder / CHECKPOINTS, written=True)
+
+    def whole_files(self, step: int) -> set[str]:
+        """The files of a checkpoint that lie here with the right checksum."""
+        files = read_manifest(self.path(step))["files"]
+        return {name for name, entry in files.items() if matches(self.path(step) / name, entry)}
+
+    def path(self, step: int) -> Path:
+        return self.folder / CHECKPOINTS / step_name(step)
+
+    def remote_steps(self) -> list[int]:
+        """Steps whose checkpoint was uploaded whole, in order."""
+        return sorted(step for name, step in self._by_step() if name.endswith(f"/{MANIFEST}"))
+
+    def _by_step(self) -> list[tuple[str, int]]:
+        """Name and step of every file of the checkpoints at the URL."""
+        parts = ((name, name.split("/")) for name in self.remote.sizes(CHECKPOINTS))
+        steps = ((name, step_of(split[1])) for name, split in parts if len(split) > 2)
+        return [(name, step) for name, step in steps if step is not None]
+
+    def _remote_files(self, step: int) -> dict[str, int]:
+        prefix = f"{CHECKPOINTS}/{step_name(step)}"
+        return {name[len(prefix) + 1 :]: size for name, size in self.remote.sizes(prefix).items()}
+
+    def _at(self, step: int, name: str) -> str:
+        return f"{CHECKPOINTS}/{step_name(step)}/{name}"
+
+    def withdraw(self, step: int) -> None:
+        """Makes what is at the URL under this step invalid, before other files take its place."""
+        self.remote.remove([self._at(step, MANIFEST)])
+
+    def push_files(self, step: int) -> None:
+        """Uploads what this node has of a checkpoint, without the manifest."""
+        files = read_manifest(self.path(step))["files"]
+        own = [self._at(step, name) for name in files if (self.path(step) / name).is_file()]
+        self.remote.upload_all(self.folder, own, lambda name: beat("an upload"))
+
+    def publish(self, step: int) -> None:
+        """Makes an uploaded checkpoint valid. Raises RemoteError if a file of it is not at the URL, or not whole."""
+        there, files = self._remote_files(step), read_manifest(self.path(step))["files"]
+        for name, (size, _) in files.items():
+            if there.get(name) != size:
+                found = f"{there[name]} of {size} bytes" if name in there else "missing"
+                raise RemoteError(f"{self.url}/{self._at(step, name)} is {found} after its upload")
+        self.remote.remove(self._at(step, name) for name in sorted(there.keys() - files.keys() - {MANIFEST}))
+        self.remote.upload(self.path(step) / MANIFEST, self._at(step, MANIFEST))
+
+    def remove_all_but(self, steps: set[int]) -> None:
+        """Removes the other checkpoints from the URL. Manifests go first: what is half removed is not valid."""
+        gone = [name for name, step in self._by_step() if step not in steps]
+        self.remote.remove(sorted(gone, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)))
+
+    def pull(
+        self, step: int, tell: Callable[[str], None] = lambda text: None, *, weights_only: bool = False
+    ) -> str | None:
+        """Fetches a checkpoint into this node's folder, but for files that are here already with the right checksum.
+        Every file is hashed once.
+
+        weights_only: leaves files that hold no weights where they are. Returns what is wrong with the checkpoint at the
+        URL, in one line, or None; it has its manifest here only if nothing is.
+        """
+        target, where = self.path(step), f"checkpoint {self.url}/{CHECKPOINTS}/{step_name(step)}"
+        raw = self.remote.read(self._at(step, MANIFEST))
+        if raw is None:
+            return f"{where} is not valid: it has no {MANIFEST}"
+        incoming = self.folder / CHECKPOINTS / f".tmp-{step_name(step)}"
+        incoming.mkdir(parents=True, exist_ok=True)
+        (incoming / MANIFEST).write_bytes(raw)
+        try:
+            manifest = read_manifest(incoming)
+        except ValueError:
+            return f"{where} is damaged: its {MANIFEST} cannot be read"
+        there, files = self._remote_files(step), manifest["files"]
+        for name, (size, _) in files.items():
+            if name not in there:
+                return f"{where} is damaged: {name} is missing"
+            if there[name] != size:
+                how = "truncated" if there[name] < size else "too long"
+                return f"{where} is damaged: {name} is {how} ({there[name]} of {size} bytes)"
+        target.mkdir(parents=True, exist_ok=True)
+        (target / MANIFEST).unlink(missing_ok=True)
+        for name in set(list_files(target)) - files.keys():
+            (target / name).unlink()  # of another attempt at this step
+        try:
+            first = index_files(files) if weights_only else []
+            self._pull_files(step, files, first, where, lambda text: None)
+            wanted = weight_files(target, manifest["layout"], files) if weights_only else list(files)
+            self._pull_files(step, files, set(wanted).difference(first), where, tell)
+        except ValueError as error:
+            return str(error).replace(f"checkpoint {target}", where)
+        os.replace(incoming / MANIFEST, target / MANIFEST)
+        return None
+
+    def _pull_files(
+        self, step: int, files: dict[str, list], names: Collection[str], where: str, tell: Callable[[str], None]
+    ) -> None:
+        """Fetches those of a checkpoint's files that are not here. Raises ValueError for one that is damaged."""
+        target = self.path(step)
+        missing = [name for name in names if not matches(target / name, files[name])]
+        if missing:
+            tell(f"fetching {sum(files[n][0] for n in missing) / 1e6:,.1f} MB in {len(missing)} files of {where}")
+        paths = [self._at(step, name) for name in missing]
+        self.remote.download_all(paths, self.folder, lambda name: beat("a download"))
+        for name in missing:
+            if not matches(target / name, files[name]):
+                raise ValueError(f"{where} is damaged: {name} does not match its checksum")
+
+    def outline(self, whole: bool) -> None:
+        """Puts all checkpoints of the URL here: manifests, and the other files with no content but the right size.
+
+        whole: with their content.
+        """
+        sizes = self.remote.sizes(CHECKPOINTS)
+        self.remote.download_all([n for n in sizes if whole or n.endswith(f"/{MANIFEST}")], self.folder)
+        for name, size in sizes.items():
+            if not (path := self.folder / name).exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("wb") as file:
+                    file.truncate(size)

@@ -1,0 +1,170 @@
+"""What a task is: how batches are made, what is learned from them as sums and counts, and what is measured.
+
+Sums instead of means keep gradient accumulation, packing, masking and uneven ranks exact: the loop divides by the
+number of targets of the whole global batch, wherever its pieces were computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from matmix.data.config import DataConfig
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.loader import Loader, build_loader
+from matmix.data.loading.masking import IGNORED, MaskingConfig
+from matmix.train.plugins import NoOptions, read_options
+from matmix.train.tasks.config import ObjectiveConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """What a number of an evaluation means."""
+
+    name: str
+    """Its key in records, such as "masked_accuracy"."""
+    title: str
+    """What people call it, as in "masked accuracy"."""
+    unit: str = ""
+    """Such as "nats per token"; "%" for shares, which are shown times 100."""
+    higher_is_better: bool = False
+    digits: int = 4
+    """Digits behind the point where it is shown."""
+
+    @property
+    def heading(self) -> str:
+        """The title with its unit, where that is not the title itself."""
+        return f"{self.title} ({self.unit})" if self.unit not in ("", self.title) else self.title
+
+    def number(self, value: float) -> str:
+        """The value with its unit, such as "93.1%" or "1.234 bits per byte"."""
+        return self._digits(value) if self.unit == "%" else f"{self._digits(value)} {self.unit}".rstrip()
+
+    def words(self, value: float) -> str:
+        """The value in few words, such as "masked accuracy 93.1%" or "1.234 bits per byte"."""
+        return self.number(value) if self.unit == self.title else f"{self.title} {self._digits(value)}"
+
+    def _digits(self, value: float) -> str:
+        return f"{value:.{self.digits}{'%' if self.unit == '%' else 'f'}}"
+
+
+def words_on(known: Iterable[Metric], metrics: Mapping[str, float]) -> list[str]:
+    """Those of `metrics` that are known, in words."""
+    return [metric.words(metrics[metric.name]) for metric in known if metric.name in metrics]
+
+
+class Loss(NamedTuple):
+    """Sums over the targets of a micro-batch."""
+
+    total: Tensor
+    """Differentiable, regularisers included."""
+    loss: Tensor
+    """What is reported as the loss."""
+    sums: dict[str, Tensor]
+    """One for each name in `Task.recorded`."""
+
+
+class Costs(NamedTuple):
+    """What the predictions of a micro-batch cost, without gradients: tensors of one length, whose sums are those of
+    `Loss`; zeros where there is no target."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+
+
+class Task:
+    """What a model is trained on. A subclass must define `loss`; all else has a default."""
+
+    architectures: ClassVar[tuple[str, ...]] = ()
+    """The values of model.architecture that it trains; () = all."""
+    Options: ClassVar[type] = NoOptions
+    """Frozen dataclass of its options in [objective.options]; every field has a default."""
+    recorded: ClassVar[tuple[str, ...]] = ()
+    """Names of what is summed besides the loss; training records have the means over the targets."""
+    loss_metric: ClassVar[Metric] = Metric(name="loss", title="loss", unit="nats per target")
+    metrics: ClassVar[tuple[Metric, ...]] = ()
+    """What else an evaluation finds and shows, the most telling first."""
+
+    def __init__(self, objective: ObjectiveConfig) -> None:
+        """Raises ValueError (one line) for options that it does not have."""
+        self.objective = objective
+        self.options = read_options(objective.options, self.Options, "objective.options")
+
+    # -- batches -------------------------------------------------------------------------------------------------
+
+    def masking(self, split: str) -> MaskingConfig | None:
+        """How the loader masks the batches of a split; None = it does not."""
+        return None
+
+    def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
+        """The batches of a split; options: those of `build_loader`. What it returns has the attributes of `Loader`."""
+        return build_loader(data, split=split, masking=self.masking(split), **options)
+
+    def example_batch(self, inputs: Tensor) -> Batch:
+        """A batch of made-up inputs (B, L, ...) with as many targets as in training, for estimates and benchmarks."""
+        return Batch(
+            inputs=inputs,
+            labels=inputs.clone(),
+            cu_seqlens=None,
+            attention_mask=None,
+            max_seqlen=inputs.shape[1],
+            select=None,
+            n_tokens=inputs.shape[0] * inputs.shape[1],
+        )
+
+    @property
+    def target_share(self) -> float:
+        """Share of the positions that are predicted in training, and so pass through the readout."""
+        return 1.0
+
+    def count_targets(self, batch: Batch) -> int:
+        """Number of targets of a micro-batch, by which the sums of `loss` are divided (computed on the host)."""
+        return batch.select.numel() if batch.select is not None else int((batch.labels != IGNORED).sum())
+
+    # -- the loss ------------------------------------------------------------------------------------------------
+
+    def forward(self, model: nn.Module, batch: Batch, readout: Callable[..., Any] | None = None) -> Any:
+        """What the model, or `readout` in it, makes of a micro-batch."""
+        return forward(model, batch, readout)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """The sums of a micro-batch, which is on the model's device."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def costs(self, model: nn.Module, batch: Batch) -> Costs:
+        """As `loss`, by prediction where the task tells them apart."""
+        found = self.loss(model, batch)
+        return Costs(found.loss.reshape(1), {name: value.reshape(1) for name, value in found.sums.items()})
+
+    # -- what is measured and said -------------------------------------------------------------------------------
+
+    def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
+        """The metrics of an evaluation; means: "loss" and what is `recorded`, per target of the validation split that
+        `loader` reads."""
+        return means
+
+    def progress(self, metrics: Mapping[str, float]) -> list[str]:
+        """What an evaluation says besides the loss, in a few words each."""
+        return words_on(self.metrics, metrics)
+
+    def summary(self, metrics: Mapping[str, float]) -> list[str]:
+        """What the last evaluation found, in sentences, for the end of a run."""
+        loss = f"Validation loss {self.loss_metric.number(metrics['loss'])}"
+        return [", ".join([loss, *words_on(self.metrics, metrics)]) + "."]
+
+
+def forward(model: nn.Module, batch: Batch, readout: Callable[..., Any] | None = None) -> Any:
+    """What the model, or `readout` in it, makes of a micro-batch."""
+    return model(
+        batch.inputs,
+        cu_seqlens=batch.cu_seqlens,
+        attention_mask=batch.attention_mask,
+        max_seqlen=batch.max_seqlen,
+        select=batch.select,
+        readout=readout,
+    )

@@ -1,0 +1,29 @@
+"""The table [objective] of a recipe: which task a model is trained on, and its options."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from matmix.data.loading.masking import MaskingConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveConfig:
+    """What is learned."""
+
+    name: str = "causal_lm"
+    """causal_lm: next-token prediction, for language models; masked_lm: prediction of masked tokens, for encoders;
+    "my_package.module:MyTask": your own."""
+    z_loss: float = 0.0
+    """Weight of the mean squared log-partition function (PaLM, arXiv 2204.02311); 0 = off, 1e-4 is usual."""
+    masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
+    """How training batches are masked (masked_lm only)."""
+    evaluation_masking: MaskingConfig = dataclasses.field(default_factory=lambda: MaskingConfig(probability=0.15))
+    """How validation batches are masked (masked_lm only)."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """A table with the options of your own task."""
+
+    def __post_init__(self) -> None:
+        if self.z_loss < 0:
+            raise ValueError(f"objective.z_loss must be >= 0, got {self.z_loss}")

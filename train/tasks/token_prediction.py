@@ -1,0 +1,75 @@
+"""Prediction of tokens: cross-entropy sums of causal and masked language modelling alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.loader import Loader
+from matmix.train.tasks.base import Costs, Loss, Metric, Task, forward
+from matmix.train.tasks.cross_entropy import RowCrossEntropy, linear_cross_entropy, row_cross_entropy
+
+
+class TokenPrediction(Task):
+    """Labels come aligned with the position that predicts them. Masked batches carry `select`, the flat positions with
+    a label, so that the head runs on those only."""
+
+    recorded = ("accuracy",)
+    loss_metric = Metric(name="loss", title="loss", unit="nats per token")
+    accuracy = "accuracy"
+    """The metric that holds the share of targets predicted right."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        targets = _targets(batch)
+
+        def readout(features: Tensor, weight: Tensor, bias: Tensor | None):
+            return linear_cross_entropy(features, weight, bias, targets, z_loss=self.objective.z_loss)
+
+        # Unpacked by position: some engines hand a named tuple back as a plain one.
+        total, loss, correct = self.forward(model, batch, readout)
+        return Loss(total, loss, {"accuracy": correct})
+
+    def costs(self, model: nn.Module, batch: Batch) -> Costs:
+        rows = row_losses(model, batch)
+        return Costs(rows.loss, {"accuracy": rows.correct})
+
+    def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
+        """Perplexity and accuracy; of generated samples also the accuracy of a constant guess."""
+        metrics = {"loss": means["loss"], "perplexity": math.exp(min(means["loss"], 700.0))}
+        metrics[self.accuracy] = means["accuracy"]
+        if loader.config.synthetic.task:
+            metrics |= {"accuracy": means["accuracy"], "chance_accuracy": chance_accuracy(loader)}
+        return metrics
+
+    def progress(self, metrics: Mapping[str, float]) -> list[str]:
+        words = [f"perplexity {metrics['perplexity']:.2f}", *super().progress(metrics)]
+        if "chance_accuracy" in metrics:
+            words.append(f"accuracy {metrics['accuracy']:.1%} (chance {metrics['chance_accuracy']:.1%})")
+        return words
+
+    def summary(self, metrics: Mapping[str, float]) -> list[str]:
+        """Nothing of generated samples, of which the accuracies by length say more."""
+        return [] if "chance_accuracy" in metrics else super().summary(metrics)
+
+
+def chance_accuracy(loader: Loader) -> float:
+    """Accuracy of the best constant guess on generated samples."""
+    histogram = loader.token_histogram
+    return float(histogram.max() / histogram.sum())
+
+
+def row_losses(model: nn.Module, batch: Batch) -> RowCrossEntropy:
+    """Cross-entropy of each position of a micro-batch that goes through the readout, without gradients: of all B * L
+    of them, or of those that `select` names."""
+    targets = _targets(batch)
+    # Unpacked by position: some engines hand a named tuple back as a plain one.
+    loss, correct = forward(model, batch, lambda *arguments: row_cross_entropy(*arguments, targets))
+    return RowCrossEntropy(loss, correct)
+
+
+def _targets(batch: Batch) -> Tensor:
+    labels = batch.labels.flatten()
+    return labels if batch.select is None else labels[batch.select]
