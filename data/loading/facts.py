@@ -8,7 +8,7 @@ import numpy as np
 from matmix.data.arrays import read_vector
 from matmix.data.config import DataConfig
 from matmix.data.formats.split_reader import TokenShards
-from matmix.data.loading.assembly import load_tokenizer
+from matmix.data.loading.loader_parts import load_tokenizer
 from matmix.data.synthetic.task import GeneratedSamples
 
 if TYPE_CHECKING:
@@ -70,8 +70,10 @@ class GeneratedFacts:
         return 0 if self.tokenizer is None else self.tokenizer.vocab_size
 
     @cached_property
-    def token_histogram(self) -> np.ndarray:
-        """int64 (vocab_size,): how often each id is an answer, in any unit."""
+    def token_histogram(self) -> np.ndarray | None:
+        """int64 (vocab_size,): how often each id is an answer, in any unit; None where the inputs are no tokens."""
+        if self.tokenizer is None:
+            return None
         counts = self.task.answer_counts(self.seqlen)
         return np.pad(counts, (0, self.vocab_size - len(counts)))
 

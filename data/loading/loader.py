@@ -28,7 +28,9 @@ from torch.utils.data import DataLoader
 
 from matmix.data.config import DataConfig
 from matmix.data.formats.split_reader import open_dataset
-from matmix.data.loading.assembly import (
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.facts import DataFacts, GeneratedFacts, PreparedFacts
+from matmix.data.loading.loader_parts import (
     check_batch_sizes,
     check_same_tokenizer,
     data_digest,
@@ -37,8 +39,6 @@ from matmix.data.loading.assembly import (
     make_packing,
     manifest_facts,
 )
-from matmix.data.loading.batch import Batch
-from matmix.data.loading.facts import DataFacts, GeneratedFacts, PreparedFacts
 from matmix.data.loading.masking import MaskingConfig
 from matmix.data.loading.micro_batches import Failure, MicroBatches
 from matmix.data.loading.mixture import Mixture
@@ -140,8 +140,8 @@ class Loader:
         return self.facts.bytes_per_target
 
     @property
-    def token_histogram(self) -> np.ndarray:
-        """int64 (vocab_size,): how often each id is a target in the training split; empty without tokens."""
+    def token_histogram(self) -> np.ndarray | None:
+        """int64 (vocab_size,): how often each id is a target in the training split; None without tokens."""
         return self.facts.token_histogram
 
     @property

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import multiprocessing
 import multiprocessing.context as contexts
 import os
 import signal
@@ -23,7 +22,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from matmix.data.parents import end_with
+from matmix.data.parent_process import end_with, follow_parent
 
 _IGNORED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 _END = signal.SIGURG
@@ -55,16 +54,7 @@ def _begin(_worker: int, parent: int | None) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_IGNORED, _END})
     if parent is not None and not end_with(parent, signal.SIGKILL):
         os._exit(1)
-    threading.Thread(target=_follow_parent, daemon=True).start()
-
-
-def _follow_parent() -> None:
-    """Ends this process with its parent where the kernel cannot be asked to. (The kernel is the surer: of forked
-    siblings each keeps the pipe open by which the ones before it would notice.)"""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=follow_parent, daemon=True).start()
 
 
 def _start(popen: Callable[[BaseProcess], Any], process: BaseProcess) -> Any:

@@ -10,12 +10,9 @@ again.
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -26,25 +23,17 @@ import numpy as np
 from matmix.data.formats import make_format
 from matmix.data.formats.split_writer import SplitWriter
 from matmix.data.manifest import MANIFEST_NAME, Manifest
-from matmix.data.prepare.checks import (
-    MalformedError,
-    check_malformed,
-    check_splits,
-    empty_sentence,
-    malformed_sentence,
-)
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.cuts import find_cuts
 from matmix.data.prepare.parts import Parts, Share, write_record
 from matmix.data.prepare.pool import Tokenized, tokenize_in_order
-from matmix.data.prepare.progress import ProgressReport, say
-from matmix.data.prepare.readers import Chunk, Position, read_chunks
-from matmix.data.prepare.report import make_manifest, print_summary
-from matmix.data.prepare.sample import take_sample
-from matmix.data.prepare.sources import Source, find_sources
-from matmix.data.prepare.state import HISTOGRAM_NAME, KEPT_EXAMPLES, SPLITS, Progress, Workspace, fingerprint
-from matmix.data.storage.files import write_atomic
-from matmix.data.tokenizer import Tokenizer, train_sentencepiece
+from matmix.data.prepare.readers import read_chunks
+from matmix.data.prepare.report import MalformedError, check_malformed, check_splits, make_manifest, print_summary
+from matmix.data.prepare.sources import Chunk, Position, Source, find_sources
+from matmix.data.prepare.tokenizer import copied_tokenizer, train_tokenizer
+from matmix.data.prepare.workspace import SPLITS, Progress, Workspace, fingerprint, write_histogram
+from matmix.data.progress import ProgressReport, say
+from matmix.data.tokenizer import Tokenizer
 
 __all__ = ["MalformedError", "PrepareConfig", "prepare"]
 
@@ -64,55 +53,45 @@ def prepare(config: PrepareConfig, *, summary: bool = True) -> Manifest:
     Raises FileNotFoundError and ValueError (one line each) for what a user can mend; nothing that was there
     before is touched then. Raises RuntimeError if a tokenising process was killed.
     """
-    sources, given, wanted = _input(config)
-    workspace = Workspace(config.out, wanted)
-    if config.share is not None and not (workspace.out / MANIFEST_NAME).exists():
-        return _prepare_part(config, sources, given, wanted, summary)
-    status = workspace.check()
-    if status == "finished":
-        return _finished(workspace, summary)
+    sources, given, wanted = read_input(config)
+    workspace, share, tokenizer = Workspace(config.out, wanted), None, None
     with tempfile.TemporaryDirectory() as scratch:
-        # Before the folder is made, so that an error in the input leaves none behind.
-        copied = _copied_tokenizer(workspace) if status == "unfinished" else None
-        tokenizer = copied or given or _train(config, sources, Path(scratch))
-        return _fill(workspace, config, sources, tokenizer, None, summary)
+
+        def make_tokenizer() -> Tokenizer:
+            return given or train_tokenizer(config, sources, Path(scratch))
+
+        if config.share is not None and not (workspace.out / MANIFEST_NAME).exists():
+            parts, (number, of) = Parts(config.out), config.share
+            tokenizer = parts.begin(config, wanted, sources, make_tokenizer)
+            share = parts.share(number, of, lambda: find_cuts(sources, config.read_options(), of))
+            workspace = Workspace(str(parts.part(number, of)), {**wanted, "part": config.part})
+        status = workspace.check()
+        if status == "finished":
+            return _finished(workspace, summary)
+        if status == "unfinished":
+            tokenizer = copied_tokenizer(workspace.out) or tokenizer
+        # Made before the folder is, so that an error in the input leaves none behind.
+        return _fill(workspace, config, sources, tokenizer or make_tokenizer(), share, summary)
 
 
 def prepare_tokenizer(config: PrepareConfig) -> Tokenizer:
     """Make the tokenizer that all parts of `config.out` will share, unless it is there. Raises as `prepare`."""
-    sources, given, wanted = _input(config)
+    sources, given, wanted = read_input(config)
     workspace = Workspace(config.out, wanted)
     if (workspace.out / MANIFEST_NAME).exists() and workspace.check() == "finished":
-        tokenizer = _copied_tokenizer(workspace)
-        assert tokenizer is not None
-        return tokenizer
+        return Tokenizer.load(workspace.out)
     with tempfile.TemporaryDirectory() as scratch:
-        make = partial(_train, config, sources, Path(scratch))
+        make = partial(train_tokenizer, config, sources, Path(scratch))
         return Parts(config.out).begin(config, wanted, sources, lambda: given or make())
 
 
-def _prepare_part(
-    config: PrepareConfig, sources: list[Source], given: Tokenizer | None, wanted: dict[str, Any], summary: bool
-) -> Manifest:
-    parts, (number, of) = Parts(config.out), config.share
-    with tempfile.TemporaryDirectory() as scratch:
-        make = partial(_train, config, sources, Path(scratch))
-        tokenizer = parts.begin(config, wanted, sources, lambda: given or make())
-    share = parts.share(number, of, lambda: find_cuts(sources, config.read_options(), of))
-    workspace = Workspace(str(parts.part(number, of)), {**wanted, "part": config.part})
-    if workspace.check() == "finished":
-        return _finished(workspace, summary)
-    return _fill(workspace, config, sources, tokenizer, share, summary)
-
-
-def _input(config: PrepareConfig) -> tuple[list[Source], Tokenizer | None, dict[str, Any]]:
+def read_input(config: PrepareConfig) -> tuple[list[Source], Tokenizer | None, dict[str, Any]]:
     """The input files, the tokenizer if one is given, and the fingerprint of the whole preparation."""
     sources, ignored = find_sources(config.inputs)
     if ignored:
         say(f"passed over {len(ignored)} files that are no .txt, .jsonl or .parquet, such as {ignored[0]}")
     given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
-    wanted = fingerprint(config, sources, given.sha256 if given else "")
-    return sources, given, json.loads(json.dumps(wanted))
+    return sources, given, fingerprint(config, sources, given.sha256 if given else "")
 
 
 def _fill(
@@ -129,7 +108,7 @@ def _fill(
     try:
         if workspace.check() == "finished":
             return _finished(workspace, summary)
-        if _copied_tokenizer(workspace) is None:
+        if copied_tokenizer(workspace.out) is None:
             tokenizer.save(workspace.out / "tokenizer")
         manifest = _write(config, sources, workspace, share)
         workspace.finish(manifest)
@@ -158,38 +137,9 @@ def _finished(workspace: Workspace, summary: bool) -> Manifest:
     return manifest
 
 
-def _copied_tokenizer(workspace: Workspace) -> Tokenizer | None:
-    for name in ("tokenizer.model", "tokenizer.json"):
-        if (path := workspace.out / "tokenizer" / name).is_file():
-            return Tokenizer.load(path)
-    return None
-
-
-def _train(config: PrepareConfig, sources: Sequence[Source], scratch: Path) -> Tokenizer:
-    sample = take_sample(sources, config.read_options(), int(config.sample_megabytes * 1e6))
-    if not sample.texts:
-        if sample.malformed:
-            raise MalformedError(malformed_sentence(sample.malformed, sample.malformed, sample.examples))
-        raise ValueError(empty_sentence(sources))
-    say(
-        f"training a {config.model_type} tokenizer of {config.vocab_size:,} ids on "
-        f"{sample.bytes / 1e6:.1f} MB of text from {len(sources)} {'file' if len(sources) == 1 else 'files'}"
-    )
-    return train_sentencepiece(
-        sample.texts,
-        scratch / "tokenizer.model",
-        vocab_size=config.vocab_size,
-        model_type=config.model_type,
-        byte_fallback=config.byte_fallback,
-        normalization=config.normalization,
-        character_coverage=config.character_coverage,
-    )
-
-
 def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, share: Share | None) -> Manifest:
     """All shards (of a share of the input) and everything else but the manifest, which is returned."""
-    tokenizer = _copied_tokenizer(workspace)
-    assert tokenizer is not None
+    tokenizer = Tokenizer.load(workspace.out)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     shard_format = make_format(
         config.format,
@@ -237,9 +187,7 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
     workspace.save(progress, writers, histogram)
     for writer in writers.values():
         writer.finish()
-    buffer = io.BytesIO()
-    np.save(buffer, histogram, allow_pickle=False)
-    write_atomic(workspace.out / HISTOGRAM_NAME, buffer.getvalue())
+    write_histogram(workspace.out, histogram)
     if share is not None:
         write_record(workspace.out, share, progress, writers)
     return make_manifest(config, sources, workspace, tokenizer, writers, histogram, progress)
@@ -251,11 +199,7 @@ def _processes(config: PrepareConfig, input_bytes: int) -> int:
 
 
 def _add(
-    chunk: Chunk,
-    done: Tokenized,
-    writers: dict[str, SplitWriter],
-    histogram: np.ndarray,
-    progress: Progress,
+    chunk: Chunk, done: Tokenized, writers: dict[str, SplitWriter], histogram: np.ndarray, progress: Progress
 ) -> None:
     documents = np.split(done.tokens, np.cumsum(done.lengths)[:-1]) if len(done.lengths) else []
     for tokens, size, is_validation in zip(documents, done.text_bytes, done.validation, strict=True):
@@ -264,14 +208,8 @@ def _add(
     histogram += np.bincount(done.tokens[in_train], minlength=len(histogram))
     progress.position = chunk.end
     progress.records += done.records
-    progress.malformed += done.malformed
     progress.empty += done.empty
-    for example in done.examples[: KEPT_EXAMPLES - len(progress.examples)]:
-        entry = {"file": chunk.source.name, "line": example.line, "reason": example.reason}
-        progress.examples.append(entry)
-    by_source = progress.documents_by_source
-    by_source += [0] * (chunk.start.source + 1 - len(by_source))
-    by_source[chunk.start.source] += len(documents)
+    progress.add_malformed(chunk.source.name, done.examples, done.malformed)
     spans, begin = progress.spans, [chunk.start.source, chunk.start.offset]
     if not spans or [spans[-1][0], spans[-1][2]] != begin:
         spans.append([*begin, chunk.start.offset, 0, 0, 0])

@@ -15,8 +15,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from matmix.data.prepare.documents import ReadOptions
-from matmix.data.prepare.readers import Position, next_record, record_offsets
-from matmix.data.prepare.sources import Source
+from matmix.data.prepare.readers import next_record, record_offsets, rows_of
+from matmix.data.prepare.sources import Position, Source
 
 # Of a file that is read through, one record's end is remembered for so many bytes of text.
 REMEMBERED_BYTES = 1 << 16
@@ -59,14 +59,3 @@ def _cut(source: Source, options: ReadOptions, places: Sequence[int], share: int
     ends.insert(0, 0)
     found = [bisect_left(ends, last * place // source.bytes) for place in places]
     return [ends[i] if i < len(ends) and ends[i] < last else None for i in found]
-
-
-def rows_of(source: Source) -> int:
-    """Rows of a .parquet file. Raises ValueError if it is none."""
-    import pyarrow
-    import pyarrow.parquet as parquet
-
-    try:
-        return parquet.read_metadata(source.path).num_rows
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{source.name} is no .parquet file, or it is damaged: {error}") from error

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from matmix.data.prepare.readers import Chunk
+from matmix.data.prepare.sources import Chunk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
 
+from matmix.data.parent_process import follow_parent
 from matmix.data.prepare.documents import Malformed, ReadOptions, documents_of
-from matmix.data.prepare.readers import Chunk
+from matmix.data.prepare.sources import Chunk
 from matmix.data.tokenizer import Tokenizer
 
 # A chunk of a file in which nothing can be read would send back more complaints than text.
@@ -128,17 +128,9 @@ def _start(worker: tuple[Path, str, ReadOptions, float]) -> None:
     global _worker
     # Ctrl-C goes to the whole process group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=follow_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = ChunkTokenizer(*worker)
-
-
-def _follow_parent() -> None:
-    """End with the parent: a killed one cannot tell its workers to stop."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
 
 
 def _tokenize(chunk: Chunk) -> Tokenized:

@@ -7,19 +7,14 @@ is a byte offset in the decompressed file, so that reading can go on where it wa
 
 from __future__ import annotations
 
-import gzip
 import io
-import lzma
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from matmix.data.artifacts import one_line
-from matmix.data.prepare.decompression import open_decompressed
 from matmix.data.prepare.documents import ReadOptions, not_utf8, split_text
-from matmix.data.prepare.sources import Source
+from matmix.data.prepare.sources import Chunk, Position, Source
 
 if TYPE_CHECKING:
     import pyarrow
@@ -29,29 +24,6 @@ CHUNK_BYTES = 1 << 20
 # memory.
 LARGEST_TEXT_DOCUMENT = 1 << 26
 _BOM = b"\xef\xbb\xbf"
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where the next record begins."""
-
-    source: int = 0
-    offset: int = 0
-    """Bytes of the decompressed file, or rows of a .parquet file, before it."""
-    line: int = 1
-    """Its line, or its row, counted from 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive records of a source: raw bytes that adjoin in the file, or values of a column."""
-
-    source: Source
-    start: Position
-    end: Position
-    disk_bytes: int
-    """How much of the file was read up to here (for progress)."""
-    records: list[bytes] | list[object]
 
 
 def read_chunks(
@@ -109,6 +81,17 @@ def _read_parquet(source: Source, options: ReadOptions, start: Position, limit: 
         raise ValueError(f"{source.name} is no .parquet file, or it is damaged: {one_line(error)}") from error
 
 
+def rows_of(source: Source) -> int:
+    """Rows of a .parquet file. Raises ValueError if it is none."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    try:
+        return parquet.read_metadata(source.path).num_rows
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{source.name} is no .parquet file, or it is damaged: {error}") from error
+
+
 def _check_column(source: Source, name: str) -> None:
     """Raises ValueError unless a .parquet file has a column of text under this name, and ArrowException or OSError."""
     import pyarrow
@@ -149,8 +132,7 @@ def _portions(
 def _read_text(source: Source, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
     offset, line = start.offset, start.line
     begin, records, size = start, [], 0
-    with open(source.path, "rb") as raw, _naming_damage(source):
-        stream = open_decompressed(raw, source.compression, offset)
+    with source.open(offset) as (stream, raw):
         if offset == 0 and stream.peek(3)[:3] == _BOM:
             offset = len(stream.read(3))
             begin = replace(start, offset=offset)
@@ -174,8 +156,7 @@ def _read_text(source: Source, options: ReadOptions, start: Position, limit: int
 
 def record_offsets(source: Source, options: ReadOptions) -> Iterator[int]:
     """Where the records of a text file end, in bytes of the decompressed file, by reading all of it."""
-    with open(source.path, "rb") as raw, _naming_damage(source):
-        stream = open_decompressed(raw, source.compression, 0)
+    with source.open() as (stream, _):
         offset = len(stream.read(3)) if stream.peek(3)[:3] == _BOM else 0
         for record in _records(stream, source, options, 1):
             offset += len(record)
@@ -189,28 +170,12 @@ def next_record(source: Source, options: ReadOptions, offset: int) -> int:
         return 0
     with open(source.path, "rb") as file:
         file.seek(offset - 1)
-        rows = _rows(file, replace(source, name=f"{source.name} from byte {offset - 1:,}"), options, 1)
+        source = replace(source, name=f"{source.name} from byte {offset - 1:,}")
+        rows = _rows(file, source, options, 1)
         position = offset - 1 + len(next(rows, b""))
         if source.kind == "jsonl" or options.text_documents == "line":
             return position
-        is_end, keep_together = _group_end(options)
-        ended = False
-        for row in rows:
-            end = is_end(row)
-            if ended and not (keep_together and end):
-                return position
-            position += len(row)
-            ended = end
-        return position
-
-
-@contextmanager
-def _naming_damage(source: Source) -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        kind = source.compression.removeprefix(".")
-        raise ValueError(f"{source.name} is damaged, or no {kind} file: {error}") from error
+        return position + len(next(_groups(rows, source, options, 1), b""))
 
 
 def _records(stream: io.BufferedReader, source: Source, options: ReadOptions, line: int) -> Iterator[bytes]:
@@ -241,22 +206,14 @@ def _too_long(name: str, where: str, options: ReadOptions) -> ValueError:
     )
 
 
-def _group_end(options: ReadOptions) -> tuple[Callable[[bytes], bool], bool]:
-    """Which lines end a record of several lines, and whether a run of them belongs to one record."""
-    if options.text_documents == "paragraph":
-        return lambda row: not row.strip(), True
-    mark = options.document_separator.encode()
-    return lambda row: row.strip() == mark, False
-
-
 def _groups(rows: Iterable[bytes], source: Source, options: ReadOptions, line: int) -> Iterator[bytes]:
     """Lines up to and with the one that ends a record (of blank lines, the last of a run of them)."""
-    is_end, keep_together = _group_end(options)
+    paragraphs, mark = options.text_documents == "paragraph", options.document_separator.encode()
     group: list[bytes] = []
     ended, size = False, 0
     for row in rows:
-        end = is_end(row)
-        if ended and not (keep_together and end):
+        end = not row.strip() if paragraphs else row.strip() == mark
+        if ended and not (paragraphs and end):
             yield b"".join(group)
             line += len(group)
             group, size = [], 0

@@ -1,9 +1,10 @@
-"""What is said of a finished preparation: the manifest, and a few lines for people."""
+"""What is said of a preparation: that it cannot be used, its manifest, and a few lines for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +12,46 @@ from matmix.data.formats.split_writer import SplitWriter
 from matmix.data.manifest import Manifest, SplitInfo, TokenizerInfo, unigram_entropy
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.sources import Source
-from matmix.data.prepare.state import HISTOGRAM_NAME, Progress, Workspace
+from matmix.data.prepare.workspace import HISTOGRAM_NAME, Progress, Workspace
 from matmix.data.storage.files import sha256_of
 from matmix.data.tokenizer import Tokenizer
+
+
+class MalformedError(ValueError):
+    """Too large a share of the input is malformed. The work done is kept: a larger share may be allowed."""
+
+
+def check_malformed(malformed: int, records: int, examples: Sequence[dict[str, Any]], most: float) -> None:
+    """Raises MalformedError if more than the share `most` of the records is malformed."""
+    if malformed > most * records:
+        raise MalformedError(malformed_sentence(malformed, records, examples))
+
+
+def check_splits(documents: Mapping[str, int], sources: Sequence[Source], validation_fraction: float) -> None:
+    """Raises ValueError if a split has no documents. documents: their number in each split."""
+    total = sum(documents.values())
+    if not total:
+        raise ValueError(empty_sentence(sources))
+    for name, count in documents.items():
+        if not count:
+            raise ValueError(
+                f"the {name} split got none of the {total:,} documents at a validation fraction of "
+                f"{validation_fraction}; change the fraction, or cut documents with "
+                "--max-document-chars"
+            )
+
+
+def empty_sentence(sources: Sequence[Source]) -> str:
+    where = sources[0].name if len(sources) == 1 else f"{len(sources)} files"
+    return f"the corpus is empty: there is no text in {where}"
+
+
+def malformed_sentence(malformed: int, records: int, examples: Sequence[dict[str, Any]]) -> str:
+    shown = "; ".join(f"{e['file']}, line {e['line']}: {e['reason']}" for e in examples[:3])
+    return (
+        f"{malformed:,} of {records:,} lines are malformed ({shown}); mend them, or allow a larger share "
+        f"with --max-malformed"
+    )
 
 
 def make_manifest(
@@ -26,7 +64,9 @@ def make_manifest(
     progress: Progress,
 ) -> Manifest:
     """What is written last."""
-    by_source = progress.documents_by_source + [0] * len(sources)
+    by_source = [0] * len(sources)
+    for source, *_, documents in progress.spans:
+        by_source[source] += documents
     digests = [entry[2] for entry in workspace.wanted["inputs"]]
     splits = {}
     for name, writer in writers.items():
@@ -50,13 +90,9 @@ def make_manifest(
         unigram_entropy=unigram_entropy(histogram),
         sources=tuple(
             {"path": s.name, "bytes": s.bytes, "digest": digest, "documents": documents}
-            for s, digest, documents in zip(sources, digests, by_source, strict=False)
+            for s, digest, documents in zip(sources, digests, by_source, strict=True)
         ),
-        malformed={
-            "count": progress.malformed,
-            "records": progress.records,
-            "examples": progress.examples,
-        },
+        malformed={"count": progress.malformed, "records": progress.records, "examples": progress.examples},
         empty_documents=progress.empty,
         options=workspace.wanted,
         files=small_files(workspace.out, splits),

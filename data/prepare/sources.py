@@ -1,11 +1,16 @@
-"""Which files an input argument means."""
+"""Input files: which an argument means, how one is opened, and what is read from it at a time."""
 
 from __future__ import annotations
 
 import glob
+import gzip
 import hashlib
+import io
+import lzma
 import os
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +25,12 @@ SUFFIXES: dict[str, Literal["txt", "jsonl", "parquet"]] = {
     ".parquet": "parquet",
 }
 COMPRESSIONS = (".gz", ".xz", ".zst")
-_BLOCK = 1 << 16
+_DIGESTED = 1 << 16
+_BLOCK = 1 << 20
+# At once, of compressed bytes: one of zstd makes at most 32 KiB and one of .xz some 7 KiB, so this bounds the memory.
+_COMPRESSED_BLOCK = 1 << 11
+# For the window of an .xz file: those of `xz -9e` need 65 MiB.
+_XZ_MEMORY = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +52,46 @@ class Source:
         """
         hashed = hashlib.sha256(str(self.bytes).encode())
         with open(self.path, "rb") as file:
-            hashed.update(file.read(_BLOCK))
-            file.seek(max(0, self.bytes - _BLOCK))
-            hashed.update(file.read(_BLOCK))
+            hashed.update(file.read(_DIGESTED))
+            file.seek(max(0, self.bytes - _DIGESTED))
+            hashed.update(file.read(_DIGESTED))
         return hashed.hexdigest()
+
+    @contextmanager
+    def open(self, offset: int = 0) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
+        """(the text, from a byte offset of it on; the file itself, which is compressed where the source is).
+
+        Raises ValueError (one line) where reading it meets damage.
+        """
+        try:
+            with open(self.path, "rb") as raw:
+                yield _decompressed(raw, self.compression, offset), raw
+        except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+            kind = self.compression.removeprefix(".")
+            raise ValueError(f"{self.name} is damaged, or no {kind} file: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the next record begins."""
+
+    source: int = 0
+    offset: int = 0
+    """Bytes of the decompressed file, or rows of a .parquet file, before it."""
+    line: int = 1
+    """Its line, or its row, counted from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive records of a source: raw bytes that adjoin in the file, or values of a column."""
+
+    source: Source
+    start: Position
+    end: Position
+    disk_bytes: int
+    """How much of the file was read up to here (for progress)."""
+    records: list[bytes] | list[object]
 
 
 def find_sources(inputs: Sequence[str]) -> tuple[list[Source], list[str]]:
@@ -115,3 +161,65 @@ def _kind_of(path: Path) -> tuple[Literal["txt", "jsonl", "parquet"] | None, str
 
 def _readable() -> str:
     return "give .txt or .jsonl files (also .gz, .xz, .zst) or .parquet files"
+
+
+def _decompressed(raw: io.BufferedReader, compression: str, offset: int) -> io.BufferedReader:
+    if not compression:
+        raw.seek(offset)
+        return raw
+    if compression == ".gz":
+        inner = gzip.GzipFile(fileobj=raw)
+    elif compression == ".xz":
+        inner = _Frames(raw, lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY), lzma.LZMAError, b"\0")
+    else:
+        import zstandard
+
+        inner = _Frames(raw, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError, b"")
+    stream = io.BufferedReader(inner, _BLOCK)
+    while offset > 0:
+        skipped = len(stream.read(min(offset, _BLOCK)))
+        if not skipped:
+            raise EOFError("it is shorter than before")
+        offset -= skipped
+    return stream
+
+
+class _Frames(io.RawIOBase):
+    """Compressed frames in a row, with a bound on the memory, which the reader of lzma lacks; one that ends early is an
+    error, which the reader of zstandard lacks."""
+
+    def __init__(
+        self, raw: io.BufferedReader, decoder: Callable[[], object], error: type[Exception], padding: bytes
+    ) -> None:
+        """padding: the bytes that may stand between frames."""
+        self._raw, self._new, self._error, self._padding = raw, decoder, error, padding
+        # An empty file is an empty text of zstd, but damaged .xz.
+        self._decoder = decoder() if padding else None
+        self._input = self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._output:
+            self._input = self._input or self._raw.read(_COMPRESSED_BLOCK)
+            if not self._input:
+                if self._decoder is not None:
+                    raise EOFError("the file ends inside a compressed frame")
+                return 0
+            if self._decoder is None:
+                self._input = self._input.lstrip(self._padding)
+                if not self._input:
+                    continue
+                self._decoder = self._new()
+            try:
+                self._output = self._decoder.decompress(self._input)
+            except self._error as error:
+                raise EOFError(str(error)) from error
+            self._input = b""
+            if self._decoder.eof:
+                self._input, self._decoder = self._decoder.unused_data, None
+        size = min(len(buffer), len(self._output))
+        buffer[:size] = self._output[:size]
+        self._output = self._output[size:]
+        return size

@@ -9,16 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from matmix.data.artifacts import parse_json
 from matmix.data.manifest import MANIFEST_NAME, Manifest
-from matmix.data.prepare.command import prepare
+from matmix.data.prepare.command import prepare, read_input
 from matmix.data.prepare.config import PrepareConfig
-from matmix.data.prepare.progress import say
 from matmix.data.prepare.report import print_summary
-from matmix.data.prepare.sources import find_sources
-from matmix.data.prepare.state import compare_preparations, fingerprint
+from matmix.data.prepare.workspace import compare_preparations, parse_object
+from matmix.data.progress import say
 from matmix.data.storage.remote import RemoteError, RemoteFolder, scratch_folder
-from matmix.data.tokenizer import Tokenizer
 
 # At the URL while an upload is not finished: whose it is.
 _UNFINISHED = ".prepare.json"
@@ -31,7 +28,7 @@ def prepare_to_url(config: PrepareConfig) -> Manifest:
     holds anything else, and RemoteError (one line) if the store fails: what was prepared and uploaded is kept.
     """
     remote = RemoteFolder(config.out)
-    wanted = _fingerprint(config)
+    _, _, wanted = read_input(config)
     if (manifest := _finished(remote, wanted)) is not None:
         print_summary(manifest, remote.url, "earlier, with the same input and options: nothing to do")
         return manifest
@@ -49,12 +46,6 @@ def prepare_to_url(config: PrepareConfig) -> Manifest:
     return manifest
 
 
-def _fingerprint(config: PrepareConfig) -> dict[str, Any]:
-    sources, _ = find_sources(config.inputs)
-    tokenizer = Tokenizer.load(config.tokenizer).sha256 if config.tokenizer else ""
-    return json.loads(json.dumps(fingerprint(config, sources, tokenizer)))
-
-
 def _finished(remote: RemoteFolder, wanted: dict[str, Any]) -> Manifest | None:
     """The manifest of this preparation if it is complete at the URL. Raises ValueError if something else is there."""
     if (raw := remote.read(MANIFEST_NAME)) is not None:
@@ -62,17 +53,10 @@ def _finished(remote: RemoteFolder, wanted: dict[str, Any]) -> Manifest | None:
         compare_preparations(remote.url, manifest.options, wanted)
         return manifest
     if (raw := remote.read(_UNFINISHED)) is not None:
-        compare_preparations(remote.url, _object(raw, remote.url), wanted)
+        compare_preparations(remote.url, parse_object(raw, f"{remote.url}/{_UNFINISHED}"), wanted)
     elif remote.sizes():
         raise ValueError(f"{remote.url} is not empty and holds no preparation of matmix; choose another output URL")
     return None
-
-
-def _object(raw: bytes, url: str) -> dict[str, Any]:
-    values = parse_json(raw, f"{url}/{_UNFINISHED}")
-    if not isinstance(values, dict):
-        raise ValueError(f"{url}/{_UNFINISHED} is damaged; choose another output URL")
-    return values
 
 
 def _upload(folder: Path, remote: RemoteFolder, wanted: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from filelock import FileLock
 from matmix.data.artifacts import artifact_path
 from matmix.data.formats.base import DamagedShard, ShardInfo
 from matmix.data.manifest import Manifest
-from matmix.data.prepare.progress import say
+from matmix.data.progress import say
 from matmix.data.storage.cache import read_note, write_note
 from matmix.data.storage.fetch import decompress, download
 from matmix.data.storage.files import sha256_of, sync_directory, sync_file

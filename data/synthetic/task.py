@@ -51,10 +51,6 @@ class GeneratedSamples(abc.ABC):
         """How many of the inputs (seqlen, ...) of a sample are no padding."""
         return len(inputs)
 
-    def answer_counts(self, seqlen: int) -> np.ndarray:
-        """int64 (len(tokens),): how often each token is the answer, in any unit."""
-        return np.zeros(len(self.tokens), dtype=np.int64)
-
 
 class Task(GeneratedSamples):
     """Samples of tokens with ids 0, 1, 2, ...; the special tokens <unk>, <pad> and <mask> come after them."""
@@ -82,7 +78,7 @@ class Task(GeneratedSamples):
         return int((inputs != self.pad_id).sum())
 
     def answer_counts(self, seqlen: int) -> np.ndarray:
-        """By default all answers are alike."""
+        """int64 (len(tokens),): how often each token is the answer, in any unit. By default all answers are alike."""
         counts = np.zeros(len(self.tokens), dtype=np.int64)
         counts[self.answers] = 1
         return counts

@@ -19,7 +19,7 @@ from matmix.data.formats.split_writer import SplitWriter
 from matmix.data.formats.webdataset import WebDataset
 from matmix.data.manifest import Manifest, unigram_entropy
 from matmix.data.prepare.command import PrepareConfig, prepare
-from matmix.data.prepare.progress import ProgressReport
+from matmix.data.progress import ProgressReport
 from matmix.data.tokenizer import Tokenizer
 
 WORDS = ["a\nin", "is\n", *(f"{a}{b}" for a in ("sweet", "night", "love") for b in ("ly", "ing", "er", ""))]
@@ -302,7 +302,7 @@ def test_tokenizer_sample_is_bounded(tmp_path, capfd):
 def test_cli_of_the_options_and_plain_progress(tmp_path, texts):
     """The options make a command line, and progress without a terminal is plain lines."""
     program = (
-        "import sys, tyro, matmix.data.prepare.command as p, matmix.data.prepare.progress as r;"
+        "import sys, tyro, matmix.data.prepare.command as p, matmix.data.progress as r;"
         "r._SECONDS_BETWEEN_LINES = 0; p.prepare(tyro.cli(p.PrepareConfig))"
     )
     call = [

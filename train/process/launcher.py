@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 
-from matmix.data.parents import end_with
+from matmix.data.parent_process import end_with
 from matmix.train.process import stop
 from matmix.train.process.exits import EXIT_FAILED
 

@@ -1,8 +1,9 @@
-"""Processes that end with the one that started them, however it ended (Linux: PR_SET_PDEATHSIG)."""
+"""Processes that end with the one that started them, however it ended."""
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import sys
 
@@ -19,3 +20,14 @@ def end_with(parent: int, number: int) -> bool:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     return os.getppid() == parent
+
+
+def follow_parent() -> None:
+    """Waits until the process that has started this one by multiprocessing is gone, and ends this one. For a thread.
+
+    `end_with` is the surer: of forked siblings each keeps the pipe open by which the ones before it would notice.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

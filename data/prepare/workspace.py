@@ -20,12 +20,12 @@ from typing import Any, Literal
 import filelock
 import numpy as np
 
-from matmix.data.artifacts import one_line, parse_json, read_json
+from matmix.data.artifacts import one_line, parse_json
 from matmix.data.formats.split_writer import DamagedPreparationError, SplitWriter
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare.config import PrepareConfig
-from matmix.data.prepare.readers import Position
-from matmix.data.prepare.sources import Source
+from matmix.data.prepare.documents import Malformed
+from matmix.data.prepare.sources import Position, Source
 from matmix.data.storage.files import write_atomic
 
 WORK_NAME = ".prepare"
@@ -49,9 +49,14 @@ class Progress:
     examples: list[dict[str, Any]] = field(default_factory=list)
     """File, line and reason of the first malformed records."""
     empty: int = 0
-    documents_by_source: list[int] = field(default_factory=list)
     spans: list[list[int]] = field(default_factory=list)
     """What was read, a stretch of a source each: source, first offset, last offset + 1, lines, records, documents."""
+
+    def add_malformed(self, source: str, found: Sequence[Malformed], count: int) -> None:
+        """Counts `count` malformed records of a source, and keeps the first ones of all."""
+        self.malformed += count
+        for one in found[: KEPT_EXAMPLES - len(self.examples)]:
+            self.examples.append({"file": source, "line": one.line, "reason": one.reason})
 
 
 def fingerprint(config: PrepareConfig, sources: Sequence[Source], tokenizer_sha256: str) -> dict[str, Any]:
@@ -61,12 +66,13 @@ def fingerprint(config: PrepareConfig, sources: Sequence[Source], tokenizer_sha2
         for name in ("vocab_size", "model_type", "byte_fallback", "character_coverage"):
             del options[name]
         del options["normalization"], options["sample_megabytes"]
-    return {
+    wanted = {
         **options,
         "tokenizer": tokenizer_sha256 or "trained",
         "inputs": [[Path(s.path).name, s.bytes, s.digest()] for s in sources],
         "contents_version": CONTENTS_VERSION,
     }
+    return json.loads(json.dumps(wanted))
 
 
 def compare_preparations(where: str | Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -90,7 +96,7 @@ class Workspace:
     def __init__(self, out: str, wanted: dict[str, Any]) -> None:
         self.out = Path(out).expanduser()
         self.work = self.out / WORK_NAME
-        self.wanted = json.loads(json.dumps(wanted))
+        self.wanted = wanted
         self._lock: filelock.FileLock | None = None
         self._made = False
 
@@ -109,7 +115,7 @@ class Workspace:
             return "finished"
         options = self.work / "options.json"
         if options.exists():
-            compare_preparations(self.out, _object(options), self.wanted)
+            compare_preparations(self.out, parse_object(options.read_bytes(), options), self.wanted)
             return "unfinished"
         if (self.out / PARTS_NAME).exists():
             raise ValueError(
@@ -182,6 +188,7 @@ class Workspace:
                     parts = {key: arrays[f"{name}.{key}"] for key in ("tokens", "lengths")}
                     writer.restore(facts["splits"][name], parts)
             progress = facts["progress"]
+            progress.pop("documents_by_source", None)  # which earlier versions wrote
             return Progress(**{**progress, "position": Position(**progress["position"])})
         except DamagedPreparationError:
             raise
@@ -190,8 +197,16 @@ class Workspace:
             raise ValueError(f"{path} is damaged ({reason}); delete {self.out} and prepare again") from None
 
 
-def _object(path: Path) -> dict[str, Any]:
-    values = read_json(path)
+def write_histogram(folder: Path, histogram: np.ndarray) -> None:
+    """Write how often each token occurs in the training split, int64 (vocab_size,)."""
+    buffer = io.BytesIO()
+    np.save(buffer, histogram, allow_pickle=False)
+    write_atomic(folder / HISTOGRAM_NAME, buffer.getvalue())
+
+
+def parse_object(raw: bytes, where: object) -> dict[str, Any]:
+    """The object in a JSON file of a preparation. Raises ValueError (one line) if it is damaged."""
+    values = parse_json(raw, where)
     if not isinstance(values, dict):
-        raise ValueError(f"{path} is damaged: delete its folder and prepare again")
+        raise ValueError(f"{where} is damaged: delete its folder and prepare again")
     return values

@@ -1,0 +1,74 @@
+"""The tokenizer of a preparation: the one that is in its folder already, or one that is trained on the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.documents import Malformed, documents_of
+from matmix.data.prepare.readers import read_chunks
+from matmix.data.prepare.report import MalformedError, empty_sentence, malformed_sentence
+from matmix.data.prepare.sources import Position, Source
+from matmix.data.prepare.workspace import Progress
+from matmix.data.progress import say
+from matmix.data.tokenizer import Tokenizer, train_sentencepiece
+
+
+def copied_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer that a preparation in this folder has put there; None if it has not yet."""
+    for name in ("tokenizer.model", "tokenizer.json"):
+        if (path := folder / "tokenizer" / name).is_file():
+            return Tokenizer.load(path)
+    return None
+
+
+def train_tokenizer(config: PrepareConfig, sources: Sequence[Source], scratch: Path) -> Tokenizer:
+    """Train one on the beginning of every source and keep it in `scratch`. Raises ValueError if there is no text."""
+    met = Progress()
+    texts = list(_sample(config, sources, met))
+    if not texts:
+        if met.malformed:
+            raise MalformedError(malformed_sentence(met.malformed, met.malformed, met.examples))
+        raise ValueError(empty_sentence(sources))
+    say(
+        f"training a {config.model_type} tokenizer of {config.vocab_size:,} ids on "
+        f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB of text from {len(sources)} "
+        f"{'file' if len(sources) == 1 else 'files'}"
+    )
+    return train_sentencepiece(
+        texts,
+        scratch / "tokenizer.model",
+        vocab_size=config.vocab_size,
+        model_type=config.model_type,
+        byte_fallback=config.byte_fallback,
+        normalization=config.normalization,
+        character_coverage=config.character_coverage,
+    )
+
+
+def _sample(config: PrepareConfig, sources: Sequence[Source], met: Progress) -> Iterator[str]:
+    """Text of at most `sample_megabytes`: each source gives from its beginning what its size on the disk is of all;
+    what a short one leaves over goes to the later ones. The last document is cut to fit. What is malformed is
+    counted in `met`."""
+    budget, bytes_left = int(config.sample_megabytes * 1e6), sum(s.bytes for s in sources)
+    for index, source in enumerate(sources):
+        share = budget * source.bytes // max(1, bytes_left)
+        bytes_left -= source.bytes
+        for text in _documents(sources[: index + 1], index, config, met):
+            if share <= 0:
+                break
+            raw = text.encode("utf-8")[:share]
+            share, budget = share - len(raw), budget - len(raw)
+            if kept := raw.decode("utf-8", errors="ignore"):
+                yield kept
+
+
+def _documents(sources: Sequence[Source], first: int, config: PrepareConfig, met: Progress) -> Iterator[str]:
+    options = config.read_options()
+    for chunk in read_chunks(sources, options, Position(source=first)):
+        for found in documents_of(chunk, options):
+            if isinstance(found, Malformed):
+                met.add_malformed(chunk.source.name, [found], 1)
+            else:
+                yield found
