@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.storage.files import write_atomic
-from matmix.launch.lab.benchmarks.kernels.measure import environment
+from matmix.launch.lab.benchmarks.measuring.environment import environment
 from matmix.launch.lab.studies.mru import pictures, tables
 from matmix.launch.lab.studies.mru.grid import PART, best_runs
 from matmix.launch.lab.studies.mru.results import Results
