@@ -5,12 +5,17 @@ import json
 
 import pytest
 
-from matmix.launch.lab.plan.command import main
-from matmix.launch.lab.plan.estimate import candidates, estimate, measured_efficiency, options_of, suggest
+from matmix.launch.lab.plan.command import find_warnings, main
+from matmix.launch.lab.plan.estimate import (
+    assess,
+    candidates,
+    collectives,
+    estimate,
+    measured_efficiency,
+    options_of,
+    suggest,
+)
 from matmix.launch.lab.plan.hardware import GPUS, find_gpu, read_cluster
-from matmix.launch.lab.plan.risk import assess
-from matmix.launch.lab.plan.traffic import collectives
-from matmix.launch.lab.plan.warnings import find_warnings
 from matmix.model.flops import flops_by_part, flops_per_token
 from matmix.train.estimate.plan import make_plan
 from matmix.train.recipe import load_config
