@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 _LONGEST_NAME = 255  # bytes of one part of a path, on every file system in use
 _LONGEST_PATH = 1024
 _LONGEST_LINE = 2000
+_LARGEST_COUNT = 1 << 62
+_HEX = re.compile(r"[0-9a-f]{64}")
 _INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
@@ -97,6 +100,22 @@ def errors_in_one_line(*kinds: type[Exception]) -> Iterator[None]:
         if isinstance(error, ValueError) and one_line(text) == text:
             raise
         raise ValueError(one_line(text)) from None
+
+
+def require(fine: bool, name: str, value: object) -> None:
+    """Raises ValueError (one line) unless `fine`: what an artifact calls `name` cannot be `value`."""
+    if not fine:
+        raise ValueError(f"{ascii(name)[1:-1]:.100} cannot be {ascii(value)[:60]}")
+
+
+def is_count(value: object) -> bool:
+    """Whether a value of JSON can be a number of things."""
+    return type(value) is int and 0 <= value < _LARGEST_COUNT
+
+
+def is_digest(value: object) -> bool:
+    """Whether a value of JSON is a SHA-256 in hexadecimal."""
+    return isinstance(value, str) and _HEX.fullmatch(value) is not None
 
 
 def _problem(name: object, nested: bool) -> str | None:

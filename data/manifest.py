@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from matmix.data.artifacts import one_line, parse_json
-from matmix.data.manifest_checks import check_manifest
+from matmix.data.artifacts import artifact_name, is_count, is_digest, one_line, parse_json, require
+from matmix.data.formats import FORMATS
+from matmix.data.formats.base import ShardInfo
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
@@ -37,24 +38,6 @@ class TokenizerInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardInfo:
-    """One shard file."""
-
-    file: str
-    """File name inside the split's folder, with the suffix of its compression."""
-    documents: int
-    tokens: int
-    bytes: int
-    """Size of the file as it lies on the disk."""
-    sha256: str
-    """Hex digest of the file as it lies on the disk."""
-    raw_bytes: int | None = None
-    """Size without compression; None in older datasets."""
-    raw_sha256: str | None = None
-    """Hex digest of the shard without compression; None in older datasets."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SplitInfo:
     """One split: the sums over its shards, and the shards in order."""
 
@@ -70,7 +53,8 @@ class Manifest:
     """Contents of ``manifest.json``."""
 
     version: int = MANIFEST_VERSION
-    format: Literal["mds", "webdataset"]
+    format: str
+    """Of the shards: a name in `FORMATS`."""
     compression: Literal["zstd"] | None
     dtype: Literal["uint16", "uint32"]
     tokenizer: TokenizerInfo
@@ -136,7 +120,7 @@ class Manifest:
             if digest is not None and digest != _digest(values):
                 raise ValueError("it was changed after it was written: its digest is another")
             manifest = cls.from_dict(values)
-            check_manifest(manifest)
+            _check(manifest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{where}: its manifest.json is damaged ({one_line(error)}); prepare the data again"
@@ -171,3 +155,70 @@ def unigram_entropy(histogram: np.ndarray) -> float:
     if total == 0:
         return 0.0
     return float(math.log(total) - (counts * np.log(counts)).sum() / total)
+
+
+def _check(manifest: Manifest) -> None:
+    """Raises ValueError or TypeError, each one line, for a manifest that no preparation writes."""
+    for what, value, readable in (
+        ("format", manifest.format, tuple(FORMATS)),
+        ("compression", manifest.compression, ("zstd", None)),
+        ("dtype", manifest.dtype, ("uint16", "uint32")),
+        ("kind of tokenizer", manifest.tokenizer.kind, ("sentencepiece", "tokenizers")),
+    ):
+        if value not in readable:
+            names = ", ".join(str(name) for name in readable)
+            raise ValueError(f"it says {what} {value!r:.60}; readable are {names}")
+    _check_tokenizer(manifest)
+    artifact_name(manifest.token_histogram, "it")
+    require(_is_entropy(manifest.unigram_entropy), "unigram_entropy", manifest.unigram_entropy)
+    require(is_count(manifest.empty_documents), "empty_documents", manifest.empty_documents)
+    for source in manifest.sources:
+        fine = isinstance(source, dict) and is_count(source.get("documents", 0))
+        require(fine, "sources", source)
+    require(isinstance(manifest.options, dict), "options", manifest.options)
+    _check_malformed(manifest.malformed)
+    for name, split in manifest.splits.items():
+        _check_top_name(name)
+        for shard in split.shards:
+            shard.check(f"splits.{name}.shards")
+        require(is_count(split.bytes), f"splits.{name}.bytes", split.bytes)
+        for count in ("documents", "tokens"):
+            if sum(getattr(shard, count) for shard in split.shards) != getattr(split, count):
+                raise ValueError(f"the shards of split {name} do not add up to its {count}")
+    for name, digest in manifest.files.items():
+        artifact_name(name, "it", nested=True)
+        require(is_digest(digest), f"files.{name}", digest)
+
+
+def _check_tokenizer(manifest: Manifest) -> None:
+    tokenizer = manifest.tokenizer
+    artifact_name(tokenizer.file, "it", nested=True)
+    _check_top_name(tokenizer.file.split("/")[0])
+    require(is_digest(tokenizer.sha256), "tokenizer.sha256", tokenizer.sha256)
+    limit = 1 << (16 if manifest.dtype == "uint16" else 31)
+    size = tokenizer.vocab_size
+    require(type(size) is int and 0 < size <= limit, "tokenizer.vocab_size", size)
+    for name, value in tokenizer.special.items():
+        require(value is None or (type(value) is int and 0 <= value < size), f"tokenizer.special.{name}", value)
+
+
+def _check_malformed(malformed: Any) -> None:
+    require(isinstance(malformed, dict), "malformed", malformed)
+    for name in ("count", "records"):
+        require(is_count(malformed.get(name, 0)), f"malformed.{name}", malformed.get(name))
+    examples = malformed.get("examples", [])
+    kinds = {"file": str, "line": int, "reason": str}
+    fine = isinstance(examples, list) and all(
+        isinstance(e, dict) and all(isinstance(e.get(key), kind) for key, kind in kinds.items()) for e in examples
+    )
+    require(fine, "malformed.examples", examples)
+
+
+def _check_top_name(name: str) -> None:
+    artifact_name(name, "it")
+    # Those are our own: the cache, an unfinished preparation.
+    require(not name.startswith("."), "a folder's name", name)
+
+
+def _is_entropy(value: object) -> bool:
+    return is_count(value) or (type(value) is float and math.isfinite(value) and value >= 0)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +20,7 @@ import numpy as np
 import sentencepiece
 
 from matmix.data.artifacts import one_line, parse_json
+from matmix.data.storage.files import write_atomic
 
 SPECIAL_NAMES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 NEWLINE_ID = 7
@@ -111,9 +110,7 @@ class Tokenizer:
         """Copy the file into a folder as tokenizer.model or tokenizer.json; returns the copy's path."""
         target = Path(directory) / self.file_name
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.tmp")
-        shutil.copyfile(self.path, temporary)
-        os.replace(temporary, target)
+        write_atomic(target, self.path.read_bytes())
         return target
 
     def __repr__(self) -> str:
@@ -263,9 +260,7 @@ def train_sentencepiece(
         raise ValueError(_explain(str(error), vocab_size)) from error
     out_path = Path(out_path)
     out_path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out_path.with_name(f".{out_path.name}.tmp")
-    temporary.write_bytes(buffer.getvalue())
-    os.replace(temporary, out_path)
+    write_atomic(out_path, buffer.getvalue())
     return Tokenizer.load(out_path)
 
 

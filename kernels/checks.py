@@ -104,14 +104,15 @@ def check_finite(op: str, *, below: tuple[str, ...] = (), **tensors: Tensor | No
 
 
 def values_wanted() -> bool:
-    """Whether the environment asks for a look at all values on all devices."""
+    """Whether MATMIX_CHECK_VALUES=1 asks to check values on all devices."""
     return os.environ.get("MATMIX_CHECK_VALUES") == "1"
 
 
 def can_look(tensor: Tensor) -> bool:
-    """Whether the tensor has values to look at that are at hand, or worth waiting for.
+    """Whether the values of the tensor can be checked now.
 
-    While torch.compile traces there are none; on an accelerator a look would wait for the device.
+    There are none while torch.compile traces. On an accelerator reading them waits for the device: only where
+    `values_wanted`.
     """
     if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter):
         return False

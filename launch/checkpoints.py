@@ -2,62 +2,69 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Annotated
 
-from matmix.launch.parser import Parser
+import tyro
+
+from matmix.launch.convert import MAX_FILE_BYTES, convert_run
+from matmix.train.arguments import RunFolder
 from matmix.train.checkpoint.listing import CheckpointFacts, Listing, list_checkpoints
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.remote import local_outline
 
-_DESCRIPTION = """\
-List the checkpoints of a run: step, tokens seen, size, the engine and the number of ranks that wrote it, when, and
-whether it is whole. The exit code is 1 if one is damaged, else 0."""
 
-_CONVERT_DESCRIPTION = """\
-Make a run that begins with a checkpoint of another one, in a form that every engine reads at any number of ranks:
-weights, optimizer moments, step counts, position in the data. `matmix train OTHER_RUN --engine.name ...` goes on."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Make a run that begins with a checkpoint of another one, in a form that every engine reads.
 
+    It holds weights, optimizer moments, step counts and the position in the data, for any number of ranks.
+    `matmix train OTHER_RUN --engine.name ...` goes on.
+    """
 
-def main(arguments: list[str]) -> int:
-    """The verb `checkpoints`; returns the exit code. Raises ValueError or FileNotFoundError for a mistake of
-    the user's."""
-    if arguments and arguments[0] in SUBCOMMANDS:
-        return SUBCOMMANDS[arguments[0]](arguments[1:])
-    return _list(arguments)
-
-
-def _list(arguments: list[str]) -> int:
-    parser = Parser(prog="matmix checkpoints", description=_DESCRIPTION)
-    parser.add_argument("run", metavar="RUN", help="run directory, or its URL")
-    parser.add_argument(
-        "--verify", action="store_true", help="read every file and compare checksums (default: presence and sizes)"
-    )
-    options = parser.parse_args(arguments)
-    run = RunDirectory(local_outline(options.run, whole=options.verify))
-    run.read_config()  # says if this is no run
-    listing = list_checkpoints(run.checkpoints, verify=options.verify)
-    print(render(listing, verified=options.verify).replace(str(run.path), options.run.rstrip("/")), end="")
-    return 1 if listing.damaged else 0
+    source: RunFolder
+    out: Annotated[str, tyro.conf.arg(metavar="OTHER_RUN")]
+    """Run to make (must not hold anything else)."""
+    step: int | None = None
+    """Checkpoint to convert; default: the newest."""
+    max_file_bytes: int = MAX_FILE_BYTES
+    """Size of a file of tensors."""
 
 
-def _convert(arguments: list[str]) -> int:
-    from matmix.launch.convert import MAX_FILE_BYTES, convert_run
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """List the checkpoints of a run, and whether they are whole; the exit code is 1 if one is damaged, else 0.
 
-    parser = Parser(prog="matmix checkpoints convert", description=_CONVERT_DESCRIPTION)
-    parser.add_argument("run", metavar="RUN", help="run directory")
-    parser.add_argument("--out", required=True, metavar="OTHER_RUN", help="run to make (must not hold anything else)")
-    parser.add_argument("--step", type=int, default=None, help="checkpoint to convert (default: the newest)")
-    parser.add_argument(
-        "--max-file-bytes", type=int, default=MAX_FILE_BYTES, help="size of a file of tensors (default: 5 GB)"
-    )
-    options = parser.parse_args(arguments)
-    convert_run(options.run, options.out, step=options.step, max_file_bytes=options.max_file_bytes)
-    return 0
+    Of each: step, tokens seen, size, the engine and the number of ranks that wrote it, and when.
+    """
 
+    source: RunFolder = ""
+    verify: bool = False
+    """Read every file and compare checksums (else: presence and sizes)."""
+    other: tyro.conf.OmitArgPrefixes[
+        tyro.conf.DisallowNone[
+            tyro.conf.OmitSubcommandPrefixes[Annotated[Convert, tyro.conf.subcommand("convert")] | None]
+        ]
+    ] = None
 
-# Verbs below this one, by name.
-SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {"convert": _convert}
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Lists, or converts; the exit code. Raises ValueError or FileNotFoundError for a mistake of the user's."""
+        if self.other is not None:
+            if self.source:
+                raise ValueError(f"convert takes one run, got {self.source} before it")
+            convert_run(
+                self.other.source, self.other.out, step=self.other.step, max_file_bytes=self.other.max_file_bytes
+            )
+            return 0
+        if not self.source:
+            raise ValueError("no run given: matmix checkpoints RUN, or matmix checkpoints convert RUN --out OTHER_RUN")
+        run = RunDirectory(local_outline(self.source, whole=self.verify))
+        run.read_config()  # says if this is no run
+        listing = list_checkpoints(run.checkpoints, verify=self.verify)
+        print(render(listing, verified=self.verify).replace(str(run.path), self.source.rstrip("/")), end="")
+        return 1 if listing.damaged else 0
 
 
 def render(listing: Listing, *, verified: bool) -> str:

@@ -3,15 +3,66 @@ loads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
 
 from matmix.data.artifacts import artifact_name, artifact_path
 from matmix.data.tokenizer import Tokenizer
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model
+from matmix.train.arguments import RunFolder
 from matmix.train.checkpoint.files import sha256
 from matmix.train.run.trained import open_trained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write a run's weights as a directory that transformers loads by itself."""
+
+    source: RunFolder = ""
+    out: str | None = None
+    """Directory to write (must not hold anything else)."""
+    check: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Compare the files of an export with their hashes."""
+    step: int | None = None
+    """Checkpoint to export; default: the newest."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the weights."""
+    max_shard_bytes: int = 5 * 10**9
+    """Size of a weight file."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Exports or checks; the exit code."""
+        if self.check is not None:
+            if self.source or self.out is not None:
+                raise ValueError("--check DIR looks at an export that is there: leave RUN and --out out")
+            check_export(self.check)
+            return 0
+        if not self.source or self.out is None:
+            raise ValueError("matmix export RUN --out DIR, or matmix export --check DIR")
+        export_run(self.source, self.out, step=self.step, dtype=self.dtype, max_shard_bytes=self.max_shard_bytes)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Import:
+    """Turn a checkpoint of another project into an export directory."""
+
+    kind: Annotated[Literal["hydra", "mru-lm"], tyro.conf.arg(name="from")]
+    """Whose it is."""
+    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
+    """.safetensors, .pt, .bin or a directory in transformers' layout."""
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
+    """Directory to write."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Imports; the exit code."""
+        import_reference(self.kind, self.file, self.out)
+        return 0
 
 
 def export_run(

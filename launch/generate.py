@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from matmix.model.config import ModelConfig
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
 from matmix.model.interop.importing.exported import load_weights, read_export, read_export_config
 from matmix.model.interop.importing.foreign import read_object
+from matmix.train.arguments import RunFolder
 from matmix.train.checkpoint.steps import step_of
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.remote import fetch_run
@@ -41,6 +42,32 @@ class Source:
     device: torch.device
     step: int | None = None
     """The step of a run's checkpoint, None for an export."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Sample text from a run or an export."""
+
+    source: RunFolder
+    prompt: str = ""
+    """Text to continue; for an encoder, text with <mask> in it."""
+    max_new_tokens: int = 128
+    """Tokens to add."""
+    temperature: float = 0.8
+    """0 = always the likeliest."""
+    top_k: int = 0
+    """Draw from the k likeliest only; 0 = all."""
+    top_p: float = 0.95
+    """Draw from this share of probability."""
+    seed: int = 0
+    """Seed of the draws."""
+    step: int | None = None
+    """Checkpoint to use; default: the newest."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Prints the text; the exit code."""
+        options = dataclasses.asdict(self)
+        return generate(options.pop("source"), **options)
 
 
 def generate(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, make_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, make_dataclass
 from typing import Any, Literal
 
 from matmix.model.architectures.base import ARCHITECTURES, Architecture
@@ -146,7 +147,7 @@ class ModelConfig:
 
     @property
     def model_class(self) -> type[Architecture]:
-        """What `architecture` stands for."""
+        """The class that `architecture` names."""
         return ARCHITECTURES[self.architecture]
 
     def mixer_is_causal(self, name: str) -> bool:
@@ -162,7 +163,7 @@ class ModelConfig:
         return sorted({name for name, _ in self.layer_kinds() if name is not None})
 
     def fixed_length_mixers(self) -> list[str]:
-        """Those of them that take sequences of exactly `max_seqlen` tokens."""
+        """The kinds of mixers that the layers hold and that take sequences of exactly `max_seqlen` tokens."""
         return [name for name in self.mixer_names() if MIXERS[name].fixed_length]
 
     def layer_kinds(self) -> list[tuple[str | None, bool]]:
@@ -179,3 +180,37 @@ class ModelConfig:
         self.model_class.check_seqlen(self, seqlen)
         for name in self.mixer_names():
             MIXERS[name].check_seqlen(self.mixer_config(name), seqlen, self.max_seqlen)
+
+
+def used_mixers(config: ModelConfig) -> frozenset[str]:
+    """Names of the mixers in the model's pattern of layers."""
+    return frozenset(name for name in config.layers if name in MIXERS)
+
+
+def model_config_to_dict(config: ModelConfig) -> dict[str, Any]:
+    """A configuration as nested plain values, for JSON, with the options of those mixers only that the model has."""
+    values = asdict(config)
+    used = used_mixers(config)
+    values["mixers"] = {name: options for name, options in values["mixers"].items() if name in used}
+    return values
+
+
+def model_config_from_dict(values: Mapping[str, Any], **changes: Any) -> ModelConfig:
+    """The inverse of `model_config_to_dict`, with some fields changed.
+
+    Raises ValueError if a value is not allowed or not known.
+    """
+
+    def frozen(value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    values = {name: frozen(value) for name, value in {**values, **changes}.items()}
+    options = values.pop("mixers", {})
+    try:
+        mixers = {
+            name: MIXERS[name].Config(**{key: frozen(value) for key, value in given.items()})
+            for name, given in options.items()
+        }
+        return ModelConfig(**values, mixers=MixerOptions(**mixers))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"this configuration of a model cannot be built by this version: {error}") from None

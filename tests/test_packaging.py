@@ -79,9 +79,72 @@ def test_help_needs_no_data(words, tmp_path):
     assert "usage:" in run.stdout
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_can_complete_verbs_and_options(shell, tmp_path):
+    matmix, script = Path(sys.executable).with_name("matmix"), tmp_path / "completion"
+    words = [str(matmix), "--tyro-write-completion", shell, str(script)]
+    run = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, ""), run.stderr
+    names = ("prepare", "train", "compare", "launch", "torchrun", "resubmit", "show-mixer", "convert", "max-new-tokens")
+    assert not [name for name in names if name not in script.read_text()]
+
+
+def test_a_verb_is_imported_when_it_is_named():
+    """What shows the verbs does not wait for torch."""
+    code = (
+        "import sys; from matmix.launch.cli import main; assert main(['--help']) == 0; assert main(['launch']) == 2; "
+        "assert 'torch' not in sys.modules"
+    )
+    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for verb in ("train", "checkpoints", "launch", "show-mixer"):
+        assert re.search(rf"\W {verb} ", run.stdout)
+
+
 def test_an_unknown_verb_is_one_line(tmp_path):
     matmix = Path(sys.executable).with_name("matmix")
     run = subprocess.run([str(matmix), "trian"], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 2
     assert len(run.stderr.splitlines()) == 1
     assert "trian" in run.stderr
+
+
+_NAMED = re.compile(rf"(?<![.\w])matmix\.(?:{'|'.join(ROOMS)})(?:\.[A-Za-z_][A-Za-z0-9_]*)*")
+_HEIGHT = {"kernels": 0, "model": 1, "data": 1, "train": 2, "launch": 3}
+
+
+def _named_modules() -> list[tuple[str, str]]:
+    """(file, name) for every matmix.x.y in the code, strings, comments and templates of the rooms."""
+    return sorted(
+        {
+            (str(path.relative_to(ROOT)), name)
+            for room in ROOMS
+            for path in (ROOT / room).rglob("*")
+            if path.suffix in (".py", ".sbatch", ".toml")
+            for name in _NAMED.findall(path.read_text())
+        }
+    )
+
+
+def _exists(name: str) -> bool:
+    """Whether a name is a module, or something in one: package.module.Class.method."""
+    words, place = name.split(".")[1:], ROOT
+    while words and (place / words[0]).is_dir():
+        place /= words.pop(0)
+    in_module = bool(words) and (place / f"{words[0]}.py").is_file()
+    source = place / (f"{words.pop(0)}.py" if in_module else "__init__.py")
+    return source.is_file() and all(re.search(rf"\b{word}\b", source.read_text()) for word in words)
+
+
+def test_modules_that_strings_name_exist():
+    """Commands, messages and docstrings name modules, too, and no import tells when one has moved."""
+    assert not [(path, name) for path, name in _named_modules() if not _exists(name)]
+
+
+def test_strings_name_modules_of_the_same_room_or_below():
+    upwards = []
+    for path, name in _named_modules():
+        own, other = path.split("/")[0], name.split(".")[1]
+        if _HEIGHT[other] > _HEIGHT[own]:
+            upwards.append((path, name))
+    assert not upwards

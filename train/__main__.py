@@ -2,12 +2,10 @@
 
 import sys
 
-from matmix.train.process.begin import begin_training
+from matmix.train.process import stop
 
 if __name__ == "__main__":
-    code = begin_training(sys.argv[1:])
-    if code:
-        sys.exit(code)
-    from matmix.train.command import main
+    stop.listen()  # before anything is imported that takes its time
+    from matmix.train.entry import main
 
     sys.exit(main())

@@ -1,4 +1,8 @@
-"""Command-line arguments into config dataclasses, with errors of one line."""
+"""Command-line arguments into config dataclasses and verbs, with errors of one line. (Without torch.)
+
+A verb is a dataclass whose fields are its options, and whose `run(rest, typed)` does the work and returns the exit
+code: `rest` are the words that the verb does not know, fields of a recipe, and `typed` all words after `matmix`.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,14 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import json
 import os
 import re
 import tomllib
 import typing
-from collections.abc import Collection, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import dacite
 import tyro
@@ -26,6 +31,7 @@ from tyro.constructors import (
 )
 
 Config = TypeVar("Config")
+Result = TypeVar("Result")
 # A TOML integer is a fine value for a float field; a TOML array is a tuple.
 DACITE = dacite.Config(
     strict=True,
@@ -71,10 +77,28 @@ def _wide_terminal() -> Iterator[None]:
 
 
 def _message(box: str) -> str:
-    """What tyro's box says: its first line below the title."""
-    lines = [line.strip("│╭╮╰╯─- ") for line in box.splitlines()]
-    texts = [line for line in lines if line]
-    return texts[1] if len(texts) > 1 else "arguments not understood"
+    """What tyro's box says below its title and above its advice, as one line."""
+    lines = [line.strip(" │╭╮╰╯") for line in box.splitlines()]
+    body = itertools.dropwhile(lambda line: not line.strip("─-"), lines[1:])  # a terminal without boxes has rules
+    said = itertools.takewhile(lambda line: line.strip("─-"), body)
+    return " ".join(" ".join(said).split()) or "arguments not understood"
+
+
+def read_quietly(read: Callable[[], Result], prog: Callable[[], str]) -> Result:
+    """What a call of `tyro.cli` returns. Raises ValueError (one line) where the user's words are no good.
+
+    prog: whose `--help` the message names.
+    """
+    shown = io.StringIO()
+    try:
+        with _wide_terminal(), contextlib.redirect_stderr(shown):
+            return read()
+    except SystemExit as end:
+        if not end.code:
+            raise  # after a --help
+        raise ValueError(f"command line: {_message(shown.getvalue())} ({prog()} --help lists all)") from None
+    except ValueError as error:
+        raise ValueError(f"command line: {error}") from None
 
 
 def row_type(hint: Any) -> type | None:
@@ -87,7 +111,8 @@ def check_rows(rows: Any, cls: type, where: str) -> None:
     """Raises ValueError (one line) unless `rows`, as read from TOML, are tables with the keys of `cls`."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{where} is a list of tables, got {rows!r}")
-    needed = [field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING]
+    unset = dataclasses.MISSING
+    needed = [f.name for f in dataclasses.fields(cls) if f.default is unset and f.default_factory is unset]
     for row in rows:
         for key in row:
             if key not in field_names(cls):
@@ -202,11 +227,83 @@ def parse_arguments(
             key = argument[2:].split("=", 1)[0]
             if key.replace("_", "-") not in known:
                 raise unknown_key(key.replace("-", "_"), cls, "command line")
-    message = io.StringIO()
-    try:
-        with _wide_terminal(), contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
-            return tyro.cli(cls, args=arguments, **options)
-    except SystemExit:
-        raise ValueError(f"command line: {_message(message.getvalue())} ({prog} --help lists all)") from None
-    except ValueError as error:
-        raise ValueError(f"command line: {error}") from None
+    return read_quietly(lambda: tyro.cli(cls, args=arguments, prog=prog, **options), lambda: prog)
+
+
+# -- Verbs -------------------------------------------------------------------------------------------------------------
+
+VERB_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+Recipe = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
+"""The first word of a verb that starts from a recipe; "" where none is given."""
+
+RunFolder = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="Run directory or its URL.")]
+
+
+class Options(dict):
+    """Options of a verb that are the fields of another class, `described`, by name."""
+
+    described: ClassVar[type]
+
+    @classmethod
+    def option(cls, field: StructFieldSpec) -> StructFieldSpec | None:
+        """How a field is shown and read; None = not at all."""
+        return field
+
+
+def verb_registry() -> ConstructorRegistry:
+    """Lets tyro read `Options`."""
+    registry = ConstructorRegistry()
+
+    @registry.struct_rule
+    def rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+        if not (isinstance(info.type, type) and issubclass(info.type, Options)):
+            return None
+        spec = ConstructorRegistry.get_struct_spec(
+            StructTypeInfo.make(info.type.described, tyro.MISSING_NONPROP, in_union_context=False)
+        )
+        assert isinstance(spec, StructConstructorSpec)
+        return StructConstructorSpec(info.type, tuple(filter(None, map(info.type.option, spec.fields))))
+
+    return registry
+
+
+def read_verb(verb: type[Result], arguments: Sequence[str], *, prog: str) -> tuple[Result, list[str]]:
+    """`arguments` as a verb, and the words that it does not know. Raises ValueError (one line)."""
+    options = {"prog": prog, "config": VERB_STYLE, "registry": verb_registry(), "return_unknown_args": True}
+    found, rest = read_quietly(lambda: tyro.cli(verb, args=arguments, **options), lambda: prog)
+    check_rest(found, list(arguments), rest, prog)
+    return found, rest
+
+
+def check_rest(verb: Any, arguments: list[str], rest: list[str], prog: str) -> None:
+    """Raises ValueError for words that nobody knows: those a verb without a recipe does not, and those before one."""
+    if hasattr(verb, "recipe"):
+        # What follows an option that is not the verb's own may be its value.
+        if verb.recipe not in (arguments[: arguments.index(rest[0])] if rest else arguments):
+            what, usage = getattr(verb, "first", ("recipe", "RECIPE [--key value ...]"))
+            raise ValueError(f"no {what} given: {prog} {usage}")
+    elif rest:
+        if rest[0].startswith("-"):
+            raise _unknown_option(rest[0], _flags(verb), f" ({prog} --help lists all)")
+        raise ValueError(f'unknown word "{rest[0]}" ({prog} --help explains)')
+
+
+def check_overrides(verb: Any, overrides: Sequence[str], cls: type) -> None:
+    """Raises ValueError for a key that neither the verb nor the config class `cls` has, naming the nearest of both."""
+    known = {*_flags(verb), *(name.replace("_", "-") for name in field_names(cls))}
+    for word in overrides:
+        if word.startswith("--") and word[2:].split("=", 1)[0].replace("_", "-") not in known:
+            raise _unknown_option(word, known)
+
+
+def _flags(verb: Any) -> set[str]:
+    """Names of a verb's options, without dashes."""
+    found = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
+    names = [name for own, value in found.items() for name in (value if isinstance(value, Options) else [own])]
+    return {name.replace("_", "-") for name in names}
+
+
+def _unknown_option(word: str, known: Collection[str], advice: str = "") -> ValueError:
+    key = word.lstrip("-").split("=", 1)[0].replace("_", "-")
+    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
+    return ValueError(f'unknown option "--{key}"; the nearest known one is "--{near}"{advice}')

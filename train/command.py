@@ -1,17 +1,17 @@
-"""`matmix train RECIPE [--key value ...]`, also `torchrun -m matmix.train RECIPE ...`."""
+"""Trains a recipe and leaves behind how that ended."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from matmix.train.config import RunConfig
 from matmix.train.errors import RunFailure
 from matmix.train.process.console import exit_code, guarded, is_expected, one_line
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
-from matmix.train.recipe import bundled_recipes, load_config
+from matmix.train.recipe import load_config
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.outcome import Attempt
 from matmix.train.run.remote import push_outcome
@@ -19,37 +19,15 @@ from matmix.train.run.remote import push_outcome
 if TYPE_CHECKING:
     from matmix.train.loop import Result
 
-USAGE = """usage: matmix train RECIPE [--dry-run] [--key value ...]
 
-RECIPE is a path to a TOML file, a run directory, or the name of a bundled recipe: {recipes}.
-Any field of the recipe can be given on the command line, as in --optimizer.lr 3e-4; `matmix train RECIPE --help`
-lists them, with the options of the mixers that it uses (of others: --model.layers NAME --help).
---dry-run prints parameters, FLOPs, memory, steps and tokens and trains nothing.
-The same command again resumes the run from its newest checkpoint."""
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit code (`matmix.train.process.exits`)."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE.format(recipes=", ".join(bundled_recipes())))
-        return 0 if arguments else 2
-    dry_run = "--dry-run" in arguments
-    arguments = [argument for argument in arguments if argument != "--dry-run"]
-    loaded: list[RunConfig] = []
-
-    def read() -> int:
-        loaded.append(load_config(arguments[0], arguments[1:]))
-        return 0
-
-    code = guarded(read)
-    if code or not loaded:  # the reader of a long --help has left
-        return code
+def train_recipe(recipe: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
+    """Trains, or shows what training would take; returns the exit code (`matmix.train.process.exits`)."""
+    config = load_config(recipe, list(overrides))
     if dry_run:
         from matmix.train.estimate.plan import print_plan
 
-        return guarded(lambda: print_plan(loaded[0]))
-    return guarded(lambda: _train(loaded[0]), every_rank=True)
+        return print_plan(config)
+    return guarded(lambda: _train(config), every_rank=True)
 
 
 def _train(config: RunConfig) -> int:

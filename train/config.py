@@ -220,6 +220,16 @@ class LoggingConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CallbackConfig:
+    """A table [[callback]]: a callback of your own."""
+
+    name: str
+    """Where Python finds its class, as in "my_package.module:MyCallback"."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments of the class by name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FaultsConfig:
     """What a run does when something goes wrong on the way."""
 
@@ -295,6 +305,9 @@ class RunConfig:
     """Logging."""
     faults: FaultsConfig = dataclasses.field(default_factory=FaultsConfig)
     """Faults on the way."""
+    callback: tuple[CallbackConfig, ...] = ()
+    """Tables [[callback]]: callbacks of your own; on the command line as in
+    '{name = "my_package.module:MyCallback", options = {every = 10}}'."""
 
     def __post_init__(self) -> None:
         refuse_secrets(self.run_dir, "run_dir")

@@ -15,14 +15,15 @@ from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
 from matmix.train import rng
-from matmix.train.callbacks import make_callbacks
+from matmix.train.callbacks import Rewind, make_callbacks
 from matmix.train.checkpoint.files import read_manifest
 from matmix.train.config import RunConfig
 from matmix.train.engine import Engine, build_engine
 from matmix.train.errors import ReplicaError
 from matmix.train.evaluators import evaluate, make_evaluators
 from matmix.train.failures import explaining
-from matmix.train.guards.damage import DamageReport
+from matmix.train.guards.damaged_shards import DamagedShards
+from matmix.train.guards.nan_guard import NanGuard
 from matmix.train.guards.replicas import Replicas
 from matmix.train.guards.spikes import SpikeGuard
 from matmix.train.loaders import make_loader, with_data_facts
@@ -82,9 +83,10 @@ class Trainer:
         flops = flops_per_token(config.model, config.data.seqlen, head_share=self.task.target_share)
         self.speed = Speedometer(flops, distributed.device, world_size)
         self.monitor = Monitor(self.engine)
-        self.damage = DamageReport()
+        self.damaged_shards = DamagedShards()
         self.monitored: dict[str, float] = {}  # of the last step if it was not finite, the same on all ranks
         self.spikes = SpikeGuard(config.faults)
+        self.nan_guard = NanGuard(config.max_bad_steps)
         self.step_was_finite, self.last_loss, self.last_norm = True, math.nan, math.nan
         self.lr, self.gradients_differ = 0.0, False
         self.replicas = Replicas(config.faults, self.engine)
@@ -107,6 +109,7 @@ class Trainer:
         with self.speed.stepping(sample=recorded):
             self.compute_step(batches)
         self.call("on_step")
+        self.nan_guard.after_step(self)
         if recorded:
             self.record()
         self.goodput.spend("other")
@@ -120,10 +123,10 @@ class Trainer:
         targets = sum(map(self.task.count_targets, micro_batches))
         tokens = sum(batch.n_tokens for batch in micro_batches)
         # One reduction carries what all ranks must agree on before the step, such as the divisor.
-        counts = torch.tensor([targets, tokens, *self.damage.count(micro_batches)], dtype=torch.float64)
+        counts = torch.tensor([targets, tokens, *self.damaged_shards.count(micro_batches)], dtype=torch.float64)
         targets, tokens, damaged, news = engine.all_reduce_sum(counts.to(engine.device)).tolist()
         if news:
-            self.damage.share(self.tell)
+            self.damaged_shards.share(self.tell)
 
         lr = config.optimizer.lr * rate_share(state.step + 1, config.steps, config.schedule)
         for group in engine.optimizer.param_groups:
@@ -377,6 +380,7 @@ class Trainer:
                 return False
             self.metrics = {"step": self.state.step, **metrics}
             self.call("on_evaluation", metrics)
+            self.nan_guard.after_evaluation(self, metrics)
         return True
 
     def is_summarised(self) -> bool:
@@ -395,7 +399,21 @@ class Trainer:
             self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy}, self.tell)
         return True
 
-    # -- callbacks -----------------------------------------------------------------------------------------------
+    # -- what callbacks and guards see ---------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        return self.run.path
+
+    def saved_steps(self) -> list[int]:
+        return self.checkpoints.steps()
+
+    def newest_checkpoint(self) -> Path | None:
+        return self.checkpoints.latest_valid(self.tell)
+
+    def went_back(self, rewind: Rewind) -> None:
+        self.call("on_rewind", rewind)
+        self.speed.start()
 
     def call(self, event: str, *arguments: Any) -> None:
         """Tells the callbacks of an event."""

@@ -27,10 +27,9 @@ def find_part(name: str, known: Mapping[str, Part], kind: str) -> Part:
         if name in known:
             return known[name]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        there = f"there are {', '.join(known)}; " if known else ""
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"unknown {kind} {name!r}{hint} (there are {', '.join(known)}; your own: 'package.module:Name')"
-        )
+        raise ValueError(f"unknown {kind} {name!r}{hint} ({there}your own: 'package.module:Name')")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:

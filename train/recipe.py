@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import tomllib
 import typing
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,20 @@ def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Run
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=f"runs/{path.stem}")
     return config
+
+
+def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Sequence[str]) -> None:
+    """Prints the fields of the recipe that the `words` of a verb name, which ask for help, with their values; where
+    they name none, those that every recipe has, with their defaults.
+
+    read: a verb with a `recipe`, and the words that it does not know, from words.
+    """
+    try:
+        verb, rest = read([word for word in words if word not in ("-h", "--help")])
+        load_config(verb.recipe, [*rest, "--help"])
+    except (ValueError, FileNotFoundError):
+        print(f"bundled recipes: {', '.join(bundled_recipes())}\n")
+        parse_arguments(RunConfig, ["--help"], default=RunConfig(), prog="matmix train RECIPE", only=(MixerOptions, ()))
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:

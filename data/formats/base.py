@@ -1,34 +1,102 @@
-"""The interface of prepared shards: token arrays of documents, by shard and index, in any order.
+"""What a format of shards is: how the documents of a shard are laid out in a file, and how that file is read again."""
 
-`TokenShards` is all that the layers above know of the storage; the formats differ only in how a shard
-file is opened (`matmix.data.formats.mds`, `matmix.data.formats.webdataset`). Reading is random access
-into memory-mapped files: the pages are shared by all processes of a machine, and a document costs no
-more than a view.
-
-Documents are numbered inside their shard in the order in which they were written; `lengths.npy` holds
-their token counts in that order over all shards of the split, which makes every sequence addressable
-without reading a shard.
-"""
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from matmix.data.arrays import read_vector
-from matmix.data.manifest import Manifest, SplitInfo
-from matmix.data.storage.cache import Hold, hold_shard, make_room
-from matmix.data.storage.damage import DamagedShard
-from matmix.data.storage.storage import Storage
+from matmix.data.artifacts import artifact_name, is_count, is_digest, require
+
+LARGEST_SHARD = (1 << 32) - 1
+"""Bytes of a shard without compression: offsets inside an MDS shard are 32-bit, and no format is given more."""
+
+# Bytes beside the tokens, at most: of a document (headers of the tar member with its long name, and of the array;
+# offset and size in MDS), and of a shard (the end of a tar file, the configuration in MDS).
+_DOCUMENT_OVERHEAD = 4096
+_SHARD_OVERHEAD = 1 << 20
+
+
+class DamagedShard(ValueError):
+    """A shard whose bytes are not what the manifest promises; `where` names it.
+
+    Errors that say nothing of the data (no network, a full disk) are of other kinds.
+    """
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(f"{where} {why}")
+        self.where = where
+
+    def __reduce__(self) -> tuple:
+        return DamagedShard, (self.where, str(self)[len(self.where) + 1 :])
+
+
+def damaged(where: str, why: str) -> DamagedShard:
+    """The error for a shard whose contents are not what the index promises."""
+    return DamagedShard(where, f"is damaged: {why}; fetch or prepare the data again")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardInfo:
+    """What the manifest says of a shard file."""
+
+    file: str
+    """File name inside the split's folder, with the suffix of its compression."""
+    documents: int
+    tokens: int
+    bytes: int
+    """Size of the file as it lies on the disk."""
+    sha256: str
+    """Hex digest of the file as it lies on the disk."""
+    raw_bytes: int | None = None
+    """Size without compression; None in older datasets."""
+    raw_sha256: str | None = None
+    """Hex digest of the shard without compression; None in older datasets."""
+
+    def check(self, where: str) -> None:
+        """Raises ValueError for a shard that no preparation writes. where: what to call it."""
+        artifact_name(self.file, "it")
+        for name in ("documents", "tokens", "bytes"):
+            require(is_count(getattr(self, name)), f"{where}.{name}", getattr(self, name))
+        require(is_digest(self.sha256), f"{where}.sha256", self.sha256)
+        size, digest = self.raw_bytes, self.raw_sha256
+        require(size is None or (is_count(size) and size <= LARGEST_SHARD), f"{where}.raw_bytes", size)
+        require(digest is None or is_digest(digest), f"{where}.raw_sha256", digest)
+
+    def largest_raw_size(self, dtype: str) -> int:
+        """Bytes that the shard can have without compression, going by its documents and tokens."""
+        size = self.tokens * np.dtype(dtype).itemsize + self.documents * _DOCUMENT_OVERHEAD + _SHARD_OVERHEAD
+        return min(size, LARGEST_SHARD)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard(ShardInfo):
+    """A shard file as a preparation has written it."""
+
+    raw_file: str
+    """File name without the suffix of the compression."""
+
+    @classmethod
+    def checked(cls, raw: dict[str, Any]) -> Shard:
+        """From what a file says. Raises ValueError, TypeError or AttributeError for what no preparation says."""
+        shard = cls(**raw)
+        shard.check("shard")
+        artifact_name(shard.raw_file, "it")
+        return shard
+
+    @property
+    def info(self) -> ShardInfo:
+        """What the manifest says of it."""
+        return ShardInfo(**{key: value for key, value in asdict(self).items() if key != "raw_file"})
 
 
 class OpenShard(ABC):
     """One shard file, open for random access."""
 
-    hold: Hold | None = None
+    hold: object | None = None
     """Keeps a cached file from being removed while it is open."""
 
     @abstractmethod
@@ -36,127 +104,63 @@ class OpenShard(ABC):
         """Tokens of document `index`, a 1-D view or array of the dataset's dtype with `length` elements."""
 
 
-class TokenShards:
-    """The documents of one split of a prepared dataset.
+class ShardFormat(ABC):
+    """How documents are laid out in a file, and what the split's index.json says of the files.
 
-    Can be pickled and forked; each process opens shards when it first needs them and keeps the last
-    `keep_open`. With `skip_damaged`, missing and damaged shards are no error until one is read.
-    cache_bytes: size that the folder of downloaded and decompressed shards is kept to, 0 = half of its disk, -1 = any.
+    An instance writes; shards are opened by the class itself. Everything else (numbering, compression, digests,
+    downloads, the cache) is the same for all formats.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        split: str,
-        *,
-        verify: bool = True,
-        keep_open: int = 64,
-        skip_damaged: bool = False,
-        cache_bytes: int = 0,
-    ) -> None:
-        manifest = storage.manifest
-        if split not in manifest.splits:
-            known = ", ".join(manifest.splits) or "none"
-            raise ValueError(f"{storage.path} has no split {split!r}; it has: {known}")
-        self.storage = storage
-        self.split = split
-        self.info: SplitInfo = manifest.splits[split]
-        self.verify = verify
-        self.keep_open = keep_open
-        self.skip_damaged = skip_damaged
-        self.cache_bytes = cache_bytes
-        self.shard_documents = np.array([s.documents for s in self.info.shards], dtype=np.int64)
-        self._starts = np.concatenate([[0], np.cumsum(self.shard_documents)])
-        self._lengths_path = storage.file(f"{split}/lengths.npy") if self.info.shards else None
-        self._lengths: np.ndarray | None = None
-        self._open: OrderedDict[int, OpenShard] = OrderedDict()
-        self._verified: set[int] = set()
-        self._damaged: dict[int, str] = {}
-        for number, shard in enumerate(self.info.shards):
-            with self._remembering_damage(number):
-                storage.check_shard(split, shard)
-        if self.info.shards and len(self._damaged) == len(self.info.shards):
-            raise ValueError(f"no shard of {storage.path}/{split} can be used: {self._damaged[0]}")
-        self._check_lengths()
+    suffix: ClassVar[str]
+    """Of a shard's file name, before that of the compression, such as ".mds". In a cache it tells shards from other
+    files."""
+    compressed_suffix: ClassVar[str] = ".zst"
+    """Appended to the file name by zstd."""
+    reads_index: ClassVar[bool] = False
+    """Whether shards can only be opened with the split's index.json."""
+
+    def __init__(self, *, dtype: str, compression: Literal["zstd"] | None, size_limit: int, prefix: str = "") -> None:
+        """size_limit: bytes of a shard before compression. prefix: what the names of documents begin with, in formats
+        that name them."""
+        self.dtype = np.dtype(dtype)
+        self.compression = compression
+        self.size_limit = size_limit
+        self.prefix = prefix
 
     @property
-    def manifest(self) -> Manifest:
-        return self.storage.manifest
+    def shard_overhead(self) -> int:
+        """Bytes of a shard without documents."""
+        return 0
 
-    @property
-    def n_shards(self) -> int:
-        return len(self.info.shards)
+    @abstractmethod
+    def file_name(self, shard: int) -> str:
+        """Name of a shard before compression; it ends with `suffix`."""
 
-    def lengths(self, shard: int) -> np.ndarray:
-        """uint32 (documents,): tokens of each document of a shard, without special tokens."""
-        if self._lengths is None:
-            assert self._lengths_path is not None
-            where = f"{self.storage.path}: {self.split}/lengths.npy"
-            self._lengths = read_vector(self._lengths_path, "uint32", where)
-        return self._lengths[self._starts[shard] : self._starts[shard + 1]]
+    @abstractmethod
+    def document_bytes(self, tokens: int) -> int:
+        """Bytes that a document of so many tokens adds to a shard, at most."""
 
-    def read(self, shard: int, index: int) -> np.ndarray:
-        """Tokens of one document, 1-D uint16 or uint32 (not to be written to).
+    @abstractmethod
+    def encode(self, documents: list[np.ndarray], first: int) -> bytes:
+        """A shard of documents, each (n,) of `self.dtype`; `first`: number of the first in the split."""
 
-        Raises FileNotFoundError or DamagedShard if the shard is missing or damaged (with `skip_damaged` always the
-        latter), other errors if it cannot be fetched.
+    def index(self, shards: list[Shard]) -> dict[str, Any]:
+        """Contents of the split's index.json."""
+        return {"version": 1, "shards": [asdict(shard) for shard in shards]}
+
+    @classmethod
+    def read_index(cls, path: Path, where: str) -> Any:
+        """What `open_shard` needs of the split's index.json; asked once in a process, if `reads_index`.
+
+        where: the shard that is to be opened, for errors. Raises ValueError if the file is damaged.
         """
-        length = int(self.lengths(shard)[index])
-        if shard in self._open:
-            self._open.move_to_end(shard)
-        else:
-            # Before the next is fetched: what is closed may make room for it in the cache.
-            if len(self._open) >= self.keep_open:
-                self._open.popitem(last=False)
-            with self._remembering_damage(shard):
-                if shard not in self._damaged:
-                    self._open[shard] = self._open_shard(shard)
-            if shard in self._damaged:
-                raise DamagedShard(self._where(shard), self._damaged[shard].removeprefix(self._where(shard) + " "))
-        return self._open[shard].read(index, length)
+        raise NotImplementedError
 
-    def _open_shard(self, number: int) -> OpenShard:
-        from matmix.data.formats import mds, webdataset
+    @classmethod
+    @abstractmethod
+    def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: Any) -> OpenShard:
+        """Opens the uncompressed shard at `path`.
 
-        shard, where = self.info.shards[number], self._where(number)
-        verify = self.verify and number not in self._verified
-        index = self.storage.file(f"{self.split}/index.json") if self.manifest.format == "mds" else None
-        fetch = partial(self.storage.shard, self.split, shard, verify=verify)
-        before = self.storage.published
-        path, hold = hold_shard(self.storage.cache, fetch)
-        if hold is not None and not (self._verified and before == self.storage.published):
-            make_room(self.storage.cache.parent, self.cache_bytes)
-        self._verified.add(number)
-        if index is not None:
-            opened = mds.open_shard(path, index, shard, dtype=self.manifest.dtype, where=where)
-        else:
-            opened = webdataset.open_shard(path, shard, dtype=self.manifest.dtype, where=where)
-        opened.hold = hold
-        return opened
-
-    def _where(self, number: int) -> str:
-        return f"{self.storage.path}: shard {self.split}/{self.info.shards[number].file}"
-
-    @contextmanager
-    def _remembering_damage(self, number: int) -> Iterator[None]:
-        """With `skip_damaged`, a missing or damaged shard is written down and not an error yet."""
-        try:
-            yield
-        except (DamagedShard, FileNotFoundError) as error:
-            # Where the dataset as a whole has gone, as with a folder that is no longer mounted, nothing is skipped.
-            if not self.skip_damaged or not self.storage.is_there():
-                raise
-            self._damaged[number] = str(error)
-
-    def _check_lengths(self) -> None:
-        for number, shard in enumerate(self.info.shards):
-            lengths = self.lengths(number)
-            if len(lengths) != shard.documents or int(lengths.sum(dtype=np.int64)) != shard.tokens:
-                raise ValueError(
-                    f"{self.storage.path}: {self.split}/lengths.npy does not agree with the manifest at "
-                    f"shard {shard.file}; prepare the data again"
-                )
-
-    def __getstate__(self) -> dict:
-        # A pickled memory map would carry its contents along: leave what a process can open again.
-        return {**self.__dict__, "_lengths": None, "_open": OrderedDict(), "_verified": set()}
+        where: names it in errors. index: what `read_index` gave, or None. Raises ValueError (`damaged`) if it does not
+        hold the documents that the manifest promises; nothing in it may be unpickled or run.
+        """

@@ -1,36 +1,67 @@
-"""Shards in WebDataset form: a tar file with one `<key>.npy` member for each document.
+"""WebDataset: tar files with one member `<number>.npy` for each document.
 
-The library reads such files from front to back only. Here the 512-byte member headers are walked once
-when a shard is opened (the position of every member follows from the sizes before it), and documents are
-then views into the memory map: random access, without unpacking and without any decoder that could
-unpickle.
+An uncompressed shard is read by webdataset as it is. Python's tarfile knows no zstd before 3.14, so webdataset reads a
+compressed one through a pipe: ``WebDataset("pipe:zstd -dc DIR/train/shard-00000.tar.zst")``.
+
+The library reads such files from front to back only. Here the 512-byte member headers are walked once when a shard is
+opened (the position of every member follows from the sizes before it), and documents are then views into the memory
+map: random access, without unpacking and without any decoder that could unpickle.
 """
 
+from __future__ import annotations
+
+import io
 import mmap
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from matmix.data.formats.base import OpenShard
-from matmix.data.manifest import ShardInfo
-from matmix.data.storage.damage import damaged
+from matmix.data.formats.base import OpenShard, ShardFormat, ShardInfo, damaged
 
 _BLOCK = 512
 _REGULAR = (b"0", b"\0")
 _MAGIC = b"\x93NUMPY"
 
 
-def open_shard(path: Path, shard: ShardInfo, *, dtype: str, where: str) -> OpenShard:
-    """Opens the uncompressed tar at `path`.
-
-    Raises ValueError if it is truncated or does not hold the documents that the manifest promises.
+class WebDataset(ShardFormat):
+    """Members are arrays (n,) as written by numpy.save; the number is the document's in the split (in its part of the
+    split, after a `prefix` that names the part).
     """
-    with path.open("rb") as file:
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if path.stat().st_size else b""
-    members = _token_members(data, where)
-    if len(members) != shard.documents:
-        raise damaged(where, f"it holds {len(members)} documents instead of {shard.documents}")
-    return _TarShard(data, members, dtype, where)
+
+    suffix = ".tar"
+    shard_overhead = 2 * _BLOCK
+
+    def file_name(self, shard: int) -> str:
+        return f"shard-{shard:05}.tar"
+
+    def document_bytes(self, tokens: int) -> int:
+        # numpy pads its header to a multiple of 64; for one axis and these types it is 128 bytes.
+        content = 128 + tokens * self.dtype.itemsize
+        return _BLOCK + -(-content // _BLOCK) * _BLOCK
+
+    def encode(self, documents: list[np.ndarray], first: int) -> bytes:
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for number, tokens in enumerate(documents, start=first):
+                content = io.BytesIO()
+                np.save(content, tokens, allow_pickle=False)
+                # The defaults of TarInfo (time 0, no owner) make the bytes depend on the tokens only.
+                member = tarfile.TarInfo(f"{self.prefix}{number:010}.npy")
+                member.size = content.tell()
+                content.seek(0)
+                tar.addfile(member, content)
+        return buffer.getvalue()
+
+    @classmethod
+    def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: Any = None) -> OpenShard:
+        with path.open("rb") as file:
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if path.stat().st_size else b""
+        members = _token_members(data, where)
+        if len(members) != shard.documents:
+            raise damaged(where, f"it holds {len(members)} documents instead of {shard.documents}")
+        return _TarShard(data, members, dtype, where)
 
 
 def _token_members(data: memoryview, where: str) -> np.ndarray:

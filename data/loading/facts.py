@@ -7,7 +7,7 @@ import numpy as np
 
 from matmix.data.arrays import read_vector
 from matmix.data.config import DataConfig
-from matmix.data.formats.base import TokenShards
+from matmix.data.formats.split_reader import TokenShards
 from matmix.data.loading.assembly import load_tokenizer
 from matmix.data.synthetic.task import GeneratedSamples
 

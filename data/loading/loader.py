@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from matmix.data.config import DataConfig
-from matmix.data.formats import open_dataset
+from matmix.data.formats.split_reader import open_dataset
 from matmix.data.loading.assembly import (
     check_batch_sizes,
     check_same_tokenizer,

@@ -3,11 +3,11 @@
 import numpy as np
 from torch.utils.data import Dataset
 
+from matmix.data.formats.base import DamagedShard
 from matmix.data.loading.batch import Batch, causal_batch, masked_batch
 from matmix.data.loading.masking import Masker
 from matmix.data.loading.mixture import Mixture
 from matmix.data.loading.packing import Packing
-from matmix.data.storage.damage import DamagedShard
 from matmix.data.storage.remote import RemoteError
 
 

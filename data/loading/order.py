@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from matmix.data.formats.base import TokenShards
+from matmix.data.formats.split_reader import TokenShards
 from matmix.data.rng import DOCUMENTS, SHARDS, generator
 
 _T = TypeVar("_T")

@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from matmix.data.formats.base import TokenShards
+from matmix.data.formats.split_reader import TokenShards
 from matmix.data.loading.order import Block, Order, Recent
 from matmix.data.rng import WINDOWS, generator
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from matmix.data.formats.writers import SplitWriter, make_format, write_atomic
+from matmix.data.formats import make_format
+from matmix.data.formats.split_writer import SplitWriter
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare.checks import (
     MalformedError,
@@ -42,6 +43,7 @@ from matmix.data.prepare.report import make_manifest, print_summary
 from matmix.data.prepare.sample import take_sample
 from matmix.data.prepare.sources import Source, find_sources
 from matmix.data.prepare.state import HISTOGRAM_NAME, KEPT_EXAMPLES, SPLITS, Progress, Workspace, fingerprint
+from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer, train_sentencepiece
 
 __all__ = ["MalformedError", "PrepareConfig", "prepare"]

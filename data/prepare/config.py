@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from matmix.data.formats import FORMATS
 from matmix.data.prepare.documents import ReadOptions
 from matmix.data.storage.urls import refuse_secrets
 
@@ -54,8 +55,8 @@ class PrepareConfig:
     sample_megabytes: float = 64.0
     """How much text a tokenizer is trained on: the beginning of each file, by its share of all bytes."""
 
-    format: Literal["mds", "webdataset"] = "mds"
-    """Kind of shards: MDS of mosaicml-streaming, or tar files for WebDataset."""
+    format: str = "mds"
+    """Kind of shards: mds (of mosaicml-streaming) or webdataset (tar files)."""
     compression: Literal["zstd", "none"] = "zstd"
     """Compression of the shards."""
     shard_megabytes: float = 64.0
@@ -85,6 +86,8 @@ class PrepareConfig:
             raise ValueError("prepare: no inputs are given; name files, folders or globs")
         if not self.out:
             raise ValueError("prepare: no output folder is given")
+        if self.format not in FORMATS:
+            raise ValueError(f"prepare: format must be one of {', '.join(FORMATS)}, got {self.format!r}")
         for name, low in (("max_document_chars", 0), ("processes", 0), ("vocab_size", 1)):
             if getattr(self, name) < low:
                 raise ValueError(f"prepare: {name} must be at least {low}, got {getattr(self, name)}")

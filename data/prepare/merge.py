@@ -8,7 +8,6 @@ which shard goes where follows from the parts.
 from __future__ import annotations
 
 import io
-import json
 import os
 import shlex
 import shutil
@@ -20,15 +19,17 @@ from typing import Any
 import numpy as np
 
 from matmix.data.arrays import read_vector
-from matmix.data.formats.writers import Shard, ShardFormat, make_format, write_atomic
-from matmix.data.manifest import MANIFEST_NAME, Manifest, ShardInfo, SplitInfo, unigram_entropy
+from matmix.data.formats import make_format
+from matmix.data.formats.base import Shard, ShardFormat, ShardInfo
+from matmix.data.formats.split_writer import write_indices
+from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo, unigram_entropy
 from matmix.data.prepare.checks import check_malformed, check_splits
 from matmix.data.prepare.merge_checks import Part, check_input, check_part, check_tiling
 from matmix.data.prepare.parts import MERGING_NAME, Parts
 from matmix.data.prepare.progress import say
 from matmix.data.prepare.report import print_summary, small_files
 from matmix.data.prepare.state import HISTOGRAM_NAME, KEPT_EXAMPLES
-from matmix.data.storage.files import sync_directory
+from matmix.data.storage.files import sync_directory, write_atomic
 from matmix.data.storage.urls import refuse_secrets
 
 
@@ -170,9 +171,8 @@ def _join(parts: Parts, found: list[Part], plan: _Plan, facts: dict[str, Any], m
     splits = {}
     for name in plan.splits:
         (out / name).mkdir(exist_ok=True)
-        write_atomic(out / name / "lengths.npy", _lengths(found, name))
-        index = json.dumps(plan.format.index(plan.shards[name]), sort_keys=True)
-        write_atomic(out / name / "index.json", index.encode())
+        lengths = (_lengths_of(part, name).astype("<u4").tobytes() for part in found)
+        write_indices(out / name, plan.format, plan.shards[name], lengths)
         infos = [p.manifest.splits[name] for p in found]
         sums = {key: sum(getattr(info, key) for info in infos) for key in ("documents", "tokens", "bytes")}
         splits[name] = SplitInfo(**sums, shards=plan.infos(name))
@@ -205,12 +205,3 @@ def _histogram(part: Part) -> np.ndarray:
 def _lengths_of(part: Part, split: str) -> np.ndarray:
     path = part.folder / split / "lengths.npy"
     return read_vector(path, "uint32", path, length=part.manifest.splits[split].documents)
-
-
-def _lengths(found: list[Part], split: str) -> Iterator[bytes]:
-    header = io.BytesIO()
-    count = sum(p.manifest.splits[split].documents for p in found)
-    np.lib.format.write_array_header_1_0(header, {"descr": "<u4", "fortran_order": False, "shape": (count,)})
-    yield header.getvalue()
-    for part in found:
-        yield _lengths_of(part, split).astype("<u4").tobytes()

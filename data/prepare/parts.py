@@ -21,13 +21,15 @@ from typing import Any
 import filelock
 
 from matmix.data.artifacts import artifact_name, one_line, parse_json
-from matmix.data.formats.writers import Shard, SplitWriter, write_atomic
+from matmix.data.formats.base import Shard
+from matmix.data.formats.split_writer import SplitWriter
 from matmix.data.manifest import MANIFEST_NAME
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.progress import say
 from matmix.data.prepare.readers import Position
 from matmix.data.prepare.sources import Source
 from matmix.data.prepare.state import PART_NAME, PARTS_NAME, WORK_NAME, Progress, compare_preparations
+from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
 
 MERGING_NAME = "merging"

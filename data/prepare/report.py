@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from matmix.data.formats.writers import SplitWriter
+from matmix.data.formats.split_writer import SplitWriter
 from matmix.data.manifest import Manifest, SplitInfo, TokenizerInfo, unigram_entropy
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.sources import Source

@@ -21,11 +21,12 @@ import filelock
 import numpy as np
 
 from matmix.data.artifacts import one_line, parse_json, read_json
-from matmix.data.formats.writers import DamagedPreparationError, SplitWriter, write_atomic
+from matmix.data.formats.split_writer import DamagedPreparationError, SplitWriter
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.readers import Position
 from matmix.data.prepare.sources import Source
+from matmix.data.storage.files import write_atomic
 
 WORK_NAME = ".prepare"
 # Raise it when the same options give other bytes than before.

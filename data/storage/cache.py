@@ -12,12 +12,13 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from filelock import FileLock
 
-from matmix.data.storage.sidecar import note_of
+from matmix.data.formats.base import ShardInfo
+from matmix.data.storage.files import write_atomic
 
 # What a killed process left of an unfinished download is removed after so long.
 _STALE_SECONDS = 6 * 3600
@@ -65,16 +66,17 @@ def hold_shard(cache: Path, fetch: Callable[[], Path]) -> tuple[Path, Hold | Non
     raise ValueError(f"{path} is removed from the data cache as soon as it is there; set data.cache_gigabytes higher")
 
 
-def make_room(root: Path, limit: int) -> None:
+def make_room(root: Path, limit: int, suffixes: Iterable[str]) -> None:
     """Removes shards that nobody has open, the least recently used first, until all shards in the caches below `root`
-    have at most `limit` bytes (0: half of the disk), or all that are left are open."""
+    have at most `limit` bytes (0: half of the disk), or all that are left are open. suffixes: those of shards, without
+    compression."""
     if limit == NO_LIMIT:
         return
     try:
         limit = limit or int(shutil.disk_usage(root).total * _SHARE_OF_DISK)
         with FileLock(root / "room.lock", blocking=False):
             _remove_stale(root)
-            found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _shards(root)]
+            found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _shards(root, suffixes)]
             total = sum(size for _, size, _ in found)
             for _, size, path in sorted(found):
                 if total <= limit:
@@ -85,12 +87,36 @@ def make_room(root: Path, limit: int) -> None:
         return  # another process is at it, another user's folder, or no locks: the limit is a courtesy, reading goes on
 
 
-def _shards(root: Path) -> list[tuple[Path, os.stat_result]]:
+def write_note(copy: Path, shard: ShardInfo, digest: str) -> None:
+    """Notes the digest of a decompressed shard beside it, before `copy` gets its name.
+
+    Older datasets have a digest of the compressed shard only. The note holds that of the decompressed bytes, taken
+    while the verified compressed shard was read, and that of the compressed one, to which it belongs. Damage to the
+    copy or to the note makes them disagree; then the copy is made again.
+    """
+    write_atomic(note_of(copy), f"{digest} {shard.sha256}\n".encode())
+
+
+def read_note(copy: Path, shard: ShardInfo) -> str | None:
+    """The digest that `copy` should have, None where there is no note of this shard."""
+    try:
+        digest, of = note_of(copy).read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return None
+    return digest if of == shard.sha256 else None
+
+
+def note_of(copy: Path) -> Path:
+    return copy.with_name(f"{copy.name}.sha256")
+
+
+def _shards(root: Path, suffixes: Iterable[str]) -> list[tuple[Path, os.stat_result]]:
     found = []
-    for suffix in ("mds", "tar"):
-        for path in root.glob(f"*-{'[0-9a-f]' * 16}/*/*.{suffix}"):
-            with contextlib.suppress(FileNotFoundError):
-                found.append((path, path.stat()))
+    for suffix in suffixes:
+        for path in root.glob(f"*-{'[0-9a-f]' * 16}/*/*{suffix}"):
+            if path.name != "lengths.npy":
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((path, path.stat()))
     return found
 
 

@@ -48,8 +48,8 @@ def is_own(path: Path) -> bool:
 def standard_folder(path: str | Path) -> Path:
     """`private_folder(path)`, or, where that place is not to be trusted, another one that is made once and then kept.
 
-    For places that nobody chose, such as below /tmp. Costs a line of warning. Raises ValueError, or OSError, where
-    there is no place at all.
+    For places that nobody chose, such as below /tmp. A warning names the other one. Raises ValueError or OSError
+    where there is no place at all.
     """
     path = Path(path)
     try:

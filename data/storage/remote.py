@@ -137,9 +137,6 @@ class RemoteFolder:
         self.url, self.patient = url.rstrip("/"), patient
         self._connect()
 
-    def __truediv__(self, name: str) -> RemoteFolder:
-        return RemoteFolder(f"{self.url}/{name}", patient=self.patient)
-
     def _connect(self) -> tuple[Any, str]:
         """The client and the folder's path in its words. Cheap: fsspec keeps the clients of a process."""
         import fsspec

@@ -1,6 +1,6 @@
 """Where the files of a prepared dataset are: in a local folder, or at a remote URL with a local cache.
 
-Files of a local folder are used where they lie. Remote files are downloaded (`download.py`: s3://, gs://,
+Files of a local folder are used where they lie. Remote files are downloaded (`fetch.py`: s3://, gs://,
 oci://, azure://, hf://, sftp://, dbfs:/, ...; file:// copies from a mounted folder) into the cache, and zstd
 shards, local or remote, are decompressed into it once. A file appears
 in the cache under its final name only when it is complete, its checksum right and on the disk (written under
@@ -21,13 +21,11 @@ from pathlib import Path
 from filelock import FileLock
 
 from matmix.data.artifacts import artifact_path
-from matmix.data.manifest import Manifest, ShardInfo
-from matmix.data.manifest_checks import largest_raw_size
+from matmix.data.formats.base import DamagedShard, ShardInfo
+from matmix.data.manifest import Manifest
 from matmix.data.prepare.progress import say
-from matmix.data.storage import sidecar
-from matmix.data.storage.damage import DamagedShard
-from matmix.data.storage.decompress import decompress
-from matmix.data.storage.download import download
+from matmix.data.storage.cache import read_note, write_note
+from matmix.data.storage.fetch import decompress, download
 from matmix.data.storage.files import sha256_of, sync_directory, sync_file
 from matmix.data.storage.private import check_named, is_own, private_folder
 from matmix.data.storage.remote import FileTooLarge, RemoteError, is_url
@@ -174,7 +172,7 @@ class Storage:
         """Whether a copy in the cache has the bytes of the shard."""
         expected = shard.raw_sha256 if compressed else shard.sha256
         if expected is None:
-            expected = sidecar.read(copy, shard)
+            expected = read_note(copy, shard)
         return expected is not None and sha256_of(copy) == expected
 
     def _fill(self, part: Path, split: str, shard: ShardInfo, compressed: bool) -> None:
@@ -207,7 +205,7 @@ class Storage:
             self._check_hash(target, shard, stored)
 
     def _decompress(self, source: Path, part: Path, shard: ShardInfo, stored: str) -> None:
-        largest = largest_raw_size(shard, self.manifest.dtype)
+        largest = shard.largest_raw_size(self.manifest.dtype)
         where = f"{self.path}: shard {stored}"
         try:
             size, digest = decompress(source, part, min(largest, shard.raw_bytes or largest))
@@ -216,7 +214,7 @@ class Storage:
         if (shard.raw_bytes or size, shard.raw_sha256 or digest) != (size, digest):
             raise DamagedShard(where, f"decompresses to other bytes than its manifest says; {_FETCH_AGAIN}")
         if shard.raw_sha256 is None:
-            sidecar.write(part.with_name(part.name.rpartition(".part-")[0]), shard, digest)
+            write_note(part.with_name(part.name.rpartition(".part-")[0]), shard, digest)
 
     def _check_hash(self, path: Path, shard: ShardInfo, stored: str) -> None:
         if sha256_of(path) != shard.sha256:

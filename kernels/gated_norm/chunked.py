@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from matmix.kernels.cache_blocks import cache_blocks
 from matmix.kernels.precision import outside_autocast
-from matmix.kernels.slabs import row_slabs
 
 
 def norm_rows(x: Tensor, group: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def norm_forward(x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size
     rows, gates = x.flatten(0, -2), gate.flatten(0, -2)
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     weight = weight.to(dtype)
-    for at in row_slabs(*rows.shape, x.device):
+    for at in cache_blocks(*rows.shape, x.device):
         normed, _ = norm_rows(rows[at].to(dtype), group, eps)
         out[at] = normed.flatten(-2).mul_(weight).mul_(torch.nn.functional.silu(gates[at].to(dtype)))
     return out.view(x.shape)
@@ -42,7 +42,7 @@ def norm_backward(
     dgate = torch.empty_like(gates, memory_format=torch.contiguous_format)
     dweight = torch.zeros(weight.shape, dtype=dtype, device=x.device)
     wide = weight.to(dtype)
-    for at in row_slabs(*rows.shape, x.device):
+    for at in cache_blocks(*rows.shape, x.device):
         normed, scale = norm_rows(rows[at].to(dtype), group, eps)
         flat = normed.flatten(-2)
         g, grad = gates[at].to(dtype), grads[at].to(dtype)

@@ -1,0 +1,1 @@
+"""Running products of matrices: the scan of the MRU."""

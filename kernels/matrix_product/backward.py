@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from matmix.kernels.cache_blocks import cache_blocks
 from matmix.kernels.matrix_product.forward import given_states
 from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, multiplies_wide, product_spans
 from matmix.kernels.precision import outside_autocast
-from matmix.kernels.slabs import row_slabs
 
 
 @outside_autocast
@@ -205,8 +205,8 @@ def multiply_by_states(
     first = rows.to(h.device), tokens.to(h.device)
     own = sums[first]
     states, cotangents, out = (y.flatten(0, 1) for y in (h, sums, dx))
-    for slab in row_slabs(len(states) - 1, math.prod(h.shape[2:]) // 8, h.device):
-        here = slice(slab.start + 1, slab.stop + 1)
-        left = states[slab].to(sums.dtype).flatten(0, 1).mT
+    for block in cache_blocks(len(states) - 1, math.prod(h.shape[2:]) // 8, h.device):
+        here = slice(block.start + 1, block.stop + 1)
+        left = states[block].to(sums.dtype).flatten(0, 1).mT
         out[here] = torch.bmm(left, cotangents[here].flatten(0, 1)).view(out[here].shape)
     dx[first] = (own if given is None else given[owners.to(given.device)].mT @ own).to(dx.dtype)

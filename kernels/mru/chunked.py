@@ -139,7 +139,7 @@ def mru_step_torch(
 
 
 def chosen(y: Tensor, final: Tensor, norms: Tensor, with_final: bool, with_norms: bool) -> Tensor | tuple[Tensor, ...]:
-    """What was asked for, a tensor alone if that is all."""
+    """Those of the results that were asked for; a tensor by itself where it is the only one."""
     found = (y, *([final] if with_final else []), *([norms] if with_norms else []))
     return found if len(found) > 1 else y
 

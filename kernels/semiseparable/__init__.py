@@ -1,0 +1,1 @@
+"""Semiseparable and quasiseparable scans."""

@@ -1,4 +1,5 @@
-"""Backward passes of the scans that are not linear in v, brought back to linear ones, for every backend."""
+"""Backward passes of the scans that are not linear in v (rows divided by their sums, products of two directions): they
+call the linear passes of any backend."""
 
 from __future__ import annotations
 

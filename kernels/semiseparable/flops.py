@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matmix.kernels.semiseparable.chunked.setup import default_scan_chunk
 from matmix.kernels.semiseparable.form import ScanForm
-from matmix.kernels.semiseparable.setup import default_scan_chunk
 
 
 def scan_flops(

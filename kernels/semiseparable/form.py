@@ -1,4 +1,4 @@
-"""What kind of scan it is: the choices that are fixed before any number is looked at, and what goes in and out."""
+"""The options of a scan, and the tensors that go into its forward and backward passes and come out."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d, pad, silu
 
+from matmix.kernels.cache_blocks import cache_blocks
 from matmix.kernels.documents import document_ids
 from matmix.kernels.precision import outside_autocast
-from matmix.kernels.slabs import row_slabs
 
 
 class ConvCanvas(NamedTuple):
@@ -114,7 +114,7 @@ def conv_backward(
     for row in range(x.shape[0]):
         # Tokens' gradients stand in rows left .. rows - left; tap j meets them with the input `left - j` rows
         # earlier.
-        for at in row_slabs(canvas.rows - 2 * canvas.left, weight.shape[0], x.device):
+        for at in cache_blocks(canvas.rows - 2 * canvas.left, weight.shape[0], x.device):
             part = gradient[row, at.start + canvas.left : at.stop + canvas.left]
             for tap in range(width):
                 dweight[tap] += (part * spread[row, at.start + tap : at.stop + tap]).sum(0)

@@ -57,7 +57,7 @@ _DEADLY += (signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
+class PastAttempt:
     """How one attempt ended."""
 
     attempt: str
@@ -100,7 +100,7 @@ def describe(code: int | None) -> str:
     return _WORDS.get(code, f"exit code {code}")
 
 
-def decide(attempts: Sequence[Attempt], max_requeues: int = DEFAULT_MAX_REQUEUES) -> Decision:
+def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQUEUES) -> Decision:
     """What follows from a run's attempts, the one that has just ended last."""
     last = attempts[-1]
     if last.finished:
@@ -127,7 +127,7 @@ def decide(attempts: Sequence[Attempt], max_requeues: int = DEFAULT_MAX_REQUEUES
     return Decision(True, f"{why}: restart {failures} of at most {max_requeues} without getting further")
 
 
-def _failure_before(attempts: Sequence[Attempt]) -> Attempt | None:
+def _failure_before(attempts: Sequence[PastAttempt]) -> PastAttempt | None:
     """The failure before the last attempt, unless the run has gone past its step since."""
     for number in range(len(attempts) - 2, -1, -1):
         if attempts[number].failed:
@@ -137,7 +137,7 @@ def _failure_before(attempts: Sequence[Attempt]) -> Attempt | None:
     return None
 
 
-def in_a_row(attempts: Sequence[Attempt], counts: Callable[[Attempt], bool]) -> int:
+def in_a_row(attempts: Sequence[PastAttempt], counts: Callable[[PastAttempt], bool]) -> int:
     """Attempts that count since (and with) the last one that saved a later step than any attempt before it."""
     furthest, found = -1, 0
     for attempt in attempts:
@@ -154,16 +154,16 @@ def attempts_path(run: Path) -> Path:
     return run / "launch" / "attempts.jsonl"
 
 
-def read_attempts(run: Path) -> list[Attempt]:
+def read_attempts(run: Path) -> list[PastAttempt]:
     """All attempts that were begun, in order; those without an end have code None."""
     lines: dict[str, dict[str, Any]] = {}
     for line in read_json_lines(attempts_path(run)):
         if isinstance(line.get("attempt"), str):
             lines.setdefault(line["attempt"], {}).update(line)
-    known = {field.name for field in dataclasses.fields(Attempt)}
+    known = {field.name for field in dataclasses.fields(PastAttempt)}
     found = []
     for name, values in lines.items():
-        attempt = Attempt(**{key: value for key, value in values.items() if key in known})
+        attempt = PastAttempt(**{key: value for key, value in values.items() if key in known})
         found.append(attempt if "code" in values else collect(run, name, None))
     return found
 
@@ -176,7 +176,7 @@ def _ranks_folder(run: Path) -> Path:
     return local_folder(url, 0)
 
 
-def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> Attempt:
+def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> PastAttempt:
     """What the ranks of an attempt wrote about its end, or `code` where they wrote nothing."""
     run = _ranks_folder(run)
     outcomes = read_outcomes(run, name)
@@ -187,7 +187,7 @@ def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) 
         rank, outcome = chosen
         code = outcome.code
         reason = f"rank {rank} on {outcome.host}: {outcome.reason}" if rank else outcome.reason
-    return Attempt(
+    return PastAttempt(
         attempt=name,
         code=code,
         reason=reason,
@@ -230,7 +230,7 @@ def conclude(
     max_requeues: int = DEFAULT_MAX_REQUEUES,
     signalled: bool = False,
     ending: str = "",
-) -> tuple[Attempt, Decision]:
+) -> tuple[PastAttempt, Decision]:
     """Collects how an attempt ended, decides, and writes both down.
 
     signalled: the launcher told it to stop. ending: why the launcher is not to start it again, whatever happened.

@@ -7,16 +7,45 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matmix.launch.jobs import attempts
-from matmix.launch.jobs.records import Job, add_job, read_jobs
+from matmix.launch.jobs.records import Job, add_job, find_home, read_jobs
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.script import array_option
-from matmix.launch.jobs.status import local_process, task_runs
+from matmix.launch.jobs.status import Home, local_process, task_runs
 
 Tell = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cancel:
+    """Tell a run to save, then end its jobs."""
+
+    home: Home
+    grace: float = 300
+    """Seconds that saving may take."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Cancels; exit code 1 where a job did not save in time."""
+        return 0 if cancel(find_home(self.home), self.grace) else 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resubmit:
+    """Start the last launch again: same code, same config."""
+
+    home: Home
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Submits, or for a local launch runs; the exit code."""
+        home = find_home(self.home)
+        if last_job(home).kind == "local":
+            return resubmit_local(home)
+        job = resubmit(home)
+        print("Nothing to do: it is finished" if job is None else f"Submitted job {job.job} (launch {job.launch})")
+        return 0
 
 
 def last_job(home: Path) -> Job:

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.launch.jobs import attempts, snapshot
-from matmix.launch.jobs.host import rank_command, run_ranks
+from matmix.launch.jobs.attempts import DEFAULT_MAX_REQUEUES
+from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_ranks
 from matmix.launch.jobs.records import Job, add_job, launch_home, note_url
-from matmix.launch.jobs.supervise import StopRequests
-from matmix.launch.jobs.torchrun import environment_for
+from matmix.launch.jobs.slurm.submit import absolute, check_run_directory
+from matmix.train.arguments import Recipe, check_overrides
+from matmix.train.config import RunConfig
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from matmix.train.process.temporary import make_own_folder
 from matmix.train.recipe import load_config, write_config
@@ -38,39 +40,43 @@ class LocalRun:
         return rank_command([str(self.folder / "config.toml")])
 
 
-def prepare_local(
-    recipe: str,
-    overrides: Sequence[str],
-    *,
-    nproc: int,
-    max_restarts: int,
-    command: Sequence[str],
-    dry_run: bool = False,
-) -> LocalRun:
-    """Checks the config and, unless `dry_run`, writes RUN/launch/<id>/. Raises ValueError for the user's mistakes."""
-    from matmix.launch.jobs.slurm.submit import absolute, check_run_directory
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Local:
+    """Run a recipe on this host, a process for each GPU, and start it again after failures as a cluster would.
 
-    config = absolute(load_config(recipe, overrides))
-    config.micro_batch(nproc)
-    check_run_directory(config)
-    home = launch_home(config.run_dir)
-    run = LocalRun(home=home, launch_id=snapshot.new_launch_id(home), nproc=nproc, max_restarts=max_restarts)
-    if not dry_run:
+    Ctrl-C saves and ends the run; the same command goes on from there.
+    """
+
+    recipe: Recipe = ""
+    """Path, run directory, or name of a bundled recipe."""
+    nproc: int
+    """Processes on this host, one a GPU."""
+    max_restarts: int = DEFAULT_MAX_REQUEUES
+    """How often a failed run is started again without having got further, as --max-requeues of slurm; 0 = never."""
+    dry_run: bool = False
+    """Print what would run, and run nothing."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Checks the config, writes RUN/launch/<id>/ and runs it. Raises ValueError for the user's mistakes."""
+        check_overrides(self, rest, RunConfig)
+        check_counts(self, "nproc")
+        config = absolute(load_config(self.recipe, rest))
+        config.micro_batch(self.nproc)
+        check_run_directory(config)
+        home = launch_home(config.run_dir)
+        run = LocalRun(
+            home=home, launch_id=snapshot.new_launch_id(home), nproc=self.nproc, max_restarts=self.max_restarts
+        )
+        if self.dry_run:
+            print(f"{run.nproc} x {shlex.join(run.command())}")
+            return 0
         snapshot.take_snapshot(run.folder)
         write_config(config, run.folder / "config.toml")
         note_url(home, config.run_dir)
-        job = Job(
-            kind="local",
-            launch=run.launch_id,
-            time=time.time(),
-            command=list(command),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            nproc=nproc,
-            max_restarts=max_restarts,
-        )
-        add_job(home, job)
-    return run
+        this = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "command": list(typed)}
+        counts = {"nproc": run.nproc, "max_restarts": run.max_restarts}
+        add_job(home, Job(kind="local", launch=run.launch_id, **this, **counts))
+        return run_local(run)
 
 
 def read_local(home: Path, job: Job) -> LocalRun:

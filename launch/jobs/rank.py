@@ -96,13 +96,13 @@ def main(arguments: list[str] | None = None) -> int:
     faulthandler.enable()
     if arguments is None:
         arguments = sys.argv[1:]
-        code = begin_training(arguments, lambda: _become_rank(arguments))  # here the process is ours
+        code = begin_training(lambda: _become_rank(arguments))  # here the process is ours
     else:
         begin_process()
         code = guarded(lambda: _become_rank(arguments))
     if code:
         return code
-    from matmix.train.command import main as train
+    from matmix.train.entry import main as train
 
     return train(arguments)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+import tyro
 
 from matmix.data.artifacts import read_json_lines
 from matmix.launch.jobs.attempts import describe, read_attempts
-from matmix.launch.jobs.records import Job, read_jobs, read_url, run_folder
+from matmix.launch.jobs.records import Job, find_home, read_jobs, read_url, run_folder
 from matmix.launch.jobs.slurm import scheduler
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.recipe import read_toml
@@ -17,6 +21,22 @@ from matmix.train.run.directory import RunDirectory
 from matmix.train.words import duration
 
 _SHOWN = 5  # attempts
+Home = Annotated[
+    tyro.conf.Positional[str],
+    tyro.conf.arg(metavar="RUN", help="Directory of a run, a sweep or a prepared dataset; of a run at a URL, the URL."),
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+    """Show jobs, attempts, progress, checkpoint and logs of a run."""
+
+    home: Home
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Prints what is known; the exit code."""
+        print("\n".join(status_lines(find_home(self.home))))
+        return 0
 
 
 def status_lines(home: Path) -> list[str]:

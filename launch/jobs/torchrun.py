@@ -2,22 +2,91 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
-import os
+import re
 import shlex
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from matmix.launch.jobs.environment import own_address
-from matmix.launch.jobs.supervise import StopRequests, run_agent
+from matmix.launch.jobs.processes import (
+    StopRequests,
+    check_counts,
+    environment_for,
+    rank_command,
+    run_agent,
+    run_here,
+)
+from matmix.train.arguments import Recipe, check_overrides
+from matmix.train.config import RunConfig
 from matmix.train.errors import RendezvousError
 from matmix.train.process.network import wait_for_port
+from matmix.train.recipe import load_config
 
 DEFAULT_PORT = 29400
 # Nodes of one start wait this long for each other, so that with all imports a missing one costs less than a minute;
 # torchrun's own 600 s is a long time for a mistyped address.
 _JOIN_SECONDS = 35
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Torchrun:
+    """Run this node's part of a recipe under torchrun; start the same command on every node."""
+
+    recipe: Recipe = ""
+    """Path, run directory, or name of a bundled recipe."""
+    nproc: int
+    """Processes on this host, one a GPU."""
+    nnodes: int
+    """Nodes; this command runs on each."""
+    rdzv: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")]
+    """Where the nodes meet: one of them, by name."""
+    node_rank: int | None = None
+    """Number of this node, 0 on HOST; without, as the nodes arrive."""
+    rdzv_id: str | None = None
+    """Name of this start, the same on all nodes; default: the run's."""
+    local_addr: str | None = None
+    """This node's address for the others; default: the one that leads to HOST."""
+    dry_run: bool = False
+    """Print what would run, and run nothing."""
+
+    def run(self, rest: list[str], typed: Sequence[str]) -> int:
+        """Runs this node's part; signals make the ranks save. Returns the exit code of the rank that failed first."""
+        check_overrides(self, rest, RunConfig)
+        check_counts(self, "nproc", "nnodes")
+        endpoint = parse_endpoint(self.rdzv)
+        config = load_config(self.recipe, rest)
+        config.micro_batch(self.nnodes * self.nproc)
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(f"--node-rank must lie between 0 and {self.nnodes - 1}, got {self.node_rank}")
+        run_id = re.sub(r"[^A-Za-z0-9._-]+", "-", self.rdzv_id or Path(config.run_dir).name).strip(".-") or "run"
+        arguments = [self.recipe, *rest]
+        local_addr = self.local_addr or address_here(endpoint[0])
+        if self.nnodes == 1:  # there is nobody to meet: neither an agent nor a store on the network is needed
+            print(f"{self.nproc} x {shlex.join(rank_command(arguments))}", flush=True)
+            return 0 if self.dry_run else run_here(arguments, self.nproc, run_id)
+        words = torchrun_words(
+            arguments,
+            nnodes=self.nnodes,
+            nproc=self.nproc,
+            endpoint=endpoint,
+            run_id=run_id,
+            local_addr=local_addr,
+            node_rank=self.node_rank,
+        )
+        print("torchrun " + shlex.join(words), flush=True)
+        if self.dry_run:
+            return 0
+        if local_addr != endpoint[0] if self.node_rank is None else self.node_rank:
+            wait_for_host(endpoint)
+        with StopRequests() as requests:
+            return run_agent(agent_command(words), environment_for(self.nproc, run_id), requests)
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -89,21 +158,5 @@ def torchrun_words(
     return [*words, f"--local-addr={local_addr}", "-m", "matmix.launch.jobs.rank", *rank_arguments]
 
 
-def environment_for(nproc: int, attempt: str) -> dict[str, str]:
-    """This process's environment with what the ranks need."""
-    environment = {**os.environ, "MATMIX_ATTEMPT": attempt, "PYTHONSAFEPATH": "1"}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # torchrun would set it to 1, with a warning.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    return environment
-
-
 def agent_command(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "matmix.launch.jobs.agent", *words]
-
-
-def run_node(words: Sequence[str], environment: dict[str, str]) -> int:
-    """Runs this node's part; signals make the ranks save. Returns the exit code of the rank that failed first."""
-    print("torchrun " + shlex.join(words), flush=True)
-    with StopRequests() as requests:
-        return run_agent(agent_command(words), environment, requests)

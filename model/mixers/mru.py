@@ -79,7 +79,7 @@ class MRUConfig:
     """Dropout on the elements of the state matrices."""
 
     def chosen(self, field: str) -> str:
-        """The value of input, shift or gate, automatic or not."""
+        """The value of the option input, shift or gate, with "auto" replaced by what it stands for."""
         value = getattr(self, field)
         if value != "auto":
             return value
@@ -346,11 +346,11 @@ class MRU(Mixer):
         return self.joined(states, weight.new_zeros(batch_size, self.d_model))
 
     def joined(self, states: torch.Tensor, last: torch.Tensor) -> State:
-        """What generation carries."""
+        """The state that generation carries: the matrices, and with `shift` also the token before."""
         return states if self.shift_share is None else (states, last)
 
     def parted(self, state: State) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The states, and the token before where it is carried."""
+        """The inverse of `joined`: the matrices, and the token before or None."""
         return (state, None) if isinstance(state, torch.Tensor) else state
 
     def forward_with_state(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:

@@ -47,9 +47,9 @@ def exact_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def gate_sums(log_gate: Tensor, length: int) -> Tensor:
-    """Sums over k = j + 1 .. i of log_gate[k], the logarithms of gates from (0, 1], for i > j, else 0: (B, L, H) or (H,)
-    -> (B or 1, H, L, L).
+    """Sums over k = j + 1 .. i of log_gate[k] for i > j, else 0: (B, L, H) or (H,) -> (B or 1, H, L, L).
 
+    log_gate: logarithms of gates from (0, 1].
     Summed, not taken as a difference of two cumulative sums: those cancel once a few gates are nearly closed.
     """
     if log_gate.dim() == 1:

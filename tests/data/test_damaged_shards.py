@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from matmix.data.config import DataConfig
-from matmix.data.formats import open_dataset
+from matmix.data.formats.split_reader import open_dataset
 from matmix.data.loading.loader import build_loader
 from matmix.data.loading.masking import IGNORED, MaskingConfig
 

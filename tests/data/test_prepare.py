@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from matmix.data.formats.writers import MdsFormat, SplitWriter, WebDatasetFormat
+from matmix.data.formats.mds import Mds
+from matmix.data.formats.split_writer import SplitWriter
+from matmix.data.formats.webdataset import WebDataset
 from matmix.data.manifest import Manifest, unigram_entropy
 from matmix.data.prepare.command import PrepareConfig, prepare
 from matmix.data.prepare.progress import ProgressReport
@@ -170,7 +172,7 @@ def test_mds_shards_are_those_of_streaming(tmp_path, dtype, compression):
     ) as writer:
         for row in rows:
             writer.write({"tokens": row})
-    layout = MdsFormat(dtype=dtype, compression=compression, size_limit=20_000)
+    layout = Mds(dtype=dtype, compression=compression, size_limit=20_000)
     ours = SplitWriter(layout, tmp_path / "ours", tmp_path / "scratch")
     for row in rows:
         ours.write(row, 1)
@@ -189,7 +191,7 @@ def test_mds_shards_are_those_of_streaming(tmp_path, dtype, compression):
 
 
 def test_webdataset_size_limit(tmp_path):
-    layout = WebDatasetFormat(dtype="uint16", compression=None, size_limit=30_000)
+    layout = WebDataset(dtype="uint16", compression=None, size_limit=30_000)
     writer = SplitWriter(layout, tmp_path / "a", tmp_path / "b")
     for n in range(1, 400, 3):
         writer.write(np.arange(n, dtype=np.uint16), 1)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from matmix.data.formats import open_dataset
+from matmix.data.formats.split_reader import open_dataset
 from matmix.data.manifest import Manifest
 from matmix.data.prepare import command as module
 from matmix.data.prepare import cuts as prepare_cuts

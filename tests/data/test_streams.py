@@ -13,7 +13,8 @@ import pytest
 import zstandard
 from manifests import set_value
 
-from matmix.data.formats import open_dataset, webdataset
+from matmix.data.formats import webdataset
+from matmix.data.formats.split_reader import open_dataset
 from matmix.data.manifest import Manifest
 from matmix.data.storage import storage
 from matmix.data.storage.remote import RemoteError

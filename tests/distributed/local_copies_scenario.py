@@ -10,9 +10,9 @@ from pathlib import Path
 import scenarios
 
 from matmix.train import loop
-from matmix.train.callbacks.nan_guard import NanGuard
 from matmix.train.checkpoint import local_copies
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.guards.nan_guard import NanGuard
 from matmix.train.process.distributed import barrier
 from matmix.train.recipe import load_config
 
@@ -45,7 +45,7 @@ def train_on_nodes(
     scenarios.partition_everything()
     home = Path(folder) / f"memory-{node}"
     local_copies._memory_folder = lambda: home
-    begin_copy, on_step, tell = CheckpointManager.begin_copy, NanGuard.on_step, loop.Trainer.tell
+    begin_copy, on_step, tell = CheckpointManager.begin_copy, NanGuard.after_step, loop.Trainer.tell
     said: list[list[str]] = []
     held: list[set[str]] = []
 
@@ -63,7 +63,7 @@ def train_on_nodes(
         said[-1].append(text)
         tell(self, text)
 
-    CheckpointManager.begin_copy, NanGuard.on_step, loop.Trainer.tell = begin_and_wait, step, note
+    CheckpointManager.begin_copy, NanGuard.after_step, loop.Trainer.tell = begin_and_wait, step, note
     for start in starts:
         if rank % ranks_per_node == 0:
             if node in start.lost:

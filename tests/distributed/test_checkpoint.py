@@ -75,10 +75,10 @@ def remove_index(checkpoint):
 
 
 DAMAGE = [
-    (truncate, r"damaged: sharded/__0_0\.distcp is truncated \(\d+ of \d+ bytes\)"),
-    (lengthen, r"damaged: sharded/__0_0\.distcp is too long"),
-    (remove_shard, r"damaged: sharded/__0_0\.distcp is missing"),
-    (flip_a_bit, r"damaged: sharded/__0_0\.distcp does not match its checksum"),
+    (truncate, r"damaged: sharded/moments__0_0\.distcp is truncated \(\d+ of \d+ bytes\)"),
+    (lengthen, r"damaged: sharded/moments__0_0\.distcp is too long"),
+    (remove_shard, r"damaged: sharded/moments__0_0\.distcp is missing"),
+    (flip_a_bit, r"damaged: sharded/moments__0_0\.distcp does not match its checksum"),
     (remove_manifest, r"not valid: it has no checkpoint\.json"),
     (spoil_manifest, r"damaged: its checkpoint\.json cannot be read"),
     (remove_generators, r"damaged: generators/rank-00000\.json is missing"),

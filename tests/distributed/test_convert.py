@@ -1,4 +1,4 @@
-"""Checkpoints in the portable form: what they hold, who reads them, and runs that change their engine by them."""
+"""Checkpoints in the form that every engine reads: contents, readers, and runs that change their engine by them."""
 
 import re
 import shutil
@@ -11,12 +11,13 @@ import torch
 from convert_scenarios import contents
 from harness import run_distributed
 from runs import records
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from saved_weights import read_weights
 
 from matmix.launch import checkpoints as verb
 from matmix.launch.convert import convert_checkpoint, convert_run
-from matmix.train.checkpoint.files import find_problem, read_manifest
+from matmix.train.checkpoint.files import describe_files, find_problem, list_files, read_manifest, write_manifest
+from matmix.train.checkpoint.full_tensors import open_full
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
@@ -89,26 +90,49 @@ def test_the_files_are_plain_safetensors_of_bounded_size(saved, tmp_path):
     source = saved[0] / "zero2" / "step-00000003"
     convert_checkpoint(source, tmp_path / "step-00000003", max_file_bytes=4000)
     paths = sorted((tmp_path / "step-00000003" / "portable").iterdir())
-    assert [path.name for path in paths] == [f"state-{n + 1:05d}.safetensors" for n in range(len(paths))]
+    weights = [path.name for path in paths if path.name.startswith("weights")]
+    assert [path.name for path in paths] == [
+        *(f"moments-{n + 1:05d}.safetensors" for n in range(len(paths) - len(weights))),
+        *(f"weights-{n + 1:05d}.safetensors" for n in range(len(weights))),
+    ]
     assert len(paths) > 3
     assert max(path.stat().st_size for path in paths) < 4000 + 3000  # a header names up to 50 tensors
     read = {}
     for path in paths:
         held = load_file(path)
         assert held.keys().isdisjoint(read)
+        assert all(key.startswith("model.") == path.name.startswith("weights") for key in held)
         read |= held
     assert_equal(read, contents(source))
     assert_equal(dict(read_weights(tmp_path / "step-00000003")), dict(read_weights(source)))
 
 
+def test_files_of_earlier_versions_that_hold_both_are_read(saved, tmp_path):
+    source = saved[0] / "ddp-portable" / "step-00000003"
+    checkpoint = shutil.copytree(source, tmp_path / "step-00000003")
+    folder = checkpoint / "portable"
+    both = {}
+    for path in sorted(folder.iterdir()):
+        both |= load_file(path)
+        path.unlink()
+    save_file(both, folder / "state-00001.safetensors")
+    write_manifest(checkpoint, {**read_manifest(source), "files": describe_files(checkpoint, list_files(checkpoint))})
+    for weights_only in (False, True):
+        assert find_problem(checkpoint, weights_only=weights_only) is None
+        assert_equal(
+            dict(open_full(checkpoint, read_manifest(checkpoint)["layout"], weights_only=weights_only).weights()),
+            dict(read_weights(source)),
+        )
+
+
 def test_damage_is_found(saved, tmp_path):
     checkpoint = shutil.copytree(saved[0] / "ddp-portable", tmp_path / "checkpoints") / "step-00000003"
     assert find_problem(checkpoint) is None
-    path = checkpoint / "portable" / "state-00001.safetensors"
+    path = checkpoint / "portable" / "weights-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"state-00001\.safetensors does not match its checksum"):
+    with pytest.raises(ValueError, match=r"weights-00001\.safetensors does not match its checksum"):
         CheckpointManager(tmp_path / "checkpoints").load(checkpoint, scenarios.make_engine(EngineConfig()))
 
 

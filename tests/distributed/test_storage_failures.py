@@ -41,10 +41,10 @@ def no_space(*_args, **_kwargs):
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (checkpoint_save.json, "dump"),
+        (checkpoint_save.json, "dumps"),
         (checkpoint_save, "describe_files"),
         (checkpoint_save, "write_manifest"),
-        (checkpoint_save.os, "fsync"),
+        (os, "fsync"),
         (Path, "mkdir"),
         (Path, "rename"),
     ],

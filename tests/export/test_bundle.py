@@ -14,10 +14,10 @@ from small_models import MODELS
 from transformers.dynamic_module_utils import get_imports
 
 from matmix.model import build_model, initialize
+from matmix.model.config import used_mixers
 from matmix.model.interop.export import bundle as bundling
 from matmix.model.interop.export.bundle import bundle
 from matmix.model.interop.export.directory import write_code
-from matmix.model.interop.export.plain_config import used_mixers
 
 
 @pytest.fixture(scope="module", params=list(MODELS))

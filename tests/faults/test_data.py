@@ -9,7 +9,7 @@ import pytest
 from fault_harness import assert_same
 from runs import losses, records, run_recipe
 
-from matmix.data.formats.base import TokenShards
+from matmix.data.formats.split_reader import TokenShards
 from matmix.data.prepare.command import prepare
 from matmix.data.prepare.config import PrepareConfig
 from matmix.train.process.exits import EXIT_USER

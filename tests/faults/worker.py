@@ -14,7 +14,7 @@ import sys
 def main(arguments: list[str]) -> int:
     from matmix.train.process.begin import begin_training
 
-    assert begin_training(arguments) == 0
+    assert begin_training() == 0
     rank = int(os.environ.get("RANK", "0"))
     wanted = [fault for fault in json.loads(os.environ.get("FAULTS", "[]")) if fault.pop("rank", rank) == rank]
     if wanted:
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
 
         for fault in wanted:
             getattr(injections, fault.pop("kind"))(**fault)
-    from matmix.train.command import main as train
+    from matmix.train.entry import main as train
 
     return train(arguments)
 

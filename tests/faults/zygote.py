@@ -18,7 +18,14 @@ import worker
 
 PRELOADED = (
     *("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo"),
-    *("matmix.train.command", "matmix.train.loop", "matmix.train.engine.fsdp", "streaming", "transformers"),
+    *(
+        "matmix.train.entry",
+        "matmix.train.command",
+        "matmix.train.loop",
+        "matmix.train.engine.fsdp",
+        "streaming",
+        "transformers",
+    ),
 )
 
 

@@ -74,7 +74,7 @@ def test_gated_norm(seqlen, group_size):
         assert_matches(op, gated_norm_definition, inputs, group_size=group_size)
 
 
-def test_gated_norm_over_several_slabs():
+def test_gated_norm_over_several_blocks():
     inputs = {"x": torch.randn(300, 640), "weight": torch.randn(640), "gate": torch.randn(300, 640)}
     assert_matches(gated_norm, gated_norm_definition, inputs)
 

@@ -10,7 +10,7 @@ from matmix.launch.jobs.attempts import (
     AGAIN,
     ENOUGH,
     FINISHED,
-    Attempt,
+    PastAttempt,
     begin,
     decide,
     main,
@@ -21,10 +21,10 @@ from matmix.launch.jobs.records import note_url
 from matmix.train.run.outcome import local_folder, outcome_path, step_path
 
 
-def attempts(*ends: tuple) -> list[Attempt]:
+def attempts(*ends: tuple) -> list[PastAttempt]:
     """(code, step begun, step saved) each, code "told" for one that was told to stop and was killed."""
     return [
-        Attempt(
+        PastAttempt(
             attempt=f"7.{number}",
             code=137 if code == "told" else code,
             step=step,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from matmix.launch.jobs.profiles import load_profile, profiles_path
-from matmix.launch.jobs.slurm.options import SlurmOptions, from_layers
+from matmix.launch.jobs.slurm.options import SlurmOptions, from_layers, load_profile, profiles_path
 
 FILE = """
 default = "small"

@@ -48,7 +48,7 @@ sys.exit(max(map(abs, codes)))
 
 LAUNCHER = f"""
 import os, sys
-from matmix.launch.jobs.supervise import StopRequests, run_agent
+from matmix.launch.jobs.processes import StopRequests, run_agent
 with StopRequests() as requests:
     sys.exit(run_agent([sys.executable, "-c", {AGENT!r}, sys.argv[1]], os.environ, requests))
 """

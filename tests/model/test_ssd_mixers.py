@@ -7,7 +7,7 @@ from ssd_definitions import linear_attention, mamba2, retention, two_directions
 
 from matmix.model import MixerOptions, ModelConfig
 from matmix.model.initialization import initialize
-from matmix.model.interop.export.state import map_state
+from matmix.model.interop.export.generation_state import map_state
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.scans.hydra import HydraConfig
 from matmix.model.mixers.scans.scan_block import ScanBlock

@@ -7,8 +7,8 @@ import os
 import pytest
 from hostile_data import older, prepared
 
-from matmix.data.formats import open_dataset
-from matmix.data.storage.sidecar import note_of
+from matmix.data.formats.split_reader import open_dataset
+from matmix.data.storage.cache import note_of
 
 
 @pytest.fixture(

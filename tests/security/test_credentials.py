@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from matmix.data.config import DataConfig
-from matmix.data.formats import open_dataset
+from matmix.data.formats.split_reader import open_dataset
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.merge import MergeConfig
 from matmix.data.storage.remote import RemoteFolder

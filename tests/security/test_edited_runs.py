@@ -12,7 +12,7 @@ from runs import losses, records, run_recipe
 from matmix.launch.convert import convert_run
 from matmix.launch.export import export_run
 from matmix.launch.generate import generate
-from matmix.train.command import main
+from matmix.train.entry import main
 
 
 @pytest.fixture(scope="module")

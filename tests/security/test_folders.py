@@ -86,7 +86,7 @@ def test_every_start_sets_the_caches_before_torch_would_choose_them(shared):
     """Also those that no launcher prepares: torch's own choice is /tmp/torchinductor_<user>."""
     code = (
         "import os, sys; from matmix.train.process.begin import begin_training; "
-        f"assert begin_training(['debug_mru']) == 0; print(*(os.environ[n] for n in {_CACHES})); "
+        f"assert begin_training() == 0; print(*(os.environ[n] for n in {_CACHES})); "
         "assert 'torch' not in sys.modules"
     )
     environment = {name: value for name, value in os.environ.items() if name not in _CACHES}

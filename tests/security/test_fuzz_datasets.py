@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 
 from matmix.data.arrays import read_vector
-from matmix.data.formats import open_dataset
+from matmix.data.formats.split_reader import open_dataset
 from matmix.data.manifest import Manifest
 from matmix.data.prepare.merge import MergeConfig, merge
 from matmix.data.prepare.parts import PartRecord, Parts
-from matmix.data.storage import sidecar
+from matmix.data.storage import cache
 
 
 def _signed(values):
@@ -105,9 +105,9 @@ def test_arrays(packed, tmp_path, data):
 @given(data=st.data())
 def test_notes_of_the_cache(packed, tmp_path, data):
     shard, copy = Manifest.load(packed).splits["train"].shards[0], tmp_path / "a.mds"
-    sidecar.write(copy, shard, "0" * 64)
-    sidecar.note_of(copy).write_bytes(data.draw(mutated(sidecar.note_of(copy).read_bytes())))
-    works_or_is_one_line(lambda: sidecar.read(copy, shard))
+    cache.write_note(copy, shard, "0" * 64)
+    cache.note_of(copy).write_bytes(data.draw(mutated(cache.note_of(copy).read_bytes())))
+    works_or_is_one_line(lambda: cache.read_note(copy, shard))
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ import runs
 import torch
 from cluster import Cluster, wait_until
 
-from matmix.launch import launch
-from matmix.launch.jobs.attempts import Attempt, read_attempts
+from matmix.launch.cli import main
+from matmix.launch.jobs.attempts import PastAttempt, read_attempts
 from matmix.launch.jobs.records import read_jobs
 from matmix.train.checkpoint.manager import CheckpointManager
 
@@ -44,7 +44,7 @@ class SlurmRun:
         """`matmix launch slurm` with one rank on each node. options: of the launcher and of the recipe."""
         words = ["slurm", "debug_mru", "--nodes", str(nodes), "--tasks-per-node", "1", "--run-dir", str(self.path)]
         # Called, not started: a process for each submission would spend seconds on imports.
-        assert launch.main([*words, "--data.path", dataset, *PATIENT, *SETTINGS, *options]) == 0
+        assert main(["launch", *words, "--data.path", dataset, *PATIENT, *SETTINGS, *options]) == 0
         return self
 
     @property
@@ -94,7 +94,7 @@ class SlurmRun:
         newest = CheckpointManager(self.path / "checkpoints").latest_valid(lambda _: None)
         return int(newest.name.removeprefix("step-")) if newest else 0
 
-    def attempts(self) -> list[Attempt]:
+    def attempts(self) -> list[PastAttempt]:
         return read_attempts(self.path)
 
     def output(self, job: str | None = None) -> str:

@@ -9,10 +9,10 @@ import pytest
 from runs import losses, run_recipe
 
 from matmix.train import loop
-from matmix.train.callbacks.nan_guard import NanGuard
 from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.errors import NonFiniteError
+from matmix.train.guards.nan_guard import NanGuard
 
 EACH_STEP = ("--checkpoint.every", "1", "--checkpoint.keep-last", "9")
 
@@ -39,14 +39,14 @@ def kept(run):
 
 def at_step(monkeypatch, step, action):
     """Calls `action` after the optimizer step `step`."""
-    on_step = NanGuard.on_step
+    on_step = NanGuard.after_step
 
     def extended(self, trainer):
         on_step(self, trainer)
         if trainer.state.step == step:
             action()
 
-    monkeypatch.setattr(NanGuard, "on_step", extended)
+    monkeypatch.setattr(NanGuard, "after_step", extended)
 
 
 def test_the_numbers_are_the_same(dataset, tmp_path, monkeypatch, held, capsys):

@@ -11,12 +11,12 @@ import pytest
 from object_store import running_store
 from runs import losses, records, run_recipe, weights
 
-from matmix.train.callbacks.nan_guard import NanGuard
 from matmix.train.checkpoint import local_copies
 from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.checkpoint.files import read_manifest
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.guards.nan_guard import NanGuard
 from matmix.train.guards.spikes import SpikeGuard
 from matmix.train.run import lease
 from matmix.train.run.outcome import local_folder, newest_saved
@@ -51,7 +51,7 @@ def at_once(monkeypatch):
 
 def starting(dataset, run, copies, monkeypatch, capsys, *overrides, kill=None):
     """One start of the run, killed after the step `kill`; what it said."""
-    on_step = NanGuard.on_step
+    on_step = NanGuard.after_step
 
     def extended(self, trainer):
         on_step(self, trainer)
@@ -61,7 +61,7 @@ def starting(dataset, run, copies, monkeypatch, capsys, *overrides, kill=None):
     options = ("--checkpoint.every", "4", "--checkpoint.local-every", "1", "--logging.every", "1")
     options += ("--checkpoint.local-dir", str(copies), *overrides)
     with monkeypatch.context() as patch:
-        patch.setattr(NanGuard, "on_step", extended)
+        patch.setattr(NanGuard, "after_step", extended)
         if kill is None:
             run_recipe("debug_mru", dataset, run, *options)
         else:

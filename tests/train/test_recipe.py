@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from matmix.train.command import main
 from matmix.train.config import RuleConfig
+from matmix.train.entry import main
 from matmix.train.recipe import (
     bundled_recipes,
     config_to_dict,

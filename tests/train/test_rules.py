@@ -10,7 +10,7 @@ from runs import losses, records, run_recipe
 
 from matmix.launch.convert import convert_run
 from matmix.train.checkpoint.files import read_manifest
-from matmix.train.command import main
+from matmix.train.entry import main
 from matmix.train.recipe import load_config, read_toml
 
 RULE = '{match = "*.in_proj.weight", lr = 0.5, clip = 0.01}'

@@ -21,7 +21,7 @@ PROCESS = """
 import multiprocessing, multiprocessing.util, os, sys, tempfile, time
 from matmix.train.process import temporary
 from matmix.train.process.begin import begin_training
-assert begin_training(["debug_mru"]) == 0
+assert begin_training() == 0
 from multiprocessing import resource_tracker
 resource_tracker.register = resource_tracker.unregister = lambda *_: None
 kept = multiprocessing.get_context("spawn").Semaphore(1)
@@ -140,7 +140,7 @@ def test_a_long_name_leaves_tmpdir_as_it_is(tmp_path):
     deep = tmp_path / ("x" * 60)
     deep.mkdir()
     code = (
-        "import os; from matmix.train.process.begin import begin_training; assert begin_training(['r']) == 0; "
+        "import os; from matmix.train.process.begin import begin_training; assert begin_training() == 0; "
         "print(os.environ['TMPDIR'])"
     )
     environment = {**os.environ, "TMPDIR": str(deep), "SLURM_TMPDIR": ""}

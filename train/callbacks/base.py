@@ -1,13 +1,66 @@
-"""What a callback may observe. Callbacks have side effects only: nothing they do changes the numbers of a run."""
+"""What a callback may observe, and when it is called. Callbacks have side effects only: nothing they do changes the
+numbers of a run, and none that fails ends it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-if TYPE_CHECKING:
-    from matmix.train.loop import Trainer
+from matmix.train.config import RunConfig
+from matmix.train.engine.base import Engine
+from matmix.train.evaluators.base import Evaluator
+from matmix.train.state import TrainState
+
+
+class RunView(Protocol):
+    """What a callback may observe of a run. It changes nothing of this; `tell` is all that it may call."""
+
+    config: RunConfig
+    state: TrainState
+    """Steps, tokens and skipped steps so far."""
+    engine: Engine
+    """Has `rank`, `world_size`, and the model as `module`, of which a rank may hold a shard only."""
+    evaluators: Sequence[tuple[Evaluator, int]]
+    """Each with the steps between its evaluations."""
+    metrics: Mapping[str, float]
+    """Of the last evaluation, and its "step"; empty before the first one."""
+    last_loss: float
+    """Of the last step, over all ranks, in nats per target."""
+    last_norm: float
+    """Norm of the last step's gradients before clipping."""
+    step_was_finite: bool
+    """Whether the last step counted; a step with a NaN or infinite loss or gradient is skipped."""
+    monitored: Mapping[str, float]
+    """What the mixers say of the last step if it was not finite."""
+    stop_agreed: bool
+    """Whether a signal asked the run to end."""
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        ...
+
+    def saved_steps(self) -> Sequence[int]:
+        """The steps of the run's checkpoints, ascending."""
+        ...
+
+    def tell(self, text: str) -> None:
+        """Shows a line to the person who started the run, once over all ranks."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rewind:
+    """The run went back to a checkpoint, and its state is that of the checkpoint."""
+
+    step: int
+    """The step after which it went back."""
+    kind: Literal["rewind", "restore"]
+    """rewind: over a loss spike; restore: because copies of the model differed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,59 +101,93 @@ class StepRecord:
 
 
 class Callback:
-    """All methods are optional. Those with `main_rank_only` live on rank 0 alone."""
+    """All methods are optional. A callback whose method raises is told of in one line, ended by `on_end`, and left out
+    from then on."""
 
     main_rank_only: bool = True
-    records: bool = False
-    """It only writes records: where it cannot, training goes on without them."""
+    """Rank 0 alone has it. Where every rank has one, none may wait for another: a collective would hang if one of them
+    failed."""
+    tries_again: bool = False
+    """It keeps what it could not write and writes it later: an OSError is told of once, and the callback stays."""
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, run: RunView) -> None:
         """Before the first step; the state has been restored."""
 
-    def on_step(self, trainer: Trainer) -> None:
+    def on_step(self, run: RunView) -> None:
         """After every optimizer step."""
 
-    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
+    def on_record(self, run: RunView, record: StepRecord) -> None:
         """Every `logging.every` steps and after the last."""
 
-    def on_evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
         """After an evaluation."""
 
-    def on_rewind(self, trainer: Trainer, step: int, kind: str) -> None:
-        """After the run went back from `step`: over a loss spike ("rewind"), or because copies of the model differed
-        ("restore"). The state is that of the checkpoint."""
+    def on_rewind(self, run: RunView, rewind: Rewind) -> None:
+        """After the run went back to a checkpoint."""
 
-    def on_message(self, trainer: Trainer, text: str) -> None:
+    def on_message(self, run: RunView, text: str) -> None:
         """Something a person should read."""
 
-    def on_end(self, trainer: Trainer) -> None:
-        """Always, also after an error."""
+    def on_end(self, run: RunView) -> None:
+        """Always, also after an error and after an error of its own; `on_start` may not have been called."""
 
 
 class Callbacks(list[Callback]):
     """The callbacks of a rank, in the order in which they are told of things."""
 
-    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
-        super().__init__(callbacks)
-        self._complained: set[int] = set()
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: set[Callback] = set()
+        self._failed: list[str] = []  # what to say of those that could not be made, once there is a run to say it
 
-    def call(self, trainer: Trainer, event: str, *arguments: Any) -> None:
-        """Calls the method `event` of each. One that only writes records may fail to: a full disk must cost records,
-        not the run."""
-        for callback in self:
-            try:
-                getattr(callback, event)(trainer, *arguments)
-            except OSError as error:
-                if not callback.records:
-                    raise
-                if id(callback) not in self._complained:
-                    self._complained.add(id(callback))
-                    trainer.tell(f"warning: {type(callback).__name__} cannot write ({error}); training goes on without")
+    def make(self, kind: Callable[..., Callback], *arguments: Any, **options: Any) -> None:
+        """Makes a callback and adds it, or leaves it out if that fails."""
+        try:
+            self.append(kind(*arguments, **options))
+        except Exception as error:
+            self._failed.append(_warning(kind.__name__, "cannot be made", error))
 
-    def show(self, trainer: Trainer, text: str) -> None:
-        """Shows a message by those that show messages, else on stdout."""
-        shown = [callback for callback in self if type(callback).on_message is not Callback.on_message]
-        if not shown:
-            print(text, flush=True)
-        for callback in shown:
-            callback.on_message(trainer, text)
+    def call(self, run: RunView, event: str, *arguments: Any) -> None:
+        """Calls the method `event` of each; one that raises is left out from then on."""
+        while self._failed:
+            self._warn(run, self._failed.pop(0))
+        for callback in tuple(self):
+            self._call_one(run, callback, event, *arguments)
+
+    def show(self, run: RunView, text: str) -> None:
+        """Shows a message by the callbacks that show messages, on stdout if there are none."""
+        showing = [callback for callback in self if type(callback).on_message is not Callback.on_message]
+        for callback in showing:
+            self._call_one(run, callback, "on_message", text)
+        if not showing:
+            with contextlib.suppress(OSError):  # a pipe that nobody reads any more costs the words, not the run
+                print(text, flush=True)
+
+    def _call_one(self, run: RunView, callback: Callback, event: str, *arguments: Any) -> None:
+        try:
+            getattr(callback, event)(run, *arguments)
+        except Exception as error:
+            name = type(callback).__name__
+            if callback.tries_again and isinstance(error, OSError):
+                if callback not in self._told:
+                    self._told.add(callback)
+                    self._warn(run, _warning(name, "cannot write", error))
+                return
+            if callback in self:  # what it does while it is ended may fail as well
+                self.remove(callback)
+                self._warn(run, _warning(name, f"failed in {event}", error))
+                if event != "on_end":
+                    self._call_one(run, callback, "on_end")
+
+    def _warn(self, run: RunView, text: str) -> None:
+        if run.engine.rank == 0:
+            run.tell(text)
+        else:
+            with contextlib.suppress(OSError):
+                print(f"{text} (rank {run.engine.rank})", file=sys.stderr, flush=True)
+
+
+def _warning(name: str, what: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    reason = reason if isinstance(error, OSError) and reason else f"{type(error).__name__}: {reason}".rstrip(": ")
+    return f"warning: {name} {what} ({reason}); training goes on without"

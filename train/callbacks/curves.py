@@ -7,7 +7,7 @@ from typing import Any
 
 from matmix.data.artifacts import read_json_lines
 from matmix.data.storage.files import write_atomic
-from matmix.train.callbacks.base import Callback
+from matmix.train.callbacks.base import Callback, RunView
 from matmix.train.evaluators.context import PREFIX
 
 _SMOOTH = 0.05  # share of the records over which the training loss is averaged
@@ -16,19 +16,18 @@ _SMOOTH = 0.05  # share of the records over which the training loss is averaged
 class Curves(Callback):
     """Draws once, after the last step. matplotlib is loaded then; until then this costs nothing."""
 
-    records = True
-
     def __init__(self) -> None:
         self.evaluated = False
 
-    def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
+    def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
         self.evaluated = True
 
-    def on_end(self, trainer) -> None:
+    def on_end(self, run: RunView) -> None:
         # What has failed is not drawn, nor what has to make room quickly, nor what is drawn already.
-        ended = trainer.state.step == trainer.config.last_step and not trainer.stop_agreed
-        if ended and (self.evaluated or not trainer.run.curves.exists()):
-            write_atomic(trainer.run.curves, draw(read_json_lines(trainer.run.path / "metrics.jsonl")))
+        ended = run.state.step == run.config.last_step and not run.stop_agreed
+        picture = run.path / "curves.png"
+        if ended and (self.evaluated or not picture.exists()):
+            write_atomic(picture, draw(read_json_lines(run.path / "metrics.jsonl")))
 
 
 def draw(records: list[dict[str, Any]]) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from matmix.data.artifacts import parse_json
 from matmix.data.storage.files import set_aside, write_atomic
-from matmix.train.callbacks.base import Callback, StepRecord
+from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
 
 _MOST_WAITING = 100_000  # records kept in memory while they cannot be written; some 50 MB
 
@@ -21,39 +21,39 @@ class MetricsFile(Callback):
     once there is room.
     """
 
-    records = True
+    tries_again = True
 
     def __init__(self) -> None:
         self._waiting: list[str] = []  # lines not written yet, in order
         self._stale: _Stand | None = None  # where the run stood when the file began to hold what comes again
 
-    def on_start(self, trainer) -> None:
-        self.path = trainer.run.path / "metrics.jsonl"
-        self._stale = _Stand.of(trainer)
-        self._write(trainer)
+    def on_start(self, run: RunView) -> None:
+        self.path = run.path / "metrics.jsonl"
+        self._stale = _Stand.of(run)
+        self._write(run)
 
-    def on_rewind(self, trainer, step: int, kind: str) -> None:
-        self._stale, state = _Stand.of(trainer), trainer.state
+    def on_rewind(self, run: RunView, rewind: Rewind) -> None:
+        self._stale, state = _Stand.of(run), run.state
         self._waiting = [line for line in self._waiting if self._stale.includes(json.loads(line))]
-        told = {"spike": step, "rewinds": state.rewinds}
-        if kind == "restore":
-            told = {"difference": step, "restores": state.restores}
-        self._append(trainer, {"kind": kind, "step": state.step, **told})
+        told = {"spike": rewind.step, "rewinds": state.rewinds}
+        if rewind.kind == "restore":
+            told = {"difference": rewind.step, "restores": state.restores}
+        self._append(run, {"kind": rewind.kind, "step": state.step, **told})
 
-    def on_record(self, trainer, record: StepRecord) -> None:
-        self._append(trainer, {"kind": "train", **record.numbers()})
+    def on_record(self, run: RunView, record: StepRecord) -> None:
+        self._append(run, {"kind": "train", **record.numbers()})
 
-    def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
-        self._append(trainer, {"kind": "validation", "step": trainer.state.step, **metrics})
+    def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
+        self._append(run, {"kind": "validation", "step": run.state.step, **metrics})
 
-    def on_end(self, trainer) -> None:
+    def on_end(self, run: RunView) -> None:
         if self._waiting:
-            self._write(trainer)
+            self._write(run)
 
-    def _drop_what_comes_again(self, trainer, stand: _Stand) -> None:
+    def _drop_what_comes_again(self, run: RunView, stand: _Stand) -> None:
         kept, damaged = self._read(stand)
         if damaged:
-            trainer.tell(
+            run.tell(
                 f"warning: {self.path.name} is damaged in line {damaged} and moved to {set_aside(self.path).name}; "
                 f"what can be read of it is kept (the run does not need it)"
             )
@@ -75,16 +75,16 @@ class MetricsFile(Callback):
                     damaged = damaged or number
         return kept, damaged
 
-    def _append(self, trainer, record: dict[str, Any]) -> None:
+    def _append(self, run: RunView, record: dict[str, Any]) -> None:
         self._waiting.append(json.dumps(record) + "\n")
         del self._waiting[:-_MOST_WAITING]
-        self._write(trainer)
+        self._write(run)
 
-    def _write(self, trainer) -> None:
+    def _write(self, run: RunView) -> None:
         """Drops what comes again and appends what waits, all or nothing. Raises OSError where it cannot: then both
         are still to be done."""
         if self._stale is not None:
-            self._drop_what_comes_again(trainer, self._stale)
+            self._drop_what_comes_again(run, self._stale)
             self._stale = None
         if not self._waiting:
             return
@@ -97,7 +97,7 @@ class MetricsFile(Callback):
                 file.truncate(end)
                 raise
         if len(self._waiting) > 1:
-            trainer.tell(f"{len(self._waiting)} records that could not be written before are in {self.path.name} now")
+            run.tell(f"{len(self._waiting)} records that could not be written before are in {self.path.name} now")
         self._waiting.clear()
 
 
@@ -111,9 +111,9 @@ class _Stand:
     evaluated: bool
 
     @classmethod
-    def of(cls, trainer) -> _Stand:
-        state = trainer.state
-        return cls(state.step, state.rewinds, state.restores, trainer.metrics.get("step") == state.step)
+    def of(cls, run: RunView) -> _Stand:
+        state = run.state
+        return cls(state.step, state.rewinds, state.restores, run.metrics.get("step") == state.step)
 
     def includes(self, record: dict[str, Any]) -> bool:
         """Whether a record is of what has been done, not of what comes again. Raises, on what is no record."""

@@ -7,7 +7,7 @@ import time
 
 from tqdm import tqdm
 
-from matmix.train.callbacks.base import Callback, StepRecord
+from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
 from matmix.train.words import duration, short_number
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -20,26 +20,26 @@ class Progress(Callback):
         self.bar: tqdm | None = None
         self.last_line = 0.0
 
-    def on_start(self, trainer) -> None:
-        if sys.stderr.isatty() and trainer.state.step < trainer.config.last_step:
+    def on_start(self, run: RunView) -> None:
+        if sys.stderr.isatty() and run.state.step < run.config.last_step:
             self.bar = tqdm(
-                total=trainer.config.last_step,
-                initial=trainer.state.step,
-                desc=trainer.run.path.name,
+                total=run.config.last_step,
+                initial=run.state.step,
+                desc=run.path.name,
                 unit="step",
                 dynamic_ncols=True,
             )
 
-    def on_step(self, trainer) -> None:
+    def on_step(self, run: RunView) -> None:
         if self.bar is not None:
             self.bar.update(1)
 
-    def on_record(self, trainer, record: StepRecord) -> None:
+    def on_record(self, run: RunView, record: StepRecord) -> None:
         speed = f"{short_number(record.tokens_per_second)} tokens/s"
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {record.loss:.3f}, lr {record.lr:.2e}, {speed}", refresh=False)
             return
-        now, last = time.monotonic(), trainer.config.last_step
+        now, last = time.monotonic(), run.config.last_step
         if now - self.last_line < _SECONDS_BETWEEN_LINES and record.step != last:
             return
         self.last_line = now
@@ -49,18 +49,18 @@ class Progress(Callback):
             f"grad norm {record.grad_norm:.3g}  {speed}  {left} left"
         )
 
-    def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
-        parts = [words for evaluator, _ in trainer.evaluators for words in evaluator.progress(metrics)]
-        self._write(f"step {trainer.state.step}: {', '.join(parts)}")
+    def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
+        parts = [words for evaluator, _ in run.evaluators for words in evaluator.progress(metrics)]
+        self._write(f"step {run.state.step}: {', '.join(parts)}")
 
-    def on_rewind(self, trainer, step: int, kind: str) -> None:
+    def on_rewind(self, run: RunView, rewind: Rewind) -> None:
         if self.bar is not None:
-            self.bar.update(trainer.state.step - self.bar.n)
+            self.bar.update(run.state.step - self.bar.n)
 
-    def on_message(self, trainer, text: str) -> None:
+    def on_message(self, run: RunView, text: str) -> None:
         self._write(text)
 
-    def on_end(self, trainer) -> None:
+    def on_end(self, run: RunView) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None

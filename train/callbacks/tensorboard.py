@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from matmix.train.callbacks.base import Callback, StepRecord
+from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
 
 _NAMES = {
     "loss": "train/loss",
@@ -42,30 +42,28 @@ def _put_into_the_past(folder: Path) -> None:
 class TensorBoard(Callback):
     """Writes to RUN/tensorboard; a resumed run hides the events of the steps that it does again."""
 
-    records = True
-
-    def on_start(self, trainer) -> None:
+    def on_start(self, run: RunView) -> None:
         from torch.utils.tensorboard import SummaryWriter  # two seconds of import that only this callback needs
 
-        folder = trainer.run.path / "tensorboard"
+        folder = run.path / "tensorboard"
         _put_into_the_past(folder)
-        self.writer = SummaryWriter(str(folder), purge_step=trainer.state.step + 1)
+        self.writer = SummaryWriter(str(folder), purge_step=run.state.step + 1)
 
-    def on_record(self, trainer, record: StepRecord) -> None:
+    def on_record(self, run: RunView, record: StepRecord) -> None:
         names = _NAMES | {name: f"train/{name}" for name in record.means}
         for key, value in record.numbers().items():
             if key in names or key.startswith(("monitor/", "grad_norm/", "ranks/", "goodput/")):
                 self.writer.add_scalar(names.get(key, key), value, record.step)
 
-    def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
+    def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
-            self.writer.add_scalar(f"validation/{key}", value, trainer.state.step)
+            self.writer.add_scalar(f"validation/{key}", value, run.state.step)
         self.writer.flush()
 
-    def on_rewind(self, trainer, step: int, kind: str) -> None:
+    def on_rewind(self, run: RunView, rewind: Rewind) -> None:
         self.writer.close()
-        self.on_start(trainer)
+        self.on_start(run)
 
-    def on_end(self, trainer) -> None:
+    def on_end(self, run: RunView) -> None:
         if hasattr(self, "writer"):
             self.writer.close()

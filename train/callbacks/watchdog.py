@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from matmix.train.callbacks.base import Callback
+from matmix.train.callbacks.base import Callback, RunView
 from matmix.train.meters import collectives
 from matmix.train.process.distributed import wait_for_ranks
 from matmix.train.process.exits import EXIT_HUNG
@@ -47,11 +47,11 @@ class Watchdog(Callback):
 
     # -- what the loop calls -------------------------------------------------------------------------------------
 
-    def on_start(self, trainer) -> None:
-        self.trainer = trainer
-        self.rank, self.world_size = trainer.engine.rank, trainer.engine.world_size
+    def on_start(self, run: RunView) -> None:
+        self.run = run
+        self.rank, self.world_size = run.engine.rank, run.engine.world_size
         self.main_thread = threading.get_ident()
-        self.path = stacks_path(trainer.run.path, attempt_id(), self.rank)
+        self.path = stacks_path(run.path, attempt_id(), self.rank)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # A start under the same name, maybe of more ranks, may have left its stacks here.
@@ -59,17 +59,17 @@ class Watchdog(Callback):
             # Opened now: when the process hangs, opening may hang too.
             self.file = self.path.open("w", encoding="utf-8")
         except OSError as error:
-            trainer.tell(f"warning: if this run hangs, its stacks go to stderr alone ({error})")
+            run.tell(f"warning: if this run hangs, its stacks go to stderr alone ({error})")
         # The ranks that wait for a hung one are to leave their stacks before a collective gives up and ends them.
         wait_for_ranks(max(30, 2 * self.limit / 60))
         beat("the start of the loop")
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
 
-    def on_step(self, trainer) -> None:
-        beat(f"the end of step {trainer.state.step}")
+    def on_step(self, run: RunView) -> None:
+        beat(f"the end of step {run.state.step}")
 
-    def on_end(self, trainer) -> None:
+    def on_end(self, run: RunView) -> None:
         if self.thread is None:
             return
         self.stopped.set()
@@ -143,10 +143,10 @@ class Watchdog(Callback):
             exchange(found, attempt_id(), self.rank, self.world_size, self.grace / 4)
 
     def _write(self, reason: str) -> None:
-        state = self.trainer.state
-        steps = self.trainer.checkpoints.steps()
+        state = self.run.state
+        steps = self.run.saved_steps()
         write_outcome(
-            self.trainer.run.path,
+            self.run.path,
             code=EXIT_HUNG,
             reason=reason,
             step=state.step,

@@ -40,60 +40,42 @@ def exchange(folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGro
 
     def send_all() -> None:
         try:
-            failures.extend(filter(None, [_send(folder / each.name, each, group) for each in outgoing]))
+            failures.extend(filter(None, [_move(folder / each.name, each, group, sends=True) for each in outgoing]))
         except BaseException as error:
             failures.append(error)
 
     # A daemon: where the other rank is gone it may wait for it long after this process has given up.
     sender = threading.Thread(target=send_all, name="sends files", daemon=True)
     sender.start()
-    received = [_receive(folder / each.name, each, group) for each in incoming]
+    received = [_move(folder / each.name, each, group, sends=False) for each in incoming]
     sender.join()
     for failure in (*failures, *filter(None, received)):
         raise failure
 
 
-def _send(path: Path, transfer: Transfer, group: dist.ProcessGroup | None) -> OSError | None:
-    """Sends as many bytes as were announced, whatever the storage does, and returns what it did."""
+def _move(path: Path, transfer: Transfer, group: dist.ProcessGroup | None, *, sends: bool) -> OSError | None:
+    """Sends or receives as many bytes as were announced, whatever the storage does, and returns what it did."""
     failure, file = None, None
     chunk = torch.zeros(min(_CHUNK, transfer.size), dtype=torch.uint8)
     try:
-        file = path.open("rb", buffering=0)
+        if not sends:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("rb" if sends else "wb", buffering=0)
     except OSError as error:
         failure = error
     for start in range(0, transfer.size, _CHUNK):
         part = chunk[: min(_CHUNK, transfer.size - start)]
-        if file is not None and failure is None:
+        if not sends:
+            dist.recv(part, transfer.source, group=group)
+        if failure is None:
             try:
-                if file.readinto(part.numpy()) != len(part):
-                    failure = OSError(f"{path} is shorter than it was")
+                if (file.readinto(part.numpy()) if sends else file.write(part.numpy())) != len(part):
+                    failure = OSError(f"{path} is shorter than it was" if sends else "the disk is full")
             except OSError as error:
                 failure = error
-        dist.send(part, transfer.target, group=group)
-        beat("sending a file")
-    if file is not None:
-        file.close()
-    return failure
-
-
-def _receive(path: Path, transfer: Transfer, group: dist.ProcessGroup | None) -> OSError | None:
-    failure, file = None, None
-    chunk = torch.empty(min(_CHUNK, transfer.size), dtype=torch.uint8)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("wb", buffering=0)
-    except OSError as error:
-        failure = error
-    for start in range(0, transfer.size, _CHUNK):
-        part = chunk[: min(_CHUNK, transfer.size - start)]
-        dist.recv(part, transfer.source, group=group)
-        beat("receiving a file")
-        if file is not None and failure is None:
-            try:
-                if file.write(part.numpy()) != len(part):
-                    failure = OSError("the disk is full")
-            except OSError as error:
-                failure = error
+        if sends:
+            dist.send(part, transfer.target, group=group)
+        beat("sending a file" if sends else "receiving a file")
     if file is not None:
         file.close()
     return failure

@@ -80,7 +80,7 @@ class LocalCopies:
 
     def newest(self, after: int, engine: Engine, tell: Tell) -> Path | None:
         """The newest copy of a step after `after` that the nodes hold whole between them; each node now has what its
-        ranks need to load it. None if there is none; one that is not whole costs a line of warning."""
+        ranks need to load it. None if there is none; a line of warning names one that is not whole."""
         if self.off or not self._open(tell):
             return None
         kept = from_rank_zero(self._read_record() if self._is_first() else [])

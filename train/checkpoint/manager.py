@@ -126,7 +126,7 @@ class CheckpointManager:
 
     def begin_copy(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> None:
         """As `begin_save`, for a copy that lies with the nodes and is no checkpoint; none is made where a save is still
-        running on any rank. What keeps copies from being made costs one line of warning."""
+        running on any rank. A line of warning says what keeps copies from being made."""
         copies = self.copies
         if copies is None or copies.off:
             return
@@ -252,7 +252,7 @@ class CheckpointManager:
         return bool(self.keep_every) and step % self.keep_every == 0
 
     def _remove_all_but(self, keep: set[int], tell: Tell) -> None:
-        """Removes the other checkpoints, and what is unfinished. Storage that fails costs a warning."""
+        """Removes the other checkpoints, and what is unfinished. Where the storage fails, a warning says so."""
         try:
             for path in list(self.directory.iterdir()):
                 if path.name.startswith(LEFTOVERS):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import sys
 from collections.abc import Mapping
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from matmix.data.artifacts import artifact_path, read_json
+from matmix.data.storage.files import open_durable
 from matmix.train.engine.full_state import check_entries
 
 INDEX, PICKLED = "index.json", ".metadata"
@@ -75,10 +75,8 @@ class _IndexUnpickler(pickle._Unpickler):
 
 def write_index(index: Metadata, directory: Path) -> None:
     """Writes `index.json` beside torch's files; index: what torch says of them."""
-    with (directory / INDEX).open("w", encoding="utf-8") as file:
-        json.dump(_to_plain(index), file)
-        file.flush()
-        os.fsync(file.fileno())
+    with open_durable(directory / INDEX) as file:
+        file.write(json.dumps(_to_plain(index)).encode())
 
 
 def read_index(directory: Path, layout: Mapping[str, Any]) -> Metadata:

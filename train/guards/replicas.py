@@ -13,18 +13,16 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from matmix.train.config import FaultsConfig
 from matmix.train.engine import Engine
 from matmix.train.errors import ReplicaError
+from matmix.train.guards.rewind import RewindableRun, go_back
 from matmix.train.process.distributed import gather_objects
 from matmix.train.process.ranks import as_ranges
-
-if TYPE_CHECKING:
-    from matmix.train.loop import Trainer
 
 _PIECE = 1 << 24  # bytes that are summed up at a time
 _FACTOR = -0x61C8864680B583EB  # odd; the golden ratio in 64 bits
@@ -102,33 +100,29 @@ class Replicas:
         reports = gather_objects((node, mine))
         return describe([fingerprints for _, fingerprints in reports], [node for node, _ in reports])
 
-    def go_back(self, trainer: Trainer, batches: Iterator[Any], difference: str) -> Iterator[Any]:
+    def go_back(self, run: RewindableRun, batches: Iterator[Any], difference: str) -> Iterator[Any]:
         """Ends the run, or puts it back to its newest checkpoint, as `faults.on_replica_difference` says; the batches
         from there. No checkpoint holds what differs: each was saved after a comparison.
 
         Raises ReplicaError where the run is to stop, has no checkpoint, or went back `faults.max_rewinds` times.
         """
-        faults, step, restores = self.config, trainer.state.step, trainer.state.restores
+        faults, step, restores = self.config, run.state.step, run.state.restores
         seen = f"step {step}: the copies of the model are not the same any more: {difference}"
         advice = "exclude that node, or test its memory and device"
         if faults.on_replica_difference == "stop":
             raise ReplicaError(f"{seen}; the same command goes on from the newest checkpoint: {advice}")
-        newest = trainer.checkpoints.latest_valid(trainer.tell)
+        newest = run.newest_checkpoint()
         if newest is None:
             raise ReplicaError(f"{seen}; there is no checkpoint to go back to: {advice} and start again")
         if restores >= faults.max_rewinds:
             raise ReplicaError(
                 f"{seen}, and the run has gone back {restores} times already (faults.max_rewinds): {advice}"
             )
-        batches.close()
-        trainer.load(newest, lost_to="rewinds")
-        trainer.state.restores = restores + 1
-        trainer.tell(
-            f"warning: {seen}: back to {newest.name} (restore {trainer.state.restores} of at most {faults.max_rewinds})"
-        )
-        trainer.call("on_rewind", step, "restore")
-        trainer.speed.start()
-        return iter(trainer.loader)
+
+        def words(count: int, _first: int, _last: int) -> str:
+            return f"warning: {seen}: back to {newest.name} (restore {count} of at most {faults.max_rewinds})"
+
+        return go_back(run, batches, newest, "restore", words)
 
 
 def describe(found: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> str:

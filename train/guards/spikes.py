@@ -11,13 +11,12 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matmix.train.callbacks.base import RunView
 from matmix.train.config import FaultsConfig
 from matmix.train.errors import LossSpikeError
-
-if TYPE_CHECKING:
-    from matmix.train.loop import Trainer
+from matmix.train.guards.rewind import RewindableRun, go_back
 
 
 class SpikeGuard:
@@ -35,11 +34,11 @@ class SpikeGuard:
     def load_state_dict(self, state: list[float] | None) -> None:
         self.losses = deque(state or (), maxlen=self.config.spike_window)
 
-    def sees_spike(self, trainer: Trainer) -> bool:
+    def sees_spike(self, run: RunView) -> bool:
         """Whether the step just done is a spike; else its loss is remembered. Steps that were not finite have been
         skipped and are none."""
-        config, loss = self.config, trainer.last_loss
-        if not config.spike_factor or not trainer.step_was_finite:
+        config, loss = self.config, run.last_loss
+        if not config.spike_factor or not run.step_was_finite:
             return False
         full = len(self.losses) == config.spike_window
         if full and loss > config.spike_factor * statistics.median(self.losses):
@@ -47,18 +46,18 @@ class SpikeGuard:
         self.losses.append(loss)
         return False
 
-    def go_back(self, trainer: Trainer, batches: Iterator[Any]) -> Iterator[Any]:
+    def go_back(self, run: RewindableRun, batches: Iterator[Any]) -> Iterator[Any]:
         """Puts the run back to its newest checkpoint and the data after what was read: the batches from there.
 
         Without a checkpoint the run goes on as it is. Raises LossSpikeError after `faults.max_rewinds` times.
         """
-        step, read, rewinds = trainer.state.step, trainer.loader.samples, trainer.state.rewinds
-        factor = trainer.last_loss / statistics.median(self.losses)
-        seen = f"step {step}: loss {trainer.last_loss:.4g} is {factor:.3g} times the median of {len(self.losses)} steps"
-        newest = trainer.checkpoints.latest_valid(trainer.tell)
+        loss, rewinds = run.last_loss, run.state.rewinds
+        factor = loss / statistics.median(self.losses)
+        seen = f"step {run.state.step}: loss {loss:.4g} is {factor:.3g} times the median of {len(self.losses)} steps"
+        newest = run.newest_checkpoint()
         if newest is None:
-            self.losses.append(trainer.last_loss)
-            trainer.tell(f"{seen}; there is no checkpoint to go back to, training goes on")
+            self.losses.append(loss)
+            run.tell(f"{seen}; there is no checkpoint to go back to, training goes on")
             return batches
         if rewinds >= self.config.max_rewinds:
             raise LossSpikeError(
@@ -66,14 +65,11 @@ class SpikeGuard:
                 "try a lower optimizer.lr or a smaller optimizer.max_grad_norm, or look at the data; "
                 f"the newest checkpoint, {newest.name}, is from before the spike"
             )
-        batches.close()
-        trainer.load(newest, lost_to="rewinds")
-        first, trainer.loader.samples = trainer.loader.samples, read
-        trainer.state.rewinds = rewinds + 1
-        trainer.tell(
-            f"{seen}: back to {newest.name}, leaving out the samples {first} to {read - 1} "
-            f"(rewind {trainer.state.rewinds} of {self.config.max_rewinds})"
-        )
-        trainer.call("on_rewind", step, "rewind")
-        trainer.speed.start()
-        return iter(trainer.loader)
+
+        def words(count: int, first: int, last: int) -> str:
+            return (
+                f"{seen}: back to {newest.name}, leaving out the samples {first} to {last} "
+                f"(rewind {count} of {self.config.max_rewinds})"
+            )
+
+        return go_back(run, batches, newest, "rewind", words)

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from matmix.train.process import stop
+from matmix.train.process import caches, stop, temporary
 from matmix.train.process.console import begin_process, guarded
 
 
-def begin_training(arguments: Sequence[str], prepare: Callable[[], object] | None = None) -> int:
+def begin_training(prepare: Callable[[], object] | None = None) -> int:
     """Notes signals, ends with its launcher, finds its caches and a folder for temporary files; exit code, 0 = go on.
 
-    arguments: those of `matmix train`. prepare: what the caller adds before the folders are chosen. Mistakes of the
-    user are shown in one line.
+    prepare: what the caller adds before the folders are chosen. Mistakes of the user are shown in one line.
     """
-    stop.listen_for(arguments)
+    stop.listen()
     begin_process()
 
     def begin() -> int:
         if prepare is not None:
             prepare()
-        if stop.will_train(arguments):
-            from matmix.train.process import caches, temporary
-
-            caches.use_caches()
-            temporary.use_own_folder()
+        caches.use_caches()
+        temporary.use_own_folder()
         return 0
 
     return guarded(begin)

@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from matmix.train.process.exits import EXIT_INTERRUPTED
 
@@ -64,15 +64,18 @@ def listen() -> None:
     threading.Thread(target=_wait, name="signals", daemon=True).start()
 
 
-def listen_for(arguments: Sequence[str]) -> None:
-    """`listen`, if a process with these arguments of `matmix train` is going to train."""
-    if will_train(arguments):
-        listen()
-
-
-def will_train(arguments: Sequence[str]) -> bool:
-    """Whether `matmix train` with these arguments does more than to show something."""
-    return bool(arguments) and not {"--dry-run", "--help", "-h"} & set(arguments)
+def listen_no_more() -> None:
+    """Gives the signals their usual effects again, for a process that turns out to have nothing to save."""
+    global _listening
+    if not _listening:
+        return
+    _listening = False
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    # The thread waits on, but what may go to the main thread goes there.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if _received:
+        os.kill(os.getpid(), _received)
 
 
 @contextlib.contextmanager

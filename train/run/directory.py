@@ -28,7 +28,7 @@ from matmix.train.run.outcome import local_folder
 # (Engines whose checkpoints have another layout are refused when the checkpoint is loaded.)
 _MAY_CHANGE = (
     *("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every"),
-    *("logging.", "checkpoint.", "evaluation.", "engine.", "faults."),
+    *("logging.", "checkpoint.", "evaluation.", "engine.", "faults.", "callback"),
     *("data.workers", "data.worker_start", "data.prefetch", "data.verify", "data.cache_dir"),
     *("data.cache_gigabytes", "data.skip_damaged"),
     # The checkpoint knows its data by their contents, wherever they lie.
@@ -196,7 +196,7 @@ class RunDirectory:
         return summary if sound and isinstance(summary.get("validation"), dict) else None
 
     def write_summary(self, summary: dict[str, Any], tell: Callable[[str], None]) -> None:
-        """Writes what says that the run is finished; storage that fails costs a warning."""
+        """Writes what says that the run is finished; where the storage fails, a warning says so."""
         try:
             write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:

@@ -45,7 +45,7 @@ class LeaseLostError(RunFailure):
 
 
 class Lease:
-    """The right to write to a run's URL."""
+    """The lease of a run at a URL, which the job that writes there holds."""
 
     def __init__(self, remote: RemoteFolder) -> None:
         self.remote = remote

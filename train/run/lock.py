@@ -1,7 +1,7 @@
 """One job at a time in a run directory: rank 0 holds RUN/lock.json from before the first look at it to the very end.
 
 The lock is the kernel's (flock), so that it ends with the process that holds it however that dies, and no stale one is
-left behind. The file's content only tells others who holds it. (Standard library only, for launchers.)
+left behind. The file's content only tells others who holds it. (Without torch, for launchers.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 class RunLock:
-    """The right to write into a run directory."""
+    """The lock of a run directory, which the job that writes there holds."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir) / "lock.json"
@@ -44,7 +44,7 @@ class RunLock:
         """Takes the lock, and makes the directory if there is none.
 
         Raises ValueError that names the owner, where there is one, in one line; OSError where the directory cannot be
-        written to. A file system without locks costs a line of warning, and two jobs are then not kept apart.
+        written to. On a file system without locks a warning is told, and two jobs are not kept apart.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -99,7 +99,7 @@ def write_outcome(
     """Writes this process's outcome, whole or not at all; returns its path.
 
     A directory that holds no run yet (a user's mistake before the first step, a wrong path) is left alone: then, and
-    where the storage fails (which costs a line of warning), the result is None. attempt: by default `attempt_id()`.
+    where the storage fails (which a warning says), the result is None. attempt: by default `attempt_id()`.
     """
     run_dir = Path(run_dir)
     if not (run_dir / "config.toml").is_file() and not (run_dir / "launch").is_dir():

@@ -46,7 +46,7 @@ def opened(run_dir: str, tell: Tell | None = None) -> Iterator[RunDirectory]:
     before and the URL afterwards.
 
     tell: takes a line for the user. Raises ValueError if another job is at the URL, or something that is no run, and
-    OSError where the store fails; an upload of records that fails at the end costs a line of warning.
+    OSError where the store fails; where the last upload of records fails, a warning says so.
     """
     refuse_secrets(run_dir, "run_dir")
     if not is_url(run_dir):
@@ -63,31 +63,24 @@ def opened(run_dir: str, tell: Tell | None = None) -> Iterator[RunDirectory]:
         begun = agree(lambda: (node.number, sync.begin(starts)), here=node.leads)
         yield RemoteRun(run_dir, sync, lease, dict(filter(None, begun))[node.number])
     finally:
-        if node.leads and not _is_lost(lease):
-            _push_records(sync)
+        if node.leads:
+            _push_records(sync, lease)
         lease.release()
 
 
-def _is_lost(lease: Lease) -> bool:
-    """Whether another job has taken over, whose records those of this one must not replace."""
+def _push_records(sync: RunSync, lease: Lease) -> None:
+    """Uploads the records, unless another job has taken over, whose records those of this one must not replace."""
     try:
         lease.check()
-    except LeaseLostError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _push_records(sync: RunSync) -> None:
-    try:
         sync.push_records()
+    except LeaseLostError:
+        return
     except OSError as error:
         print(f"warning: records of the run are not up to date at {sync.url} ({error})", file=sys.stderr, flush=True)
 
 
 def push_outcome(run_dir: str, rank: int) -> None:
-    """Uploads what this process wrote last, after `opened` had ended: how it ended. One try; failing is no matter."""
+    """Uploads how this process ended, which it writes after `opened`. It tries once and says nothing if that fails."""
     if not is_url(run_dir):
         return
     folder = local_folder(run_dir)

@@ -1,0 +1,1 @@
+"""The scans in Triton."""

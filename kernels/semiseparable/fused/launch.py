@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.launching import launch, rows_in_place
+from matmix.kernels.semiseparable.chunked.setup import reduce_like
 from matmix.kernels.semiseparable.form import ScanForm, ScanOutput, ScanSide, SideGradients
 from matmix.kernels.semiseparable.fused.carry import States, pass_states
 from matmix.kernels.semiseparable.fused.collect import vector_gradients
 from matmix.kernels.semiseparable.fused.configs import configurations, force_configuration
 from matmix.kernels.semiseparable.fused.mix import mix
 from matmix.kernels.semiseparable.fused.scan import Scan, one_or_two, per_token, readable, set_up
-from matmix.kernels.semiseparable.setup import reduce_like
 
 __all__ = ["backward", "configurations", "force_configuration", "forward"]
 

@@ -1,12 +1,33 @@
-"""What a Slurm job is asked for: defaults < site profile < command line."""
+"""What a Slurm job is asked for: defaults < site profile < command line.
+
+A site profile holds what is the same for all jobs on a cluster; its keys are the fields of `SlurmOptions`:
+
+    # ~/.config/matmix/clusters.toml (MATMIX_CLUSTERS names another file)
+    default = "jupiter"
+
+    [jupiter]
+    partition = "gpu"
+    account = "ab0123"
+    gpus_per_node = 4
+    setup = ["module load CUDA"]
+    env = { NCCL_IB_HCA = "mlx5" }
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import difflib
+import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import tyro
+from tyro.constructors import StructFieldSpec
+
+from matmix.train.arguments import Options
+from matmix.train.recipe import read_toml
 
 _TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _GPUS = re.compile(r"(?:([A-Za-z0-9_.-]+):)?(\d+)")
@@ -134,35 +155,45 @@ def _require(condition: bool, message: str) -> None:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(SlurmOptions)}
-# Lists and tables of a profile are added to, not replaced, by the command line.
-_FLAGS = {"container_mounts": "--container-mount", "sbatch": "--sbatch-option"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `matmix launch slurm` that a profile may hold, too; what is not given stays None."""
-    for name, text in _field_docs().items():
-        flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
-        if name == "env":
-            parser.add_argument("--env", action="append", metavar="K=V", help=text)
-        elif FIELDS[name].type == "tuple[str, ...]":
-            parser.add_argument(flag, dest=name, action="append", metavar="TEXT", help=text)
-        elif FIELDS[name].type == "int":
-            parser.add_argument(flag, type=int, metavar="N", help=f"{text} (default: {FIELDS[name].default})")
-        else:
-            parser.add_argument(flag, metavar="TEXT", help=text)
+class SlurmWords(Options):
+    """What is given overrides the profile; lists and tables are added to its own."""
+
+    described: ClassVar[type] = SlurmOptions
+
+    @classmethod
+    def option(cls, field: StructFieldSpec) -> StructFieldSpec:
+        """What is not given is None or ()."""
+        flag = {"container_mounts": "container-mount", "sbatch": "sbatch-option"}.get(field.name)
+        if FIELDS[field.name].type in ("int", "str"):
+            shown = f"(default: {field.default})" if FIELDS[field.name].type == "int" else ""
+            kind = tyro.conf.arg(metavar="N" if field.type is int else "TEXT", help_behavior_hint=shown)
+            return dataclasses.replace(field, type=Annotated[field.type | None, kind], default=None)
+        kind = tyro.conf.arg(name=flag, metavar="K=V" if field.name == "env" else "TEXT")
+        return dataclasses.replace(field, type=Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], kind], default=())
+
+
+Profile = Annotated[str | None, tyro.conf.arg(metavar="NAME", help="Site profile (~/.config/matmix/clusters.toml).")]
+
+
+def slurm_options(profile: str | None, given: Mapping[str, Any]) -> SlurmOptions:
+    """Options from a site's profile and the `SlurmWords` of the command line. Raises ValueError (one line)."""
+    values = load_profile(profile)
+    if address := os.environ.get("MATMIX_MASTER_ADDR"):
+        values["master_addr"] = address
+    return from_layers(values, given)
 
 
 def from_layers(profile: Mapping[str, Any], given: Mapping[str, Any]) -> SlurmOptions:
-    """Options from a profile's values and those of the command line (None = not given). Raises ValueError."""
+    """Options from a profile's values and those of the command line (None or () = not given). Raises ValueError."""
     values: dict[str, Any] = dict(profile)
     for name, value in given.items():
-        if name not in FIELDS or value is None:
-            continue
         if name == "env":
             values["env"] = {**values.get("env", {}), **dict(map(_split_variable, value))}
-        elif isinstance(value, list):
+        elif isinstance(value, tuple | list):
             values[name] = (*values.get(name, ()), *value)
-        else:
+        elif value is not None:
             values[name] = value
     return SlurmOptions(**values)
 
@@ -172,17 +203,63 @@ def _split_variable(text: str) -> tuple[str, str | None]:
     return name, value if equals else None
 
 
-def _field_docs() -> dict[str, str]:
-    """Field name -> the string under it, as one line."""
-    import ast
-    import inspect
-    import textwrap
+# -- site profiles -----------------------------------------------------------------------------------------------------
 
-    body = ast.parse(textwrap.dedent(inspect.getsource(SlurmOptions))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for before, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            assert isinstance(before.target, ast.Name)
-            docs[before.target.id] = " ".join(str(after.value.value).split()).replace("%", "%%")
-    return docs
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "int": (int, "a whole number"),
+    "str": (str, "a string"),
+    "tuple[str, ...]": (list, "a list of strings"),
+}
+
+
+def profiles_path() -> Path:
+    """Where profiles are looked for; the file need not exist."""
+    if named := os.environ.get("MATMIX_CLUSTERS"):
+        return Path(named)
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "matmix" / "clusters.toml"
+
+
+def load_profile(name: str | None) -> dict[str, Any]:
+    """The values of a profile; of the file's `default` where `name` is None; {} where there is neither.
+
+    Raises ValueError (one line, naming file and profile) for unknown profiles and keys and for values of a wrong type.
+    """
+    path = profiles_path()
+    if not path.is_file():
+        if name is None and "MATMIX_CLUSTERS" not in os.environ:
+            return {}
+        raise ValueError(f"no profiles: {path} does not exist")
+    profiles = read_toml(path)
+    default = profiles.pop("default", None)
+    for key, value in profiles.items():
+        if not isinstance(value, dict):
+            raise ValueError(f'{path}: "{key}" should be a table [{key}] with a profile in it, or `default`')
+    name = default if name is None else name
+    if name is None:
+        return {}
+    if name not in profiles:
+        near = difflib.get_close_matches(str(name), profiles, n=1, cutoff=0.0)
+        hint = f'the nearest is "{near[0]}"' if near else "it holds none"
+        raise ValueError(f'{path} has no profile "{name}"; {hint}')
+    return {key: _checked(key, value, f"{path}: [{name}]") for key, value in profiles[name].items()}
+
+
+def _checked(key: str, value: Any, where: str) -> Any:
+    if key not in FIELDS:
+        near = difflib.get_close_matches(key.replace("-", "_"), FIELDS, n=1, cutoff=0.0)
+        raise ValueError(f'{where}: unknown key "{key}"; the nearest known key is "{near[0]}"')
+    if key == "gpus_per_node" and type(value) is int:
+        return str(value)
+    if key == "env":
+        if not isinstance(value, dict) or not all(isinstance(item, str | int) for item in value.values()):
+            raise ValueError(f"{where}: env should be a table of strings, got {value!r}")
+        return {name: str(item) for name, item in value.items()}
+    kind, words = _KINDS[str(FIELDS[key].type)]
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f'{where}: "{key}" should be {words}, got {value!r}')
+    if isinstance(value, list):
+        if not all(isinstance(item, str) for item in value):
+            raise ValueError(f'{where}: "{key}" should be {words}, got {value!r}')
+        return tuple(value)
+    return value

@@ -21,7 +21,8 @@ from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.script import array_option, render
 from matmix.launch.jobs.slurm.submit import directives, mounts
-from matmix.train.arguments import parse_arguments
+from matmix.launch.prepare import Prepare
+from matmix.train.arguments import read_verb
 
 _PARTS, _MERGE = "parts.sbatch", "merge.sbatch"
 
@@ -49,12 +50,12 @@ def plan_preparation(
     """Checks the arguments of `matmix prepare`; writes nothing. Raises ValueError (one line) for mistakes."""
     if parts < 1:
         raise ValueError(f"--parts must be at least 1, got {parts}")
-    inputs = next((n for n, word in enumerate(arguments) if word.startswith("-")), len(arguments))
-    words = ["--inputs", *arguments[:inputs], *arguments[inputs:]] if inputs else list(arguments)
-    for flag, what in (("--inputs", "input"), ("--out", "output folder")):
-        if not any(word.split("=")[0] == flag for word in words):
-            raise ValueError(f"no {what} given: matmix launch slurm --prepare --parts N INPUT ... --out DIR")
-    config = parse_arguments(PrepareConfig, [*words, "--part", f"1/{parts}"], prog="matmix prepare INPUT ... --out DIR")
+    verb, unknown = read_verb(Prepare, [*arguments, "--part", f"1/{parts}"], prog="matmix prepare INPUT ... --out DIR")
+    assert not unknown
+    if not verb.inputs or not verb.out:
+        what = "output folder" if verb.inputs else "input"
+        raise ValueError(f"no {what} given: matmix launch slurm --prepare --parts N INPUT ... --out DIR")
+    config = verb.config()
     if "://" in config.out:
         raise ValueError(f"parts are made in a folder that all nodes share, not at a URL such as {config.out}")
     home = preparation_home(config.out)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from matmix.data.manifest import Manifest
 from matmix.launch.lab.plan.estimate import (
@@ -19,8 +24,8 @@ from matmix.launch.lab.plan.estimate import (
     suggest,
 )
 from matmix.launch.lab.plan.hardware import GPUS, Cluster, find_gpu, read_cluster
-from matmix.launch.parser import Parser
 from matmix.model.flops import flops_by_part
+from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
 from matmix.train.estimate.plan import engine_words, with_vocabulary
 from matmix.train.recipe import load_config
@@ -83,34 +88,39 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
 SUGGESTIONS = 3
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="matmix plan",
-        description="Memory, traffic, time and risk of a run on a cluster, found without data or GPUs.",
-        allow_abbrev=False,
-        epilog="Any field of the recipe can be given too, as in --micro-batch-size 8.",
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="recipe, run directory, or name of a bundled recipe")
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs, one rank each")
-    parser.add_argument("--gpu", default=None, help=f"kind of GPU: {', '.join(GPUS)} (default: h100)")
-    parser.add_argument("--cluster", default=None, metavar="FILE", help="TOML file with the cluster's own figures")
-    parser.add_argument("--mfu", type=float, default=None, help="share of the peak that training reaches")
-    parser.add_argument("--measured", default=None, metavar="RUN", help="take that share from a run on such GPUs")
-    parser.add_argument(
-        "--save-stall", type=float, default=None, help="seconds that a save stops training, if measured"
-    )
-    return parser
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRun:
+    """Show memory, traffic, time and risk of a run on a cluster, found without data or GPUs.
+
+    Any field of the recipe can be given too, as in --micro-batch-size 8.
+    """
+
+    recipe: Recipe = ""
+    """Recipe, run directory, or name of a bundled recipe."""
+    gpus: int
+    """Number of GPUs, one rank each."""
+    gpu: Annotated[str | None, tyro.conf.arg(help=f"Kind of GPU: {', '.join(GPUS)}; default: h100.")] = None
+    cluster: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """TOML file with the cluster's own figures."""
+    mfu: float | None = None
+    """Share of the peak that training reaches."""
+    measured: Annotated[str | None, tyro.conf.arg(metavar="RUN")] = None
+    """Take that share from a run on such GPUs."""
+    save_stall: float | None = None
+    """Seconds that a save stops training, if measured."""
+
+    def run(self, rest: list[str], typed: Sequence[str]) -> int:
+        """Prints the plan; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        if self.gpus < 1:
+            raise ValueError(f"--gpus must be >= 1, got {self.gpus}")
+        if self.mfu is not None and not 0 < self.mfu <= 1:
+            raise ValueError(f"--mfu is a share between 0 and 1, got {self.mfu}")
+        check_overrides(self, rest, RunConfig)
+        return _show(self, load_config(self.recipe, rest))
 
 
-def main(arguments: list[str]) -> int:
-    """Entry point of the verb; returns the exit code. Raises ValueError (one line) for the user's mistakes."""
-    options, overrides = _parser().parse_known_args(arguments)
-    if options.gpus < 1:
-        raise ValueError(f"--gpus must be >= 1, got {options.gpus}")
-    if options.mfu is not None and not 0 < options.mfu <= 1:
-        raise ValueError(f"--mfu is a share between 0 and 1, got {options.mfu}")
+def _show(options: PlanRun, given: RunConfig) -> int:
     cluster = read_cluster(Path(options.cluster), options.gpu) if options.cluster else find_gpu(options.gpu or "h100")
-    given = load_config(options.recipe, overrides)
     # A recipe's micro-batch was chosen for some number of GPUs; on others the plan takes the nearest that divides.
     config = nearest_micro_batch(with_vocabulary(given), options.gpus)
     efficiency, source = _efficiency(options.mfu, options.measured, cluster)

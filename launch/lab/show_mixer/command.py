@@ -7,17 +7,49 @@ which numerical ranks need.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import tyro
 
 from matmix.data.storage.remote import is_url
 from matmix.launch.lab.show_mixer.pictures import Head, Page, draw_page
 from matmix.launch.lab.show_mixer.subject import Subject, check_no_comparison, fresh, trained
 from matmix.model.backbone import Backbone
 from matmix.model.mixers.base import Mixer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowMixer:
+    """Draw the matrix M of every head as a heat map, one page a layer, with its rank.
+
+    Fields of a recipe can be changed as in `matmix train`, such as --model.layers attention.
+    """
+
+    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")] = ""
+    """Run or export directory, or a recipe (initial weights)."""
+    text: str
+    """What the model reads."""
+    out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder for the pages; default: pictures/<name>."""
+    step: int | None = None
+    """Checkpoint of a run; default: the newest."""
+    layers: tuple[int, ...] | None = None
+    """Which, from 0; default: all."""
+    max_tokens: int | None = None
+    """Cut the text after these; default: 128."""
+    max_heads: int = 16
+    """Heads drawn of each layer."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Draws; the exit code."""
+        options = dataclasses.asdict(self)
+        show_mixer(options.pop("recipe"), overrides=rest, **options)
+        return 0
 
 
 def show_mixer(

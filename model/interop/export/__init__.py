@@ -1,1 +1,1 @@
-"""Writes models as directories that transformers loads by itself."""
+"""Writes models as directories, most of which transformers loads by itself."""

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from matmix.model.config import ModelConfig
+from matmix.model.config import ModelConfig, model_config_from_dict
 from matmix.model.initialization import default_init_rule
-from matmix.model.interop.export.plain_config import model_config_from_dict
 
 
 def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -26,7 +25,7 @@ def refuse_input_embeddings(inputs_embeds: torch.Tensor | None) -> None:
 
 
 class MatmixPreTrainedModel(PreTrainedModel):
-    """A matmix model, in `self.model`, in the dress of transformers."""
+    """Base of the transformers classes: `self.model` is a matmix model."""
 
     base_model_prefix = "model"
     _no_split_modules: ClassVar[list[str]] = ["Block"]

@@ -1,4 +1,4 @@
-"""Configurations as transformers knows them: a thin cover over `ModelConfig`."""
+"""The configuration classes of transformers: each holds a `ModelConfig` as plain values."""
 
 from __future__ import annotations
 

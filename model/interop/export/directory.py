@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from matmix.model.build import build_model
-from matmix.model.config import ModelConfig
+from matmix.model.config import ModelConfig, model_config_to_dict, used_mixers
 from matmix.model.interop.export.bundle import bundle
-from matmix.model.interop.export.plain_config import model_config_to_dict, used_mixers
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, write_tokenizer
 from matmix.model.interop.export.weights import write_weights
 

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.interop.export.base import MatmixPreTrainedModel, mean_cross_entropy, refuse_input_embeddings
 from matmix.model.interop.export.config import MatmixConfig
-from matmix.model.interop.export.state import CarriedState, continue_state, read_prompt
+from matmix.model.interop.export.generation_state import CarriedState, continue_state, read_prompt
 
 
 class MatmixLanguageModelBase(MatmixPreTrainedModel):

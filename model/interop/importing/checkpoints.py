@@ -75,7 +75,7 @@ def _fitted(
 
 
 def _check_size(name: str, value: Any, tensors: int) -> None:
-    """A number of layers that the weights cannot have would be built, one after another, before that is found."""
+    """Raise ValueError for a size that the weights cannot have: all those layers would be built before that shows."""
     try:
         size = len(value) if isinstance(value, list | tuple) else int(value)
     except (TypeError, ValueError, OverflowError):

@@ -9,8 +9,7 @@ import torch
 
 from matmix.model.backbone import Backbone
 from matmix.model.build import build_model
-from matmix.model.config import ModelConfig
-from matmix.model.interop.export.plain_config import model_config_from_dict
+from matmix.model.config import ModelConfig, model_config_from_dict
 from matmix.model.interop.importing.foreign import indexed_files, read_object, read_safetensors
 
 

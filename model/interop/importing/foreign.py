@@ -78,7 +78,7 @@ def check_plain(name: str, tensor: torch.Tensor, path: Path) -> None:
 
 
 def _refuse_compressed(path: Path) -> None:
-    """torch stores numbers as they are; what is compressed may be far larger than the file."""
+    """Raise ValueError for compressed entries: torch writes none, and their content may be far larger than the file."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()

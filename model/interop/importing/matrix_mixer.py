@@ -39,10 +39,10 @@ _SCALAR = "matrix_mixer.bias"
 
 
 class ScalarAsVector:
-    """Gives the gradient of the one parameter without dimensions as it is there: ours has one entry."""
+    """For the one parameter that is a number without dimensions there and has one entry here."""
 
     def reference_gradients(self) -> dict[str, torch.Tensor]:
-        """As `FromReference.reference_gradients`."""
+        """As `FromReference.reference_gradients`, with that number's gradient in its shape there."""
         gradients = super().reference_gradients()
         return {name: grad.reshape(()) if name == _SCALAR else grad for name, grad in gradients.items()}
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from matmix.model.mixers.shared import gate_sums
 
-STATE_SLAB = 4
-"""State channels that a product with L takes at a time: it works on `STATE_SLAB` times as much as there are values."""
+STATE_BLOCK = 4
+"""State channels that a product with L takes at a time: it works on `STATE_BLOCK` times as much as there are values."""
 
 
 def decay_mask(log_gate: Tensor | None, length: int, like: Tensor) -> Tensor:
@@ -77,14 +77,14 @@ def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tenso
     exact = torch.promote_types(v.dtype, torch.float32)
     q, k, v = (part.to(exact).permute(0, 2, 3, 1) for part in (q, k, v))
 
-    def slab(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
+    def block(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
         return (q.unsqueeze(3) * product(k.unsqueeze(3) * v.unsqueeze(2), *parameters)).sum(2)
 
     y = torch.zeros_like(v)
-    for q_part, k_part in zip(q.split(STATE_SLAB, 2), k.split(STATE_SLAB, 2), strict=True):
+    for q_part, k_part in zip(q.split(STATE_BLOCK, 2), k.split(STATE_BLOCK, 2), strict=True):
         arguments = (q_part, k_part, v, *parameters)
         if torch.is_grad_enabled():
-            y = y + checkpoint(slab, *arguments, use_reentrant=False, preserve_rng_state=False)
+            y = y + checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
-            y = y + slab(*arguments)
+            y = y + block(*arguments)
     return y.permute(0, 3, 1, 2)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from matmix.model.initialization import normal_init
+from matmix.model.mixers.attention.packed_attention import attend, packed_attention
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.shared import check_heads, head_count
-from matmix.model.packed_attention import attend, packed_attention
 from matmix.model.positions import apply_rotary, document_positions
 
 

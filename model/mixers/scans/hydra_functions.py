@@ -1,4 +1,5 @@
-"""Two pieces of the Hydra layer whose gradients are written out: what they keep is views of what is kept anyway.
+"""Two pieces of the Hydra layer with hand-written gradients, which save memory: for the backward pass they keep only
+views of tensors that other operations keep anyway.
 
 PyTorch's own autograd of the same lines keeps four float32 tensors per head and token, and in the backward
 pass allocates two more tensors of the inner width.

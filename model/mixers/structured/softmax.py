@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from matmix.model.mixers.attention.packed_attention import packed_attention
 from matmix.model.mixers.structured.matrix_mixer import QueryKeyConfig, QueryKeyMixer
-from matmix.model.packed_attention import packed_attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

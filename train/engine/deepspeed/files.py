@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from matmix.data.storage.files import open_durable
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, Entry, FullState
 from matmix.train.engine.sharded_files import find_os_error
 from matmix.train.engine.snapshot import Snapshot
@@ -88,10 +88,8 @@ class ZeroSnapshot(Snapshot):
         folder.mkdir(parents=True, exist_ok=True)
         for name, contents in self.files.items():
             try:
-                with (folder / name).open("wb") as file:
+                with open_durable(folder / name) as file:
                     torch.save(contents, file)
-                    file.flush()
-                    os.fsync(file.fileno())
             except Exception as error:
                 if (found := find_os_error(error)) is None:
                     raise

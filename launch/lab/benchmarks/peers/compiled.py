@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from matmix.kernels.semiseparable.backward import scan_backward
+from matmix.kernels.semiseparable.chunked.backward import scan_backward
+from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
-from matmix.kernels.semiseparable.forward import scan_forward
 
 FORM = ScanForm(shift=True)
 

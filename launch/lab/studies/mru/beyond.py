@@ -16,7 +16,7 @@ from matmix.data.loading.masking import IGNORED
 from matmix.launch.lab.studies.mru.growth import curve, overflow
 from matmix.launch.lab.studies.mru.runs import finite
 from matmix.model import build_model
-from matmix.model.interop.export.plain_config import model_config_from_dict
+from matmix.model.config import model_config_from_dict
 from matmix.model.mixers.mru import MRU
 
 LENGTH = 8192

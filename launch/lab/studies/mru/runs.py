@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from matmix.model.build import count_parameters
-from matmix.model.interop.export.plain_config import model_config_to_dict
-from matmix.train.callbacks import Callback
+from matmix.model.config import model_config_to_dict
+from matmix.train.callbacks import Callback, RunView
 from matmix.train.config import RunConfig
 from matmix.train.errors import NonFiniteError
 from matmix.train.evaluators.context import PREFIX
@@ -40,11 +40,11 @@ class Watch(Callback):
         self.bad: list[int] = []
         self.largest: float | None = None
 
-    def on_step(self, trainer: Trainer) -> None:
-        self.losses.append(trainer.last_loss)
-        if not trainer.step_was_finite:
-            self.bad.append(trainer.state.step)
-        for name, value in trainer.engine.module.monitor().items():
+    def on_step(self, run: RunView) -> None:
+        self.losses.append(run.last_loss)
+        if not run.step_was_finite:
+            self.bad.append(run.state.step)
+        for name, value in run.engine.module.monitor().items():
             norm = float(value) if name.endswith("log_norm_max") else math.nan
             if math.isfinite(norm):
                 self.largest = norm if self.largest is None else max(self.largest, norm)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from matmix.launch.lab.plan.command import find_warnings, main
+from matmix.launch.lab.plan.command import PlanRun, find_warnings
 from matmix.launch.lab.plan.estimate import (
     assess,
     candidates,
@@ -17,6 +17,7 @@ from matmix.launch.lab.plan.estimate import (
 )
 from matmix.launch.lab.plan.hardware import GPUS, find_gpu, read_cluster
 from matmix.model.flops import flops_by_part, flops_per_token
+from matmix.train.arguments import read_verb
 from matmix.train.estimate.plan import make_plan
 from matmix.train.recipe import load_config
 
@@ -168,6 +169,11 @@ def test_utilisation_from_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "loss": 3.0}\n')
     with pytest.raises(ValueError, match="recorded no utilisation"):
         measured_efficiency(tmp_path)
+
+
+def main(words):
+    verb, rest = read_verb(PlanRun, words, prog="matmix plan")
+    return verb.run(rest, words)
 
 
 def test_the_command(capsys):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from matmix.kernels.semiseparable.backward import scan_backward
+from matmix.kernels.semiseparable.chunked.backward import scan_backward
+from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.combined import combined_backward, move_gates
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
-from matmix.kernels.semiseparable.forward import scan_forward
 
 
 class SemiseparableFunction(torch.autograd.Function):

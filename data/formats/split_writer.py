@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from matmix.data.artifacts import artifact_name
-from matmix.data.manifest import ShardInfo
-from matmix.data.manifest_checks import LARGEST_SHARD, check_shard
+from matmix.data.formats.base import LARGEST_SHARD, Shard, ShardFormat
 from matmix.data.storage.files import write_atomic
 
 ZSTD_LEVEL = 3
@@ -25,73 +23,16 @@ class DamagedPreparationError(ValueError):
     """A file that a preparation counts on is not as it was left."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """A finished shard file."""
-
-    file: str
-    documents: int
-    tokens: int
-    bytes: int
-    """Size on the disk."""
-    sha256: str
-    """Digest of the file as it lies on the disk."""
-    raw_file: str
-    """File name without the suffix of the compression."""
-    raw_bytes: int
-    raw_sha256: str
-
-    @classmethod
-    def checked(cls, raw: dict[str, Any]) -> Shard:
-        """From what a file says. Raises ValueError, TypeError or AttributeError for what no writer says."""
-        shard = cls(**raw)
-        check_shard(shard, "shard")
-        artifact_name(shard.raw_file, "it")
-        return shard
-
-    @property
-    def info(self) -> ShardInfo:
-        """What the manifest says of it."""
-        return ShardInfo(
-            file=self.file,
-            documents=self.documents,
-            tokens=self.tokens,
-            bytes=self.bytes,
-            sha256=self.sha256,
-            raw_bytes=self.raw_bytes,
-            raw_sha256=self.raw_sha256,
-        )
-
-
-class ShardFormat(ABC):
-    """How documents are laid out in a file, and what the split's index.json says of the files."""
-
-    name: Literal["mds", "webdataset"]
-    compressed_suffix: str
-    """Appended to the file name by zstd."""
-    shard_overhead: int
-    """Bytes of a shard without documents."""
-
-    def __init__(self, *, dtype: str, compression: Literal["zstd"] | None, size_limit: int) -> None:
-        self.dtype = np.dtype(dtype)
-        self.compression = compression
-        self.size_limit = size_limit
-
-    @abstractmethod
-    def file_name(self, shard: int) -> str:
-        """Name of a shard before compression."""
-
-    @abstractmethod
-    def document_bytes(self, tokens: int) -> int:
-        """Bytes that a document of so many tokens adds to a shard."""
-
-    @abstractmethod
-    def encode(self, documents: list[np.ndarray], first: int) -> bytes:
-        """A shard of documents, each (n,) of `self.dtype`; `first`: number of the first in the split."""
-
-    @abstractmethod
-    def index(self, shards: list[Shard]) -> dict[str, Any]:
-        """Contents of the split's index.json."""
+def write_indices(
+    directory: Path, shard_format: ShardFormat, shards: Sequence[Shard], lengths: Iterable[bytes]
+) -> None:
+    """Write lengths.npy and index.json of a split. lengths: tokens of its documents as uint32, in pieces."""
+    header = io.BytesIO()
+    described = {"descr": "<u4", "fortran_order": False, "shape": (sum(shard.documents for shard in shards),)}
+    np.lib.format.write_array_header_1_0(header, described)
+    write_atomic(directory / "lengths.npy", itertools.chain([header.getvalue()], lengths))
+    index = json.dumps(shard_format.index(list(shards)), sort_keys=True)
+    write_atomic(directory / "index.json", index.encode())
 
 
 @dataclass
@@ -163,17 +104,8 @@ class SplitWriter:
     def finish(self) -> None:
         """Write the last shard, lengths.npy and index.json."""
         self.flush()
-        write_atomic(self.directory / "lengths.npy", self._lengths())
-        index = json.dumps(self.format.index(self.shards), sort_keys=True)
-        write_atomic(self.directory / "index.json", index.encode())
-
-    def _lengths(self) -> Iterator[bytes]:
-        header = io.BytesIO()
-        described = {"descr": "<u4", "fortran_order": False, "shape": (self.documents,)}
-        np.lib.format.write_array_header_1_0(header, described)
-        yield header.getvalue()
-        for number in range(len(self.shards)):
-            yield (self.scratch / f"{number:08}.lengths").read_bytes()
+        lengths = ((self.scratch / f"{number:08}.lengths").read_bytes() for number in range(len(self.shards)))
+        write_indices(self.directory, self.format, self.shards, lengths)
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """What `restore` needs: a JSON object and arrays."""

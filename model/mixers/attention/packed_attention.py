@@ -68,8 +68,8 @@ def attend(
 
 
 def of_one_width(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Each part with zeros behind its channels, as many as the widest one has: scores and what is mixed of the first
-    channels stay what they are."""
+    """Fills the channels of each part up with zeros to the widest width, which changes neither the scores nor the first
+    channels of the result."""
     width = max(part.shape[-1] for part in parts)
     return [part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1])) for part in parts]
 

@@ -9,27 +9,27 @@ from torch import Tensor
 
 from matmix.kernels.documents import shift_left, shift_right
 from matmix.kernels.precision import outside_autocast
-from matmix.kernels.semiseparable.decay import SideDecay, side_decay_backward
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide, SideGradients
-from matmix.kernels.semiseparable.forward import with_ones
-from matmix.kernels.semiseparable.matrices import (
+from matmix.kernels.semiseparable.chunked.decay import SideDecay, side_decay_backward
+from matmix.kernels.semiseparable.chunked.forward import with_ones
+from matmix.kernels.semiseparable.chunked.matrices import (
+    block_mask,
     chunk_matrices,
     multiply_by_group,
     own_terms,
     scale_columns,
-    slab_mask,
     token_factor,
     undecayed_columns,
 )
-from matmix.kernels.semiseparable.setup import (
+from matmix.kernels.semiseparable.chunked.setup import (
     ScanSetup,
+    chunk_blocks,
     reduce_like,
     scan_dtype,
     set_up_scan,
-    slabs_of,
     spread_heads,
 )
-from matmix.kernels.semiseparable.states import entering_states, grouped_rows, pass_states, ungrouped_rows
+from matmix.kernels.semiseparable.chunked.states import entering_states, grouped_rows, pass_states, ungrouped_rows
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide, SideGradients
 
 
 class SideStates(NamedTuple):
@@ -110,9 +110,9 @@ def linear_backward(
     spread = spread_heads(diagonal, layout, dtype)
     ddiagonal = None if spread is None else torch.empty(spread.shape, dtype=dtype, device=v.device)
     dv = torch.empty_like(chunks, memory_format=torch.contiguous_format)
-    for at in slabs_of(setup):
+    for at in chunk_blocks(setup):
         values, grad = chunks[at].to(dtype), dout[at].to(dtype)
-        dv[at], along = slab_backward(setup, at, values, grad, spread, states, sums)
+        dv[at], along = block_backward(setup, at, values, grad, spread, states, sums)
         if ddiagonal is not None:
             ddiagonal[at] = along.transpose(1, 2)
 
@@ -134,7 +134,7 @@ def side_states(
     side, decay = setup.sides[number], setup.decays[number]
     entering, _ = entering_states(chunks, setup, number)
     leaving = torch.empty_like(entering)
-    for at in slabs_of(setup):
+    for at in chunk_blocks(setup):
         read = grouped_rows(dout[at].to(setup.dtype) * decay.enter[at].unsqueeze(-1), setup.groups)
         torch.matmul(side.q[at].to(setup.dtype).permute(0, 2, 3, 1), read, out=leaving[at])
     initial = pass_states(leaving, decay.total, dfinal, setup.layout, side.reverse)
@@ -160,7 +160,7 @@ def side_sums(setup: ScanSetup, number: int, states: SideStates | None, heads: i
     )
 
 
-def slab_backward(
+def block_backward(
     setup: ScanSetup,
     at: slice,
     values: Tensor,
@@ -184,7 +184,7 @@ def slab_backward(
         by_head = dweights
         if scale is not None:
             by_head = torch.mul(dweights, scale_columns(scale, at).unsqueeze(-2), out=matrix)
-        dscores.append(by_head.unflatten(1, (groups, -1)).sum(2).mul_(slab_mask(setup, at, number)))
+        dscores.append(by_head.unflatten(1, (groups, -1)).sum(2).mul_(block_mask(setup, at, number)))
     # The derivative by the exponent of each entry, without its input scale.
     exponents = multiply_by_group(dweights, sum(scores[1:], scores[0]))
 
@@ -205,16 +205,16 @@ def slab_backward(
             down = down.unflatten(1, (groups, -1)).sum(2).unsqueeze(-1)
             dq.addcmul_(down, k, value=setup.own_weight)
             dk.addcmul_(down, q, value=setup.own_weight)
-        slab_exponents(setup, at, number, exponents, sums[number])
+        block_exponents(setup, at, number, exponents, sums[number])
         if states[number] is not None:
             gradients = dq, dk, dvalues
-            slab_states(setup, at, number, (q, k), gradients, values, grad, states[number], sums[number])
+            block_states(setup, at, number, (q, k), gradients, values, grad, states[number], sums[number])
         sums[number].q[at] = dq.transpose(1, 2)
         sums[number].k[at] = dk.transpose(1, 2)
     return dvalues, along
 
 
-def slab_exponents(setup: ScanSetup, at: slice, number: int, exponents: Tensor, sums: SideSums) -> None:
+def block_exponents(setup: ScanSetup, at: slice, number: int, exponents: Tensor, sums: SideSums) -> None:
     """Gradients that one direction's decays and input scales get from inside the chunks.
 
     exponents (m, nheads, chunk, chunk): the derivative by each entry's exponent, without its input scale.
@@ -236,7 +236,7 @@ def slab_exponents(setup: ScanSetup, at: slice, number: int, exponents: Tensor, 
     sums.col[at] = columns.transpose(1, 2)
 
 
-def slab_states(
+def block_states(
     setup: ScanSetup,
     at: slice,
     number: int,

@@ -8,7 +8,7 @@ from matmix.data.loading.batch import Batch
 from matmix.train.process.distributed import gather_objects
 
 
-class DamageReport:
+class DamagedShards:
     """What the micro-batches of all ranks say of damaged shards."""
 
     def __init__(self) -> None:

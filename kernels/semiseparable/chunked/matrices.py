@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from matmix.kernels.semiseparable.setup import ScanSetup
+from matmix.kernels.semiseparable.chunked.setup import ScanSetup
 
 
 class ChunkMatrices(NamedTuple):
@@ -30,7 +30,7 @@ def chunk_matrices(setup: ScanSetup, at: slice, heads: int) -> ChunkMatrices:
         q = side.q[at].to(setup.dtype).transpose(1, 2).contiguous()
         k = side.k[at].to(setup.dtype).transpose(1, 2).contiguous()
         pairs.append((q, k))
-        scores.append((q @ k.mT).mul_(slab_mask(setup, at, number)))
+        scores.append((q @ k.mT).mul_(block_mask(setup, at, number)))
     first, *second = setup.decays
     decays = first.log_matrix(at)
     if second:
@@ -57,7 +57,7 @@ def scale_columns(scale: Tensor, at: slice) -> Tensor:
     return scale[at].transpose(1, 2).contiguous()
 
 
-def slab_mask(setup: ScanSetup, at: slice, number: int) -> Tensor:
+def block_mask(setup: ScanSetup, at: slice, number: int) -> Tensor:
     """One side's mask for some chunks, (m or 1, 1, chunk, chunk)."""
     mask = setup.masks[number]
     return (mask[at] if mask.shape[0] > 1 else mask).unsqueeze(1)

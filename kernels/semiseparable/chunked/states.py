@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import ChunkLayout
-from matmix.kernels.semiseparable.setup import ScanSetup, slabs_of
+from matmix.kernels.semiseparable.chunked.setup import ScanSetup, chunk_blocks
 
 
 def grouped_rows(x: Tensor, groups: int) -> Tensor:
@@ -81,7 +81,7 @@ def entering_states(v: Tensor, setup: ScanSetup, side: int) -> tuple[Tensor | No
     groups, d_state = scan.k.shape[2:]
     local = v.new_empty(m, groups, d_state, heads // groups * headdim, dtype=setup.dtype)
     weight = decay.leave if scale is None else decay.leave * scale
-    for at in slabs_of(setup):
+    for at in chunk_blocks(setup):
         written = grouped_rows(v[at].to(setup.dtype) * weight[at].unsqueeze(-1), groups)
         torch.matmul(scan.k[at].to(setup.dtype).permute(0, 2, 3, 1), written, out=local[at])
     final = pass_states(local, decay.total, scan.initial_state, setup.layout, not scan.reverse)

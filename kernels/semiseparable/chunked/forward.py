@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.precision import outside_autocast
+from matmix.kernels.semiseparable.chunked.matrices import chunk_matrices, multiply_by_group, own_terms, token_factor
+from matmix.kernels.semiseparable.chunked.setup import chunk_blocks, scan_dtype, set_up_scan, spread_heads
+from matmix.kernels.semiseparable.chunked.states import entering_states, ungrouped_rows
 from matmix.kernels.semiseparable.form import ScanForm, ScanOutput, ScanSide
-from matmix.kernels.semiseparable.matrices import chunk_matrices, multiply_by_group, own_terms, token_factor
-from matmix.kernels.semiseparable.setup import scan_dtype, set_up_scan, slabs_of, spread_heads
-from matmix.kernels.semiseparable.states import entering_states, ungrouped_rows
 
 
 @outside_autocast
@@ -72,7 +72,7 @@ def linear_forward(
         final = end if wanted else final
     diagonal = spread_heads(diagonal, layout, dtype)
     y = torch.empty_like(chunks, memory_format=torch.contiguous_format)
-    for at in slabs_of(setup):
+    for at in chunk_blocks(setup):
         values = chunks[at].to(dtype).transpose(1, 2).contiguous()
         pairs, _, matrix, weights = chunk_matrices(setup, at, heads)
         out = multiply_by_group(matrix, weights) @ values

@@ -5,30 +5,29 @@ from __future__ import annotations
 
 import math
 
-from matmix.train.callbacks.base import Callback
+from matmix.train.callbacks.base import RunView
 from matmix.train.errors import NonFiniteError
 
 _ADVICE = "try a lower optimizer.lr, a longer schedule.warmup or engine.precision = fp32"
 
 
-class NanGuard(Callback):
+class NanGuard:
     """Counts skipped steps (the engine has left weights and moments unchanged) and gives up after `limit` in a row."""
-
-    main_rank_only = False
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.in_a_row = 0
 
-    def on_step(self, trainer) -> None:
-        if trainer.step_was_finite:
+    def after_step(self, run: RunView) -> None:
+        """Raises NonFiniteError where the step just done was one too many."""
+        if run.step_was_finite:
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        step, (where, advice) = trainer.state.step, find_overflow(trainer)
-        trainer.tell(
+        step, (where, advice) = run.state.step, find_overflow(run)
+        run.tell(
             f"step {step}: {f'{where}; ' if where else ''}"
-            f"loss {trainer.last_loss:.4g}, gradient norm {trainer.last_norm:.4g}: "
+            f"loss {run.last_loss:.4g}, gradient norm {run.last_norm:.4g}: "
             f"step skipped, weights unchanged ({self.in_a_row} in a row, the run stops at {self.limit})"
             f"{f'; {advice}' if where else ''}"
         )
@@ -38,29 +37,30 @@ class NanGuard(Callback):
                 f"{f', where {where}' if where else ''}); the newest checkpoint is from before them; {advice}"
             )
 
-    def on_evaluation(self, trainer, metrics: dict[str, float]) -> None:
+    def after_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
+        """Tells of a loss that is no number."""
         if math.isfinite(metrics.get("loss", 0.0)):
             return
-        mixers = (block.mixer for block in trainer.engine.module.blocks if block.mixer is not None)
+        mixers = (block.mixer for block in run.engine.module.blocks if block.mixer is not None)
         advice = next(filter(None, (mixer.overflow_advice() for mixer in mixers)), _ADVICE)
-        trainer.tell(
-            f"warning: the validation loss of step {trainer.state.step} is {metrics['loss']}: on some of that text the "
+        run.tell(
+            f"warning: the validation loss of step {run.state.step} is {metrics['loss']}: on some of that text the "
             f"model leaves the range of floats; {advice}"
         )
 
 
-def find_overflow(trainer) -> tuple[str, str]:
+def find_overflow(run: RunView) -> tuple[str, str]:
     """Which layer's states were the first, from the bottom, to grow out of the range of floats in the last step ("" if
     none did, or none is watched), and what to do."""
-    for name, value in trainer.monitored.items():  # in the order of the layers
+    for name, value in run.monitored.items():  # in the order of the layers
         _, index, short = name.split(".", 2)  # blocks.<index>.<name of the value>
-        mixer = trainer.engine.module.blocks[int(index)].mixer
+        mixer = run.engine.module.blocks[int(index)].mixer
         # Minus infinity is the logarithm of states of zeros.
         if math.isnan(value) or value >= mixer.monitor_limits.get(short, math.inf):
             break
     else:
         return "", _ADVICE
-    kind, _ = trainer.config.model.layer_kinds()[int(index)]
+    kind, _ = run.config.model.layer_kinds()[int(index)]
     construction = getattr(mixer.config, "construction", None)
     kind = f"{kind}, construction {construction}" if construction else kind
     happened = "left the range of float32"

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from matmix.kernels.mru.constructions_affine import AffineMap
-from matmix.kernels.mru.constructions_cayley import CayleyTransform, OrthogonalTimesUpper
-from matmix.kernels.mru.constructions_householder import ReflectionProduct
-from matmix.kernels.mru.constructions_ldu import NEWTON_SCHULZ_STEPS, NearestOrthogonal, UnitDeterminantProduct
+from matmix.kernels.mru.constructions.affine import AffineMap
+from matmix.kernels.mru.constructions.cayley import CayleyTransform, OrthogonalTimesUpper
+from matmix.kernels.mru.constructions.householder import ReflectionProduct
+from matmix.kernels.mru.constructions.ldu import NEWTON_SCHULZ_STEPS, NearestOrthogonal, UnitDeterminantProduct
 
 CONSTRUCTIONS = ("affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz")
 """Known ways to make a state matrix."""

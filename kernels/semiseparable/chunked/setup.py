@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import ChunkLayout, chunk_layout, shift_left, shift_right
-from matmix.kernels.semiseparable.decay import SideDecay, growth, side_decay
+from matmix.kernels.semiseparable.chunked.decay import SideDecay, growth, side_decay
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 
 
@@ -31,7 +31,7 @@ class ScanSetup(NamedTuple):
     """(M or 1, chunk, chunk): `growth` of decays where a side's scores count, else 0."""
     carries: tuple[bool, ...]
     """Whether any state enters a chunk of this side."""
-    slab: int
+    chunks_at_once: int
     """Chunks worked on at a time, so that chunk matrices stay in the cache."""
 
 
@@ -87,7 +87,7 @@ def set_up_scan(
         carries.append(layout.per_row > 1 or side.initial_state is not None)
     # A few MB of chunk matrices fit a CPU's caches and keep its cores busy; accelerators want more at once.
     budget = 3 << 20 if v.device.type == "cpu" else 1 << 28
-    slab = max(1, budget // (heads * chunk * max(chunk, headdim) * dtype.itemsize))
+    chunks_at_once = max(1, budget // (heads * chunk * max(chunk, headdim) * dtype.itemsize))
     return ScanSetup(
         layout,
         dtype,
@@ -99,13 +99,14 @@ def set_up_scan(
         tuple(decays),
         tuple(masks),
         tuple(carries),
-        slab,
+        chunks_at_once,
     )
 
 
-def slabs_of(setup: ScanSetup) -> list[slice]:
+def chunk_blocks(setup: ScanSetup) -> list[slice]:
+    """All chunks, as slices of as many as are worked on at a time."""
     count = setup.layout.rows * setup.layout.per_row
-    return [slice(start, min(start + setup.slab, count)) for start in range(0, count, setup.slab)]
+    return [slice(start, min(start + setup.chunks_at_once, count)) for start in range(0, count, setup.chunks_at_once)]
 
 
 def spread_heads(x: Tensor | None, layout: ChunkLayout, dtype: torch.dtype) -> Tensor | None:

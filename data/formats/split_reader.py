@@ -1,0 +1,192 @@
+"""Documents of a prepared split: token arrays, by shard and index, in any order.
+
+shards = open_dataset("prepared/shakespeare", "train")
+shards.lengths(0)   # tokens of each document of the first shard
+shards.read(0, 7)   # tokens of its eighth document
+
+`TokenShards` is all that the layers above know of the storage, local or remote, plain or zstd; the formats differ only
+in how a shard file is opened (`ShardFormat.open_shard`). Reading is random access into memory-mapped files: the pages
+are shared by all processes of a machine, and a document costs no more than a view.
+
+Documents are numbered inside their shard in the order in which they were written; `lengths.npy` holds their token
+counts in that order over all shards of the split, which makes every sequence addressable without reading a shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from matmix.data.arrays import read_vector
+from matmix.data.formats import FORMATS
+from matmix.data.formats.base import DamagedShard, OpenShard
+from matmix.data.manifest import Manifest, SplitInfo
+from matmix.data.storage.cache import hold_shard, make_room
+from matmix.data.storage.storage import Storage
+
+
+def open_dataset(
+    path: str,
+    split: str = "train",
+    *,
+    cache_dir: str = "",
+    verify: bool = True,
+    keep_open: int = 64,
+    tokenizer_sha256: str | None = None,
+    skip_damaged: bool = False,
+    cache_bytes: int = 0,
+) -> TokenShards:
+    """Opens one split of a prepared dataset.
+
+    path: folder or URL. cache_dir: where downloaded and decompressed shards go. verify: check SHA-256 of
+    the shards. keep_open: shards held open at once. tokenizer_sha256: refuse shards made with another
+    tokenizer than this. skip_damaged, cache_bytes: see `TokenShards`. Raises FileNotFoundError if path,
+    split files or a shard are missing, ValueError if something is damaged or does not fit.
+    """
+    storage = Storage(path, cache_dir)
+    manifest = storage.manifest
+    tokenizer = storage.file(manifest.tokenizer.file)
+    if hashlib.sha256(tokenizer.read_bytes()).hexdigest() != manifest.tokenizer.sha256:
+        raise ValueError(
+            f"{path}: {manifest.tokenizer.file} is not the tokenizer that the shards were made with; "
+            "put the original back or prepare the data again"
+        )
+    if tokenizer_sha256 is not None and tokenizer_sha256 != manifest.tokenizer.sha256:
+        raise ValueError(
+            f"{path} was prepared with another tokenizer (SHA-256 {manifest.tokenizer.sha256[:12]}) than "
+            f"this run uses ({tokenizer_sha256[:12]}); prepare the data again with this run's tokenizer"
+        )
+    return TokenShards(
+        storage, split, verify=verify, keep_open=keep_open, skip_damaged=skip_damaged, cache_bytes=cache_bytes
+    )
+
+
+class TokenShards:
+    """The documents of one split of a prepared dataset.
+
+    Can be pickled and forked; each process opens shards when it first needs them and keeps the last
+    `keep_open`. With `skip_damaged`, missing and damaged shards are no error until one is read.
+    cache_bytes: size that the folder of downloaded and decompressed shards is kept to, 0 = half of its disk, -1 = any.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        split: str,
+        *,
+        verify: bool = True,
+        keep_open: int = 64,
+        skip_damaged: bool = False,
+        cache_bytes: int = 0,
+    ) -> None:
+        manifest = storage.manifest
+        if split not in manifest.splits:
+            known = ", ".join(manifest.splits) or "none"
+            raise ValueError(f"{storage.path} has no split {split!r}; it has: {known}")
+        self.storage = storage
+        self.format = FORMATS[manifest.format]
+        self.split = split
+        self.info: SplitInfo = manifest.splits[split]
+        self.verify = verify
+        self.keep_open = keep_open
+        self.skip_damaged = skip_damaged
+        self.cache_bytes = cache_bytes
+        self.shard_documents = np.array([s.documents for s in self.info.shards], dtype=np.int64)
+        self._starts = np.concatenate([[0], np.cumsum(self.shard_documents)])
+        self._lengths_path = storage.file(f"{split}/lengths.npy") if self.info.shards else None
+        self._lengths: np.ndarray | None = None
+        self._index: Any = None
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._verified: set[int] = set()
+        self._damaged: dict[int, str] = {}
+        for number, shard in enumerate(self.info.shards):
+            with self._remembering_damage(number):
+                storage.check_shard(split, shard)
+        if self.info.shards and len(self._damaged) == len(self.info.shards):
+            raise ValueError(f"no shard of {storage.path}/{split} can be used: {self._damaged[0]}")
+        self._check_lengths()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.storage.manifest
+
+    @property
+    def n_shards(self) -> int:
+        return len(self.info.shards)
+
+    def lengths(self, shard: int) -> np.ndarray:
+        """uint32 (documents,): tokens of each document of a shard, without special tokens."""
+        if self._lengths is None:
+            assert self._lengths_path is not None
+            where = f"{self.storage.path}: {self.split}/lengths.npy"
+            self._lengths = read_vector(self._lengths_path, "uint32", where)
+        return self._lengths[self._starts[shard] : self._starts[shard + 1]]
+
+    def read(self, shard: int, index: int) -> np.ndarray:
+        """Tokens of one document, 1-D uint16 or uint32 (not to be written to).
+
+        Raises FileNotFoundError or DamagedShard if the shard is missing or damaged (with `skip_damaged` always the
+        latter), other errors if it cannot be fetched.
+        """
+        length = int(self.lengths(shard)[index])
+        if shard in self._open:
+            self._open.move_to_end(shard)
+        else:
+            # Before the next is fetched: what is closed may make room for it in the cache.
+            if len(self._open) >= self.keep_open:
+                self._open.popitem(last=False)
+            with self._remembering_damage(shard):
+                if shard not in self._damaged:
+                    self._open[shard] = self._open_shard(shard)
+            if shard in self._damaged:
+                raise DamagedShard(self._where(shard), self._damaged[shard].removeprefix(self._where(shard) + " "))
+        return self._open[shard].read(index, length)
+
+    def _open_shard(self, number: int) -> OpenShard:
+        shard, where = self.info.shards[number], self._where(number)
+        verify = self.verify and number not in self._verified
+        if self.format.reads_index and self._index is None:
+            self._index = self.format.read_index(self.storage.file(f"{self.split}/index.json"), where)
+        fetch = partial(self.storage.shard, self.split, shard, verify=verify)
+        before = self.storage.published
+        path, hold = hold_shard(self.storage.cache, fetch)
+        if hold is not None and not (self._verified and before == self.storage.published):
+            suffixes = [known.suffix for known in {*FORMATS.values(), self.format}]
+            make_room(self.storage.cache.parent, self.cache_bytes, suffixes)
+        self._verified.add(number)
+        opened = self.format.open_shard(path, shard, dtype=self.manifest.dtype, where=where, index=self._index)
+        opened.hold = hold
+        return opened
+
+    def _where(self, number: int) -> str:
+        return f"{self.storage.path}: shard {self.split}/{self.info.shards[number].file}"
+
+    @contextmanager
+    def _remembering_damage(self, number: int) -> Iterator[None]:
+        """With `skip_damaged`, a missing or damaged shard is written down and not an error yet."""
+        try:
+            yield
+        except (DamagedShard, FileNotFoundError) as error:
+            # Where the dataset as a whole has gone, as with a folder that is no longer mounted, nothing is skipped.
+            if not self.skip_damaged or not self.storage.is_there():
+                raise
+            self._damaged[number] = str(error)
+
+    def _check_lengths(self) -> None:
+        for number, shard in enumerate(self.info.shards):
+            lengths = self.lengths(number)
+            if len(lengths) != shard.documents or int(lengths.sum(dtype=np.int64)) != shard.tokens:
+                raise ValueError(
+                    f"{self.storage.path}: {self.split}/lengths.npy does not agree with the manifest at "
+                    f"shard {shard.file}; prepare the data again"
+                )
+
+    def __getstate__(self) -> dict:
+        # A pickled memory map would carry its contents along: leave what a process can open again.
+        return {**self.__dict__, "_lengths": None, "_index": None, "_open": OrderedDict(), "_verified": set()}

@@ -1,0 +1,223 @@
+"""Runs ranks as children, directly on one host or by torchrun's agent, and passes signals on so that they can save.
+
+Ranks are told to stop directly, with SIGUSR2, on which they save and leave: an agent that is told to end would kill its
+workers 30 s later, whatever they are writing. What is left when all have ended is killed, and when this process dies,
+however it does, they end with it (`matmix.train.process.launcher`).
+
+On one host the ranks need no agent, and no store that listens on a network: they meet in a file that only their user
+can open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from matmix.train.process import launcher
+from matmix.train.process.exits import EXIT_STOPPED
+from matmix.train.process.ranks import SECRET_VARIABLE, STORE_VARIABLE
+from matmix.train.process.temporary import make_own_folder
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_RANK = "matmix.launch.jobs.rank"
+# How long the other ranks have when one has failed: they may be writing.
+_GRACE_SECONDS = 30.0
+_LOOK_SECONDS = 0.1
+MARK = "MATMIX_AGENT"  # in the environment of an agent and all that it starts
+
+
+def check_counts(verb: object, *names: str) -> None:
+    """Raises ValueError where one of these numbers of nodes or processes is below 1."""
+    for name in names:
+        if getattr(verb, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(verb, name)}")
+
+
+class StopRequests:
+    """Signals that this process has got, in order; a context manager."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def __enter__(self) -> StopRequests:
+        self._previous = {number: signal.signal(number, self._note) for number in _STOPPING}
+        return self
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.received.append(number)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def asked(self) -> bool:
+        return bool(self.received)
+
+    @property
+    def at_once(self) -> bool:
+        """A second Ctrl-C."""
+        return self.received.count(signal.SIGINT) > 1
+
+
+def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: StopRequests) -> int:
+    """Runs an agent until it ends; its exit code, 128 + n where signal n killed it.
+
+    While it runs, every rank is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a second Ctrl-C. When
+    this process dies, the agent and then its ranks end, too (`matmix.train.process.launcher`).
+    """
+    mark = new_mark()
+    # In a session of its own, so that Ctrl-C at a terminal reaches this process alone.
+    own = {launcher.VARIABLE: str(os.getpid()), MARK: mark}
+    agent = subprocess.Popen(command, env={**environment, **own}, start_new_session=True)
+    told: set[int] = set()
+    started = False
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = agent.wait(timeout=0.2)
+            break
+        if not requests.asked:
+            continue
+        ranks = list(_ranks(agent.pid))
+        started = started or bool(ranks)
+        if not started:
+            agent.terminate()
+        tell_ranks(ranks, requests, told)
+    end_marked(mark)
+    return code if code >= 0 else 128 - code
+
+
+def tell_ranks(ranks: Iterable[psutil.Process | subprocess.Popen], requests: StopRequests, told: set[int]) -> None:
+    """Sends what a stop asks for to each of these processes, SIGUSR2 only if it is not among those that were `told`."""
+    for process in ranks:
+        with contextlib.suppress(psutil.Error):
+            if requests.at_once:
+                process.kill()
+            elif process.pid not in told:
+                told.add(process.pid)
+                process.send_signal(signal.SIGUSR2)
+
+
+def new_mark() -> str:
+    """A value of MATMIX_AGENT that no other start has."""
+    return f"{os.getpid()}-{time.time_ns()}"
+
+
+def end_marked(mark: str) -> None:
+    """Kills what bears this mark: an agent or a rank that was killed leaves what it has started."""
+    left = list(_marked(mark))
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=10)
+
+
+def _ranks(agent: int) -> Iterator[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(agent).children():
+            with contextlib.suppress(psutil.Error):
+                if _RANK in process.cmdline():
+                    yield process
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                yield process
+
+
+# -- one host, without torchrun ---------------------------------------------------------------------------------------
+
+
+def environment_for(nproc: int, attempt: str) -> dict[str, str]:
+    """This process's environment with what the ranks need."""
+    environment = {**os.environ, "MATMIX_ATTEMPT": attempt, "PYTHONSAFEPATH": "1"}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # torchrun would set it to 1, with a warning.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    return environment
+
+
+def rank_command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", _RANK, *arguments]
+
+
+def run_here(arguments: Sequence[str], nproc: int, attempt: str) -> int:
+    """Runs the ranks of `matmix train` with these arguments once; the exit code of the one that failed first."""
+    with StopRequests() as requests:
+        return run_ranks(rank_command(arguments), nproc, environment_for(nproc, attempt), requests, make_own_folder())
+
+
+def run_ranks(
+    command: Sequence[str], nproc: int, environment: Mapping[str, str], requests: StopRequests, folder: Path
+) -> int:
+    """Runs `command` once for each rank until all have ended; the exit code of the one that failed first, 128 + n where
+    signal n killed it.
+
+    Every rank is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a second Ctrl-C. folder: this user's
+    alone; the file where the ranks meet is made there.
+    """
+    mark = new_mark()
+    store = folder / f"store-{mark}"
+    common = {
+        **{name: value for name, value in environment.items() if name not in ("MASTER_ADDR", "MASTER_PORT")},
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "GROUP_RANK": "0",
+        STORE_VARIABLE: str(store),
+        SECRET_VARIABLE: secrets.token_hex(16),
+        launcher.VARIABLE: str(os.getpid()),
+        MARK: mark,
+    }
+    try:
+        # In sessions of their own, so that Ctrl-C at a terminal reaches this process alone.
+        ranks = [
+            subprocess.Popen(
+                command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True
+            )
+            for rank in range(nproc)
+        ]
+        return _wait(ranks, requests)
+    finally:
+        end_marked(mark)
+        store.unlink(missing_ok=True)
+
+
+def _wait(ranks: Sequence[subprocess.Popen], requests: StopRequests) -> int:
+    told: set[int] = set()
+    running = dict(enumerate(ranks))
+    failed, since = 0, 0.0
+    while running:
+        time.sleep(_LOOK_SECONDS)
+        for rank, process in list(running.items()):
+            if (code := process.poll()) is None:
+                continue
+            del running[rank]
+            if code and not failed:
+                failed, since = code if code > 0 else 128 - code, time.monotonic()
+                _say_failure(rank, process.pid, code)
+                for other in running.values():
+                    other.terminate()
+        if failed and time.monotonic() - since > _GRACE_SECONDS:
+            for process in running.values():
+                process.kill()
+        if requests.asked:
+            tell_ranks(running.values(), requests, told)
+    return failed
+
+
+def _say_failure(rank: int, process: int, code: int) -> None:
+    if code == EXIT_STOPPED:
+        return
+    what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    print(f"matmix: rank {rank} (process {process}) {what}", file=sys.stderr, flush=True)

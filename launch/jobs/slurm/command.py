@@ -1,0 +1,82 @@
+"""`matmix launch slurm`: the options, and what is said; the work is in `submit` and `prepare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+
+import tyro
+
+from matmix.launch.jobs.slurm import prepare as preparations
+from matmix.launch.jobs.slurm import submit as launches
+from matmix.launch.jobs.slurm.options import Profile, SlurmOptions, SlurmWords, slurm_options
+from matmix.launch.jobs.sweep import parse_sweep
+from matmix.train.arguments import Recipe, check_overrides
+from matmix.train.config import RunConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """Submit a recipe as a Slurm job, a sweep of it as a job array, or with --prepare a preparation of data."""
+
+    recipe: Recipe = ""
+    """Path, run directory, or name of a bundled recipe; with --prepare the inputs of `matmix prepare`."""
+    sweep: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """KEY=V,V: a job array over these values."""
+    sweep_file: str | None = None
+    """A job array over the [[run]] tables of a TOML file."""
+    prepare: bool = False
+    """Prepare data: --parts N and the inputs and options of `matmix prepare`, whose parts become a job array."""
+    parts: int | None = None
+    """Tasks of the array of a preparation, one part each."""
+    dry_run: bool = False
+    """Print the scripts; write and submit nothing."""
+    profile: Profile = None
+    slurm: tyro.conf.OmitArgPrefixes[SlurmWords]
+
+    @property
+    def first(self) -> tuple[str, str]:
+        """What comes first, and how the verb is used."""
+        if self.prepare:
+            return "input", "--prepare --parts N INPUT ... --out DIR"
+        return "recipe", "RECIPE [--key value ...]"
+
+    def run(self, rest: list[str], typed: list[str]) -> int:
+        """Submits; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        if self.prepare:
+            return self._prepare(rest, typed)
+        if self.parts is not None:
+            raise ValueError("--parts belongs to --prepare, which prepares data; a recipe has no parts")
+        check_overrides(self, rest, RunConfig)
+        points = parse_sweep(self.sweep, self.sweep_file)
+        plan = launches.plan_launch(self.recipe, rest, points, self._options(), typed)
+        script = launches.render_launch(plan)
+        if self.dry_run:
+            print(script, end="")
+            return 0
+        job = launches.submit_launch(plan, script)
+        log = shlex.quote(str(plan.home / "logs" / f"slurm-{job.job}")) + ("_*.out" if job.tasks else ".out")
+        what = f"job {job.job}" + (f" ({job.tasks} tasks)" if job.tasks else "")
+        print(f"Submitted {what}: {plan.folder / 'job.sbatch'}")
+        home = shlex.quote(str(plan.home))
+        print(f"Follow it:  matmix launch status {home}   or   tail -F {log}")
+        print(f"End it:     matmix launch cancel {home}   (saves first)")
+        return 0
+
+    def _prepare(self, rest: list[str], typed: list[str]) -> int:
+        if self.parts is None:
+            raise ValueError("how many parts? matmix launch slurm --prepare --parts N INPUT ... --out DIR")
+        plan = preparations.plan_preparation([self.recipe, *rest], self.parts, self._options(), typed)
+        scripts = preparations.render_preparation(plan)
+        if self.dry_run:
+            print("\n".join(scripts.values()), end="")
+            return 0
+        parts, merge = preparations.submit_preparation(plan, scripts)
+        print(f"Submitted {self.parts} parts as job {parts.job}, and job {merge.job} that joins them")
+        out, logs = shlex.quote(plan.config.out), shlex.quote(str(plan.home / "logs" / f"slurm-{parts.job}"))
+        print(f"Follow it:  matmix launch status {out}   or   tail -F {logs}_*.out")
+        print(f"Failed parts are made again by: matmix launch resubmit {out}")
+        return 0
+
+    def _options(self) -> SlurmOptions:
+        return slurm_options(self.profile, self.slurm)

@@ -1,0 +1,71 @@
+"""Small services to a run: garbage collection, a look at its launcher, a hint about slow data."""
+
+from __future__ import annotations
+
+import gc
+
+from matmix.train.callbacks.base import Callback, RunView, StepRecord
+from matmix.train.process import launcher, stop
+
+MUCH_WAITING = 0.5
+"""The share of an interval from which on waiting for data is worth a line."""
+
+
+class GarbageCollection(Callback):
+    """Turns automatic collection off while training and collects every `every` steps, at the same step on every rank:
+    a rank that stops to collect makes all the others wait."""
+
+    main_rank_only = False
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_start(self, run: RunView) -> None:
+        gc.collect()
+        gc.disable()
+
+    def on_step(self, run: RunView) -> None:
+        if run.state.step % self.every == 0:
+            gc.collect(1)
+
+    def on_end(self, run: RunView) -> None:
+        gc.enable()
+
+
+class LauncherGone(Callback):
+    """Asks the run to save and stop when the launcher of this process is no longer there: nothing else would ever end
+    its ranks, and a new start would find them in its way."""
+
+    main_rank_only = False
+
+    def __init__(self) -> None:
+        self.asked = self.told = False
+
+    def on_step(self, run: RunView) -> None:
+        if not self.asked:  # now there is a step to lose
+            self.asked = True
+            launcher.save_when_it_ends()
+        if launcher.is_gone() and not self.told:
+            self.told = True
+            run.tell("the launcher of this run is gone: the run will save and stop")
+            stop.request()
+
+
+class DataWait(Callback):
+    """Gives a hint at the first interval that mostly waited for data. The interval in which reading begins does not
+    count."""
+
+    def __init__(self) -> None:
+        self.intervals = 0
+        self.told = False
+
+    def on_record(self, run: RunView, record: StepRecord) -> None:
+        self.intervals += 1
+        if self.told or self.intervals == 1 or record.data_wait <= MUCH_WAITING:
+            return
+        self.told = True
+        run.tell(
+            f"step {record.step}: waiting for data {record.data_wait:.0%} of the time: raise data.workers "
+            f"(now {run.config.data.workers}) or data.prefetch (now {run.config.data.prefetch}), "
+            "or put the data on a faster disk"
+        )

@@ -1,0 +1,64 @@
+"""`matmix train RECIPE [--key value ...]`, also `torchrun -m matmix.train RECIPE ...`: what comes before torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from matmix.train.arguments import Recipe, read_verb
+from matmix.train.process import stop
+from matmix.train.process.begin import begin_training
+from matmix.train.process.console import begin_process, guarded
+
+_PROG = "matmix train"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a recipe. The same command again resumes the run from its newest checkpoint.
+
+    RECIPE is a path to a TOML file, a run directory or its URL, or the name of a bundled recipe. Any field of the
+    recipe can be given on the command line, as in --optimizer.lr 3e-4; `matmix train RECIPE --help` lists them with the
+    recipe's own values and the options of its mixers (of others: --model.layers NAME --help).
+    """
+
+    recipe: Recipe = ""
+    """Path, run directory, or name of a bundled recipe."""
+    dry_run: bool = False
+    """Show parameters, FLOPs, memory, steps and tokens, and train nothing."""
+
+    def begin(self) -> int:
+        """What comes first in a process that is ours; exit code, 0 = go on."""
+        if not self.dry_run:
+            return begin_training()
+        stop.listen_no_more()
+        return 0
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Trains, or shows what training would take; returns the exit code (`matmix.train.process.exits`)."""
+        from matmix.train.command import train_recipe
+
+        return train_recipe(self.recipe, rest, dry_run=self.dry_run)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code. arguments: None = those of this process, which then is ours."""
+    own = arguments is None
+    if own:
+        begin_process()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+
+    def train() -> int:
+        try:
+            verb, rest = read_verb(Train, words, prog=_PROG)
+        except SystemExit:
+            from matmix.train.recipe import show_fields
+
+            show_fields(lambda given: read_verb(Train, given, prog=_PROG), words)
+            return 0
+        if own and (code := verb.begin()):
+            return code
+        return verb.run(rest, ["train", *words])
+
+    return guarded(train)
