@@ -1,6 +1,6 @@
 """Models whose layers mix the sequence with structured matrices: language models, encoders, and those of your own."""
 
-from matmix.model.architectures.base import ARCHITECTURES, register_architecture
+from matmix.model.architecture import ARCHITECTURES, register_architecture
 from matmix.model.architectures.encoder import Encoder
 from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.build import build_model, count_parameters

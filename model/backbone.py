@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from matmix.model.architectures.base import Architecture
+from matmix.model.architecture import Architecture
 from matmix.model.blocks import Block
 from matmix.model.config import ModelConfig
 from matmix.model.positions import in_one_row, pad_back, unpad_indices

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, make_dataclass
 from typing import Any, Literal
 
-from matmix.model.architectures.base import ARCHITECTURES, Architecture
+from matmix.model.architecture import ARCHITECTURES, Architecture
 from matmix.model.mixers import MIXERS
 
 MixerOptions = make_dataclass(

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matmix.launch.jobs import attempts
+from matmix.launch.jobs.local import run_local
 from matmix.launch.jobs.records import Job, add_job, find_home, read_jobs
 from matmix.launch.jobs.slurm import scheduler
+from matmix.launch.jobs.slurm.prepare import resubmit_preparation
 from matmix.launch.jobs.slurm.script import array_option
 from matmix.launch.jobs.status import Home, local_process, task_runs
 
@@ -143,8 +145,6 @@ def resubmit(home: Path) -> Job | None:
     if active:
         raise ValueError(f"job {', '.join(active)} is still queued or running; matmix launch cancel {home} ends it")
     if job.kind == "prepare":
-        from matmix.launch.jobs.slurm.prepare import resubmit_preparation
-
         return resubmit_preparation(home, job)
     options: list[str] = []
     if job.tasks:
@@ -174,10 +174,9 @@ def is_finished(run: Path) -> bool:
 
 def resubmit_local(home: Path) -> int:
     """Runs the last local launch again; returns its exit code. Raises ValueError while it runs."""
-    from matmix.launch.jobs.local import read_local, run_local
-
     job = last_job(home)
     if local_process(job) and job.host == socket.gethostname():
         raise ValueError(f"process {job.pid} is still running this; matmix launch cancel {home} ends it")
-    add_job(home, dataclasses.replace(job, time=time.time(), pid=os.getpid(), host=socket.gethostname()))
-    return run_local(read_local(home, job))
+    again = dataclasses.replace(job, time=time.time(), pid=os.getpid(), host=socket.gethostname())
+    add_job(home, again)
+    return run_local(home, again)

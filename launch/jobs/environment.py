@@ -19,48 +19,34 @@ class Default:
     reason: str
 
 
+_WHY_THREADS = "the node's cores shared among its ranks: each rank would otherwise start a thread for every core"
+_WHY_CACHES = (
+    "compiled once per node; a home folder on a network drive is slow and its locks unreliable, and where torch itself "
+    "would keep it another user can be the first"
+)
+_FRAGMENTS = "sequences of many lengths fragment the memory of a GPU; growing segments keep it whole"
+_DEAD_PEER = "a rank whose peer has died ends instead of waiting for ever, so that the job can be started again"
+_RECORDS = "keeps the last collectives of each rank, which tell who was late in a hang"
+_SOCKETS = "torch's warnings on sockets that connect at a second try alarm for nothing"
+_EVERYWHERE = [
+    Default("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", _FRAGMENTS),
+    Default("NCCL_DEBUG", "WARN", "says why a connection failed; INFO writes thousands of lines"),
+    Default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", _DEAD_PEER),
+    Default("TORCH_FR_BUFFER_SIZE", "2000", _RECORDS),
+    Default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "writes them when a collective times out"),
+    Default("TORCH_CPP_LOG_LEVEL", "ERROR", _SOCKETS),
+]
+
+
 def defaults(environment: Mapping[str, str] = os.environ) -> list[Default]:
     """The defaults for a rank with torchrun's variables in `environment`.
 
     Makes the folders of the caches. Raises ValueError where one that the user has named cannot be trusted.
     """
-    caches = cache_variables(environment)
     ranks_here = max(1, int(environment.get("LOCAL_WORLD_SIZE", "1")))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = [
-        Default(
-            "OMP_NUM_THREADS",
-            str(max(1, cores // ranks_here)),
-            "the node's cores shared among its ranks: each rank would otherwise start a thread for every core",
-        ),
-        *(
-            Default(
-                name,
-                value,
-                "compiled once per node; a home folder on a network drive is slow and its locks unreliable, and where "
-                "torch itself would keep it another user can be the first",
-            )
-            for name, value in caches.items()
-        ),
-        Default(
-            "PYTORCH_CUDA_ALLOC_CONF",
-            "expandable_segments:True",
-            "sequences of many lengths fragment the memory of a GPU; growing segments keep it whole",
-        ),
-        Default("NCCL_DEBUG", "WARN", "says why a connection failed; INFO writes thousands of lines"),
-        Default(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-            "1",
-            "a rank whose peer has died ends instead of waiting for ever, so that the job can be started again",
-        ),
-        Default(
-            "TORCH_FR_BUFFER_SIZE", "2000", "keeps the last collectives of each rank, which tell who was late in a hang"
-        ),
-        Default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "writes them when a collective times out"),
-        Default(
-            "TORCH_CPP_LOG_LEVEL", "ERROR", "torch's warnings on sockets that connect at a second try alarm for nothing"
-        ),
-    ]
+    found = [Default(name, value, _WHY_CACHES) for name, value in cache_variables(environment).items()]
+    found += [Default("OMP_NUM_THREADS", str(max(1, cores // ranks_here)), _WHY_THREADS), *_EVERYWHERE]
     world_size = environment.get("WORLD_SIZE", "1")
     one_host = environment.get("LOCAL_WORLD_SIZE") == world_size
     master = "127.0.0.1" if one_host else environment.get("MASTER_ADDR", "")

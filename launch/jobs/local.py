@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shlex
 import socket
@@ -20,24 +21,6 @@ from matmix.train.config import RunConfig
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from matmix.train.process.temporary import make_own_folder
 from matmix.train.recipe import load_config, write_config
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LocalRun:
-    """What is run: the config in RUN/launch/<id>, with the code beside it."""
-
-    home: Path
-    launch_id: str
-    nproc: int
-    max_restarts: int
-
-    @property
-    def folder(self) -> Path:
-        return self.home / "launch" / self.launch_id
-
-    def command(self) -> list[str]:
-        """What each rank runs."""
-        return rank_command([str(self.folder / "config.toml")])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,61 +47,68 @@ class Local:
         config.micro_batch(self.nproc)
         check_run_directory(config)
         home = launch_home(config.run_dir)
-        run = LocalRun(
-            home=home, launch_id=snapshot.new_launch_id(home), nproc=self.nproc, max_restarts=self.max_restarts
+        job = Job(
+            kind="local",
+            launch=snapshot.new_launch_id(home),
+            time=time.time(),
+            command=list(typed),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            nproc=self.nproc,
+            max_restarts=self.max_restarts,
         )
+        folder = home / "launch" / job.launch
         if self.dry_run:
-            print(f"{run.nproc} x {shlex.join(run.command())}")
+            print(f"{job.nproc} x {shlex.join(_command(folder))}")
             return 0
-        snapshot.take_snapshot(run.folder)
-        write_config(config, run.folder / "config.toml")
+        snapshot.take_snapshot(folder)
+        write_config(config, folder / "config.toml")
         note_url(home, config.run_dir)
-        this = {"pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "command": list(typed)}
-        counts = {"nproc": run.nproc, "max_restarts": run.max_restarts}
-        add_job(home, Job(kind="local", launch=run.launch_id, **this, **counts))
-        return run_local(run)
+        add_job(home, job)
+        return run_local(home, job)
 
 
-def read_local(home: Path, job: Job) -> LocalRun:
-    """An earlier local launch."""
-    return LocalRun(home=home, launch_id=job.launch, nproc=job.nproc, max_restarts=job.max_restarts)
+def _command(folder: Path) -> list[str]:
+    """What each rank runs: the config in RUN/launch/<id>."""
+    return rank_command([str(folder / "config.toml")])
 
 
-def _new_name(run: LocalRun) -> str:
-    """What the attempts from now on are called: the launch's name, with -2 and so on where it is run again."""
-    used = {attempts.job_of(attempt.attempt) for attempt in attempts.read_attempts(run.home)}
-    number, name = 1, run.launch_id
+def _new_name(home: Path, launch: str) -> str:
+    """What the attempts from now on are called: the launch's name, with -again-2 and so on where it is run again."""
+    used = {attempts.job_of(attempt.attempt) for attempt in attempts.read_attempts(home)}
+    number, name = 1, launch
     while name in used:
         number += 1
-        name = f"{run.launch_id}-again-{number}"
+        name = f"{launch}-again-{number}"
     return name
 
 
-def run_local(run: LocalRun) -> int:
+def run_local(home: Path, job: Job) -> int:
     """Attempts until the run has finished, stopped, or failed once too often; returns the exit code of the last."""
-    print(f"{run.nproc} x {shlex.join(run.command())}", flush=True)
-    folder = make_own_folder()
+    folder, own = home / "launch" / job.launch, make_own_folder()
+    print(f"{job.nproc} x {shlex.join(_command(folder))}", flush=True)
     with StopRequests() as requests:
-        number, job = 0, _new_name(run)
-        while True:
-            name = f"{job}.{number}"
-            environment = environment_for(run.nproc, name)
-            own_code = str(run.folder / "code")
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [own_code, os.environ.get("PYTHONPATH")]))
-            attempts.begin(run.home, name, socket.gethostname())
-            ended = run_ranks(run.command(), run.nproc, environment, requests, folder)
+        start = _new_name(home, job.launch)
+        for number in itertools.count():
+            name = f"{start}.{number}"
+            environment = environment_for(job.nproc, name)
+            paths = [str(folder / "code"), os.environ.get("PYTHONPATH")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            attempts.begin(home, name, socket.gethostname())
+            ended = run_ranks(_command(folder), job.nproc, environment, requests, own)
             attempt, decision = attempts.conclude(
-                run.home,
+                home,
                 name,
                 ended,
-                max_requeues=run.max_restarts,
+                max_requeues=job.max_restarts,
                 signalled=requests.asked,
                 ending="it was told to stop" if requests.asked else "",
             )
+            if decision.again:
+                print(f"attempt {name}: starting again: {decision.why}", flush=True)
+                continue
+            if attempt.failed:
+                print(f"attempt {name}: {decision.why}", flush=True)
             code = EXIT_INTERRUPTED if requests.at_once else attempt.code
-            if not decision.again:
-                if attempt.failed:
-                    print(f"attempt {name}: {decision.why}", flush=True)
-                return EXIT_FAILED if code is None else code
-            print(f"attempt {name}: starting again: {decision.why}", flush=True)
-            number += 1
+            return EXIT_FAILED if code is None else code
+    raise AssertionError

@@ -22,15 +22,11 @@ ROOMS = ("kernels", "model", "data", "train", "launch")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 
-def launch_folder(home: Path) -> Path:
-    return home / "launch"
-
-
 def new_launch_id(home: Path) -> str:
     """A name for the next launch that sorts by time: 20261122-093000, with -2 and so on if that is taken."""
     stamp, number = time.strftime("%Y%m%d-%H%M%S"), 1
     name = stamp
-    while (launch_folder(home) / name).exists():
+    while (home / "launch" / name).exists():
         number += 1
         name = f"{stamp}-{number}"
     return name

@@ -86,7 +86,8 @@ class Torchrun:
         if local_addr != endpoint[0] if self.node_rank is None else self.node_rank:
             wait_for_host(endpoint)
         with StopRequests() as requests:
-            return run_agent(agent_command(words), environment_for(self.nproc, run_id), requests)
+            agent = [sys.executable, "-m", "matmix.launch.jobs.agent", *words]
+            return run_agent(agent, environment_for(self.nproc, run_id), requests)
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -156,7 +157,3 @@ def torchrun_words(
         words += ["--rdzv-backend=static", f"--master-addr={host}", f"--master-port={port}"]
         words += [f"--node-rank={node_rank}", f"--rdzv-conf=timeout={_JOIN_SECONDS}"]
     return [*words, f"--local-addr={local_addr}", "-m", "matmix.launch.jobs.rank", *rank_arguments]
-
-
-def agent_command(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "matmix.launch.jobs.agent", *words]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from matmix.model.architectures.base import register_architecture
+from matmix.model.architecture import register_architecture
 from matmix.model.backbone import Backbone, final_norm
 from matmix.model.blocks import activate
 from matmix.model.config import ModelConfig

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from matmix.model.architectures.base import register_architecture
+from matmix.model.architecture import register_architecture
 from matmix.model.backbone import Backbone, final_norm
 from matmix.model.config import ModelConfig
 

@@ -105,6 +105,16 @@ def test_prepare(case, tmp_path, capsys):
         (["generate", "run", "--temperature", "hot"], ["--temperature", "hot"]),
         (["import", "--from", "gpt", "a", "b"], ["gpt", "hydra"]),
         (["train", "mru_shakespear"], ["mru_shakespeare"]),
+        (["train", "--optimizer.lr", "3", "debug_mru"], ["no recipe given", "matmix train RECIPE"]),
+        (["trian", "debug_mru"], ["trian", "train"]),
+        (["launch", "trochrun"], ["trochrun", "torchrun"]),
+        (["launch", "local", "debug_mru"], ["--nproc", "matmix launch local --help"]),
+        (["launch", "local", "debug_mru", "--nproc", "2", "--nprocs", "1"], ["--nprocs", '"--nproc"']),
+        (["launch", "slurm", "debug_mru", "--optimizer.lrr", "1"], ["--optimizer.lrr", '"--optimizer.lr"']),
+        (["launch", "slurm", "--prepare", "--parts", "3"], ["no input given", "--prepare --parts N INPUT"]),
+        (["generate", "run", "--prompts", "to be"], ["--prompts", '"--prompt"']),
+        (["prepare", "--merge", "--out", "data", "--vocab-size", "300"], ["--vocab-size", "--merge"]),
+        (["checkpoints"], ["RUN", "convert"]),
     ],
 )
 def test_command_lines(arguments, words, capsys, tmp_path, monkeypatch):
@@ -119,3 +129,11 @@ def test_prepare_refuses_to_overwrite(tmp_path, capsys):
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
     _fails(capsys, ["prepare", str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out")], "out")
     assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
+
+
+def test_help_lists_the_options_of_the_verb_and_of_the_recipe(capsys):
+    with pytest.raises(SystemExit):
+        main(["launch", "slurm", "debug_mru", "--help"])
+    shown = capsys.readouterr().out
+    for option in ("--gpus-per-node", "--sweep", "--sbatch-option", "--optimizer.lr", "--model.mixers.mru."):
+        assert option in shown

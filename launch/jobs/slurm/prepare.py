@@ -7,8 +7,6 @@ alone by `matmix launch resubmit DIR`.
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +17,7 @@ from matmix.launch.jobs import snapshot
 from matmix.launch.jobs.records import Job, add_job, preparation_home
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.options import SlurmOptions
-from matmix.launch.jobs.slurm.script import array_option, render
-from matmix.launch.jobs.slurm.submit import directives, mounts
+from matmix.launch.jobs.slurm.script import array_option, directives, job_values, render
 from matmix.launch.prepare import Prepare
 from matmix.train.arguments import read_verb
 
@@ -73,17 +70,7 @@ def plan_preparation(
 def render_preparation(plan: Preparation) -> dict[str, str]:
     """Script name -> text, of the parts and of the merge."""
     options = plan.options
-    common = {
-        "title": "matmix " + " ".join(shlex.join(plan.command).split()),
-        "launch": plan.folder,
-        "setup": options.setup,
-        "env": options.env,
-        "python": options.container_python if options.container else sys.executable,
-        "runtime": options.runtime,
-        "container": options.container,
-        "mounts": mounts([Path(plan.config.out).parent, *map(_folder_of, plan.config.inputs)], options),
-        "gpus": 0,
-    }
+    needed = [Path(plan.config.out).parent, *map(_folder_of, plan.config.inputs)]
     scripts = {}
     for script, array, words in (
         (_PARTS, f"1-{plan.parts}", ["prepare", *plan.arguments]),
@@ -96,8 +83,8 @@ def render_preparation(plan: Preparation) -> dict[str, str]:
         lines = directives(own, name=name, ranks_per_node=1, array=array, logs=plan.home / "logs")
         if not array:
             lines.append("--kill-on-invalid-dep=yes")  # a merge whose parts have failed is not left in the queue
-        values = {**common, "directives": lines, "words": words, "parts": plan.parts if array else 0}
-        scripts[script] = render("prepare.sbatch", values)
+        values = job_values(options, plan.command, plan.folder, lines, needed)
+        scripts[script] = render("prepare.sbatch", values | {"words": words, "parts": plan.parts if array else 0})
     return scripts
 
 

@@ -20,12 +20,12 @@ class JobState:
 
     job: str  # 123 or 123_4
     state: str  # RUNNING, PENDING ...
-    reason: str  # why it waits, or how it ended
-    nodes: str
-    restarts: int
     time_limit: str
     run_time: str
     start_time: str
+    nodes: str
+    reason: str  # why it waits, or how it ended
+    restarts: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -79,19 +79,10 @@ def job_states(job: str) -> list[JobState]:
         words = line.strip().split("|", 6)
         if len(words) < 7:
             raise SlurmError(f"squeue answered {line!r} about job {job}")
-        name, state, time_limit, run_time, start_time, nodes, reason = ("" if w in _UNTOLD else w for w in words)
-        found.append(
-            JobState(
-                job=name,
-                state=state,
-                reason=reason,
-                nodes=nodes,
-                restarts=int(restarts.get(name, "0")),
-                time_limit=time_limit,
-                run_time=run_time,
-                start_time=start_time or "unknown",
-            )
-        )
+        told = ["" if word in _UNTOLD else word for word in words]
+        state = JobState(*told)
+        restarted = int(restarts.get(state.job, "0"))
+        found.append(dataclasses.replace(state, restarts=restarted, start_time=state.start_time or "unknown"))
     return sorted(found, key=lambda state: [int(word) for word in re.findall(r"\d+", state.job)])
 
 

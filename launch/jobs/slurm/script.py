@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jinja2
+
+from matmix.launch.jobs.slurm.options import SlurmOptions
 
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
 
@@ -64,3 +68,69 @@ def array_option(script: Path, tasks: list[int]) -> str:
     own = next(line for line in script.read_text(encoding="utf-8").splitlines() if line.startswith("#SBATCH --array="))
     _, percent, limit = own.partition("%")
     return f"--array={','.join(map(str, tasks))}{percent}{limit}"
+
+
+def job_values(
+    options: SlurmOptions, command: Sequence[str], folder: Path, lines: list[str], needed: Iterable[str | Path]
+) -> dict[str, Any]:
+    """What every template may use. command: as typed; lines: those of #SBATCH; needed: folders, seen in a container."""
+    return {
+        "title": "matmix " + " ".join(shlex.join(command).split()),
+        "directives": lines,
+        "launch": folder,
+        "setup": options.setup,
+        "env": options.env,
+        "python": options.container_python if options.container else sys.executable,
+        "runtime": options.runtime,
+        "container": options.container,
+        "mounts": mounts(needed, options),
+        "gpus": 0,
+    }
+
+
+def directives(options: SlurmOptions, *, name: str, ranks_per_node: int, array: str, logs: Path) -> list[str]:
+    """The #SBATCH lines, without #SBATCH. Raises ValueError for values that they cannot hold.
+
+    name: the job's, where the options give none. array: as in 0-7, "" = no array.
+    """
+    if array and options.array_limit:
+        array += f"%{options.array_limit}"
+    lines = {
+        "job-name": options.job_name or name,
+        "nodes": options.nodes,
+        "ntasks-per-node": ranks_per_node,
+        "gres": f"gpu:{options.gpus_per_node}" if options.gpus else "",
+        "cpus-per-task": options.cpus_per_task or "",
+        "mem": options.mem,
+        "partition": options.partition,
+        "account": options.account,
+        "qos": options.qos,
+        "time": options.time,
+        "dependency": options.dependency,
+        "array": array,
+        "signal": f"B:USR2@{options.save_seconds}",
+        "open-mode": "append",
+        "chdir": Path.cwd(),
+        "output": output_pattern(logs, "slurm-%A_%a.out" if array else "slurm-%j.out"),
+    }
+    found = [f"--{key}={sbatch_value(value)}" for key, value in lines.items() if value != ""]
+    return [*found, "--requeue", *map(extra_directive, options.sbatch)]
+
+
+def extra_directive(text: str) -> str:
+    """An --sbatch-option, with or without its dashes, as it stands after #SBATCH."""
+    key, equals, value = text.strip().lstrip("-").partition("=")
+    if not key or not key.replace("-", "").isalnum():
+        raise ValueError(
+            f"--sbatch-option takes an option of sbatch such as exclusive or constraint=h100, got {text!r}"
+        )
+    return f"--{key}={sbatch_value(value)}" if equals else f"--{key}"
+
+
+def mounts(needed: Iterable[str | Path], options: SlurmOptions) -> list[str]:
+    """What a container sees: working directory and what is `needed` under their own names, then what the user adds."""
+    folders: list[Path] = []
+    for folder in (Path.cwd(), *(Path.cwd() / path for path in needed if path and "://" not in str(path))):
+        if not any(folder.is_relative_to(other) for other in folders):
+            folders.append(folder)
+    return [*(f"{folder}:{folder}" for folder in folders), *options.container_mounts]

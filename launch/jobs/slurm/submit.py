@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.launch.jobs import snapshot
 from matmix.launch.jobs.records import Job, add_job, launch_home, note_url, run_folder
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.options import SlurmOptions
-from matmix.launch.jobs.slurm.script import output_pattern, render, sbatch_value
+from matmix.launch.jobs.slurm.script import directives, job_values, render
 from matmix.launch.jobs.sweep import Point
 from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config, write_config
@@ -100,87 +98,26 @@ def check_run_directory(config: RunConfig) -> None:
     run.check(config)
 
 
-def directives(options: SlurmOptions, *, name: str, ranks_per_node: int, array: str, logs: Path) -> list[str]:
-    """The #SBATCH lines, without #SBATCH. Raises ValueError for values that they cannot hold.
-
-    name: the job's, where the options give none. array: as in 0-7, "" = no array.
-    """
-    if array and options.array_limit:
-        array += f"%{options.array_limit}"
-    lines = {
-        "job-name": options.job_name or name,
-        "nodes": options.nodes,
-        "ntasks-per-node": ranks_per_node,
-        "gres": f"gpu:{options.gpus_per_node}" if options.gpus else "",
-        "cpus-per-task": options.cpus_per_task or "",
-        "mem": options.mem,
-        "partition": options.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "time": options.time,
-        "dependency": options.dependency,
-        "array": array,
-        "signal": f"B:USR2@{options.save_seconds}",
-        "open-mode": "append",
-        "chdir": Path.cwd(),
-        "output": output_pattern(logs, "slurm-%A_%a.out" if array else "slurm-%j.out"),
-    }
-    found = [f"--{key}={sbatch_value(value)}" for key, value in lines.items() if value != ""]
-    return [*found, "--requeue", *map(extra_directive, options.sbatch)]
-
-
-def extra_directive(text: str) -> str:
-    """An --sbatch-option, with or without its dashes, as it stands after #SBATCH."""
-    key, equals, value = text.strip().lstrip("-").partition("=")
-    if not key or not key.replace("-", "").isalnum():
-        raise ValueError(
-            f"--sbatch-option takes an option of sbatch such as exclusive or constraint=h100, got {text!r}"
-        )
-    return f"--{key}={sbatch_value(value)}" if equals else f"--{key}"
-
-
 def render_launch(launch: Launch) -> str:
     """The batch script."""
     options = launch.options
-    values = {
-        "title": "matmix " + " ".join(shlex.join(launch.command).split()),
-        "directives": directives(
-            options,
-            name=launch.home.name,
-            ranks_per_node=options.ranks_per_node,
-            array=f"0-{len(launch.configs) - 1}" if launch.is_sweep else "",
-            logs=launch.home / "logs",
-        ),
-        "launch": launch.folder,
+    lines = directives(
+        options,
+        name=launch.home.name,
+        ranks_per_node=options.ranks_per_node,
+        array=f"0-{len(launch.configs) - 1}" if launch.is_sweep else "",
+        logs=launch.home / "logs",
+    )
+    data = (path for config in launch.configs for path in (config.data.path, config.data.validation_path))
+    values = job_values(options, launch.command, launch.folder, lines, needed=[launch.home, *data]) | {
         "run": launch.runs[0],
         "runs": launch.runs if launch.is_sweep else [],
-        "setup": options.setup,
-        "env": options.env,
-        "python": options.container_python if options.container else sys.executable,
-        "runtime": options.runtime,
-        "container": options.container,
-        "mounts": mounts(
-            [
-                launch.home,
-                *(path for config in launch.configs for path in (config.data.path, config.data.validation_path)),
-            ],
-            options,
-        ),
         "gpus": options.gpus,
         "master_addr": options.master_addr,
         "tasks_per_node": options.ranks_per_node,
         "max_requeues": options.max_requeues,
     }
     return render("train.sbatch", values, options.template)
-
-
-def mounts(needed: Iterable[str | Path], options: SlurmOptions) -> list[str]:
-    """What a container sees: working directory and what is `needed` under their own names, then what the user adds."""
-    folders: list[Path] = []
-    for folder in (Path.cwd(), *(Path.cwd() / path for path in needed if path and "://" not in str(path))):
-        if not any(folder.is_relative_to(other) for other in folders):
-            folders.append(folder)
-    return [*(f"{folder}:{folder}" for folder in folders), *options.container_mounts]
 
 
 def write_launch(launch: Launch, script: str) -> Path:

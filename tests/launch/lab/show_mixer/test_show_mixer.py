@@ -217,7 +217,7 @@ def test_what_a_causal_mixer_never_sees_is_grey_and_any_text_can_be_drawn(tmp_pa
         (["RUN", "--text", "a", "--max-heads", "0"], "max_heads must be 1 or more"),
         (["RUN", "--text", "a", "--model.layers", "mru"], "nothing can be changed: --model.layers mru"),
         (["debug_hydra", "--text", "a", "--step", "1"], "no steps to choose from"),
-        (["debug_hydra", "--text", "abc", "--layer", "1", "--model.layers", "hydra", "mlp"], "layers with one: 0"),
+        (["debug_hydra", "--text", "abc", "--layers", "1", "--model.layers", "hydra", "mlp"], "layers with one: 0"),
         (["debug_mru", "--text", "a"], "fewer than 2 tokens"),
         (["debug_hydra", "--text", "abc", "--modle.layers", "mru"], "modle"),
     ],
