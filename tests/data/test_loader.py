@@ -15,7 +15,7 @@ from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader, build_loader
 from matmix.data.loading.masking import IGNORED, MaskingConfig
 from matmix.data.prepare.command import PrepareConfig, prepare
-from matmix.launch.lab.benchmarks import reading as benchmark
+from matmix.launch.lab.benchmarks.__main__ import main as benchmark
 
 GLOBAL = 16
 
@@ -563,8 +563,7 @@ def test_memory_is_pinned_only_for_cuda(small, monkeypatch):
     assert len(pinned) == 4  # input_ids, labels, cu_seqlens, select
 
 
-def test_benchmark(small, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["benchmark", str(small), "--seconds", "0.2", "--data.seqlen", "24", "--masked"])
-    benchmark.main()
+def test_benchmark(small, capsys):
+    assert benchmark(["reading", str(small), "--seconds", "0.2", "--data.seqlen", "24", "--masked"]) == 0
     rate = float(capsys.readouterr().out.split(" tokens/s with 1 worker(s)")[0].replace(",", ""))
     assert rate > 100

@@ -37,7 +37,7 @@ def resources_of(tmp_path: Path, op: str, *options: str) -> list[dict]:
     """What `resources` of the kernels' benchmarks finds out about one op's kernels, if all of it is well."""
     out = tmp_path / "resources.json"
     options = ("--only", f"{op}: ", *options, "--workers", "2", "--json", str(out))
-    done = run("-m", "matmix.launch.lab.benchmarks.kernels.resources", *options)
+    done = run("-m", "matmix.launch.lab.benchmarks", "resources", *options)
     assert out.exists(), done.stdout + done.stderr
     found = json.loads(out.read_text())
     faults = [f"{x['kernel']} on {x['target']}, {x['dtype']}: {fault}" for x in found if (fault := fault_of(x))]

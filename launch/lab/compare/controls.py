@@ -1,6 +1,7 @@
-"""Controls: what a model comes to without its mixers, and with the short convolution in front of them alone.
+"""Controls: the same model without its mixers, and with only the short convolution that stands in front of them.
 
-A number means little without them. Every comparison has them by itself, each the recipe with other `model.layers`.
+They show how much of a result the mixers are responsible for. Every comparison adds those that it lacks; each is the
+recipe with other `model.layers`.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from matmix.train.process import stop
+from matmix.train.process import launcher, stop
 
 _inside = False
 
@@ -32,18 +32,16 @@ def threads(parallel: int = 1) -> int:
 
 def start(module: str, argument: Path, *, parallel: int = 1, device: str = "", **options: Any) -> subprocess.Popen:
     """`python -m module argument` in a session of its own: Ctrl-C at a terminal reaches this process alone, which
-    passes it on. It ends when this process does.
+    passes it on. The module calls `begin_process` first, so that it ends when this process does.
 
     device: the GPU, as CUDA_VISIBLE_DEVICES names it.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads(parallel))}
+    own = {"OMP_NUM_THREADS": str(threads(parallel)), launcher.VARIABLE: str(os.getpid())}
     if device:
-        environment["CUDA_VISIBLE_DEVICES"] = device
-    child = Path(__file__).with_name("child.py")
-    command: Sequence[str] = (sys.executable, "-P", "-m", module, str(argument))
+        own["CUDA_VISIBLE_DEVICES"] = device
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(child), str(os.getpid()), *command],
-        env=environment,
+        [sys.executable, "-P", "-m", module, str(argument)],
+        env={**os.environ, **own},
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         **options,

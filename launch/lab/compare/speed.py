@@ -24,7 +24,8 @@ import torch
 
 from matmix.data.loading.batch import Batch
 from matmix.data.storage.files import write_atomic
-from matmix.launch.lab.benchmarks.kernels.measure import environment, peak_memory
+from matmix.launch.lab.benchmarks.measuring.environment import environment
+from matmix.launch.lab.benchmarks.measuring.timing import peak_memory
 from matmix.launch.lab.benchmarks.training.memory import random_batch
 from matmix.launch.lab.compare.config import Comparison, Entry
 from matmix.launch.lab.compare.processes import listening, start, threads

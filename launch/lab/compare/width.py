@@ -1,6 +1,8 @@
-"""Equal parameters: the width at which a model has as many as another one.
+"""Fits the entries of a comparison to each other: the width at which a model has as many parameters as another one, and
+the rules of the recipe (`[[optimizer.rule]]`) that its model can have.
 
-Only `d_model` is chosen, and the `headdim` of mixers that have one where theirs does not divide at that width.
+Of the model only `d_model` is chosen, and the `headdim` of mixers that have one where theirs does not divide at that
+width.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import math
 from collections.abc import Iterator
 
 from matmix.launch.lab.compare.config import Comparison, Entry
-from matmix.launch.lab.compare.rules import with_checked_rules
 from matmix.model.build import build_model, count_parameters
 from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.train.loaders import make_loader, with_data_facts
+from matmix.train.optim.config import RuleConfig
+from matmix.train.optim.optimizer import matches_any, parameter_groups
 
 HEADDIM_FACTOR = 1.5
 """How far from the recipe's a headdim may be, either way."""
@@ -184,3 +187,32 @@ def nearest_first(nominal: int) -> Iterator[int]:
     """Headdims within HEADDIM_FACTOR of `nominal`, itself first."""
     low, high = math.ceil(nominal / HEADDIM_FACTOR), math.floor(nominal * HEADDIM_FACTOR)
     yield from sorted(range(max(1, low), high + 1), key=lambda headdim: (abs(headdim - nominal), headdim))
+
+
+def with_checked_rules(entry: Entry) -> Entry:
+    """The entry; a control without the patterns of the recipe's rules that are for mixers which it does not have.
+
+    Raises ValueError (one line) for rules that do not fit the entry's model.
+    """
+    config = entry.config
+    if not config.optimizer.rule:
+        return entry
+    model = build_model(config.model, device="meta")
+    if entry.control:
+        names = [name for name, _ in model.named_parameters()]
+        rules = (_fitting(rule, names) for rule in config.optimizer.rule)
+        optimizer = dataclasses.replace(config.optimizer, rule=tuple(rule for rule in rules if rule is not None))
+        config = dataclasses.replace(config, optimizer=optimizer)
+    try:
+        parameter_groups(model, config.optimizer, config.data.seqlen)
+    except ValueError as error:
+        raise ValueError(f'entry "{entry.title}": {error}') from None
+    return dataclasses.replace(entry, config=config)
+
+
+def _fitting(rule: RuleConfig, names: list[str]) -> RuleConfig | None:
+    """The rule with those of its patterns that match a name; None where none does."""
+    patterns = tuple(pattern for pattern in rule.patterns if matches_any(pattern, names))
+    if patterns == rule.patterns:
+        return rule
+    return dataclasses.replace(rule, match=patterns) if patterns else None

@@ -1,17 +1,110 @@
-"""How long a step and a run take on a cluster, and which engine, micro-batch and checkpointing are fastest there."""
+"""How long a step and a run take on a cluster: exchanges between GPUs, failures and checkpoints, and which engine,
+micro-batch and checkpointing are fastest there.
+
+Bytes that a rank sends are counted as ring algorithms send them: an all-gather or reduce-scatter of S bytes over n
+ranks sends (n - 1) / n S from each, an all-reduce twice that. Weights and gradients travel in float32 at every
+precision.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from pathlib import Path
 
 from matmix.data.artifacts import read_json_lines
-from matmix.launch.lab.plan.hardware import Cluster
-from matmix.launch.lab.plan.traffic import Collective, collectives
+from matmix.launch.lab.plan.hardware import GB, Cluster
 from matmix.train.config import RunConfig
-from matmix.train.estimate.memory import Mode, checkpointing_mode
+from matmix.train.estimate.memory import FLOAT, Mode, checkpointing_mode
 from matmix.train.estimate.plan import Plan, make_plan
+from matmix.train.optim import optimizer_class
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """One kind of exchange."""
+
+    what: str
+    bytes: float  # sent by each rank in a step
+    ranks: int  # that take part
+    within_node: bool
+
+    def seconds(self, cluster: Cluster) -> float:
+        speed = cluster.node_gb_per_s if self.within_node else cluster.network_gb_per_s
+        return self.bytes / (speed * GB)
+
+
+def collectives(config: RunConfig, plan: Plan, gpus_per_node: int) -> list[Collective]:
+    """What the engine of `config` sends in a step of `plan`."""
+    engine, ranks = config.engine, plan.ranks
+    if ranks == 1:
+        return []
+    weights = float(FLOAT * plan.parameters)
+    blocks = float(FLOAT * plan.block_parameters * config.model.n_layers)
+    if engine.name == "deepspeed":
+        return _zero(engine.zero_stage, weights, ranks, ranks <= gpus_per_node, plan.accumulation)
+    copies = ranks if engine.name == "ddp" else engine.replicate
+    shard = ranks // copies
+    found = []
+    if shard > 1:
+        inside, part = shard <= gpus_per_node, (shard - 1) / shard
+        times = 2 if engine.reshard_after_forward else 1
+        gathered = (blocks * times + weights - blocks) * plan.accumulation
+        found.append(Collective("all-gather of weights", part * gathered, shard, inside))
+        found.append(Collective("reduce-scatter of gradients", part * weights, shard, inside))
+    if copies > 1:
+        part = 2 * (copies - 1) / copies
+        found.append(
+            Collective("all-reduce of gradients", part * weights / shard, copies, copies * shard <= gpus_per_node)
+        )
+    return found
+
+
+def _zero(stage: int, weights: float, ranks: int, inside: bool, accumulation: int) -> list[Collective]:
+    part = (ranks - 1) / ranks * weights
+    if stage == 0:
+        return [Collective("all-reduce of gradients", 2 * part, ranks, inside)]
+    reductions = accumulation if stage >= 2 else 1  # from stage 2 on no rank keeps whole gradients to add to
+    gathers = 2 * accumulation if stage == 3 else 1
+    return [
+        Collective("reduction of gradients", part * reductions, ranks, inside),
+        Collective("all-gather of weights", part * gathers, ranks, inside),
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Risk:
+    """Seconds, but for `lost`, a share of the time."""
+
+    mtbf: float  # mean time between failures of the whole run
+    stall: float  # training waits for each save
+    interval: float  # between saves as configured
+    best_interval: float  # sqrt(2 stall mtbf): Young (1974), Daly (2006)
+    restart: float
+
+    def lost(self, interval: float) -> float:
+        """Share of the time that saving, work done again and restarts cost, to first order (Daly's eq. 9)."""
+        return self.stall / interval + (interval / 2 + self.restart) / self.mtbf
+
+
+def assess(config: RunConfig, plan: Plan, cluster: Cluster, step_seconds: float, stall: float | None = None) -> Risk:
+    """stall: seconds that a save stops training, as measured; None = the copy of a rank's part to its host."""
+    if stall is None:
+        copies = plan.ranks if config.engine.name == "ddp" else config.engine.replicate
+        # Weights and moments; every rank of a group of shards copies its own.
+        tensors = 1 + len(optimizer_class(config.optimizer).moments)
+        stall = tensors * FLOAT * plan.parameters / max(1, plan.ranks // copies) / (cluster.host_gb_per_s * GB)
+    mtbf = cluster.mtbf_gpu_hours * 3600 / plan.ranks
+    every = config.checkpoint.every or config.steps
+    return Risk(
+        mtbf=mtbf,
+        stall=stall,
+        interval=every * step_seconds,
+        best_interval=math.sqrt(2 * stall * mtbf),
+        restart=60 * cluster.restart_minutes,
+    )
+
 
 # Assumed where nobody has measured: what well-tuned attention models reach in bf16 on such GPUs.
 ASSUMED_EFFICIENCY = 0.35

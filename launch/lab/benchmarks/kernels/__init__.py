@@ -1,0 +1,1 @@
+"""Benchmarks of single operations, and what their kernels take of a GPU."""

@@ -27,11 +27,11 @@ from matmix.kernels.mru.constructions import (
     build_state_matrices,
     state_elements,
 )
-from matmix.launch.lab.benchmarks.kernels.peers import BrentKungProduct, HillisSteeleProduct, recurrent_product
-from matmix.launch.lab.benchmarks.kernels.settings import Settings
-from matmix.launch.lab.benchmarks.kernels.small import BATCH, SEQLEN
-from matmix.launch.lab.benchmarks.kernels.speed import parser_of, run_command
-from matmix.launch.lab.benchmarks.kernels.suite import Candidate, Case, on_leaves
+from matmix.launch.lab.benchmarks.measuring.command import parser_of, run_command
+from matmix.launch.lab.benchmarks.measuring.settings import Settings
+from matmix.launch.lab.benchmarks.measuring.small import BATCH, SEQLEN
+from matmix.launch.lab.benchmarks.measuring.suite import Candidate, Case, on_leaves
+from matmix.launch.lab.benchmarks.peers.scans import BrentKungProduct, HillisSteeleProduct, recurrent_product
 
 LENGTHS, SIZES = "256,1024,4096,16384,65536", "8x6,16x3"
 LONGEST_LOOP = 4096

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from matmix.kernels import gated_norm
-from matmix.launch.lab.benchmarks.kernels.packages import Missing, peer
 from matmix.launch.lab.benchmarks.kernels.scan import EXPAND
-from matmix.launch.lab.benchmarks.kernels.settings import Settings
-from matmix.launch.lab.benchmarks.kernels.speed import parser_of, run_command
-from matmix.launch.lab.benchmarks.kernels.suite import Candidate, Case, on_leaves
+from matmix.launch.lab.benchmarks.measuring.command import parser_of, run_command
+from matmix.launch.lab.benchmarks.measuring.settings import Settings
+from matmix.launch.lab.benchmarks.measuring.suite import Candidate, Case, on_leaves
+from matmix.launch.lab.benchmarks.peers.packages import Missing, peer
 
 EPS = 1e-5
 

@@ -1,4 +1,4 @@
-"""What the kernels take of a GPU: `python -m matmix.launch.lab.benchmarks.kernels resources`.
+"""What the kernels take of a GPU: `python -P -m matmix.launch.lab.benchmarks resources`.
 
 Compiles every launch of every op, for GPUs that need not be there, and prints registers, spills and shared memory.
 Ends with status 1 if anything does not compile, spills on sm_90 or takes more memory than the hardware has.
@@ -115,10 +115,9 @@ def _order(row: tuple[Call, Resources]) -> tuple:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m matmix.launch.lab.benchmarks.kernels resources", description=__doc__
-    )
+def main(arguments: list[str]) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -P -m matmix.launch.lab.benchmarks resources", description=__doc__)
     parser.add_argument("--target", action="append", choices=list(HARDWARE), help="may be repeated; all if not given")
     parser.add_argument("--only", action="append", default=[], help="calls whose op, title or dtype contains this text")
     parser.add_argument(
@@ -129,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="compiling processes")
     parser.add_argument("--json", type=Path, default=None, help="also write the results into this file")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     jobs = compilations(launches(options.scope, options.only), options.target or list(HARDWARE))
     rows = list(compile_all(jobs, options.workers))
     print(table(rows))
@@ -141,7 +140,3 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{found.kernel} on {found.target}, {constants_text(found.constants)}: {problem(found)}", file=sys.stderr)
     print(f"{len(rows)} kernels compiled, {len(failed)} of them with problems")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,13 +16,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from matmix.kernels import quasiseparable_scan
-from matmix.launch.lab.benchmarks.kernels.compiled import compiled_scan
-from matmix.launch.lab.benchmarks.kernels.flipped import fla_causal, flipped, mamba_causal, our_causal, plain_causal
-from matmix.launch.lab.benchmarks.kernels.packages import Missing
-from matmix.launch.lab.benchmarks.kernels.settings import Settings
-from matmix.launch.lab.benchmarks.kernels.small import BATCH, SEQLEN
-from matmix.launch.lab.benchmarks.kernels.speed import parser_of, run_command
-from matmix.launch.lab.benchmarks.kernels.suite import Candidate, Case, on_leaves
+from matmix.launch.lab.benchmarks.measuring.command import parser_of, run_command
+from matmix.launch.lab.benchmarks.measuring.settings import Settings
+from matmix.launch.lab.benchmarks.measuring.small import BATCH, SEQLEN
+from matmix.launch.lab.benchmarks.measuring.suite import Candidate, Case, on_leaves
+from matmix.launch.lab.benchmarks.peers.compiled import compiled_scan
+from matmix.launch.lab.benchmarks.peers.flipped import fla_causal, flipped, mamba_causal, our_causal, plain_causal
+from matmix.launch.lab.benchmarks.peers.packages import Missing
 
 EXPAND, HEADDIM, D_STATE, GROUPS = 2, 64, 64, 1
 LONGEST_PLAIN = 8192

@@ -1,7 +1,7 @@
 """What the trainer costs: its steps against a bare loop, what an evaluation spends on asking whether context is used,
 what comparing the copies of a replicated model takes, and the data loader against what the steps consume.
 
-    python -P -m matmix.launch.lab.benchmarks.training.costs mru_shakespeare --steps 60
+    python -P -m matmix.launch.lab.benchmarks costs mru_shakespeare --steps 60
 
 The bare loop has the same model, optimizer, batch shapes and loss, and nothing else: no engine, callbacks, counting,
 schedule, NaN guard or data loading (its batches lie in memory). Both run in one process, in turns of a few steps, so
@@ -16,7 +16,6 @@ import dataclasses
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,6 @@ from matmix.train.guards.replicas import fingerprint
 from matmix.train.loaders import make_loader
 from matmix.train.loop import Trainer
 from matmix.train.optim.optimizer import make_optimizer
-from matmix.train.process.console import guarded
 from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
 
@@ -163,50 +161,40 @@ def measure_data(config: RunConfig, batches: int) -> float:
     return tokens / (time.perf_counter() - began)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> None:
+    """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m matmix.launch.lab.benchmarks.training.costs", description=__doc__.splitlines()[0]
+        prog="python -P -m matmix.launch.lab.benchmarks costs", description=__doc__.splitlines()[0]
     )
     parser.add_argument("recipe")
     parser.add_argument("--steps", type=int, default=60, help="steps of each kind (default: 60)")
     parser.add_argument("--json", type=Path, default=None, help="also write the numbers here")
     options, overrides = parser.parse_known_args(arguments)
-
-    def run() -> int:
-        config = load_config(options.recipe, overrides)
-        numbers = measure_overhead(config, options.steps)
-        numbers |= measure_context(config)
-        numbers |= measure_replicas(config)
-        numbers["data_tokens_per_second"] = measure_data(config, 200)
-        numbers["data_over_training"] = numbers["data_tokens_per_second"] / numbers["tokens_per_second"]
-        print(f"trainer  {numbers['trainer_seconds_per_step'] * 1e3:8.2f} ms a step")
-        print(f"bare     {numbers['bare_seconds_per_step'] * 1e3:8.2f} ms a step; overhead {numbers['overhead']:+.1%}")
-        print(f"training {numbers['tokens_per_second']:10,.0f} tokens/s")
-        if "context_seconds" in numbers:
-            every, context = config.evaluation.every or config.steps, numbers["context_seconds"]
-            share = context / (every * numbers["trainer_seconds_per_step"])
-            print(
-                f"context  {context * 1e3:8.2f} ms of an evaluation's {numbers['evaluation_seconds'] * 1e3:,.0f} ms, "
-                f"{share:.2%} of the {every} steps between two evaluations"
-            )
-        every, check = config.faults.replica_check_every, numbers["replica_check_seconds"]
-        if every:
-            share = check / (every * numbers["trainer_seconds_per_step"])
-            print(
-                f"copies   {check * 1e3:8.2f} ms to compare, {share:.3%} of the {every} steps between two comparisons"
-            )
+    config = load_config(options.recipe, overrides)
+    numbers = measure_overhead(config, options.steps)
+    numbers |= measure_context(config)
+    numbers |= measure_replicas(config)
+    numbers["data_tokens_per_second"] = measure_data(config, 200)
+    numbers["data_over_training"] = numbers["data_tokens_per_second"] / numbers["tokens_per_second"]
+    print(f"trainer  {numbers['trainer_seconds_per_step'] * 1e3:8.2f} ms a step")
+    print(f"bare     {numbers['bare_seconds_per_step'] * 1e3:8.2f} ms a step; overhead {numbers['overhead']:+.1%}")
+    print(f"training {numbers['tokens_per_second']:10,.0f} tokens/s")
+    if "context_seconds" in numbers:
+        every, context = config.evaluation.every or config.steps, numbers["context_seconds"]
+        share = context / (every * numbers["trainer_seconds_per_step"])
         print(
-            f"data     {numbers['data_tokens_per_second']:10,.0f} tokens/s with one worker: "
-            f"{numbers['data_over_training']:.0f} x what training consumes"
+            f"context  {context * 1e3:8.2f} ms of an evaluation's {numbers['evaluation_seconds'] * 1e3:,.0f} ms, "
+            f"{share:.2%} of the {every} steps between two evaluations"
         )
-        if options.json:
-            where = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-            record = {"recipe": options.recipe, "date": date.today().isoformat(), **where, **numbers}
-            options.json.write_text(json.dumps(record, indent=2) + "\n")
-        return 0
-
-    return guarded(run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    every, check = config.faults.replica_check_every, numbers["replica_check_seconds"]
+    if every:
+        share = check / (every * numbers["trainer_seconds_per_step"])
+        print(f"copies   {check * 1e3:8.2f} ms to compare, {share:.3%} of the {every} steps between two comparisons")
+    print(
+        f"data     {numbers['data_tokens_per_second']:10,.0f} tokens/s with one worker: "
+        f"{numbers['data_over_training']:.0f} x what training consumes"
+    )
+    if options.json:
+        where = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        record = {"recipe": options.recipe, "date": date.today().isoformat(), **where, **numbers}
+        options.json.write_text(json.dumps(record, indent=2) + "\n")

@@ -1,6 +1,6 @@
 """A training step, forward and backward without the optimizer, of the recipes' Hydra and BERT encoders.
 
-    python -P -m matmix.launch.lab.benchmarks.kernels encoder
+    python -P -m matmix.launch.lab.benchmarks encoder
 
 The models are those of hydra_base_c4 (23 layers of Hydra, 112M parameters) and bert_base_c4 (12 blocks of flash
 attention and MLP), the loss is masked-token prediction at the recipes' 30 % of random tokens. Weights are float32 and
@@ -16,8 +16,8 @@ import torch
 
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.masking import IGNORED
-from matmix.launch.lab.benchmarks.kernels.settings import Settings
-from matmix.launch.lab.benchmarks.kernels.suite import Case
+from matmix.launch.lab.benchmarks.measuring.settings import Settings
+from matmix.launch.lab.benchmarks.measuring.suite import Case
 from matmix.launch.lab.benchmarks.training.steps import run_steps, step_parser, steps_of
 from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config

@@ -1,6 +1,6 @@
 """A training step, forward and backward without the optimizer, of an MRU language model and of a GPT of its size.
 
-    python -P -m matmix.launch.lab.benchmarks.kernels language_model
+    python -P -m matmix.launch.lab.benchmarks language_model
 
 Two sizes: `tinystories` (4 blocks of width 768, 12 heads with 8 x 8 states, 8,192 words) and `small`, like GPT-2 small
 (12 blocks of width 768, 50,304 words) with 3 heads of 16 x 16 states. The GPT has flash attention and rotary positions
@@ -18,8 +18,8 @@ import torch
 
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.masking import IGNORED
-from matmix.launch.lab.benchmarks.kernels.settings import Settings
-from matmix.launch.lab.benchmarks.kernels.suite import Case
+from matmix.launch.lab.benchmarks.measuring.settings import Settings
+from matmix.launch.lab.benchmarks.measuring.suite import Case
 from matmix.launch.lab.benchmarks.training.steps import run_steps, step_parser, steps_of
 from matmix.model import ModelConfig, build_model
 from matmix.train.config import ObjectiveConfig

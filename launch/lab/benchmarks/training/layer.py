@@ -1,6 +1,6 @@
 """One Hydra layer against the published way of computing it and against attention of the same width.
 
-    python -P -m matmix.launch.lab.benchmarks.kernels layer
+    python -P -m matmix.launch.lab.benchmarks layer
 
 Weights are float32 and products run in bfloat16 under autocast, as in training. The published way takes the weights of
 our layer: convolution by conv1d, reversed copies that double the batch, mamba-ssm's SSD, roll, reversal, sum, and
@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels import gated_norm
-from matmix.launch.lab.benchmarks.kernels.flipped import CausalScan, flipped, mamba_causal, our_causal
 from matmix.launch.lab.benchmarks.kernels.norm import mamba_norm
-from matmix.launch.lab.benchmarks.kernels.packages import Missing
 from matmix.launch.lab.benchmarks.kernels.scan import flash_only
-from matmix.launch.lab.benchmarks.kernels.settings import Settings
-from matmix.launch.lab.benchmarks.kernels.small import BATCH, SEQLEN
-from matmix.launch.lab.benchmarks.kernels.speed import parser_of, run_command
-from matmix.launch.lab.benchmarks.kernels.suite import Candidate, Case
+from matmix.launch.lab.benchmarks.measuring.command import parser_of, run_command
+from matmix.launch.lab.benchmarks.measuring.settings import Settings
+from matmix.launch.lab.benchmarks.measuring.small import BATCH, SEQLEN
+from matmix.launch.lab.benchmarks.measuring.suite import Candidate, Case
+from matmix.launch.lab.benchmarks.peers.flipped import CausalScan, flipped, mamba_causal, our_causal
+from matmix.launch.lab.benchmarks.peers.packages import Missing
 from matmix.model import initialize
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.scans.hydra import Hydra

@@ -1,6 +1,6 @@
 """What `matmix plan` says of memory, beside what a process really takes.
 
-    python -P -m matmix.launch.lab.benchmarks.training.memory
+    python -P -m matmix.launch.lab.benchmarks memory
 
 Each case is a process (or one per rank) of its own that makes the engine, runs two optimizer steps on random tokens and
 reads its peak of resident memory from the kernel, less what it held before the model. CPU only: there every byte can be
@@ -22,10 +22,11 @@ from pathlib import Path
 import torch
 
 from matmix.data.loading.batch import Batch
+from matmix.launch.lab.benchmarks.measuring.timing import process_bytes
 from matmix.train.config import RunConfig
 from matmix.train.estimate.memory import FLOAT
 from matmix.train.estimate.plan import make_plan
-from matmix.train.process.console import begin_process, guarded
+from matmix.train.process.console import begin_process
 from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
 
@@ -76,7 +77,7 @@ def _peak_of_steps(config: RunConfig, distributed: Distributed) -> int:
     (warm @ warm).sum().backward()  # the threads and tables of the libraries are not the model's
     batch = random_batch(config, config.micro_batch(distributed.world_size))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _status("VmRSS")
+    before = process_bytes("VmRSS")
     engine.prepare(
         build_model(config.model, device="meta"),
         initialize=functools.partial(initialize, seed=0),
@@ -91,14 +92,7 @@ def _peak_of_steps(config: RunConfig, distributed: Distributed) -> int:
             engine.backward(loss.total / task.count_targets(batch), last=number == accumulation - 1)
             del loss
         engine.step(1.0)
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"this system's /proc/self/status has no {name}: measure on Linux")
+    return process_bytes("VmHWM") - before
 
 
 def random_batch(config: RunConfig, size: int) -> Batch:
@@ -122,7 +116,7 @@ def measure(arguments: list[str], ranks: int = 1) -> int:
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(ranks),
     }
-    command = [sys.executable, "-P", "-m", "matmix.launch.lab.benchmarks.training.memory", "--peak", *arguments]
+    command = [sys.executable, "-P", "-m", "matmix.launch.lab.benchmarks", "memory", "--peak", *arguments]
     processes = [
         subprocess.Popen(
             command,
@@ -150,17 +144,14 @@ def compare(title: str, arguments: list[str], ranks: int = 1) -> Comparison:
     return Comparison(title, plan.total_bytes - unwritten, measure(arguments, ranks))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point."""
+def main(arguments: list[str]) -> int:
+    """The command."""
     begin_process()
-    arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--peak"]:
         config = load_config(arguments[1], arguments[2:])
         print(json.dumps({"peak": peak_of(config)}))
         return 0
-    parser = argparse.ArgumentParser(
-        prog="python -P -m matmix.launch.lab.benchmarks.training.memory", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -P -m matmix.launch.lab.benchmarks memory", description=__doc__)
     parser.add_argument("recipe", nargs="?", default="mru_shakespeare", help="recipe (default: mru_shakespeare)")
     parser.add_argument("--ranks", type=int, default=2, help="processes of the cases with several (default: 2)")
     options, overrides = parser.parse_known_args(arguments)
@@ -173,7 +164,3 @@ def main(arguments: list[str] | None = None) -> int:
         mebibytes = f"{found.planned / 2**20:>10.0f}{found.measured / 2**20:>10.0f}"
         print(f"{title:<36}{mebibytes}  ratio {found.ratio:.2f}", flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(guarded(main))

@@ -1,6 +1,6 @@
 """What a checkpoint costs against the size of the model: the stall of training, the save, and reading it again.
 
-    python -P -m matmix.launch.lab.benchmarks.training.saving --sizes 10M,30M,100M --directory runs
+    python -P -m matmix.launch.lab.benchmarks saving --sizes 10M,30M,100M --directory runs
 
 Saves in the background and blocking saves take turns, so that whatever else the machine does hits both alike; medians
 are reported. The checkpoint is dropped from the page cache before it is read: a resume reads it twice, for its
@@ -17,7 +17,6 @@ import os
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,7 +34,6 @@ from matmix.train.config import ObjectiveConfig
 from matmix.train.engine import Engine, EngineConfig, build_engine
 from matmix.train.optim.config import OptimizerConfig
 from matmix.train.optim.optimizer import make_optimizer
-from matmix.train.process.console import guarded
 from matmix.train.process.distributed import Distributed, barrier, from_rank_zero
 from matmix.train.tasks.causal_lm import CausalLM
 
@@ -180,9 +178,10 @@ def parse_size(text: str) -> int:
     return size
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> None:
+    """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m matmix.launch.lab.benchmarks.training.saving", description=__doc__.splitlines()[0]
+        prog="python -P -m matmix.launch.lab.benchmarks saving", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--sizes", default="10M,30M,100M", help="numbers of parameters (default: 10M,30M,100M)")
     parser.add_argument("--repeats", type=int, default=5, help="of each kind (default: 5)")
@@ -192,38 +191,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, default=None, help="where to write (default: a temporary folder)")
     parser.add_argument("--json", type=Path, default=None, help="also write the numbers here")
     options = parser.parse_args(arguments)
-
-    def run() -> int:
-        sizes = [parse_size(text) for text in options.sizes.split(",")]
-        if options.repeats < 1:
-            raise ValueError(f"--repeats {options.repeats}: must be 1 or more")
-        config = EngineConfig(name=options.engine, zero_stage=options.zero_stage)
-        with Distributed.from_environment(options.device) as distributed:
-            made = tempfile.mkdtemp(dir=options.directory) if distributed.rank == 0 else ""
-            folder = Path(from_rank_zero(made))
-            try:
-                rows = [measure(config, distributed, size, folder, options.repeats) for size in sizes]
-            finally:
-                if distributed.rank == 0:
-                    shutil.rmtree(folder, ignore_errors=True)
-        if distributed.rank == 0:
-            print(table(rows))
-            if options.json:
-                device = torch.cuda.get_device_name() if distributed.device.type == "cuda" else platform.machine()
-                where = {"device": device, "torch": torch.__version__, "threads": torch.get_num_threads()}
-                engine = {"ranks": distributed.world_size, "engine": dataclasses.asdict(config)}
-                record = {
-                    "date": date.today().isoformat(),
-                    **where,
-                    **engine,
-                    "repeats": options.repeats,
-                    "sizes": rows,
-                }
-                options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        return 0
-
-    return guarded(run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sizes = [parse_size(text) for text in options.sizes.split(",")]
+    if options.repeats < 1:
+        raise ValueError(f"--repeats {options.repeats}: must be 1 or more")
+    config = EngineConfig(name=options.engine, zero_stage=options.zero_stage)
+    with Distributed.from_environment(options.device) as distributed:
+        made = tempfile.mkdtemp(dir=options.directory) if distributed.rank == 0 else ""
+        folder = Path(from_rank_zero(made))
+        try:
+            rows = [measure(config, distributed, size, folder, options.repeats) for size in sizes]
+        finally:
+            if distributed.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+    if distributed.rank == 0:
+        print(table(rows))
+        if options.json:
+            device = torch.cuda.get_device_name() if distributed.device.type == "cuda" else platform.machine()
+            where = {"device": device, "torch": torch.__version__, "threads": torch.get_num_threads()}
+            engine = {"ranks": distributed.world_size, "engine": dataclasses.asdict(config)}
+            record = {
+                "date": date.today().isoformat(),
+                **where,
+                **engine,
+                "repeats": options.repeats,
+                "sizes": rows,
+            }
+            options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

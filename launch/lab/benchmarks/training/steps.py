@@ -10,9 +10,9 @@ from torch import Tensor
 
 from matmix.data.loading.batch import Batch
 from matmix.launch.lab.benchmarks.kernels.scan import flash_only
-from matmix.launch.lab.benchmarks.kernels.settings import Settings
-from matmix.launch.lab.benchmarks.kernels.speed import parser_of, run_command
-from matmix.launch.lab.benchmarks.kernels.suite import Candidate, Case
+from matmix.launch.lab.benchmarks.measuring.command import parser_of, run_command
+from matmix.launch.lab.benchmarks.measuring.settings import Settings
+from matmix.launch.lab.benchmarks.measuring.suite import Candidate, Case
 from matmix.model import ModelConfig, build_model, initialize
 from matmix.train.activation import compile_blocks, compute_in_bfloat16
 from matmix.train.config import ObjectiveConfig

@@ -21,11 +21,16 @@ times. Processes that work at the same time are given a shard each.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from matmix.launch.lab.studies.mru.results import Result, Results
+from matmix.data.storage.files import write_atomic
+from matmix.launch.lab.benchmarks.measuring.environment import environment
+from matmix.launch.lab.studies.mru import beyond, grid, growth, pictures, speed, tables
+from matmix.launch.lab.studies.mru.grid import Result, Results
 from matmix.launch.lab.studies.mru.variants import MRU_VARIANTS, VARIANTS
 from matmix.train.process.console import guarded
 
@@ -33,43 +38,60 @@ DATA = ("characters=datasets/shakespeare_char", "subwords=datasets/shakespeare")
 
 
 def run_grid(results: Results, options: argparse.Namespace) -> None:
-    from matmix.launch.lab.studies.mru import grid
-
     wanted = {"steps": options.steps, "seeds": options.seeds, "shard": options.shard}
     grid.run_grid(results, options.data, options.variants, **wanted)
 
 
 def run_growth(results: Results, options: argparse.Namespace) -> None:
-    from matmix.launch.lab.studies.mru import grid, growth
-
     for name, case in grid.share(list(growth.CASES.items()), options.shard):
-        _tell(results, "growth", name, lambda case=case: growth.growth(case))
+        _measure(results, "growth", name, lambda case=case: growth.growth(case))
 
 
 def run_beyond(results: Results, options: argparse.Namespace) -> None:
-    from matmix.launch.lab.studies.mru import beyond, grid
-
     best = grid.best_runs(results.read(grid.PART))
     for name in grid.share([name for name in options.variants if (grid.FOLLOWED, name) in best], options.shard):
-        found = best[grid.FOLLOWED, name]
-        key = grid.run_key(grid.FOLLOWED, name, found["rate"], 0)
-        facts = {"variant": name, "rate": found["rate"]}
+        facts = {"variant": name, "rate": best[grid.FOLLOWED, name]["rate"]}
+        key = grid.run_key(grid.FOLLOWED, name, facts["rate"], 0)
         weights = results.weights(key)
-        _tell(results, "beyond", key, lambda w=weights, f=facts: {**f, **beyond.beyond(w, options.plays)})
+        _measure(results, "beyond", key, lambda w=weights, f=facts: {**f, **beyond.beyond(w, options.plays)})
+
+
+def _measure(results: Results, part: str, key: str, run: Callable[[], Result]) -> None:
+    if results.measure(part, key, run) is not None:
+        print(f"{part}: {key}", flush=True)
 
 
 def run_speed(results: Results, options: argparse.Namespace) -> None:
-    from matmix.launch.lab.studies.mru import speed
-
     for name, found in speed.speed(speed.CASES).items():
         # Times belong beside those of the same minutes.
         results.measure("speed", name, lambda found=found: found, again=True)
 
 
 def run_report(results: Results, options: argparse.Namespace) -> None:
-    from matmix.launch.lab.studies.mru import report
+    """Gathers what is there, writes the record and the pictures to `--out` and the tables to the folder of the results,
+    and prints the tables. Raises ValueError where there is no result at all."""
+    found = {part: results.read(part) for part in PARTS if part != "report"}
+    if not any(found.values()):
+        raise ValueError(f"{results.folder} holds no results: run another part first")
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_atomic(options.out / "mru_study.json", json.dumps(record_of(found), separators=(",", ":")) + "\n")
+    text = tables.tables(found)
+    write_atomic(results.folder / "tables.md", text + "\n")
+    print(text)
+    for name, png in pictures.pictures(found).items():
+        write_atomic(options.out / f"mru_{name}.png", png)
 
-    report.report(results, options.out)
+
+def record_of(found: dict[str, Any]) -> dict[str, Any]:
+    """What is committed: curves of the runs that are drawn, losses by position of each variant's best."""
+    best = grid.best_runs(found[grid.PART]).values()
+    runs = []
+    for result in found[grid.PART].values():
+        left_out = () if result in best else ("position_loss",)
+        if result not in best or result["variant"] not in pictures.DRAWN:
+            left_out += ("curve",)
+        runs.append({name: value for name, value in result.items() if name not in left_out})
+    return {"environment": environment(), **found, grid.PART: runs}
 
 
 PARTS: dict[str, Callable[[Results, argparse.Namespace], None]] = {
@@ -79,11 +101,6 @@ PARTS: dict[str, Callable[[Results, argparse.Namespace], None]] = {
     "speed": run_speed,
     "report": run_report,
 }
-
-
-def _tell(results: Results, part: str, key: str, run: Callable[[], Result]) -> None:
-    if results.measure(part, key, run) is not None:
-        print(f"{part}: {key}", flush=True)
 
 
 def _dataset(text: str) -> tuple[str, str]:

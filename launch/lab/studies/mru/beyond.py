@@ -13,7 +13,7 @@ from torch import Tensor
 from matmix.data.config import DataConfig
 from matmix.data.loading.loader import build_loader
 from matmix.data.loading.masking import IGNORED
-from matmix.launch.lab.studies.mru.norms import curve, overflow
+from matmix.launch.lab.studies.mru.growth import curve, overflow
 from matmix.launch.lab.studies.mru.runs import finite
 from matmix.model import build_model
 from matmix.model.config import model_config_from_dict

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, state_elements
-from matmix.launch.lab.studies.mru.grid import FOLLOWED, PART, best_runs, worth
+from matmix.launch.lab.studies.mru.grid import FOLLOWED, PART, Result, best_runs, worth
 from matmix.launch.lab.studies.mru.growth import LENGTH, ORDER
-from matmix.launch.lab.studies.mru.results import Result
 from matmix.launch.lab.studies.mru.variants import NONE, RATES
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from matmix.launch.lab.benchmarks.kernels.measure import environment
-from matmix.launch.lab.benchmarks.kernels.settings import Settings, device_name
-from matmix.launch.lab.benchmarks.kernels.suite import Case
+from matmix.launch.lab.benchmarks.measuring.environment import environment
+from matmix.launch.lab.benchmarks.measuring.settings import Settings, device_name
+from matmix.launch.lab.benchmarks.measuring.suite import Case
 
 NAME_WIDTH = 34
 
@@ -101,7 +101,7 @@ def write(settings: Settings, record: dict[str, Any]) -> None:
     settings.out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\nwritten to {settings.out}")
     if settings.plot is not None:
-        from matmix.launch.lab.benchmarks.kernels.plot import draw_lengths
+        from matmix.launch.lab.benchmarks.measuring.plot import draw_lengths
 
         draw_lengths(record, settings.plot)
         print(f"drawn in {settings.plot}")

@@ -6,8 +6,7 @@ import pytest
 
 from matmix.launch.lab.studies.mru import beyond, growth, speed
 from matmix.launch.lab.studies.mru.__main__ import main
-from matmix.launch.lab.studies.mru.grid import FOLLOWED, best_runs, run_key, share
-from matmix.launch.lab.studies.mru.results import Results
+from matmix.launch.lab.studies.mru.grid import FOLLOWED, Results, best_runs, run_key, share
 from matmix.launch.lab.studies.mru.variants import MRU_VARIANTS, RATES, VARIANTS, configs
 from matmix.model.build import build_model, count_parameters
 from matmix.model.parameter_rules import stated_rules

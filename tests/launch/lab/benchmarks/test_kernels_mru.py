@@ -10,12 +10,12 @@ import torch
 from matmix.kernels import matrix_product_scan, mru_mixer
 from matmix.kernels.matrix_product.definition import matrix_product_definition
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, state_elements
-from matmix.launch.lab.benchmarks.kernels.__main__ import main
+from matmix.launch.lab.benchmarks.__main__ import main
 from matmix.launch.lab.benchmarks.kernels.mru import Size, mixer_case, our_parts, scan_case, unfused
-from matmix.launch.lab.benchmarks.kernels.peers import BrentKungProduct, HillisSteeleProduct, recurrent_product
-from matmix.launch.lab.benchmarks.kernels.per_token import per_token, table
-from matmix.launch.lab.benchmarks.kernels.settings import Settings
-from matmix.launch.lab.benchmarks.kernels.suite import both_passes, largest_error, on_leaves
+from matmix.launch.lab.benchmarks.measuring.per_token import per_token, table
+from matmix.launch.lab.benchmarks.measuring.settings import Settings
+from matmix.launch.lab.benchmarks.measuring.suite import both_passes, largest_error, on_leaves
+from matmix.launch.lab.benchmarks.peers.scans import BrentKungProduct, HillisSteeleProduct, recurrent_product
 from matmix.launch.lab.benchmarks.training.language_model import SIZES, count_parameters, mru_model, same_size_gpt
 
 SMALLEST = "mru --device cpu --tokens 32 --lengths 16 --sizes 4x1 --rounds 1 --no-compile --no-plot"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels import semiseparable_scan
-from matmix.launch.lab.benchmarks.kernels.packages import peer
+from matmix.launch.lab.benchmarks.peers.packages import peer
 
 CausalScan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(v, q, k, step sizes dt (batch, seqlen, nheads), A (nheads,)) -> y, with log-decays dt A and input scale dt."""

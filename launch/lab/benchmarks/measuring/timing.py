@@ -1,10 +1,11 @@
-"""Seconds and bytes of one piece of work on a device: CUDA events where there is a GPU, the clock elsewhere."""
+"""Seconds and bytes of one piece of work: CUDA events where there is a GPU, elsewhere the clock and the process."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -120,3 +121,37 @@ def kernel_seconds(run: Callable[[], Any], device: torch.device, repetitions: in
             run()
         torch.cuda.synchronize(device)
     return sum(event.self_device_time_total for event in record.key_averages()) * 1e-6 / repetitions
+
+
+def best_times(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Seconds of each candidate: the least of `rounds` rounds, every round running all of them.
+
+    Anything else that runs on the machine only ever adds time, so the least is what comes closest to the
+    program's own cost; taking turns lets all candidates meet the same conditions.
+    """
+    best = dict.fromkeys(candidates, float("inf"))
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def peak_memory(run: Callable[[], object]) -> int:
+    """Bytes by which the resident set of this process grows, at its highest, while `run` runs (Linux).
+
+    The kernel keeps the high-water mark; writing 5 to clear_refs sets it back to the present size.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+    before = process_bytes("VmRSS")
+    run()
+    return process_bytes("VmHWM") - before
+
+
+def process_bytes(key: str) -> int:
+    """A size in this process's status, such as VmRSS. Raises RuntimeError on systems other than Linux."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}: measure on Linux")

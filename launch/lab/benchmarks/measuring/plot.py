@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from matmix.launch.lab.benchmarks.kernels.per_token import ALLOWED
+from matmix.launch.lab.benchmarks.measuring.per_token import ALLOWED
 
 
 def draw(record: dict[str, Any], path: Path) -> None:

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from matmix.launch.lab.benchmarks.kernels import report
-from matmix.launch.lab.benchmarks.kernels.per_token import per_token, table
-from matmix.launch.lab.benchmarks.kernels.settings import LENGTHS, Settings, add_arguments, settings_from
-from matmix.launch.lab.benchmarks.kernels.small import measure_small
-from matmix.launch.lab.benchmarks.kernels.suite import Case, run_cases
-from matmix.launch.lab.benchmarks.kernels.timing import Clock, copy_bandwidth
+from matmix.launch.lab.benchmarks.measuring import report
+from matmix.launch.lab.benchmarks.measuring.per_token import per_token, table
+from matmix.launch.lab.benchmarks.measuring.settings import LENGTHS, Settings, add_arguments, settings_from
+from matmix.launch.lab.benchmarks.measuring.small import measure_small
+from matmix.launch.lab.benchmarks.measuring.suite import Case, run_cases
+from matmix.launch.lab.benchmarks.measuring.timing import Clock, copy_bandwidth
 
 
 def parser_of(command: str, description: str, lengths: str = LENGTHS, *, width: bool = True) -> argparse.ArgumentParser:
     """A command's parser with the common arguments; width: whether it has --d-model."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m matmix.launch.lab.benchmarks.kernels {command}", description=description
+        prog=f"python -P -m matmix.launch.lab.benchmarks {command}", description=description
     )
     add_arguments(parser, lengths, width=width)
     return parser

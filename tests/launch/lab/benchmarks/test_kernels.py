@@ -5,18 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import matmix.launch.lab.benchmarks.kernels
-from matmix.launch.lab.benchmarks.kernels import packages, report
-from matmix.launch.lab.benchmarks.kernels.__main__ import COMMANDS, main
-from matmix.launch.lab.benchmarks.kernels.cases import CPU_CASES, quasiseparable
-from matmix.launch.lab.benchmarks.kernels.compiled import compiled_scan
+import matmix.launch.lab.benchmarks
+from matmix.launch.lab.benchmarks.__main__ import COMMANDS, main
 from matmix.launch.lab.benchmarks.kernels.conv import conv_case
-from matmix.launch.lab.benchmarks.kernels.flipped import flipped, our_causal, plain_causal
+from matmix.launch.lab.benchmarks.kernels.cpu import CPU_CASES, quasiseparable
 from matmix.launch.lab.benchmarks.kernels.norm import norm_case
-from matmix.launch.lab.benchmarks.kernels.plot import draw
 from matmix.launch.lab.benchmarks.kernels.scan import hydra_inputs, ours, scan_case
-from matmix.launch.lab.benchmarks.kernels.settings import Settings, slug
-from matmix.launch.lab.benchmarks.kernels.suite import (
+from matmix.launch.lab.benchmarks.measuring import report
+from matmix.launch.lab.benchmarks.measuring.plot import draw
+from matmix.launch.lab.benchmarks.measuring.settings import Settings, slug
+from matmix.launch.lab.benchmarks.measuring.suite import (
     PASSES,
     Candidate,
     Case,
@@ -26,7 +24,10 @@ from matmix.launch.lab.benchmarks.kernels.suite import (
     measure_case,
     on_leaves,
 )
-from matmix.launch.lab.benchmarks.kernels.timing import Clock, copy_bandwidth, quartiles
+from matmix.launch.lab.benchmarks.measuring.timing import Clock, copy_bandwidth, quartiles
+from matmix.launch.lab.benchmarks.peers import packages
+from matmix.launch.lab.benchmarks.peers.compiled import compiled_scan
+from matmix.launch.lab.benchmarks.peers.flipped import flipped, our_causal, plain_causal
 
 PEERS = {
     "scan": {"flipped, mamba-ssm (published)": "mamba-ssm", "flipped, flash-linear-attention": "fla-core"},
@@ -149,7 +150,9 @@ def test_the_cpu_command_compares_time_and_memory(tmp_path, capsys):
 
 
 def test_every_command_leads_somewhere():
-    assert all(importlib.util.find_spec(module) is not None for module, _ in COMMANDS.values())
+    for command in COMMANDS.values():
+        module, _, function = command.partition(":")
+        assert callable(getattr(importlib.import_module(f"matmix.launch.lab.benchmarks.{module}"), function))
 
 
 def test_without_a_gpu_a_command_ends_in_one_line(monkeypatch, capsys):
@@ -310,7 +313,7 @@ def test_a_command_runs_on_a_gpu(command, tmp_path):
 
 
 def test_the_committed_record_has_every_case_and_can_be_drawn(tmp_path):
-    results = Path(matmix.launch.lab.benchmarks.kernels.__path__[0]) / "results"
+    results = Path(matmix.launch.lab.benchmarks.__path__[0]) / "results"
     record = json.loads((results / "cpu.json").read_text())
     assert set(record["cases"]) == set(CPU_CASES)
     draw(record, tmp_path / "ratios.png")

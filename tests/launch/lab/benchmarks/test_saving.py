@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from matmix.launch.lab.benchmarks.training.saving import main, parse_size
+from matmix.launch.lab.benchmarks.__main__ import main
+from matmix.launch.lab.benchmarks.training.saving import parse_size
 
 
 def test_table_and_record(tmp_path, capsys):
     record = tmp_path / "record.json"
     arguments = ["--sizes", "500k,1.5M", "--repeats", "1", "--device", "cpu", "--directory", str(tmp_path)]
-    assert main([*arguments, "--json", str(record)]) == 0
+    assert main(["saving", *arguments, "--json", str(record)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "stall/blocking" in lines[0]
     assert len(lines) == 3

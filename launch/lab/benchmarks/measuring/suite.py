@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from matmix.launch.lab.benchmarks.kernels.floors import Floor, floor_of
-from matmix.launch.lab.benchmarks.kernels.settings import Settings
-from matmix.launch.lab.benchmarks.kernels.timing import Clock, quartiles
+from matmix.launch.lab.benchmarks.measuring.floors import Floor, floor_of
+from matmix.launch.lab.benchmarks.measuring.settings import Settings
+from matmix.launch.lab.benchmarks.measuring.timing import Clock, quartiles
 
 PASSES = ("forward", "backward", "both")
 LEAST_ROUNDS = 5

@@ -5,12 +5,17 @@ import json
 
 import pytest
 
-from matmix.launch.lab.plan.command import PlanRun
-from matmix.launch.lab.plan.estimate import candidates, estimate, measured_efficiency, options_of, suggest
+from matmix.launch.lab.plan.command import PlanRun, find_warnings
+from matmix.launch.lab.plan.estimate import (
+    assess,
+    candidates,
+    collectives,
+    estimate,
+    measured_efficiency,
+    options_of,
+    suggest,
+)
 from matmix.launch.lab.plan.hardware import GPUS, find_gpu, read_cluster
-from matmix.launch.lab.plan.risk import assess
-from matmix.launch.lab.plan.traffic import collectives
-from matmix.launch.lab.plan.warnings import find_warnings
 from matmix.model.flops import flops_by_part, flops_per_token
 from matmix.train.arguments import read_verb
 from matmix.train.estimate.plan import make_plan

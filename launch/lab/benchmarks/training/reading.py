@@ -1,12 +1,11 @@
 """How fast a prepared dataset is read: tokens per second, with nothing else going on.
 
-    python -m matmix.launch.lab.benchmarks.reading datasets/shakespeare --data.seqlen 1024 --data.workers 1
-    python -m matmix.launch.lab.benchmarks.reading datasets/shakespeare --masked --seconds 10
+    python -P -m matmix.launch.lab.benchmarks reading datasets/shakespeare --data.seqlen 1024 --data.workers 1
+    python -P -m matmix.launch.lab.benchmarks reading datasets/shakespeare --masked --seconds 10
 
 One line per measurement, and how many tokens per second one reading process gives.
 """
 
-import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -45,19 +44,18 @@ def measure(loader: Loader, seconds: float, warm_up: int = 4) -> float:
     return tokens / elapsed
 
 
-def main() -> None:
-    options = tyro.cli(Options, description=__doc__)
-    try:
-        loader = build_loader(
-            replace(options.data, path=options.path),
-            split=options.split,
-            global_batch_size=options.batch,
-            micro_batch_size=options.batch,
-            masking=MaskingConfig() if options.masked else None,
-        )
-    except (ValueError, FileNotFoundError) as error:
-        print(f"matmix: error: {error}", file=sys.stderr)
-        sys.exit(2)
+def main(arguments: list[str]) -> None:
+    """The command."""
+    options = tyro.cli(
+        Options, description=__doc__, args=arguments, prog="python -P -m matmix.launch.lab.benchmarks reading"
+    )
+    loader = build_loader(
+        replace(options.data, path=options.path),
+        split=options.split,
+        global_batch_size=options.batch,
+        micro_batch_size=options.batch,
+        masking=MaskingConfig() if options.masked else None,
+    )
     rate = measure(loader, options.seconds)
     workers = options.data.workers
     print(
@@ -65,7 +63,3 @@ def main() -> None:
         f"sequences of {options.data.seqlen}, {options.batch} in a micro-batch, "
         f"{'masked' if options.masked else 'causal'}"
     )
-
-
-if __name__ == "__main__":
-    main()

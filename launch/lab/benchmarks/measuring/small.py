@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from matmix.launch.lab.benchmarks.kernels.report import NAME_WIDTH, milliseconds
-from matmix.launch.lab.benchmarks.kernels.settings import Settings
-from matmix.launch.lab.benchmarks.kernels.suite import Candidate, Case, both_passes, survives
-from matmix.launch.lab.benchmarks.kernels.timing import Clock, graph_of, kernel_seconds
+from matmix.launch.lab.benchmarks.measuring.report import NAME_WIDTH, milliseconds
+from matmix.launch.lab.benchmarks.measuring.settings import Settings
+from matmix.launch.lab.benchmarks.measuring.suite import Candidate, Case, both_passes, survives
+from matmix.launch.lab.benchmarks.measuring.timing import Clock, graph_of, kernel_seconds
 
 BATCH, SEQLEN = 16, 128
 REPETITIONS = 50

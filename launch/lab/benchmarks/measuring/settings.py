@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 LENGTHS = ",".join(str(1 << power) for power in range(7, 18))  # 128 to 131,072
 
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser, lengths: str = LENGTHS, *, wi
                         "5 rounds (default: 3)")  # fmt: skip
     parser.add_argument("--only", default="", metavar="TEXT,...", help="peers whose name contains one of these")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave out what torch.compile makes")
-    parser.add_argument("--out", type=Path, help="JSON (default: results/COMMAND-DEVICE.json beside this program)")
+    parser.add_argument("--out", type=Path, help="JSON (default: results/COMMAND-DEVICE.json of the benchmarks)")
     parser.add_argument("--plot", type=Path, help="picture, PNG, SVG or PDF (default: beside the JSON, as PNG)")
     parser.add_argument("--no-plot", action="store_true", help="draw nothing (drawing needs the extra `bench`)")
 
