@@ -19,7 +19,7 @@ from matmix.data.artifacts import errors_in_one_line, one_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import RemoteFolder, is_url
 from matmix.data.storage.urls import refuse_secrets
-from matmix.model.architectures.base import ARCHITECTURES
+from matmix.model.architecture import ARCHITECTURES
 from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
 from matmix.train.arguments import DACITE, check_rows, parse_arguments, row_type, unknown_key
