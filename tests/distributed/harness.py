@@ -33,9 +33,12 @@ def run_distributed(
     that waits longer than half of `timeout` raises. with_children: the processes start others, such as readers.
     """
     context = multiprocessing.get_context("forkserver")
-    # Processes are forked from one that has torch already: the import is most of what a process costs.
+    # Processes are forked from one that has imported all this already: imports are most of what a process costs.
     context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor"]
+        [
+            *("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo"),
+            *("matmix.train.command", "matmix.train.loop", "deepspeed", "streaming", "transformers"),
+        ]
     )
     results: Any = context.Queue()
     with socket.socket() as probe:
