@@ -9,8 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("kernels", "model", "data", "train", "launch")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import GOLDEN
 from runs import run_recipe, weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,6 @@ from matmix.launch.export import export_run, import_reference
 from matmix.launch.generate import continue_text, fill_masks, generate, load_source
 from matmix.launch.sampling import Sampling
 
-GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 GREEDY = Sampling(temperature=0.0)
 
 

@@ -1,11 +1,12 @@
-"""Lets the test files of this folder import each other's helpers, whatever pytest's import mode."""
+"""Lets the test files below this folder import each other's helpers, whatever pytest's import mode."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "scan"), str(HERE / "mru")]
 
 import pytest
 from triton_on_cpu import PoisonedTorch

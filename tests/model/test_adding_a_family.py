@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from mixer_cases import CASES, D_MODEL
+from paths import ROOT
 from series_model import SeriesModel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,7 +18,6 @@ from matmix.model import MixerOptions, ModelConfig, build_model, flops_per_token
 from matmix.model.interop import read_export
 from matmix.model.interop.export.directory import export_model
 
-ROOT = Path(__file__).resolve().parents[2]
 BORDERS = [0, 7, 8, 24]
 PACKED = [name for name, case in CASES.items() if not case.kind.fixed_length]
 

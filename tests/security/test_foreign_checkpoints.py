@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import GOLDEN
 from safetensors.torch import save_file
 
 from matmix.launch.generate import load_source
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.importing.foreign import indexed_files, read_safetensors
-
-GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 class Payload:

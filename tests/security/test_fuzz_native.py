@@ -18,7 +18,6 @@ from hostile_data import prepared
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 CHILD = """
 import random, sys
 from pathlib import Path

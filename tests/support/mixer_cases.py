@@ -1,4 +1,4 @@
-"""Every registered mixer in every form it has, small: what the proofs of tests/model/test_mixers.py run over.
+"""Every registered mixer in every form it has, small: what the proofs of tests/model/mixers/test_mixers.py run over.
 
 A mixer is covered by being registered. Options beyond the defaults are listed in VARIANTS.
 """

@@ -1,10 +1,10 @@
 """The tables of docs/mixers.md say of every registered mixer what its class says."""
 
-from pathlib import Path
+from paths import ROOT
 
 from matmix.model.mixers import MIXERS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/mixers.md"
+PAGE = ROOT / "docs/mixers.md"
 
 
 def test_the_page_has_every_mixer_with_its_facts():

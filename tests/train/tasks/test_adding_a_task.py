@@ -6,10 +6,10 @@ import json
 import math
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 from runs import losses, records, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -18,7 +18,6 @@ from matmix.train.estimate.plan import make_plan
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/adding-a-task.md").read_text(encoding="utf-8")
 (FILE,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 RECIPE = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)[0]

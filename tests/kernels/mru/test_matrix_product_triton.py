@@ -5,12 +5,11 @@ Chunks are made short so that short sequences reach all levels of the scan over 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import compare
 import pytest
 import torch
 from compare import on_triton, packed, rmse_ratio, run
+from paths import GOLDEN
 from safetensors.torch import load_file
 from test_matrix_product import make
 from triton_on_cpu import PoisonedTorch
@@ -19,8 +18,6 @@ from matmix.kernels import matrix_product_scan
 from matmix.kernels.launching import record_launches
 from matmix.kernels.matrix_product import fused
 from matmix.kernels.matrix_product.definition import matrix_product_definition
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,14 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from paths import GOLDEN
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from matmix.model import build_model
 from matmix.model.interop import read_checkpoint
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 FILES = {
     "hydra": "hydra_mlm_postnorm.safetensors",
     "mru-lm": "mru_lm_a.safetensors",

@@ -2,16 +2,15 @@
 float64."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from paths import GOLDEN
 from safetensors.torch import load_file
 
 from matmix.model.interop import from_reference
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 GOLDEN_NAMES = sorted(path.stem.removeprefix("matrix_mixer_") for path in GOLDEN.glob("matrix_mixer_*.safetensors"))
 
 

@@ -1,16 +1,14 @@
 """LION: its three forms, its recurrences, and the published layer, against definitions written out in float64."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from paths import GOLDEN
 from safetensors.torch import load_file
 
 from matmix.model.interop import from_reference
 from matmix.model.mixers import MIXERS
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 D_MODEL = 16
 FORMS = ("attention", "chunked", "recurrent")
 KINDS = [

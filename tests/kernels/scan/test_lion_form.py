@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from compare import packed, rmse_ratio
+from paths import GOLDEN
 from safetensors.torch import load_file
 from torch.nn.functional import elu, linear, logsigmoid, silu
 
 from matmix.kernels import quasiseparable_scan
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 LION = {"shift": False, "self_term": "mean", "normalize": "row_sum", "gate_offset": 1}
 
 

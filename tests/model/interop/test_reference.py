@@ -1,16 +1,13 @@
 """Models of other projects: golden files, and other shapes against definitions written out here in
 float64."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
+from paths import GOLDEN
 from safetensors import safe_open
 
 from matmix.model.interop import from_reference
-
-GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def _golden(name):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from compare import assert_matches, packed, rmse_ratio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import GOLDEN
 from safetensors.torch import load_file
 
 from matmix.kernels import matrix_product_scan
 from matmix.kernels.matrix_product.chunked import matrix_product_chunked
 from matmix.kernels.matrix_product.definition import matrix_product_definition
-
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def make(seqlen, *, batch=2, heads=3, order=4, states=0):
