@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "scan"), str(HERE / "mru")]
-
 import pytest
 from triton_on_cpu import PoisonedTorch
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "scan"), str(HERE / "mru")]
 
 
 @pytest.fixture
