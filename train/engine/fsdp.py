@@ -19,9 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from matmix.train.engine.agreement import agree_on_norms
 from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
-from matmix.train.engine.clipping import by_name, clip_limits, clip_to, gradients_by_clip_group, norms_of, total_norm
+from matmix.train.engine.clipping import (
+    agree_on_norms,
+    by_name,
+    clip_limits,
+    clip_to,
+    gradients_by_clip_group,
+    norms_of,
+    total_norm,
+)
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, kept_entries, load_moments, load_weights
 from matmix.train.engine.sharded_files import SHARD_SUFFIX, ShardedFiles, write_sharded
