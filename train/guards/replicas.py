@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from matmix.train.config import FaultsConfig
-from matmix.train.engine import Engine
+from matmix.train.engine.base import Engine
 from matmix.train.errors import ReplicaError
 from matmix.train.guards.rewind import RewindableRun, go_back
 from matmix.train.process.distributed import gather_objects

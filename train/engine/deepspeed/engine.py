@@ -37,7 +37,8 @@ from matmix.train.engine.clipping import (
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.deepspeed.files import SUBDIRECTORY, ZeroFiles, ZeroSnapshot, make_files
 from matmix.train.engine.deepspeed.state import load_partitioned
-from matmix.train.engine.full_state import FullState, load_moments, load_weights
+from matmix.train.engine.full_state import FullState
+from matmix.train.engine.loading import load_moments, load_weights
 from matmix.train.engine.snapshot import Snapshot
 from matmix.train.optim.base import OTHERS, Optimizer
 from matmix.train.process.distributed import Distributed, ensure_group, is_distributed
