@@ -73,7 +73,7 @@ def memory_advice(text: str, config: RunConfig, world_size: int) -> str:
         first.append(f"set --micro-batch-size {half} (the same batches in more passes)")
     if config.engine.activation_checkpointing != "full":
         first.append("set --engine.activation-checkpointing full (slower, the same losses)")
-    if config.engine.name == "ddp" or (config.engine.name == "deepspeed" and config.engine.zero_stage < 3):
+    if not config.engine.shards_all:
         first.append("set --engine.name fsdp2, which shards weights, gradients and moments")
     elif world_size == 1 or config.engine.name == "fsdp2":
         first.append("use more ranks, which share weights, gradients and moments")

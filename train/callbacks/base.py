@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.evaluators.base import Evaluator
+from matmix.train.meters.speed import StepRecord
 from matmix.train.state import TrainState
 
 
@@ -61,43 +62,6 @@ class Rewind:
     """The step after which it went back."""
     kind: Literal["rewind", "restore"]
     """rewind: over a loss spike; restore: because copies of the model differed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """One reporting interval: `steps` optimizer steps that end at `step`. Losses are means over all ranks' targets."""
-
-    step: int
-    steps: int
-    loss: float  # nats per target
-    means: dict[str, float]  # over the same targets, of what else the task records, such as "accuracy"
-    grad_norm: float  # of the last step, before clipping
-    lr: float
-    tokens: int  # seen since the start of the run, padding not counted
-    tokens_per_second: float  # over all ranks
-    seconds_per_step: float
-    data_wait: float  # share of the time spent waiting for data
-    memory: float  # peak GiB of this rank: device memory on CUDA, resident memory on CPU
-    mfu: float | None  # share of the device's peak FLOP/s, where that is known
-    skipped: int  # steps skipped since the start for a NaN or infinite gradient
-    damaged: int  # sequences left out since the start for a damaged shard (data.skip_damaged)
-    rewinds: int  # times that the run went back over a loss spike since the start
-    restores: int  # times that the run went back because copies of the model differed
-    clip_norms: dict[str, float]  # of the last step, before clipping, by clipping group, where there are several
-    monitored: dict[str, float]  # what the mixers say of the interval's forward passes, such as state norms by layer
-    ranks: dict[str, float]  # seconds a step by rank: `stragglers.numbers`; empty in a single process
-    goodput: dict[str, float]  # shares of the time since the first start: `goodput.CAUSES`
-
-    def numbers(self) -> dict[str, float]:
-        """All that has a value: `means` by their own names, norms of clipping groups under "grad_norm/<group>", what
-        the mixers say under "monitor/blocks.<i>.<name>", others under "ranks/" and "goodput/"."""
-        numbers: dict[str, float] = {}
-        for key, value in dataclasses.asdict(self).items():
-            numbers |= value if key == "means" else {} if value is None else {key: value}
-        prefixes = {"clip_norms": "grad_norm", "monitored": "monitor", "ranks": "ranks", "goodput": "goodput"}
-        for key, prefix in prefixes.items():
-            numbers |= {f"{prefix}/{name}": value for name, value in numbers.pop(key).items()}
-        return numbers
 
 
 class Callback:

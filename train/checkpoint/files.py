@@ -20,7 +20,7 @@ from typing import Any
 
 from matmix.data.artifacts import artifact_name, artifact_path, parse_json
 from matmix.data.storage.files import open_durable
-from matmix.train.checkpoint.full_tensors import open_full, weight_files
+from matmix.train.checkpoint.full_tensors import files_of, open_full, weight_files
 from matmix.train.checkpoint.steps import MANIFEST, step_of
 from matmix.train.process.agree import agree
 from matmix.train.process.distributed import rank_and_world_size
@@ -140,13 +140,15 @@ def _is_layout(layout: Any) -> bool:
     """Whether this is what engines say of the tensors that they write."""
     if not isinstance(layout, dict) or not isinstance(layout.get("shapes"), dict):
         return False
-    counts = [layout.get("world_size"), layout.get("zero_stage", 0)]
+    try:
+        needed = files_of(layout).counts
+    except (KeyError, TypeError, ValueError):
+        return False
+    counts = [layout.get(name) for name in ("world_size", *needed)]
     counts += [number for shape in layout["shapes"].values() for number in (shape if isinstance(shape, list) else [-1])]
-    engine = layout.get("engine")
-    known = engine in ("torch", "portable") or (engine == "deepspeed" and "zero_stage" in layout)
     moments = layout.get("moments", {})
     named = isinstance(moments, dict) and all(isinstance(entries, list) for entries in moments.values())
-    return known and named and all(type(number) is int and number >= 0 for number in counts) and counts[0] > 0
+    return named and all(type(number) is int and number >= 0 for number in counts) and counts[0] > 0
 
 
 def check_sizes(directory: Path, names: Collection[str] | None = None) -> None:

@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from matmix.data.storage.files import open_durable
-from matmix.train.engine.full_state import MODEL, Entry, FullState, check_entries
+from matmix.train.engine.full_state import MODEL, CheckpointFiles, Entry, FullState, check_entries
+from matmix.train.engine.kinds import KINDS
 
 KIND = SUBDIRECTORY = "portable"
 _WEIGHTS, _MOMENTS = "weights", "moments"
@@ -31,59 +32,18 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def open_full(checkpoint: Path, layout: dict[str, Any], *, weights_only: bool = False) -> FullState:
-    """The full tensors of a checkpoint of any kind.
-
-    layout: as its manifest has it; weights_only: reads weights and buffers, for which its `weight_files` suffice.
-    """
-    if layout["engine"] == KIND:
-        return FullTensorFiles(checkpoint / SUBDIRECTORY, layout, weights_only=weights_only)
-    if layout["engine"] == "deepspeed":
-        from matmix.train.engine.deepspeed.files import ZeroFiles
-
-        return ZeroFiles(checkpoint, layout, weights_only=weights_only)
-    from matmix.train.engine.fsdp import SUBDIRECTORY as SHARDED
-    from matmix.train.engine.sharded_files import ShardedFiles
-
-    return ShardedFiles(checkpoint / SHARDED, layout)
-
-
-def index_files(files: Iterable[str]) -> list[str]:
-    """Those of a checkpoint's `files` that say what lies in the others."""
-    from matmix.train.engine.fsdp import SUBDIRECTORY as SHARDED
-    from matmix.train.engine.sharded_files import SHARD_SUFFIX
-
-    return [name for name in files if name.startswith(f"{SHARDED}/") and not name.endswith(SHARD_SUFFIX)]
-
-
-def weight_files(checkpoint: Path, layout: dict[str, Any], files: Iterable[str]) -> list[str]:
-    """Those of a checkpoint's `files`, of which the `index_files` are there, that must be read for its weights."""
-    if layout["engine"] == KIND:
-        return [name for name in files if not name.startswith(f"{SUBDIRECTORY}/{_MOMENTS}")]
-    if layout["engine"] == "deepspeed":
-        # From stage 3 on the weights lie with what the optimizer keeps.
-        return [name for name in files if layout["zero_stage"] == 3 or not name.endswith("_optim_states.pt")]
-    from matmix.train.engine.fsdp import SUBDIRECTORY as SHARDED
-    from matmix.train.engine.sharded_files import SHARD_SUFFIX, ShardedFiles
-
-    needed = {f"{SHARDED}/{name}" for name in ShardedFiles(checkpoint / SHARDED, layout).weight_files()}
-    return [name for name in files if name in needed or not name.endswith(SHARD_SUFFIX)]
-
-
-class FullTensorFiles(FullState):
+class FullTensorFiles(CheckpointFiles):
     """Reads what `write_full` wrote: only the part of a tensor that is asked for."""
 
-    def __init__(self, directory: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """directory: of the files; layout: of the checkpoint; weights_only: leaves the files of moments alone. Raises
-        ValueError if a file cannot be read, or if they do not hold the layout's tensors."""
-        self.directory = directory
+    def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        directory = checkpoint / SUBDIRECTORY
         self.entries: dict[str, Entry] = {}
         self._files = {}
         layout = {**layout, "moments": {}} if weights_only and not self._has_both(directory) else layout
         for path in sorted(directory.glob("*.safetensors")):
             if weights_only and path.name.startswith(_MOMENTS):
                 continue
-            damaged = f"checkpoint {directory.parent} is damaged: {path.name}"
+            damaged = f"checkpoint {checkpoint} is damaged: {path.name}"
             try:
                 file = safe_open(path, framework="pt")
             except SafetensorError as error:
@@ -99,7 +59,11 @@ class FullTensorFiles(FullState):
         try:
             check_entries({key: entry.shape for key, entry in self.entries.items()}, layout)
         except ValueError as error:
-            raise ValueError(f"checkpoint {directory.parent} is damaged: {error}") from None
+            raise ValueError(f"checkpoint {checkpoint} is damaged: {error}") from None
+
+    @staticmethod
+    def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+        return [name for name in files if not name.startswith(f"{SUBDIRECTORY}/{_MOMENTS}")]
 
     @staticmethod
     def _has_both(directory: Path) -> bool:
@@ -115,6 +79,31 @@ class FullTensorFiles(FullState):
         first = start // row
         rows = file.get_slice(key)[first : -(-stop // row)].flatten()
         return rows[start - first * row : stop - first * row]
+
+
+_FORMS: dict[str, type[CheckpointFiles]] = {KIND: FullTensorFiles} | {name: kind.files for name, kind in KINDS.items()}
+
+
+def files_of(layout: Mapping[str, Any]) -> type[CheckpointFiles]:
+    """What reads the files of a checkpoint of this layout. Raises ValueError where its engine is none of ours."""
+    if layout["engine"] not in _FORMS:
+        raise ValueError(f"no engine is called {layout['engine']!a}")
+    return _FORMS[layout["engine"]]
+
+
+def open_full(checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> FullState:
+    """The full tensors of a checkpoint of any kind; see `CheckpointFiles`."""
+    return files_of(layout)(checkpoint, layout, weights_only=weights_only)
+
+
+def index_files(files: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's `files` that say what lies in the others."""
+    return [name for form in _FORMS.values() for name in form.index_files(files)]
+
+
+def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's `files`, of which the `index_files` are there, that must be read for its weights."""
+    return files_of(layout).weight_files(checkpoint, layout, files)
 
 
 def write_full(state: FullState, directory: Path, *, max_file_bytes: int) -> None:

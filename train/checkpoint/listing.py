@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
 
 from matmix.train.checkpoint.files import MANIFEST, check_sizes, find_problem, read_manifest
+from matmix.train.checkpoint.full_tensors import files_of
 from matmix.train.checkpoint.manager import LEFTOVERS, CheckpointManager
 
 
@@ -66,7 +66,7 @@ def _describe(path: Path, step: int, verify: bool) -> CheckpointFacts:
         return dataclasses.replace(
             facts,
             tokens=manifest["extra"].get("train_state", {}).get("tokens"),
-            engine=_engine_name(manifest["layout"]),
+            engine=files_of(manifest["layout"]).title(manifest["layout"]),
             ranks=manifest["layout"].get("world_size"),
             written=manifest.get("written", (path / MANIFEST).stat().st_mtime),
         )
@@ -93,8 +93,3 @@ def _size(path: Path) -> int:
             except OSError:  # removed meanwhile
                 continue
     return total
-
-
-def _engine_name(layout: dict[str, Any]) -> str:
-    stage = layout.get("zero_stage")
-    return layout["engine"] if stage is None else f"{layout['engine']}, ZeRO-{stage}"

@@ -25,6 +25,7 @@ from matmix.train.checkpoint.local_copies import LocalCopies
 from matmix.train.checkpoint.save import BackgroundSave, RankState, Tell, write_checkpoint
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.base import Engine
+from matmix.train.engine.kinds import KINDS
 from matmix.train.failures import is_out_of_memory
 from matmix.train.process.agree import complaint
 from matmix.train.process.distributed import (
@@ -332,11 +333,10 @@ class CheckpointManager:
         layout = manifest["layout"]
         kind = layout["engine"]
         if kind not in (engine.kind, full_tensors.KIND):
-            names = {"torch": '"fsdp2" or "ddp"', "deepspeed": '"deepspeed"'}
-            run = path.parent.parent
+            run, there, here = path.parent.parent, KINDS[kind].files, KINDS[engine.kind].files
             raise ValueError(
-                f"checkpoint {path} was written with engine.name = {names[kind]} and cannot be continued with "
-                f"{names[engine.kind]} as it is: set engine.name accordingly, or go on from the run that "
+                f"checkpoint {path} was written with engine.name = {there.engine_names} and cannot be continued with "
+                f"{here.engine_names} as it is: set engine.name accordingly, or go on from the run that "
                 f"`matmix checkpoints convert {run} --out {run}-converted` makes"
             )
         check_shapes(path, layout["shapes"], engine.shapes())

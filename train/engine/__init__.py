@@ -9,7 +9,7 @@ __all__ = ["Engine", "EngineConfig", "build_engine"]
 
 def build_engine(config: EngineConfig, distributed: Distributed) -> Engine:
     """The engine that `config.name` asks for. Raises ValueError where its mesh does not fit the ranks."""
-    if config.name == "deepspeed":
+    if config.kind == "deepspeed":
         from matmix.train.engine.deepspeed.engine import ZeroEngine
 
         return ZeroEngine(config, distributed)

@@ -15,7 +15,7 @@ from matmix.train.activation import checkpoint_activations, compile_blocks, comp
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import FullState
 from matmix.train.engine.snapshot import HostMemory, Snapshot
-from matmix.train.optim.base import Optimizer
+from matmix.train.optim.base import Optimizer, full_shape
 from matmix.train.process.distributed import Distributed, is_distributed
 
 
@@ -177,11 +177,6 @@ class Engine(abc.ABC):
         gathered = tensor.new_empty(self.world_size * tensor.numel())
         dist.all_gather_into_tensor(gathered, tensor.flatten())
         return gathered.view(self.world_size, *tensor.shape)
-
-
-def full_shape(tensor: torch.Tensor) -> torch.Size:
-    """The shape of the whole tensor, also under ZeRO-3, which leaves an empty tensor in its place."""
-    return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def persistent_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -33,6 +33,23 @@ class EngineConfig:
     compile: bool = False
     """torch.compile each block (half a minute at the start)."""
 
+    @property
+    def kind(self) -> str:
+        """What the engine is called in `matmix.train.engine.kinds`, and by checkpoints."""
+        return "deepspeed" if self.name == "deepspeed" else "torch"
+
+    @property
+    def shards_all(self) -> bool:
+        """Whether ranks share weights, gradients and moments, and do not hold copies of some of them."""
+        return self.name == "fsdp2" or (self.name == "deepspeed" and self.zero_stage == 3)
+
+    @property
+    def words(self) -> str:
+        """The engine and its settings in a few words."""
+        name = f"{self.name} stage {self.zero_stage}" if self.name == "deepspeed" else self.name
+        by = f" by {self.selective_by}" if self.activation_checkpointing == "selective" else ""
+        return f"{name}, {self.precision}, activation checkpointing {self.activation_checkpointing}{by}"
+
     def __post_init__(self) -> None:
         if self.replicate < 1:
             raise ValueError(f"engine.replicate must be >= 1, got {self.replicate}")

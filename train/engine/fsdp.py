@@ -19,17 +19,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from matmix.train.engine.agreement import agree_on_norms
 from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
-from matmix.train.engine.clipping import by_name, clip_limits, clip_to, gradients_by_clip_group, norms_of, total_norm
+from matmix.train.engine.clipping import (
+    agree_on_norms,
+    by_name,
+    clip_limits,
+    clip_to,
+    gradients_by_clip_group,
+    norms_of,
+    total_norm,
+)
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, kept_entries, load_moments, load_weights
-from matmix.train.engine.sharded_files import SHARD_SUFFIX, ShardedFiles, write_sharded
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState
+from matmix.train.engine.loading import kept_entries, load_moments, load_weights
+from matmix.train.engine.sharded_files import SHARD_SUFFIX, SUBDIRECTORY, ShardedFiles, write_sharded
 from matmix.train.engine.snapshot import Snapshot
 from matmix.train.optim.base import Optimizer
 from matmix.train.process.distributed import Distributed
-
-SUBDIRECTORY = "sharded"
 
 
 class FsdpEngine(Engine):
@@ -184,7 +190,7 @@ class FsdpEngine(Engine):
         return own
 
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
-        source = ShardedFiles(directory / SUBDIRECTORY, layout)
+        source = ShardedFiles(directory, layout)
         held = kept_entries(source, self.optimizer)
         source.fill(self._model_state())
         names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -204,7 +210,7 @@ class FsdpEngine(Engine):
         return [name for name in files if name.startswith(f"{SUBDIRECTORY}/") and name.endswith(SHARD_SUFFIX)]
 
     def shards_to_load(self, directory: Path, layout: dict[str, Any]) -> set[str]:
-        source = ShardedFiles(directory / SUBDIRECTORY, layout)
+        source = ShardedFiles(directory, layout)
         state, held = self._model_state(), source.moments()
         for name, parameter in self.module.named_parameters():
             for entry in held.get(name, ()):

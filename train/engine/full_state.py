@@ -1,5 +1,4 @@
-"""A whole training state, tensor by tensor, whatever files it lies in and however it is spread; and how plain
-or sharded tensors and their optimizer take it up.
+"""A whole training state, tensor by tensor, whatever files it lies in and however it is spread.
 
 Keys are `model.<name>` for parameters and persistent buffers and `optimizer.<name>.<entry>` for what the optimizer
 keeps of a parameter: its moments, in the parameter's shape, and its counts, numbers.
@@ -11,13 +10,10 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-from matmix.train.optim.base import Optimizer
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 
@@ -63,6 +59,35 @@ class FullState(abc.ABC):
         return found
 
 
+class CheckpointFiles(FullState):
+    """The files of a checkpoint of one kind, read without ranks, and without the engine that wrote them."""
+
+    engine_names: ClassVar[str] = ""
+    """What engine.name is of those that write and read this kind, for messages."""
+    counts: ClassVar[tuple[str, ...]] = ()
+    """Numbers that a layout of this kind has besides what all have."""
+
+    @abc.abstractmethod
+    def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """layout: as the manifest has it; weights_only: weights and buffers will be read, for which the `weight_files`
+        suffice. Raises ValueError if the files do not hold the layout's tensors."""
+
+    @staticmethod
+    def index_files(files: Iterable[str]) -> list[str]:
+        """Those of a checkpoint's `files` that say what lies in the others."""
+        return []
+
+    @staticmethod
+    @abc.abstractmethod
+    def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+        """Those of a checkpoint's `files`, of which the `index_files` are there, that must be read for its weights."""
+
+    @staticmethod
+    def title(layout: Mapping[str, Any]) -> str:
+        """What lists call checkpoints of this kind."""
+        return layout["engine"]
+
+
 def check_entries(shapes: Mapping[str, tuple[int, ...]], layout: Mapping[str, Any]) -> None:
     """Raises ValueError unless a state has exactly the tensors that a checkpoint's layout names, in their shapes.
 
@@ -89,56 +114,3 @@ def check_entries(shapes: Mapping[str, tuple[int, ...]], layout: Mapping[str, An
 def _parameter(key: object) -> str:
     """The key of the parameter that an entry of the optimizer belongs to."""
     return MODEL + str(key).removeprefix(OPTIMIZER).rpartition(".")[0]
-
-
-@torch.no_grad()
-def fill(tensor: torch.Tensor, state: FullState, key: str) -> None:
-    """Copies the tensor `key` of `state` into a plain tensor or this rank's part of a DTensor."""
-    start = 0
-    if isinstance(tensor, DTensor):
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        assert not any(offset[1:]), "fully_shard splits the first dimension"
-        start = offset[0] * math.prod(tensor.shape[1:])
-        tensor = tensor.to_local()
-    if tensor.numel():
-        tensor.copy_(state.read(key, start, start + tensor.numel()).view(tensor.shape))
-
-
-def load_weights(tensors: Iterable[tuple[str, torch.Tensor]], state: FullState) -> None:
-    """Fills parameters and buffers, given with their names, in place."""
-    for name, tensor in tensors:
-        fill(tensor.detach(), state, MODEL + name)
-
-
-def kept_entries(state: FullState, optimizer: Optimizer) -> dict[str, list[str]]:
-    """`state.moments()`, which `optimizer` can take up. Raises ValueError (one line) if it is another optimizer's."""
-    held = state.moments()
-    known = {*optimizer.moments, *optimizer.counts}
-    for name, entries in held.items():
-        if known != set(entries):
-            raise ValueError(
-                f"the checkpoint is of another optimizer: it keeps {', '.join(sorted(entries))} of {name}, "
-                f"and {type(optimizer).__name__} keeps {', '.join(sorted(known)) or 'nothing'}; set optimizer.name as "
-                "it was"
-            )
-    return held
-
-
-def load_moments(optimizer: Optimizer, names: Mapping[torch.Tensor, str], state: FullState) -> None:
-    """Replaces all that a torch optimizer has kept; its options (weight decay and the like) stay.
-
-    names: of the parameters, sharded (DTensor) or not. One that `state` has no moments of begins anew.
-    """
-    held = kept_entries(state, optimizer)
-    contents = {**optimizer.state_dict(), "state": {}}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in enumerate(parameters):
-        name = names[parameter]
-        for entry in held.get(name, ()):
-            key = f"{OPTIMIZER}{name}.{entry}"
-            # Every entry is either shaped (and sharded) like its parameter or a number.
-            shaped = state.entries[key].shape == tuple(parameter.shape)
-            value = torch.zeros_like(parameter.detach()) if shaped else torch.zeros(())
-            fill(value, state, key)
-            contents["state"].setdefault(number, {})[entry] = value
-    optimizer.load_state_dict(contents)

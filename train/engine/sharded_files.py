@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from matmix.train.engine.full_state import MODEL, Entry, FullState
+from matmix.train.engine.full_state import MODEL, CheckpointFiles, Entry
 from matmix.train.engine.sharded_index import read_index, write_index
+from matmix.train.engine.snapshot import find_os_error
 from matmix.train.process.distributed import is_distributed
 
-SHARD_SUFFIX = ".distcp"
+SUBDIRECTORY, SHARD_SUFFIX = "sharded", ".distcp"
 
 # It logs two lines for every tensor at the debug level, for whoever listens to the root logger.
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
@@ -87,14 +88,14 @@ def write_sharded(state: dict[str, torch.Tensor], directory: Path, group: dist.P
         raise storage_error(failure) from None
 
 
-class ShardedFiles(FullState):
+class ShardedFiles(CheckpointFiles):
     """Reads what `write_sharded` wrote: in one process, one tensor at a time, or on all ranks together."""
 
-    def __init__(self, directory: Path, layout: Mapping[str, Any]) -> None:
-        """directory: of the files; layout: of the checkpoint. Raises ValueError if the index is not that of the
-        layout's tensors."""
-        self.directory = directory
-        self._index = read_index(directory, layout)
+    engine_names = '"fsdp2" or "ddp"'
+
+    def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        self.directory = checkpoint / SUBDIRECTORY
+        self._index = read_index(self.directory, layout)
         self.entries = {
             key: Entry(tuple(entry.size), entry.properties.dtype)
             for key, entry in self._index.state_dict_metadata.items()
@@ -115,10 +116,15 @@ class ShardedFiles(FullState):
         plan = create_default_local_load_plan(state, self._index)
         return {self._index.storage_data[item.storage_index].relative_path for item in plan.items}
 
-    def weight_files(self) -> set[str]:
-        """Names of the files in which weights and buffers lie."""
-        places = self._index.storage_data.items()
-        return {place.relative_path for index, place in places if index.fqn.startswith(MODEL)}
+    @staticmethod
+    def index_files(files: Iterable[str]) -> list[str]:
+        return [name for name in files if name.startswith(f"{SUBDIRECTORY}/") and not name.endswith(SHARD_SUFFIX)]
+
+    @staticmethod
+    def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+        places = read_index(checkpoint / SUBDIRECTORY, layout).storage_data.items()
+        needed = {f"{SUBDIRECTORY}/{place.relative_path}" for index, place in places if index.fqn.startswith(MODEL)}
+        return [name for name in files if name in needed or not name.endswith(SHARD_SUFFIX)]
 
     def _read(self, state: dict[str, torch.Tensor], *, alone: bool) -> None:
         reader = _Reader(self.directory, self._index)
@@ -136,16 +142,3 @@ def storage_error(failure: CheckpointException) -> BaseException:
         if (found := find_os_error(error)) is not None:
             return OSError(found.errno, f"{found.strerror or found}{f' (rank {rank})' if is_distributed() else ''}")
     return RuntimeError(f"saving failed: {failure}")
-
-
-def find_os_error(error: BaseException | None) -> OSError | None:
-    """The OSError that `error` is, was caused by, or hides (torch's writer reports a failed write as
-    RuntimeError)."""
-    seen = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return seen
-        seen = seen.__cause__ or seen.__context__
-    if isinstance(error, RuntimeError) and ("file write failed" in str(error) or "unexpected pos" in str(error)):
-        return OSError(None, "the file could not be written whole")
-    return None

@@ -89,3 +89,16 @@ def _tensors_of(value: Any, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any,
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _tensors_of(item, (*place, index))
+
+
+def find_os_error(error: BaseException | None) -> OSError | None:
+    """The OSError that `error` is, was caused by, or hides (torch's writer reports a failed write as
+    RuntimeError)."""
+    seen = error
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    if isinstance(error, RuntimeError) and ("file write failed" in str(error) or "unexpected pos" in str(error)):
+        return OSError(None, "the file could not be written whole")
+    return None

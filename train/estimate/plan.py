@@ -8,14 +8,14 @@ import os
 from matmix.model import build_model
 from matmix.model.flops import flops_per_token
 from matmix.train.config import RunConfig
+from matmix.train.engine.held import Sizes
+from matmix.train.engine.kinds import KINDS
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
 from matmix.train.optim import optimizer_class
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
 from matmix.train.words import short_number
 
 ASSUMED_VOCABULARY = 32768
-# DeepSpeed's defaults, in elements: the buffer in which gradients are summed, and weights that ZeRO 3 leaves gathered.
-ZERO_BUCKET, ZERO_LIVE = 500_000_000, 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,56 +53,6 @@ class Plan:
         }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sharding:
-    """What an engine holds on a rank, in bytes."""
-
-    weights: float
-    moments: float
-    gathered: float = 0.0
-    buffers: float = 0.0
-    standing: float = 0.0  # gradients that stay between micro-batches
-    share: float = 1.0  # of a complete gradient
-    whole: float = 0.0  # gradients that are whole for a while before ranks sum them
-
-
-def _sharding(config: RunConfig, ranks: int, parameters: int, block: float, accumulation: int) -> _Sharding:
-    """parameters: of the model; block: of the largest block."""
-    engine, all_bytes, block_bytes = config.engine, FLOAT * parameters, FLOAT * block
-    moments = len(optimizer_class(config.optimizer).moments)
-    outside = all_bytes - block_bytes * config.model.n_layers
-    again = accumulation > 1
-    if engine.name == "deepspeed" and engine.zero_stage > 0:
-        return _zero(engine.zero_stage, ranks, all_bytes, 2 * block_bytes, moments)
-    copies = ranks if engine.name in ("ddp", "deepspeed") else engine.replicate
-    shard = ranks // copies
-    if ranks == 1 or engine.name == "deepspeed":
-        return _Sharding(all_bytes, moments * all_bytes, standing=all_bytes * again, share=float(not again))
-    gathered = all_bytes if engine.name == "ddp" or not engine.reshard_after_forward else outside + 2 * block_bytes
-    return _Sharding(
-        all_bytes / shard,
-        moments * all_bytes / shard,
-        gathered=gathered,
-        # Before the last micro-batch of a step gradients stay whole; in the last one they are summed block by block.
-        standing=all_bytes * again,
-        share=1 / shard,
-        whole=0.0 if again else outside + block_bytes,
-    )
-
-
-def _zero(stage: int, ranks: int, all_bytes: float, two_blocks: float, moments: int) -> _Sharding:
-    """DeepSpeed's stages: the optimizer works on a float32 copy of this rank's part of the weights, and gradients meet
-    in a buffer of fixed size. Stage 3 keeps gathered weights until there are ZERO_LIVE of them."""
-    part, bucket = all_bytes / ranks, float(FLOAT * ZERO_BUCKET)
-    if stage == 3:
-        gathered = min(all_bytes, float(FLOAT * ZERO_LIVE))
-        return _Sharding(
-            2 * part, moments * part, gathered=gathered, buffers=bucket, standing=part, share=0.0, whole=two_blocks
-        )
-    gradients = all_bytes if stage == 1 else part
-    return _Sharding(all_bytes + part, moments * part, buffers=bucket, standing=gradients, share=0.0, whole=part)
-
-
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """`config` with a vocabulary size: where it is left to the data, a usual one. Without tokens as it is."""
     if config.model.vocab_size or not config.model.model_class.tokens:
@@ -121,9 +71,16 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     accumulation = config.global_batch_size // (micro * ranks)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     block = sum(parameter.numel() for parameter in model.blocks.parameters()) // len(model.blocks)
-    sharding = _sharding(config, ranks, parameters, block, accumulation)
+    sizes = Sizes(
+        parameters=parameters,
+        block=block,
+        outside=parameters - block * config.model.n_layers,
+        moments=len(optimizer_class(config.optimizer).moments),
+        accumulates=accumulation > 1,
+    )
+    held = KINDS[config.engine.kind].held(config.engine, ranks, sizes)
     memory = step_memory(config, micro, mode=mode)
-    gradients, activations = memory.peak(standing=sharding.standing, share=sharding.share)
+    gradients, activations = memory.peak(standing=FLOAT * held.standing, share=held.share)
     return Plan(
         parameters=parameters,
         block_parameters=block,
@@ -133,21 +90,13 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
         ranks=ranks,
         micro_batch_size=micro,
         accumulation=accumulation,
-        weight_bytes=sharding.weights,
-        gathered_bytes=sharding.gathered,
-        moment_bytes=sharding.moments,
-        gradient_bytes=gradients + sharding.whole,
+        weight_bytes=FLOAT * held.weights,
+        gathered_bytes=FLOAT * held.gathered,
+        moment_bytes=FLOAT * held.moments,
+        gradient_bytes=gradients + FLOAT * held.whole,
         activation_bytes=activations,
-        buffer_bytes=sharding.buffers,
+        buffer_bytes=FLOAT * held.buffers,
     )
-
-
-def engine_words(config: RunConfig) -> str:
-    """The engine and its settings in a few words."""
-    engine = config.engine
-    name = f"{engine.name} stage {engine.zero_stage}" if engine.name == "deepspeed" else engine.name
-    by = f" by {engine.selective_by}" if engine.activation_checkpointing == "selective" else ""
-    return f"{name}, {engine.precision}, activation checkpointing {engine.activation_checkpointing}{by}"
 
 
 def print_plan(config: RunConfig) -> int:
@@ -172,7 +121,7 @@ def print_plan(config: RunConfig) -> int:
         "FLOPs per token": f"{short_number(plan.flops_per_token)} forward, {short_number(flops)} with backward",
         "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
         "batch": f"{sequences} = {short_number(plan.tokens_per_step)} tokens; {pieces}",
-        "engine": engine_words(config),
+        "engine": config.engine.words,
         "steps": f"{plan.steps:,}",
         "tokens": f"{short_number(tokens)} ({tokens:,})",
         "compute": f"{flops * tokens:.3g} FLOPs in all",

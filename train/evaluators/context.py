@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -133,6 +134,6 @@ def _difference(value: float, less: str, more: str) -> str:
 if __name__ == "__main__":  # python -P -m matmix.train.evaluators.context RUN: what the summary of a finished run says
     import sys
 
-    from matmix.train.run.directory import RunDirectory
+    from matmix.data.artifacts import read_json
 
-    print(*context_words(RunDirectory(sys.argv[1]).read_summary()["validation"]), sep="\n")
+    print(*context_words(read_json(Path(sys.argv[1]) / "summary.json")["validation"]), sep="\n")

@@ -4,7 +4,7 @@ nothing, and the copies then train apart.
 Every rank sums up what it holds on its device (`fingerprint`), the sums are gathered (a few bytes a rank), and only
 where they differ are the tensors looked at one by one, to say which rank and which of its tensors it is. What exactly
 one rank holds, such as the shards of FSDP2 and ZeRO-3, has no copy to be compared with; it has the norm of the
-gradients (`engine.agreement`), the checksums of checkpoints, and no more.
+gradients (`engine.clipping`), the checksums of checkpoints, and no more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from matmix.train.config import FaultsConfig
-from matmix.train.engine import Engine
+from matmix.train.engine.base import Engine
 from matmix.train.errors import ReplicaError
 from matmix.train.guards.rewind import RewindableRun, go_back
 from matmix.train.process.distributed import gather_objects

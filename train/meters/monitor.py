@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from matmix.train.engine import Engine
+from matmix.train.engine.base import Engine
 
 
 class Monitor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import torch
 
-from matmix.train.callbacks.base import StepRecord
 from matmix.train.meters.collectives import CollectiveClock
 from matmix.train.meters.stragglers import Times
 
@@ -34,6 +35,43 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One reporting interval: `steps` optimizer steps that end at `step`. Losses are means over all ranks' targets."""
+
+    step: int
+    steps: int
+    loss: float  # nats per target
+    means: dict[str, float]  # over the same targets, of what else the task records, such as "accuracy"
+    grad_norm: float  # of the last step, before clipping
+    lr: float
+    tokens: int  # seen since the start of the run, padding not counted
+    tokens_per_second: float  # over all ranks
+    seconds_per_step: float
+    data_wait: float  # share of the time spent waiting for data
+    memory: float  # peak GiB of this rank: device memory on CUDA, resident memory on CPU
+    mfu: float | None  # share of the device's peak FLOP/s, where that is known
+    skipped: int  # steps skipped since the start for a NaN or infinite gradient
+    damaged: int  # sequences left out since the start for a damaged shard (data.skip_damaged)
+    rewinds: int  # times that the run went back over a loss spike since the start
+    restores: int  # times that the run went back because copies of the model differed
+    clip_norms: dict[str, float]  # of the last step, before clipping, by clipping group, where there are several
+    monitored: dict[str, float]  # what the mixers say of the interval's forward passes, such as state norms by layer
+    ranks: dict[str, float]  # seconds a step by rank: `stragglers.numbers`; empty in a single process
+    goodput: dict[str, float]  # shares of the time since the first start: `goodput.CAUSES`
+
+    def numbers(self) -> dict[str, float]:
+        """All that has a value: `means` by their own names, norms of clipping groups under "grad_norm/<group>", what
+        the mixers say under "monitor/blocks.<i>.<name>", others under "ranks/" and "goodput/"."""
+        numbers: dict[str, float] = {}
+        for key, value in dataclasses.asdict(self).items():
+            numbers |= value if key == "means" else {} if value is None else {key: value}
+        prefixes = {"clip_norms": "grad_norm", "monitored": "monitor", "ranks": "ranks", "goodput": "goodput"}
+        for key, prefix in prefixes.items():
+            numbers |= {f"{prefix}/{name}": value for name, value in numbers.pop(key).items()}
+        return numbers
 
 
 class Speedometer:
@@ -87,46 +125,20 @@ class Speedometer:
         steps = max(self.begun, 1)
         return (time.perf_counter() - self.began) / steps, self.waited / steps, self.collectives.per_step()
 
-    def record(
-        self,
-        *,
-        step: int,
-        tokens: int,
-        skipped: int,
-        damaged: int,
-        rewinds: int,
-        restores: int,
-        grad_norm: float,
-        lr: float,
-        clip_norms: dict[str, float],
-        monitored: dict[str, float],
-        ranks: dict[str, float],
-        goodput: dict[str, float],
-    ) -> StepRecord:
-        """The interval's record; a new interval begins."""
+    def record(self, **others: Any) -> StepRecord:
+        """The interval's record; a new interval begins. others: the fields of the record that are not measured here."""
         seconds = max(time.perf_counter() - self.began, 1e-9)
         speed = self.tokens / seconds
         record = StepRecord(
-            step=step,
+            **others,
             steps=self.steps,
             loss=self.loss / max(self.targets, 1),
             means={name: value / max(self.targets, 1) for name, value in self.sums.items()},
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens=tokens,
             tokens_per_second=speed,
             seconds_per_step=seconds / max(self.steps, 1),
             data_wait=self.waited / seconds,
             memory=self._memory(),
             mfu=None if self.peak is None else speed * self.flops_per_token / self.peak,
-            skipped=skipped,
-            damaged=damaged,
-            rewinds=rewinds,
-            restores=restores,
-            clip_norms=clip_norms,
-            monitored=monitored,
-            ranks=ranks,
-            goodput=goodput,
         )
         self.start()
         return record

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from matmix.train.engine import Engine
+from matmix.train.engine.base import Engine
 
 FACTOR, SHARE = 1.5, 0.2
 """A rank is slow whose own time is so many times that of the median rank, and exceeds it by this share of a step."""

@@ -10,6 +10,9 @@ import torch
 from matmix.train.optim.config import OptimizerConfig
 from matmix.train.plugins import NoOptions
 
+OTHERS = "others"
+"""The clipping group of the parameters that no rule clips apart."""
+
 
 class Optimizer(torch.optim.Optimizer):
     """An optimizer that a recipe can name. Engines, checkpoints, conversions and estimates of memory go by the
@@ -34,3 +37,8 @@ class Optimizer(torch.optim.Optimizer):
     def from_config(cls, groups: list[dict[str, Any]], config: OptimizerConfig, options: Any) -> Self:
         """The optimizer of a run; options: an instance of `Options`."""
         return cls(groups, lr=config.lr, **dataclasses.asdict(options))
+
+
+def full_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape of the whole tensor, also under ZeRO-3, which leaves an empty tensor in its place."""
+    return getattr(tensor, "ds_shape", tensor.shape)

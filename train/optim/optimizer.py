@@ -16,9 +16,8 @@ from typing import Any
 from torch import nn
 
 from matmix.model.parameter_rules import stated_rules
-from matmix.train.engine.base import full_shape
-from matmix.train.engine.clipping import OTHERS
 from matmix.train.optim import Optimizer, optimizer_class
+from matmix.train.optim.base import OTHERS, full_shape
 from matmix.train.optim.config import RULE, OptimizerConfig, RuleConfig
 from matmix.train.plugins import read_options
 

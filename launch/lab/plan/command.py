@@ -27,7 +27,7 @@ from matmix.launch.lab.plan.hardware import GPUS, Cluster, find_gpu, read_cluste
 from matmix.model.flops import flops_by_part
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
-from matmix.train.estimate.plan import engine_words, with_vocabulary
+from matmix.train.estimate.plan import with_vocabulary
 from matmix.train.recipe import load_config
 from matmix.train.words import duration, short_number
 
@@ -167,7 +167,7 @@ def _describe(
         "FLOPs per token": f"{short_number(plan.flops_per_token)} forward: {work}",
         "batch": f"{config.global_batch_size} sequences of {config.data.seqlen} = "
         f"{short_number(plan.tokens_per_step)} tokens; {plan.accumulation} x {plan.micro_batch_size} a rank",
-        "engine": engine_words(config),
+        "engine": config.engine.words,
         "memory per rank": f"{plan.total_bytes / gib:.2f} of {cluster.memory_gb * 1e9 / gib:.0f} GiB: {memory}",
     }
     rows |= {

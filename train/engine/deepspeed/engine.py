@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from matmix.train.engine.agreement import agree_on_norms
 from matmix.train.engine.base import Engine, is_on_meta
 from matmix.train.engine.clipping import (
-    OTHERS,
+    agree_on_norms,
     by_name,
     clip_limits,
     clip_to,
@@ -38,9 +37,10 @@ from matmix.train.engine.clipping import (
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.deepspeed.files import SUBDIRECTORY, ZeroFiles, ZeroSnapshot, make_files
 from matmix.train.engine.deepspeed.state import load_partitioned
-from matmix.train.engine.full_state import FullState, load_moments, load_weights
+from matmix.train.engine.full_state import FullState
+from matmix.train.engine.loading import load_moments, load_weights
 from matmix.train.engine.snapshot import Snapshot
-from matmix.train.optim.base import Optimizer
+from matmix.train.optim.base import OTHERS, Optimizer
 from matmix.train.process.distributed import Distributed, ensure_group, is_distributed
 
 # Passed on to DeepSpeed as "zero_optimization", together with the stage.

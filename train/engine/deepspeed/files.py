@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from matmix.data.storage.files import open_durable
-from matmix.train.engine.full_state import MODEL, OPTIMIZER, Entry, FullState
-from matmix.train.engine.sharded_files import find_os_error
-from matmix.train.engine.snapshot import Snapshot
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, CheckpointFiles, Entry
+from matmix.train.engine.snapshot import Snapshot, find_os_error
 
 SUBDIRECTORY = "zero"
 
@@ -96,7 +95,7 @@ class ZeroSnapshot(Snapshot):
                 raise found from None
 
 
-class ZeroFiles(FullState):
+class ZeroFiles(CheckpointFiles):
     """Reads the files of a DeepSpeed checkpoint of any stage and number of ranks, in one process.
 
     Opens only the files, and reads only the bytes of them, that hold what is asked for. From stage 1 on an
@@ -104,18 +103,29 @@ class ZeroFiles(FullState):
     into equal parts, one for each rank; stage 3 cuts every tensor, and lays a rank's parts one after the other.
     """
 
-    def __init__(self, directory: Path, layout: dict[str, Any], *, weights_only: bool = False) -> None:
-        """directory, layout: of the checkpoint; weights_only: leaves the optimizer's files alone where it can."""
-        self.directory = directory / SUBDIRECTORY
+    engine_names = '"deepspeed"'
+    counts = ("zero_stage",)
+
+    def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        self.directory = checkpoint / SUBDIRECTORY
         self.stage, self.ranks = layout["zero_stage"], layout["world_size"]
         self._opened: dict[str, dict[str, Any]] = {}
         # Of each tensor of the optimizer: number of its state, and where it begins in the flat group (in a
         # rank's part of it at stage 3).
         self._places: dict[str, tuple[int, int]] = {}
-        with _holding(directory):
+        with _holding(checkpoint):
             self._find_entries(layout, weights_only)
 
-    def _find_entries(self, layout: dict[str, Any], weights_only: bool) -> None:
+    @staticmethod
+    def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+        # From stage 3 on the weights lie with what the optimizer keeps.
+        return [name for name in files if layout["zero_stage"] == 3 or not name.endswith("_optim_states.pt")]
+
+    @staticmethod
+    def title(layout: Mapping[str, Any]) -> str:
+        return f"{layout['engine']}, ZeRO-{layout['zero_stage']}"
+
+    def _find_entries(self, layout: Mapping[str, Any], weights_only: bool) -> None:
         module = self._model_file(0)["module"]
         self.entries = {
             f"{MODEL}{name}": Entry(tuple(shape), module[name].dtype) for name, shape in layout["shapes"].items()
@@ -131,7 +141,7 @@ class ZeroFiles(FullState):
                 for entry, value in self._optimizer_state(0).get(number, {}).items():
                     self.entries[f"{OPTIMIZER}{name}.{entry}"] = Entry(() if _is_number(value) else whole.shape)
 
-    def _groups(self, layout: dict[str, Any]) -> list[dict[str, int]]:
+    def _groups(self, layout: Mapping[str, Any]) -> list[dict[str, int]]:
         """For each state that the optimizer keeps: the tensors it is of, in order, and the padding behind each."""
         if self.stage == 0:
             return [{name: 0} for name in layout["optimizer"]]

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from matmix.train.engine.base import persistent_tensors
-from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, fill, kept_entries
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState
+from matmix.train.engine.loading import fill, kept_entries
 
 # (name of a tensor, its first element on this rank, number of elements, where they lie in the flat tensor)
 _Fragment = tuple[str, int, int, int]

@@ -1,0 +1,66 @@
+"""How plain or sharded tensors and their optimizer take up a whole training state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState
+from matmix.train.optim.base import Optimizer
+
+
+@torch.no_grad()
+def fill(tensor: torch.Tensor, state: FullState, key: str) -> None:
+    """Copies the tensor `key` of `state` into a plain tensor or this rank's part of a DTensor."""
+    start = 0
+    if isinstance(tensor, DTensor):
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        assert not any(offset[1:]), "fully_shard splits the first dimension"
+        start = offset[0] * math.prod(tensor.shape[1:])
+        tensor = tensor.to_local()
+    if tensor.numel():
+        tensor.copy_(state.read(key, start, start + tensor.numel()).view(tensor.shape))
+
+
+def load_weights(tensors: Iterable[tuple[str, torch.Tensor]], state: FullState) -> None:
+    """Fills parameters and buffers, given with their names, in place."""
+    for name, tensor in tensors:
+        fill(tensor.detach(), state, MODEL + name)
+
+
+def kept_entries(state: FullState, optimizer: Optimizer) -> dict[str, list[str]]:
+    """`state.moments()`, which `optimizer` can take up. Raises ValueError (one line) if it is another optimizer's."""
+    held = state.moments()
+    known = {*optimizer.moments, *optimizer.counts}
+    for name, entries in held.items():
+        if known != set(entries):
+            raise ValueError(
+                f"the checkpoint is of another optimizer: it keeps {', '.join(sorted(entries))} of {name}, "
+                f"and {type(optimizer).__name__} keeps {', '.join(sorted(known)) or 'nothing'}; set optimizer.name as "
+                "it was"
+            )
+    return held
+
+
+def load_moments(optimizer: Optimizer, names: Mapping[torch.Tensor, str], state: FullState) -> None:
+    """Replaces all that a torch optimizer has kept; its options (weight decay and the like) stay.
+
+    names: of the parameters, sharded (DTensor) or not. One that `state` has no moments of begins anew.
+    """
+    held = kept_entries(state, optimizer)
+    contents = {**optimizer.state_dict(), "state": {}}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        name = names[parameter]
+        for entry in held.get(name, ()):
+            key = f"{OPTIMIZER}{name}.{entry}"
+            # Every entry is either shaped (and sharded) like its parameter or a number.
+            shaped = state.entries[key].shape == tuple(parameter.shape)
+            value = torch.zeros_like(parameter.detach()) if shaped else torch.zeros(())
+            fill(value, state, key)
+            contents["state"].setdefault(number, {})[entry] = value
+    optimizer.load_state_dict(contents)
