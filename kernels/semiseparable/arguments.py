@@ -1,4 +1,4 @@
-"""What the scans ask of their arguments, and how absent tensors pass through registered ops."""
+"""Checks the arguments of the scans, and passes optional tensors through registered ops."""
 
 from __future__ import annotations
 

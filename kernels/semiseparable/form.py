@@ -1,4 +1,4 @@
-"""The options of a scan, and the tensors that go into its forward and backward passes and come out."""
+"""The options of a scan, and the inputs and outputs of its forward and backward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a scan is cut up: directions, chunks, decays and masks, the same for forward and backward passes."""
+"""Cuts a scan into directions, chunks, decays and masks, in the same way for forward and backward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Hydra and mru-lm as (our configuration, our state)."""
+"""Reads whole Hydra and mru-lm models from checkpoints, as a configuration and a state of this project."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class GatedDeltaConfig:
 
 
 class DeltaParts(NamedTuple):
-    """What the recurrence takes, (B, L, heads, ...), and the gate of its output."""
+    """The inputs of the recurrence, (B, L, heads, ...), and the gate of its output."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -128,7 +128,7 @@ class GatedDelta(Mixer):
         return 2.0 * (projections + conv_dim * config.d_conv + nheads * (within + across))
 
     def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> DeltaParts:
-        """All that the recurrence takes, from x (B, L, d_model)."""
+        """Computes all inputs of the recurrence from x (B, L, d_model)."""
         z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
         return self.split_heads(self.convolve(qkv, cu_seqlens), z, *scalars)
 
