@@ -50,7 +50,7 @@ force_configuration = ForcedConfiguration()
 
 
 def configurations() -> tuple[ScanConfig, ...]:
-    """All that the rule can choose."""
+    """All configurations that `choose` can return."""
     return _HALF, _HALF_SHORT, _SINGLE
 
 

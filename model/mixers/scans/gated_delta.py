@@ -140,7 +140,7 @@ class GatedDelta(Mixer):
     def split_heads(
         self, qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor | None = None
     ) -> DeltaParts:
-        """From the convolved q k v and the other sections of in_proj."""
+        """Splits the convolved q k v and the other sections of in_proj into the inputs of the recurrence."""
         keys = self.nheads * self.config.qk_dim
         q, k, v = (part.unflatten(-1, (self.nheads, -1)) for part in qkv.split([keys, keys, self.d_inner], -1))
         # In float32, as is all that follows: bfloat16 would round the decay of long memories to 1.

@@ -202,7 +202,7 @@ class RWKV7(Mixer):
 
 
 def shift_init(power: float) -> InitRule:
-    """How much of the token before each channel starts with: 1 - (i / d_model)^power."""
+    """The initial share of the token before in each channel: 1 - (i / d_model)^power."""
     return lambda shape, generator: 1 - (torch.arange(shape[0]) / shape[0]) ** power
 
 
