@@ -1,5 +1,5 @@
-"""Reads checkpoints of every kind as full tensors, and writes the form that every engine reads at any number of ranks:
-full tensors in safetensors files:
+"""The full tensors of a checkpoint, whatever form it has, and the form that every engine reads at any number of ranks:
+full tensors in safetensors files.
 
     STEP/portable/weights-00001.safetensors, weights-00002 ...    weights and persistent buffers
     STEP/portable/moments-00001.safetensors, moments-00002 ...    what the optimizer keeps of each updated parameter
