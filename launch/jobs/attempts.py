@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import signal
 import sys
 import time
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.artifacts import read_json_lines
-from matmix.launch.jobs.records import read_url
+from matmix.launch.jobs.records import append_line, read_url
 from matmix.train.process.exits import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
 from matmix.train.run.outcome import Outcome, local_folder, newest_saved, read_last_step, read_outcomes
 
@@ -219,7 +218,7 @@ def mark_cancelled(run: Path, job: str) -> None:
 
 def begin(run: Path, name: str, nodes: str = "") -> None:
     """Notes that an attempt begins, so that it is known also if nobody sees it end."""
-    _append(run, {"attempt": name, "begun": int(time.time()), "nodes": nodes})
+    append_line(attempts_path(run), {"attempt": name, "begun": int(time.time()), "nodes": nodes})
 
 
 def conclude(
@@ -243,15 +242,8 @@ def conclude(
     if ending and decision.again:
         decision = Decision(False, f"{attempt.reason}; {ending}")
     facts = {**dataclasses.asdict(attempt), "again": decision.again, "why": decision.why, "ended": int(time.time())}
-    _append(run, facts)
+    append_line(attempts_path(run), facts)
     return attempt, decision
-
-
-def _append(run: Path, line: dict[str, Any]) -> None:
-    path = attempts_path(run)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from matmix.launch.jobs.records import Job, add_job, find_home, read_jobs
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.prepare import resubmit_preparation
 from matmix.launch.jobs.slurm.script import array_option
+from matmix.launch.jobs.slurm.submit import submit_script
 from matmix.launch.jobs.status import Home, local_process, task_runs
 
 Tell = Callable[[str], None]
@@ -66,15 +67,13 @@ def cancel(home: Path, grace: float, tell: Tell = print) -> bool:
 
     Jobs that wait in the queue are removed at once, and none of them is requeued.
     """
-    jobs = read_jobs(home)
-    if not jobs:
-        raise ValueError(f"nothing was submitted from {home}")
-    if jobs[-1].kind == "local":
-        return _cancel_local(jobs[-1], grace, tell)
+    last = last_job(home)
+    if last.kind == "local":
+        return _cancel_local(last, grace, tell)
     found = False
     waiting: list[str] = []
-    for job in jobs:
-        states = [state for state in scheduler.job_states(job.job) if not state.is_over] if job.job else []
+    for job in read_jobs(home):
+        states = scheduler.active_states(job.job) if job.job else []
         found = found or bool(states)
         for state in states:
             _mark(home, job, state.job)
@@ -102,7 +101,7 @@ def _wait_for_end(names: list[str], grace: float, tell: Tell) -> bool:
     deadline, left = time.monotonic() + grace, list(names)
     while left and time.monotonic() < deadline:
         time.sleep(0.5)
-        left = [name for name in left if not all(state.is_over for state in scheduler.job_states(name))]
+        left = [name for name in left if scheduler.active_states(name)]
     for name in left:
         scheduler.cancel(name)
         tell(f"job {name}: not saved within {grace:.0f} s, cancelled")
@@ -141,8 +140,8 @@ def resubmit(home: Path) -> Job | None:
     """
     job = last_job(home)
     assert job.kind != "local", "local launches are run again by their caller"
-    active = [state.job for state in scheduler.job_states(job.job) if not state.is_over]
-    if active:
+    # The merge of a preparation waits for its parts.
+    if active := [state.job for name in (job.after, job.job) if name for state in scheduler.active_states(name)]:
         raise ValueError(f"job {', '.join(active)} is still queued or running; matmix launch cancel {home} ends it")
     if job.kind == "prepare":
         return resubmit_preparation(home, job)
@@ -155,15 +154,7 @@ def resubmit(home: Path) -> Job | None:
         options = [array_option(home / "launch" / job.launch / "job.sbatch", open_tasks)]
     elif is_finished(home):
         return None
-    return submit_again(home, job, "job.sbatch", options)
-
-
-def submit_again(home: Path, job: Job, script: str, options: list[str]) -> Job:
-    """Submits a script of an earlier launch and records that."""
-    number, cluster = scheduler.submit(str(home / "launch" / job.launch / script), *options)
-    again = dataclasses.replace(job, job=number, cluster=cluster, time=time.time())
-    add_job(home, again)
-    return again
+    return submit_script(home, job, "job.sbatch", *options)
 
 
 def is_finished(run: Path) -> bool:

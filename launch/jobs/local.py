@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,7 +49,6 @@ class Local:
         job = Job(
             kind="local",
             launch=snapshot.new_launch_id(home),
-            time=time.time(),
             command=list(typed),
             pid=os.getpid(),
             host=socket.gethostname(),

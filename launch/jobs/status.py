@@ -80,7 +80,7 @@ def is_active(job: Job) -> bool:
     """Whether it is queued or running."""
     if job.kind == "local":
         return local_process(job) is not None
-    return any(not state.is_over for state in scheduler.job_states(job.job))
+    return bool(scheduler.active_states(job.job))
 
 
 def job_lines(job: Job) -> list[str]:

@@ -7,17 +7,16 @@ alone by `matmix launch resubmit DIR`.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.parts import missing_parts
 from matmix.launch.jobs import snapshot
-from matmix.launch.jobs.records import Job, add_job, preparation_home
-from matmix.launch.jobs.slurm import scheduler
+from matmix.launch.jobs.records import Job, preparation_home
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.script import array_option, directives, job_values, render
+from matmix.launch.jobs.slurm.submit import submit_script
 from matmix.launch.prepare import Prepare
 from matmix.train.arguments import read_verb
 
@@ -107,34 +106,21 @@ def submit_preparation(plan: Preparation, scripts: dict[str, str]) -> tuple[Job,
         (plan.folder / name).write_text(text, encoding="utf-8")
     (plan.home / "logs").mkdir(exist_ok=True)
     (plan.folder / "out.txt").write_text(str(Path(plan.config.out).absolute()), encoding="utf-8")
-    job = Job(kind="prepare", launch=plan.launch_id, time=0, command=list(plan.command), tasks=plan.parts)
+    job = Job(kind="prepare", launch=plan.launch_id, command=list(plan.command), tasks=plan.parts)
     return _submit(plan.home, job, [])
 
 
 def _submit(home: Path, job: Job, options: list[str], *, merge_only: bool = False) -> tuple[Job, Job]:
-    folder = home / "launch" / job.launch
     parts = dataclasses.replace(job, job="", after="")
     dependency: list[str] = []
     if not merge_only:
-        number, cluster = scheduler.submit(str(folder / _PARTS), *options)
-        parts = dataclasses.replace(parts, job=number, cluster=cluster, time=time.time())
-        add_job(home, parts)
-        dependency = [f"--dependency=afterok:{number}"]
-    number, cluster = scheduler.submit(str(folder / _MERGE), *dependency)
-    merge = dataclasses.replace(parts, job=number, cluster=cluster, after=parts.job, time=time.time())
-    add_job(home, merge)
-    return parts, merge
+        parts = submit_script(home, parts, _PARTS, *options)
+        dependency = [f"--dependency=afterok:{parts.job}"]
+    return parts, submit_script(home, dataclasses.replace(parts, after=parts.job), _MERGE, *dependency)
 
 
 def resubmit_preparation(home: Path, job: Job) -> Job | None:
-    """Submits the parts that are missing and the merge; the merge's job, None if the dataset is complete.
-
-    Raises ValueError while the merge or parts are queued or running.
-    """
-    for name in filter(None, (job.after, job.job)):
-        active = [state.job for state in scheduler.job_states(name) if not state.is_over]
-        if active:
-            raise ValueError(f"job {', '.join(active)} is still queued or running")
+    """Submits the parts that are missing and the merge; the merge's job, None if the dataset is complete."""
     out = Path((home / "launch" / job.launch / "out.txt").read_text(encoding="utf-8"))
     if (out / "manifest.json").is_file():
         return None

@@ -86,6 +86,11 @@ def job_states(job: str) -> list[JobState]:
     return sorted(found, key=lambda state: [int(word) for word in re.findall(r"\d+", state.job)])
 
 
+def active_states(job: str) -> list[JobState]:
+    """The states of a job, or of the tasks of an array, that are queued or running."""
+    return [state for state in job_states(job) if not state.is_over]
+
+
 def cancel(job: str) -> None:
     _call(["scancel", job])
 

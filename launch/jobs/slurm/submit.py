@@ -140,15 +140,15 @@ def write_launch(launch: Launch, script: str) -> Path:
 def submit_launch(launch: Launch, script: str) -> Job:
     """Writes and submits; the job as recorded in jobs.jsonl. Raises SlurmError or ValueError if Slurm refuses."""
     path = write_launch(launch, script)
-    job, cluster = scheduler.submit(str(path))
-    record = Job(
-        kind="slurm",
-        launch=launch.launch_id,
-        time=time.time(),
-        command=list(launch.command),
-        job=job,
-        cluster=cluster,
-        tasks=len(launch.configs) if launch.is_sweep else 0,
-    )
-    add_job(launch.home, record)
-    return record
+    tasks = len(launch.configs) if launch.is_sweep else 0
+    job = Job(kind="slurm", launch=launch.launch_id, command=list(launch.command), tasks=tasks)
+    return submit_script(launch.home, job, path.name)
+
+
+def submit_script(home: Path, job: Job, script: str, *options: str) -> Job:
+    """Submits a script of the job's launch; the job with its new number, as recorded in jobs.jsonl. Raises SlurmError
+    or ValueError if Slurm refuses."""
+    number, cluster = scheduler.submit(str(home / "launch" / job.launch / script), *options)
+    submitted = dataclasses.replace(job, job=number, cluster=cluster, time=time.time())
+    add_job(home, submitted)
+    return submitted
