@@ -28,6 +28,7 @@ from matmix.train.config import RunConfig
 from matmix.train.errors import RendezvousError
 from matmix.train.process.network import wait_for_port
 from matmix.train.recipe import load_config
+from matmix.train.run.outcome import attempt_id
 
 DEFAULT_PORT = 29400
 # Nodes of one start wait this long for each other, so that with all imports a missing one costs less than a minute;
@@ -50,7 +51,7 @@ class Torchrun:
     node_rank: int | None = None
     """Number of this node, 0 on HOST; without, as the nodes arrive."""
     rdzv_id: str | None = None
-    """Name of this start, the same on all nodes; default: the run's."""
+    """Name under which the nodes meet, the same on all; default: the run's."""
     local_addr: str | None = None
     """This node's address for the others; default: the one that leads to HOST."""
     dry_run: bool = False
@@ -70,7 +71,7 @@ class Torchrun:
         local_addr = self.local_addr or address_here(endpoint[0])
         if self.nnodes == 1:  # there is nobody to meet: neither an agent nor a store on the network is needed
             print(f"{self.nproc} x {shlex.join(rank_command(arguments))}", flush=True)
-            return 0 if self.dry_run else run_here(arguments, self.nproc, run_id)
+            return 0 if self.dry_run else run_here(arguments, self.nproc, attempt_id())
         words = torchrun_words(
             arguments,
             nnodes=self.nnodes,
@@ -87,7 +88,7 @@ class Torchrun:
             wait_for_host(endpoint)
         with StopRequests() as requests:
             agent = [sys.executable, "-m", "matmix.launch.jobs.agent", *words]
-            return run_agent(agent, environment_for(self.nproc, run_id), requests)
+            return run_agent(agent, environment_for(self.nproc, attempt_id()), requests)
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:

@@ -175,3 +175,23 @@ def test_the_command_of_a_node_is_printed(capsys):
     assert printed.endswith("-m matmix.launch.jobs.rank debug_mru --run-dir 'runs/a b'\n")
     assert main(["launch", "torchrun", "debug_mru", "--nnodes", "3", *words[2:]]) == 2
     assert "does not divide" in capsys.readouterr().err
+
+
+# Prints the name that the ranks of a start are given, in place of starting them.
+NAMER = """
+import sys
+from matmix.launch.cli import main
+from matmix.launch.jobs import torchrun
+torchrun.run_here = lambda arguments, nproc, attempt: print(attempt)
+torchrun.run_agent = lambda command, environment, requests: print(environment["MATMIX_ATTEMPT"])
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("nnodes", ["1", "2"])
+def test_each_start_has_a_name_of_its_own(nnodes, tmp_path):
+    words = ["launch", "torchrun", "debug_mru", "--nnodes", nnodes, "--nproc", "1", "--rdzv", "127.0.0.1"]
+    words += ["--rdzv-id", "same", "--run-dir", str(tmp_path)]
+    starts = [subprocess.check_output([sys.executable, "-c", NAMER, *words], text=True) for _ in range(2)]
+    first, second = (printed.splitlines()[-1] for printed in starts)
+    assert first != second
