@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from matmix.launch.jobs.environment import threads_of_each
 from matmix.train.process import launcher
 from matmix.train.process.exits import EXIT_STOPPED
 from matmix.train.process.ranks import SECRET_VARIABLE, STORE_VARIABLE
@@ -142,9 +143,8 @@ def _marked(mark: str) -> Iterator[psutil.Process]:
 def environment_for(nproc: int, attempt: str) -> dict[str, str]:
     """This process's environment with what the ranks need."""
     environment = {**os.environ, "MATMIX_ATTEMPT": attempt, "PYTHONSAFEPATH": "1"}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # torchrun would set it to 1, with a warning.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    environment.setdefault("OMP_NUM_THREADS", str(threads_of_each(nproc)))
     return environment
 
 
