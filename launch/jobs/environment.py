@@ -8,7 +8,6 @@ from collections.abc import Mapping, MutableMapping
 
 from matmix.train.process.caches import cache_variables
 
-
 _EVERYWHERE = {
     # Sequences of many lengths fragment the memory of a GPU; growing segments keep it whole.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

@@ -14,7 +14,7 @@ from matmix.launch.jobs import attempts, snapshot
 from matmix.launch.jobs.attempts import DEFAULT_MAX_REQUEUES
 from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_ranks
 from matmix.launch.jobs.records import Job, add_job, launch_home, note_url
-from matmix.launch.jobs.slurm.submit import absolute, check_run_directory
+from matmix.launch.jobs.slurm.submit import checked
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED
@@ -42,9 +42,7 @@ class Local:
         """Checks the config, writes RUN/launch/<id>/ and runs it. Raises ValueError for the user's mistakes."""
         check_overrides(self, rest, RunConfig)
         check_counts(self, "nproc")
-        config = absolute(load_config(self.recipe, rest))
-        config.micro_batch(self.nproc)
-        check_run_directory(config)
+        config = checked(load_config(self.recipe, rest), self.nproc)
         home = launch_home(config.run_dir)
         job = Job(
             kind="local",

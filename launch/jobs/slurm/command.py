@@ -50,11 +50,11 @@ class Slurm:
         check_overrides(self, rest, RunConfig)
         points = parse_sweep(self.sweep, self.sweep_file)
         plan = launches.plan_launch(self.recipe, rest, points, self._options(), typed)
-        script = launches.render_launch(plan)
+        scripts = plan.scripts()
         if self.dry_run:
-            print(script, end="")
+            print(*scripts.values(), sep="\n", end="")
             return 0
-        job = launches.submit_launch(plan, script)
+        job = plan.submit(scripts)
         log = shlex.quote(str(plan.home / "logs" / f"slurm-{job.job}")) + ("_*.out" if job.tasks else ".out")
         what = f"job {job.job}" + (f" ({job.tasks} tasks)" if job.tasks else "")
         print(f"Submitted {what}: {plan.folder / 'job.sbatch'}")
@@ -67,11 +67,11 @@ class Slurm:
         if self.parts is None:
             raise ValueError("how many parts? matmix launch slurm --prepare --parts N INPUT ... --out DIR")
         plan = preparations.plan_preparation([self.recipe, *rest], self.parts, self._options(), typed)
-        scripts = preparations.render_preparation(plan)
+        scripts = plan.scripts()
         if self.dry_run:
-            print("\n".join(scripts.values()), end="")
+            print(*scripts.values(), sep="\n", end="")
             return 0
-        parts, merge = preparations.submit_preparation(plan, scripts)
+        parts, merge = plan.submit(scripts)
         print(f"Submitted {self.parts} parts as job {parts.job}, and job {merge.job} that joins them")
         out, logs = shlex.quote(plan.config.out), shlex.quote(str(plan.home / "logs" / f"slurm-{parts.job}"))
         print(f"Follow it:  matmix launch status {out}   or   tail -F {logs}_*.out")
