@@ -72,11 +72,7 @@ def _command(folder: Path) -> list[str]:
 def _new_name(home: Path, launch: str) -> str:
     """What the attempts from now on are called: the launch's name, with -again-2 and so on where it is run again."""
     used = {attempts.job_of(attempt.attempt) for attempt in attempts.read_attempts(home)}
-    number, name = 1, launch
-    while name in used:
-        number += 1
-        name = f"{launch}-again-{number}"
-    return name
+    return snapshot.first_free(launch, used.__contains__, "-again-")
 
 
 def run_local(home: Path, job: Job) -> int:
