@@ -57,12 +57,15 @@ def apply_defaults(environment: MutableMapping[str, str] = os.environ) -> dict[s
     return added
 
 
-def own_address(family: int, target: tuple) -> str:
-    """The address of this node from which its way to `target` (a pair or more of getaddrinfo's) begins. Raises OSError
-    where there is no way."""
+def way_to(host: str) -> tuple[str, str]:
+    """The address of this node from which its way to `host` begins, and the address of `host`.
+
+    Raises OSError where there is no way, socket.gaierror where `host` does not resolve.
+    """
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # chooses the way and sends nothing
-        return probe.getsockname()[0]
+        return probe.getsockname()[0], target[0]
 
 
 def interface_towards(host: str) -> str | None:
@@ -70,8 +73,7 @@ def interface_towards(host: str) -> str | None:
     import psutil
 
     try:
-        family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
-        own = own_address(family, target)
+        own, _ = way_to(host)
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
