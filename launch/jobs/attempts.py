@@ -167,17 +167,9 @@ def read_attempts(run: Path) -> list[PastAttempt]:
     return found
 
 
-def _ranks_folder(run: Path) -> Path:
-    """Where rank 0 writes: the run directory; for a run at a URL, the folder that the first node has for it."""
-    url = read_url(run)
-    if url is None:
-        return run
-    return local_folder(url, 0)
-
-
 def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> PastAttempt:
     """What the ranks of an attempt wrote about its end, or `code` where they wrote nothing."""
-    run = _ranks_folder(run)
+    run = local_folder(read_url(run) or run, 0)  # where rank 0 writes
     outcomes = read_outcomes(run, name)
     chosen = _telling(outcomes)
     saved = [outcome.saved_step for outcome in outcomes.values() if outcome.saved_step is not None]

@@ -79,8 +79,8 @@ def run_local(home: Path, job: Job) -> int:
     """Attempts until the run has finished, stopped, or failed once too often; returns the exit code of the last."""
     folder, own = home / "launch" / job.launch, make_own_folder()
     print(f"{job.nproc} x {shlex.join(_command(folder))}", flush=True)
+    start = _new_name(home, job.launch)
     with StopRequests() as requests:
-        start = _new_name(home, job.launch)
         for number in itertools.count():
             name = f"{start}.{number}"
             environment = environment_for(job.nproc, name)
@@ -88,19 +88,14 @@ def run_local(home: Path, job: Job) -> int:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             attempts.begin(home, name, socket.gethostname())
             ended = run_ranks(_command(folder), job.nproc, environment, requests, own)
+            ending = "it was told to stop" if requests.asked else ""
             attempt, decision = attempts.conclude(
-                home,
-                name,
-                ended,
-                max_requeues=job.max_restarts,
-                signalled=requests.asked,
-                ending="it was told to stop" if requests.asked else "",
+                home, name, ended, max_requeues=job.max_restarts, signalled=requests.asked, ending=ending
             )
-            if decision.again:
-                print(f"attempt {name}: starting again: {decision.why}", flush=True)
-                continue
-            if attempt.failed:
-                print(f"attempt {name}: {decision.why}", flush=True)
-            code = EXIT_INTERRUPTED if requests.at_once else attempt.code
-            return EXIT_FAILED if code is None else code
-    raise AssertionError
+            if not decision.again:
+                break
+            print(f"attempt {name}: starting again: {decision.why}", flush=True)
+    if attempt.failed:
+        print(f"attempt {name}: {decision.why}", flush=True)
+    code = EXIT_INTERRUPTED if requests.at_once else attempt.code
+    return EXIT_FAILED if code is None else code
