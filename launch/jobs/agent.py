@@ -1,4 +1,4 @@
-"""torchrun, with its ends in one line each.
+"""Runs torch's agent as `torchrun` does, and says in one line how it ended.
 
     python -m matmix.launch.jobs.agent --nnodes=2 -m matmix.launch.jobs.rank RECIPE
 
@@ -22,7 +22,7 @@ from matmix.train.process.ranks import SECRET_VARIABLE
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     begin_process()
-    if arguments is None:  # here the process is ours; torch makes a folder of reports
+    if arguments is None:  # in a process of our own: torch makes a folder of reports
         code = guarded(_use_own_folder)
         if code:
             return code

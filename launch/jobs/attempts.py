@@ -17,8 +17,8 @@ launcher saw. Then:
 
 Only attempts of the same job count, which its requeues share; a job that is submitted anew begins anew.
 Attempts that a launcher began and that nobody saw end (a node that failed, a launcher that was killed) are failures.
-Each decision is a line in RUN/launch/attempts.jsonl. Standard library only, but for runs at URLs: this runs between two
-attempts, on nodes that are paid for.
+Each decision is a line in RUN/launch/attempts.jsonl. This module imports the standard library only, except for runs at
+URLs: it runs between two attempts, while the nodes wait.
 """
 
 from __future__ import annotations

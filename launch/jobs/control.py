@@ -76,10 +76,10 @@ def cancel(home: Path, grace: float, tell: Tell = print) -> bool:
     deadline, left = time.monotonic() + grace, waiting
     while left and time.monotonic() < deadline:
         time.sleep(0.5)
-        left = {name: told for name, told in left.items() if told.is_running()}
-    for name, told in waiting.items():
+        left = {name: job for name, job in left.items() if job.is_running()}
+    for name, job in waiting.items():
         if name in left:
-            told.end()
+            job.end()
             tell(f"{name}: not saved within {grace:.0f} s, ended")
         else:
             tell(f"{name}: ended by itself")
@@ -87,14 +87,14 @@ def cancel(home: Path, grace: float, tell: Tell = print) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Told:
+class _Stopping:
     """A job or process that was told to save and end."""
 
     is_running: Callable[[], object]
     end: Callable[[], None]
 
 
-def _tell_slurm(home: Path, tell: Tell) -> dict[str, _Told]:
+def _tell_slurm(home: Path, tell: Tell) -> dict[str, _Stopping]:
     found, waiting = False, {}
     for job in read_jobs(home):
         states = scheduler.active_states(job.job) if job.job else []
@@ -105,7 +105,7 @@ def _tell_slurm(home: Path, tell: Tell) -> dict[str, _Told]:
             if state.state == "RUNNING" and job.kind == "slurm":
                 scheduler.signal_batch(state.job, "USR2")
                 is_running = functools.partial(scheduler.active_states, state.job)
-                waiting[f"job {state.job}"] = _Told(is_running, functools.partial(scheduler.cancel, state.job))
+                waiting[f"job {state.job}"] = _Stopping(is_running, functools.partial(scheduler.cancel, state.job))
             else:
                 scheduler.cancel(state.job)
                 tell(f"job {state.job}: cancelled while {state.state.lower()}")
@@ -120,7 +120,7 @@ def _mark(home: Path, job: Job, name: str) -> None:
         attempts.mark_cancelled(run, f"{job.job}_{number}" if job.tasks else name)
 
 
-def _tell_process(job: Job, tell: Tell) -> dict[str, _Told]:
+def _tell_process(job: Job, tell: Tell) -> dict[str, _Stopping]:
     if job.host != socket.gethostname():
         raise ValueError(f"this run was started on {job.host}: cancel it there")
     process = local_process(job)
@@ -129,7 +129,7 @@ def _tell_process(job: Job, tell: Tell) -> dict[str, _Told]:
         return {}
     process.send_signal(signal.SIGTERM)
     # Its ranks end with it.
-    return {f"process {job.pid}": _Told(lambda: local_process(job), process.kill)}
+    return {f"process {job.pid}": _Stopping(lambda: local_process(job), process.kill)}
 
 
 # -- resubmit ---------------------------------------------------------------------------------------------------------

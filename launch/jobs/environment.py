@@ -24,10 +24,14 @@ _EVERYWHERE = {
 }
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def threads_of_each(ranks: int) -> int:
-    """This node's cores shared among its ranks: each rank would otherwise start a thread for every core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // max(1, ranks))
+    """Threads of each rank, so that its node's ranks share the cores; each would otherwise start one for every core."""
+    return max(1, cores() // max(1, ranks))
 
 
 def defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

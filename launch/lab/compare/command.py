@@ -9,9 +9,10 @@ from typing import Annotated
 
 import tyro
 
+from matmix.launch.jobs.environment import cores
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
 from matmix.launch.lab.compare.config import Comparison, keep_recipe
-from matmix.launch.lab.compare.processes import cores, listening
+from matmix.launch.lab.compare.processes import listening
 from matmix.launch.lab.compare.runs import Task
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
