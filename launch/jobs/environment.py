@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 
 from matmix.train.process.caches import cache_variables
 
@@ -35,7 +35,7 @@ def threads_of_each(ranks: int) -> int:
 
 
 def defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The defaults for a rank with torchrun's variables in `environment`.
+    """The defaults of what is not set in `environment`, for a rank whose variables of torchrun are there.
 
     Makes the folders of the caches. Raises ValueError where one that the user has named cannot be trusted.
     """
@@ -51,14 +51,7 @@ def defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         found["GLOO_SOCKET_IFNAME"] = interface
         if one_host:  # nobody else is to reach the ranks
             found["NCCL_SOCKET_IFNAME"] = interface
-    return found
-
-
-def apply_defaults(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Sets what is not set; returns what it has set."""
-    added = {name: value for name, value in defaults(environment).items() if name not in environment}
-    environment.update(added)
-    return added
+    return {name: value for name, value in found.items() if name not in environment}
 
 
 def way_to(host: str) -> tuple[str, str]:
