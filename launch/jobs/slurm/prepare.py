@@ -54,11 +54,12 @@ class Preparation(Submission):
         """Notes where the dataset is to lie."""
         (self.folder / "out.txt").write_text(str(Path(self.config.out).absolute()), encoding="utf-8")
 
-    def submit(self, scripts: Mapping[str, str]) -> tuple[Job, Job]:
-        """Writes and submits parts and merge; both jobs. Raises SlurmError or ValueError if Slurm refuses."""
+    def submit(self, scripts: Mapping[str, str]) -> Job:
+        """Writes and submits parts and merge; the merge, which names the parts. Raises SlurmError or ValueError if
+        Slurm refuses."""
         self.write(scripts)
         job = Job(kind="prepare", launch=self.launch_id, command=list(self.command), tasks=self.parts)
-        return _submit(self.home, job, [])
+        return _submit_merge(self.home, submit_script(self.home, job, _PARTS))
 
 
 def plan_preparation(
@@ -99,20 +100,18 @@ def _folder_of(path: str) -> Path | str:
     return folder
 
 
-def _submit(home: Path, job: Job, options: list[str], *, merge_only: bool = False) -> tuple[Job, Job]:
-    parts = dataclasses.replace(job, job="", after="")
-    dependency: list[str] = []
-    if not merge_only:
-        parts = submit_script(home, parts, _PARTS, *options)
-        dependency = [f"--dependency=afterok:{parts.job}"]
-    return parts, submit_script(home, dataclasses.replace(parts, after=parts.job), _MERGE, *dependency)
+def _submit_merge(home: Path, parts: Job) -> Job:
+    """Submits the merge, which waits for the job of the parts where that has one."""
+    dependency = [f"--dependency=afterok:{parts.job}"] if parts.job else []
+    return submit_script(home, dataclasses.replace(parts, after=parts.job), _MERGE, *dependency)
 
 
 def resubmit_preparation(home: Path, job: Job) -> Job | None:
     """Submits the parts that are missing and the merge; the merge's job, None if the dataset is complete."""
-    out = Path((home / "launch" / job.launch / "out.txt").read_text(encoding="utf-8"))
+    folder, parts = home / "launch" / job.launch, dataclasses.replace(job, job="", after="")
+    out = Path((folder / "out.txt").read_text(encoding="utf-8"))
     if (out / "manifest.json").is_file():
         return None
-    missing = missing_parts(out, job.tasks)
-    options = [array_option(home / "launch" / job.launch / _PARTS, missing)] if missing else []
-    return _submit(home, job, options, merge_only=not missing)[1]
+    if missing := missing_parts(out, job.tasks):
+        parts = submit_script(home, parts, _PARTS, array_option(folder / _PARTS, missing))
+    return _submit_merge(home, parts)
