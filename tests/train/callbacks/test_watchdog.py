@@ -13,7 +13,7 @@ from matmix.train.run.outcome import ATTEMPT_VARIABLE
 def trainer(tmp_path, monkeypatch):
     monkeypatch.setenv(ATTEMPT_VARIABLE, "7.0")
     engine = SimpleNamespace(rank=0, world_size=2)
-    return SimpleNamespace(engine=engine, run=SimpleNamespace(path=tmp_path), tell=print)
+    return SimpleNamespace(engine=engine, run=SimpleNamespace(path=tmp_path))
 
 
 def test_stacks_of_an_earlier_start_are_not_counted(trainer, tmp_path):
