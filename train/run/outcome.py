@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -24,6 +24,9 @@ from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url, scratch_folder
 from matmix.train.checkpoint.steps import list_steps
 from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
+from matmix.train.process.logs import EVERY_RANK
+
+logger = logging.getLogger(__name__)
 
 ATTEMPT_VARIABLE = "MATMIX_ATTEMPT"
 _ALLOWED = re.compile(r"[A-Za-z0-9._-]+")
@@ -120,7 +123,7 @@ def write_outcome(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(dataclasses.asdict(outcome)) + "\n")
     except OSError as error:
-        print(f"warning: how this attempt ended could not be written to {path} ({error})", file=sys.stderr, flush=True)
+        logger.warning(f"how this attempt ended could not be written to {path} ({error})", extra=EVERY_RANK)
         return None
     return path
 

@@ -12,7 +12,7 @@ from matmix.train.run.outcome import ATTEMPT_VARIABLE
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.setenv(ATTEMPT_VARIABLE, "7.0")
-    return SimpleNamespace(engine=SimpleNamespace(rank=0, world_size=2), path=tmp_path, tell=print)
+    return SimpleNamespace(engine=SimpleNamespace(rank=0, world_size=2), path=tmp_path)
 
 
 def test_stacks_of_an_earlier_start_are_not_counted(run, tmp_path):
