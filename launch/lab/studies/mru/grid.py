@@ -69,21 +69,14 @@ def run_key(data: str, variant: str, rate: float, seed: int) -> str:
     return f"{data}, {variant} @{rate:g} seed {seed}"
 
 
-def worth(result: Result) -> float:
-    """Its loss; infinite, and so worse than any other, where it is no number."""
-    return float("inf") if result["loss"] is None else result["loss"]
-
-
 def best_runs(found: Mapping[str, Result]) -> dict[tuple[str, str], Result]:
     """(dataset, variant) -> the run of seed 0 with the lowest loss; none where no loss is a number.
 
     found: results of the grid.
     """
-    best: dict[tuple[str, str], Result] = {}
-    for result in sorted(found.values(), key=lambda result: (worth(result), result["rate"])):
-        if result["seed"] == 0 and result["loss"] is not None:
-            best.setdefault((result["data"], result["variant"]), result)
-    return best
+    known = [result for result in found.values() if result["seed"] == 0 and result["loss"] is not None]
+    known.sort(key=lambda result: (result["loss"], result["rate"]), reverse=True)
+    return {(result["data"], result["variant"]): result for result in known}  # the last one stays
 
 
 def run_grid(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, state_elements
-from matmix.launch.lab.studies.mru.grid import FOLLOWED, PART, Result, best_runs, worth
+from matmix.launch.lab.studies.mru.grid import FOLLOWED, PART, Result, best_runs
 from matmix.launch.lab.studies.mru.growth import LENGTH, ORDER
 from matmix.launch.lab.studies.mru.variants import NONE, RATES
 
@@ -91,7 +91,7 @@ def table_of_grid(found: dict[str, Any], data: str) -> str:
             key=lambda result: result["rate"],
         )
         chosen = best.get((data, variant))
-        shown = chosen or min(first, key=worth)
+        shown = chosen or first[0]
         losses = seeds_of(found, shown)
         average = mean(losses)
         row = [
