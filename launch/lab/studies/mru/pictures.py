@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -72,15 +73,15 @@ def draw_losses(found: dict[str, Any]) -> Any:
     for one, name in zip(axes, names, strict=True):
         for place, variant in enumerate(order):
             run = best.get((name, variant))
-            losses = [loss for loss in seeds_of(found, run) if loss is not None] if run else []
+            losses = [loss for loss in seeds_of(found, run) if math.isfinite(loss)] if run else []
             marker = "o" if "," in variant else "D"
             one.plot(losses, [place] * len(losses), linestyle="-", marker=marker, markersize=6, color=_colour(variant))
             if not losses:
                 one.annotate("NaN", (0.98, place), xycoords=("axes fraction", "data"), ha="right", va="center")
         for control, line in ((NONE, ":"), (ATTENTION, "--")):
             if (run := best.get((name, control))) is not None:
-                losses = [loss for loss in seeds_of(found, run) if loss is not None]
-                one.axvline(sum(losses) / len(losses), color="black", linewidth=1, linestyle=line, label=control)
+                mean = fmean(filter(math.isfinite, seeds_of(found, run)))
+                one.axvline(mean, color="black", linewidth=1, linestyle=line, label=control)
         one.set_title(name)
         one.set_xlabel("validation loss, each seed (nats per token)")
     drawn = {line.get_label(): line for one in axes for line in one.get_lines()}
