@@ -9,7 +9,6 @@ meet the same conditions; the median over the rounds counts. A process measures 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -26,13 +25,15 @@ from matmix.data.loading.batch import Batch
 from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.benchmarks.measuring.environment import environment
 from matmix.launch.lab.benchmarks.measuring.timing import peak_memory
-from matmix.launch.lab.benchmarks.training.memory import random_batch
+from matmix.launch.lab.benchmarks.training.memory import prepare, random_batch
 from matmix.launch.lab.compare.config import Comparison, Entry
 from matmix.launch.lab.compare.processes import listening, start, threads
 from matmix.launch.lab.compare.runs import Tell
 from matmix.train.config import RunConfig
+from matmix.train.engine import build_engine
 from matmix.train.process import stop
 from matmix.train.process.console import begin_process, guarded
+from matmix.train.process.distributed import Distributed, choose_device
 from matmix.train.recipe import config_to_dict, load_config, write_config
 
 ROUNDS = 3
@@ -49,8 +50,6 @@ def measure(config: RunConfig) -> dict[str, Any]:
     Bytes: on CUDA all that torch had allocated at once; else by how much the resident set grew at its highest, from
     before the model was made; None where the system does not tell.
     """
-    from matmix.train.process.distributed import choose_device
-
     device = choose_device(config.device, 0)
     times: list[float] = []
     if device.type == "cuda":
@@ -70,18 +69,9 @@ def measure(config: RunConfig) -> dict[str, Any]:
 
 def timed_steps(config: RunConfig) -> list[float]:
     """Seconds of each timed step: forward, backward and optimizer on one micro-batch."""
-    from matmix.model import build_model, initialize
-    from matmix.train.engine import build_engine
-    from matmix.train.optim.optimizer import make_optimizer
-    from matmix.train.process.distributed import Distributed
-
     with Distributed.from_environment(config.device) as distributed:
         engine = build_engine(config.engine, distributed)
-        engine.prepare(
-            build_model(config.model, device="meta"),
-            initialize=functools.partial(initialize, seed=0),
-            make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
-        )
+        prepare(engine, config.model, config.optimizer, config.data.seqlen)
         batch = fixed_batch(config).to(engine.device)
         task = config.task()
         targets = task.count_targets(batch)
