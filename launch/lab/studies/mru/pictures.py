@@ -128,10 +128,7 @@ def _limits(axes: Any, what: str) -> None:
 def _to_the_limit(tokens: list[int], values: list[float | None]) -> tuple[list[int], list[float]]:
     """A curve up to its overflow, where it leaves the picture."""
     end = values.index(None) if None in values else len(values)
-    points = [(token, value) for token, value in zip(tokens[:end], values[:end], strict=True) if value is not None]
-    if end < len(values):
-        points.append((tokens[end], LIMIT))
-    return [token for token, _ in points], [value for _, value in points]
+    return tokens[: end + 1], [*values[:end], LIMIT][: len(values)]
 
 
 def draw_growth(found: dict[str, Any]) -> Any:
