@@ -27,7 +27,7 @@ from matmix.launch.lab.benchmarks.measuring.environment import environment
 from matmix.launch.lab.benchmarks.measuring.timing import peak_memory
 from matmix.launch.lab.benchmarks.training.memory import prepare, random_batch
 from matmix.launch.lab.compare.config import Comparison, Entry
-from matmix.launch.lab.compare.processes import listening, start, threads
+from matmix.launch.lab.compare.processes import start, threads
 from matmix.launch.lab.compare.runs import Tell
 from matmix.train.config import RunConfig
 from matmix.train.engine import build_engine
@@ -114,12 +114,8 @@ def read_speed(home: Path) -> dict[str, dict[str, Any]]:
 def current_rows(comparison: Comparison) -> dict[str, dict[str, Any]]:
     """Entry's name -> its row, of the entries that were measured as they are now."""
     found = read_speed(comparison.home)
-    rows = {entry.name: found.get(entry.name, {}) for entry in comparison.entries}
-    return {
-        entry.name: rows[entry.name]
-        for entry in comparison.entries
-        if rows[entry.name].get("fingerprint") == fingerprint(entry)
-    }
+    rows = {entry.name: (found.get(entry.name, {}), fingerprint(entry)) for entry in comparison.entries}
+    return {name: row for name, (row, wanted) in rows.items() if row.get("fingerprint") == wanted}
 
 
 def is_measured(comparison: Comparison) -> bool:
@@ -137,22 +133,21 @@ def measure_all(comparison: Comparison, tell: Tell = print) -> bool:
     comparison = comparison.by_variant()[0]
     found: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in comparison.entries}
     load = []
-    with listening():
-        for number in range(1, ROUNDS + 1):
-            load.append(round(os.getloadavg()[0], 2))
-            for entry in comparison.entries:
-                if len(found[entry.name]) == number - 1:
-                    recipe = comparison.home / entry.folder / "speed.toml"
-                    recipe.parent.mkdir(parents=True, exist_ok=True)
-                    write_config(entry.config, recipe)
-                    result = _in_a_process(recipe)
-                    if stop.received():
-                        return False
-                    if isinstance(result, dict):
-                        found[entry.name].append(result)
-                    else:
-                        tell(f"speed of {entry.name}: not measured: {result}")
-            tell(f"speed: round {number} of {ROUNDS} done")
+    for number in range(1, ROUNDS + 1):
+        load.append(round(os.getloadavg()[0], 2))
+        for entry in comparison.entries:
+            if len(found[entry.name]) == number - 1:
+                recipe = comparison.home / entry.folder / "speed.toml"
+                recipe.parent.mkdir(parents=True, exist_ok=True)
+                write_config(entry.config, recipe)
+                result = _in_a_process(recipe)
+                if stop.received():
+                    return False
+                if isinstance(result, dict):
+                    found[entry.name].append(result)
+                else:
+                    tell(f"speed of {entry.name}: not measured: {result}")
+        tell(f"speed: round {number} of {ROUNDS} done")
     entries, machine = read_speed(comparison.home), _machine(comparison.entries[0])
     for entry in comparison.entries:
         rounds = found[entry.name]
