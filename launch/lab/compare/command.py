@@ -28,7 +28,7 @@ _SPEED = tyro.conf.create_mutex_group(required=False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Train the entries of a comparison at equal parameters, data and steps, and tabulate what they came to.
+    """Train the entries of a comparison at equal parameters, data and steps, and tabulate their results.
 
     RECIPE is a TOML file with a table [comparison], the name of a bundled one (matrix_mixers, bidirectional,
     language_models, lion and others; an unknown name lists them), or the folder of a comparison. Any field of a recipe

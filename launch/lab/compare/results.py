@@ -1,4 +1,4 @@
-"""What the runs of a comparison came to, read from their directories."""
+"""The results of the runs of a comparison, read from their directories."""
 
 from __future__ import annotations
 

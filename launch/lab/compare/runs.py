@@ -69,7 +69,7 @@ class Failure:
 
     @property
     def reason(self) -> str:
-        """Its own word on it, or the last line it printed."""
+        """The error that the run reported, or the last line that it printed."""
         errors = [line for line in self.lines if line.startswith("matmix: error: ")]
         words = (errors or self.lines or [""])[-1].removeprefix("matmix: error: ")
         return words or f"ended with exit code {self.code} and without a word"
@@ -81,7 +81,7 @@ class Failure:
 
     @property
     def words(self) -> str:
-        """What there is to be said in one line."""
+        """The failure in one line."""
         if not self.is_busy:
             return f"{self.task.title}: FAILED: {self.reason}"
         owner = self.task.run.lock().owner()
@@ -90,7 +90,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """How the runs ended."""
+    """What `run_tasks` returns."""
 
     failures: list[Failure]
     stopped: bool

@@ -168,7 +168,7 @@ def measure_all(comparison: Comparison, tell: Tell = print) -> bool:
 
 
 def speed_words(comparison: Comparison) -> list[str]:
-    """What is to be known about the speeds that a table shows: where, when and how they were measured."""
+    """Where, when and how the speeds of a table were measured, in sentences."""
     rows = current_rows(comparison)
     sessions: dict[str, list[str]] = {}
     for name, row in rows.items():

@@ -46,7 +46,7 @@ class ShowMixer:
     """Heads drawn of each layer."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Draws; the exit code."""
+        """Draws the pages and returns the exit code."""
         self.draw(rest)
         return 0
 
@@ -219,7 +219,7 @@ def is_per_channel(mixer: Mixer, matrices: torch.Tensor) -> bool:
 
 
 def _page(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) -> tuple[Page, str]:
-    """A layer's page, and what one says about it in a line."""
+    """The page of a layer, and its number of matrices and their ranks in a line."""
     mixer, count = subject.model.blocks[layer].mixer, len(matrices)
     chosen = choose_heads(matrices, max_heads, "channel" if is_per_channel(mixer, matrices) else "head")
     skip = getattr(mixer, "skip", False)

@@ -14,7 +14,7 @@ from matmix.launch.lab.studies.mru.variants import NONE, RATES
 
 
 def tables(found: dict[str, Any]) -> str:
-    """All for which there are results. found: part -> results by key."""
+    """All tables for which there are results. found: part -> results by key."""
     texts = [f"**{data}**\n\n{table_of_grid(found, data)}" for data in datasets(found)]
     if found["growth"]:
         texts.append(f"**Growth**\n\n{table_of_growth(found)}")
@@ -29,7 +29,7 @@ def datasets(found: dict[str, Any]) -> list[str]:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """In Markdown. rows: heading of each column -> text, with the same headings in all."""
+    """A table in Markdown. rows: heading of each column -> text, with the same headings in all."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -74,7 +74,7 @@ def losses_text(losses: Sequence[float]) -> str:
 
 
 def table_of_grid(found: dict[str, Any], data: str) -> str:
-    """What every variant learned on a dataset."""
+    """The table of the losses and gains of all variants on a dataset."""
     best = best_runs(found[PART])
     control = best.get((data, NONE))
     beyond = {result["variant"]: result for result in found["beyond"].values()} if data == FOLLOWED else {}
@@ -117,7 +117,7 @@ def beyond_text(result: Result) -> str:
 
 
 def table_of_growth(found: dict[str, Any]) -> str:
-    """Norms along random tokens."""
+    """The table of the norms along random tokens."""
     rows = []
     for name, result in found["growth"].items():
         construction = name.partition(",")[0]
@@ -137,7 +137,7 @@ def table_of_growth(found: dict[str, Any]) -> str:
 
 
 def table_of_speed(found: dict[str, Any]) -> str:
-    """Time of a layer."""
+    """The table of the times of layers, the fastest first."""
     fastest = min(result["together_ms"] for result in found["speed"].values())
     rows = []
     for name, result in sorted(found["speed"].items(), key=lambda item: item[1]["together_ms"]):
