@@ -17,8 +17,6 @@ import torch
 from matmix.launch.jobs.environment import threads_of_each
 from matmix.train.process import launcher, stop
 
-_inside = False
-
 
 def threads(parallel: int = 1) -> int:
     """Threads of each of so many processes at a time: the user's OMP_NUM_THREADS, else a share of the cores."""
@@ -53,23 +51,12 @@ def gpu(place: int) -> str:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Notes the signals that stop a run, and SIGHUP (a terminal that is closed) unless it is ignored, as under nohup.
-
-    May be entered again within.
-    """
-    global _inside
-    if _inside or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _inside = True
-    try:
-        with stop.during_run():
+    """Notes the signals that stop a run, and SIGHUP (a closed terminal) unless it is ignored, as under nohup."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop.during_run())
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             before = signal.getsignal(signal.SIGHUP)
             if before is not signal.SIG_IGN:
                 signal.signal(signal.SIGHUP, lambda number, _frame: stop.request(number))
-            try:
+                stack.callback(signal.signal, signal.SIGHUP, signal.SIG_DFL if before is None else before)
                 yield
-            finally:
-                signal.signal(signal.SIGHUP, signal.SIG_DFL if before is None else before)
-    finally:
-        _inside = False
