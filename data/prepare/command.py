@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from matmix.data.formats import make_format
-from matmix.data.formats.split_writer import SplitWriter
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.cuts import find_cuts
@@ -33,6 +32,7 @@ from matmix.data.prepare.sources import Chunk, Position, Source, find_sources
 from matmix.data.prepare.tokenizer import copied_tokenizer, train_tokenizer
 from matmix.data.prepare.workspace import SPLITS, Progress, Workspace, fingerprint, write_histogram
 from matmix.data.progress import ProgressReport, say
+from matmix.data.splits.writer import SplitWriter
 from matmix.data.tokenizer import Tokenizer
 
 __all__ = ["MalformedError", "PrepareConfig", "prepare"]

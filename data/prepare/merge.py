@@ -20,7 +20,6 @@ from matmix.data.arrays import read_vector
 from matmix.data.artifacts import errors_in_one_line
 from matmix.data.formats import make_format
 from matmix.data.formats.base import Shard
-from matmix.data.formats.split_writer import write_indices
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo, unigram_entropy
 from matmix.data.prepare.parts import MERGING_NAME, PartRecord, Parts, Share
 from matmix.data.prepare.readers import rows_of
@@ -28,6 +27,7 @@ from matmix.data.prepare.report import check_malformed, check_splits, print_summ
 from matmix.data.prepare.sources import Source, find_sources
 from matmix.data.prepare.workspace import HISTOGRAM_NAME, KEPT_EXAMPLES, compare_preparations, write_histogram
 from matmix.data.progress import say
+from matmix.data.splits.writer import write_indices
 from matmix.data.storage.files import sha256_of, sync_directory, write_atomic
 from matmix.data.storage.urls import refuse_secrets
 

@@ -22,12 +22,12 @@ import filelock
 
 from matmix.data.artifacts import artifact_name, one_line, parse_json
 from matmix.data.formats.base import Shard
-from matmix.data.formats.split_writer import SplitWriter
 from matmix.data.manifest import MANIFEST_NAME
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.sources import Position, Source
 from matmix.data.prepare.workspace import PART_NAME, PARTS_NAME, WORK_NAME, Progress, compare_preparations
 from matmix.data.progress import say
+from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from matmix.data.formats.split_writer import SplitWriter
 from matmix.data.manifest import Manifest, SplitInfo, TokenizerInfo, unigram_entropy
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.sources import Source
 from matmix.data.prepare.workspace import HISTOGRAM_NAME, Progress, Workspace
+from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import sha256_of
 from matmix.data.tokenizer import Tokenizer
 

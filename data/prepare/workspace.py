@@ -21,11 +21,11 @@ import filelock
 import numpy as np
 
 from matmix.data.artifacts import one_line, parse_json
-from matmix.data.formats.split_writer import DamagedPreparationError, SplitWriter
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.documents import Malformed
 from matmix.data.prepare.sources import Position, Source
+from matmix.data.splits.writer import DamagedPreparationError, SplitWriter
 from matmix.data.storage.files import write_atomic
 
 WORK_NAME = ".prepare"

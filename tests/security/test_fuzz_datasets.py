@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 
 from matmix.data.arrays import read_vector
-from matmix.data.formats.split_reader import open_dataset
 from matmix.data.manifest import Manifest
 from matmix.data.prepare.merge import MergeConfig, merge
 from matmix.data.prepare.parts import PartRecord, Parts
+from matmix.data.splits.reader import open_dataset
 from matmix.data.storage import cache
 
 

@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from matmix.data.formats.split_reader import open_dataset
 from matmix.data.manifest import Manifest
 from matmix.data.prepare import command as module
 from matmix.data.prepare import cuts as prepare_cuts
@@ -24,6 +23,7 @@ from matmix.data.prepare import readers
 from matmix.data.prepare.command import MalformedError, PrepareConfig, prepare, prepare_tokenizer
 from matmix.data.prepare.merge import MergeConfig, merge
 from matmix.data.prepare.parts import missing_parts
+from matmix.data.splits.reader import open_dataset
 
 WORDS = [f"{a}{b}" for a in ("ki", "ra", "to", "mo", "lu") for b in ("n", "se", "m", "p")]
 PARTS = 5
