@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ import numpy as np
 
 from matmix.data.artifacts import artifact_name, is_count, is_digest, one_line, parse_json, require
 from matmix.data.formats import FORMATS
-from matmix.data.formats.base import ShardInfo
+from matmix.data.formats.base import Shard, ShardInfo
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
@@ -46,6 +47,13 @@ class SplitInfo:
     bytes: int
     """UTF-8 bytes of the text (not of the shards)."""
     shards: tuple[ShardInfo, ...]
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard], text_bytes: int) -> SplitInfo:
+        """What a preparation says of the shards that it has written."""
+        documents, tokens = (sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens"))
+        infos = tuple(shard.info for shard in shards)
+        return cls(documents=documents, tokens=tokens, bytes=text_bytes, shards=infos)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from matmix.data.formats import make_format
-from matmix.data.manifest import MANIFEST_NAME, Manifest
+from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.cuts import find_cuts
-from matmix.data.prepare.parts import Parts, Share, write_record
+from matmix.data.prepare.parts import Parts, Share, write_spans
 from matmix.data.prepare.pool import Tokenized, tokenize_in_order
 from matmix.data.prepare.readers import read_chunks
 from matmix.data.prepare.report import MalformedError, check_malformed, check_splits, make_manifest, print_summary
@@ -178,19 +178,20 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
                 workspace.save(progress, writers, histogram)
                 saved = time.monotonic()
                 pause = max(STATE_SECONDS, (saved - now) / STATE_SHARE)
-    documents = {name: writer.documents for name, writer in writers.items()}
     if share is None:
-        check_malformed(progress.malformed, progress.records, progress.examples, config.max_malformed)
+        check_malformed(progress, config.max_malformed)
+        documents = {name: writer.documents for name, writer in writers.items()}
         check_splits(documents, sources, config.validation_fraction)
     elif progress.malformed == progress.records >= HOPELESS_RECORDS:
-        check_malformed(progress.malformed, progress.records, progress.examples, 0)
+        check_malformed(progress, 0)
     workspace.save(progress, writers, histogram)
     for writer in writers.values():
         writer.finish()
     write_histogram(workspace.out, histogram)
     if share is not None:
-        write_record(workspace.out, share, progress, writers)
-    return make_manifest(config, sources, workspace, tokenizer, writers, histogram, progress)
+        write_spans(workspace.out, progress.spans)
+    splits = {name: SplitInfo.of(writer.shards, writer.text_bytes) for name, writer in writers.items()}
+    return make_manifest(workspace.out, workspace.wanted, sources, tokenizer, shard_format, splits, progress)
 
 
 def _processes(config: PrepareConfig, input_bytes: int) -> int:

@@ -14,20 +14,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import filelock
 
-from matmix.data.artifacts import artifact_name, one_line, parse_json
-from matmix.data.formats.base import Shard
+from matmix.data.artifacts import one_line, parse_json
 from matmix.data.manifest import MANIFEST_NAME
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.sources import Position, Source
-from matmix.data.prepare.workspace import PART_NAME, PARTS_NAME, WORK_NAME, Progress, compare_preparations
+from matmix.data.prepare.workspace import PART_NAME, PARTS_NAME, WORK_NAME, compare_preparations
 from matmix.data.progress import say
-from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
 
@@ -56,40 +54,21 @@ class Share:
         return f"{name} from byte {self.start.offset:,}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartRecord:
-    """part.json: what a finished part read and wrote."""
-
-    number: int
-    of: int
-    spans: list[list[int]]
-    """As in `Progress`."""
-    shards: dict[str, list[Shard]]
-    """The shards of each split in order."""
-
-    @classmethod
-    def load(cls, folder: Path) -> PartRecord:
-        """Raises ValueError if the file is missing or damaged."""
-        try:
-            raw = parse_json((folder / PART_NAME).read_bytes(), PART_NAME)
-            raw["shards"] = {
-                artifact_name(name, "it"): [Shard.checked(s) for s in shards] for name, shards in raw["shards"].items()
-            }
-            record = cls(**raw)
-            numbers = [record.number, record.of, *(number for span in record.spans for number in span)]
-            if not all(type(n) is int and n >= 0 for n in numbers) or any(len(span) != 6 for span in record.spans):
-                raise ValueError("its numbers are none")
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = one_line(error)
-            raise ValueError(f"{folder / PART_NAME} is missing or damaged ({reason}); delete {folder}") from None
-        return record
+def write_spans(folder: Path, spans: list[list[int]]) -> None:
+    """Write the part.json of a part whose shards are written. spans: as in `Progress`."""
+    write_atomic(folder / PART_NAME, json.dumps({"spans": spans}).encode())
 
 
-def write_record(folder: Path, share: Share, progress: Progress, writers: dict[str, SplitWriter]) -> None:
-    """Write the part.json of a part whose shards are written."""
-    shards = {name: writer.shards for name, writer in writers.items()}
-    record = PartRecord(number=share.number, of=share.of, spans=progress.spans, shards=shards)
-    write_atomic(folder / PART_NAME, json.dumps(asdict(record)).encode())
+def read_spans(folder: Path) -> list[list[int]]:
+    """What a finished part has read. Raises ValueError (one line) if its part.json is missing or damaged."""
+    try:
+        spans = parse_json((folder / PART_NAME).read_bytes(), PART_NAME)["spans"]
+        if not all(len(span) == 6 and all(type(n) is int and n >= 0 for n in span) for span in spans):
+            raise ValueError("its numbers are none")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = one_line(error)
+        raise ValueError(f"{folder / PART_NAME} is missing or damaged ({reason}); delete {folder}") from None
+    return spans
 
 
 def _check_facts(raw: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import filelock
 import numpy as np
 
+from matmix.data.arrays import read_vector
 from matmix.data.artifacts import one_line, parse_json
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare.config import PrepareConfig
@@ -202,6 +203,12 @@ def write_histogram(folder: Path, histogram: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.save(buffer, histogram, allow_pickle=False)
     write_atomic(folder / HISTOGRAM_NAME, buffer.getvalue())
+
+
+def read_histogram(folder: Path, vocab_size: int) -> np.ndarray:
+    """What `write_histogram` wrote. Raises as `read_vector`."""
+    path = folder / HISTOGRAM_NAME
+    return read_vector(path, "int64", path, length=vocab_size)
 
 
 def parse_object(raw: bytes, where: object) -> dict[str, Any]:
