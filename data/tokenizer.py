@@ -106,11 +106,12 @@ class Tokenizer:
         ordinary[list(self._unused)] = False
         return np.flatnonzero(ordinary)
 
-    def save(self, directory: str | Path) -> Path:
-        """Copy the file into a folder as tokenizer.model or tokenizer.json; returns the copy's path."""
+    def save(self, directory: str | Path, *, alone: bool = True) -> Path:
+        """Copy the file into a folder as tokenizer.model or tokenizer.json; returns the copy's path. alone: as for
+        `write_atomic`."""
         target = Path(directory) / self.file_name
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, self.path.read_bytes())
+        write_atomic(target, self.path.read_bytes(), alone=alone)
         return target
 
     def __repr__(self) -> str:

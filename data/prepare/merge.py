@@ -25,7 +25,14 @@ from matmix.data.prepare.parts import MERGING_NAME, Parts, Share, read_spans
 from matmix.data.prepare.readers import rows_of
 from matmix.data.prepare.report import check_malformed, check_splits, make_manifest, print_summary
 from matmix.data.prepare.sources import Source, find_sources
-from matmix.data.prepare.workspace import KEPT_EXAMPLES, Progress, compare_preparations, read_histogram, write_histogram
+from matmix.data.prepare.workspace import (
+    KEPT_EXAMPLES,
+    Progress,
+    compare_preparations,
+    locked,
+    read_histogram,
+    write_histogram,
+)
 from matmix.data.progress import say
 from matmix.data.splits.writer import write_indices
 from matmix.data.storage.files import sha256_of, sync_directory, write_atomic
@@ -68,7 +75,7 @@ def merge(config: MergeConfig) -> Manifest | None:
             return None
     if missing := parts.missing():
         raise ValueError(_missing_sentence(parts, missing, facts["arguments"]))
-    with parts.locked("joins the parts", wait=False):
+    with locked(parts.folder, f"another process is at work in {parts.folder} right now"):
         of, _ = parts.cuts()
         found = [check_part(parts, number, of, facts) for number in range(1, of + 1)]
         sources = check_input(facts)

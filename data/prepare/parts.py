@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import filelock
 
 from matmix.data.artifacts import one_line, parse_json
 from matmix.data.manifest import MANIFEST_NAME
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.sources import Position, Source
-from matmix.data.prepare.workspace import PART_NAME, PARTS_NAME, WORK_NAME, compare_preparations
-from matmix.data.progress import say
+from matmix.data.prepare.workspace import PART_NAME, PARTS_NAME, WORK_NAME, compare_preparations, locked
 from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
 
@@ -34,10 +31,9 @@ MERGING_NAME = "merging"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """Part `number` of `of`, counted from 1: the records from `start` up to `stop`."""
+    """What a preparation reads: the records from `start` up to `stop`. number: of the part, from 1; 0 of the whole."""
 
     number: int
-    of: int
     start: Position
     stop: Position
 
@@ -132,21 +128,20 @@ class Parts:
                     raise ValueError(f"{self.out} holds {kind} ({path.name}); choose another output folder")
         made = [path for path in (self.out, self.folder) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
+
+        def begun() -> dict[str, Any]:
+            tokenizer = make_tokenizer()
+            tokenizer.save(self.folder / "tokenizer", alone=False)
+            return {
+                "options": wanted,
+                "tokenizer": tokenizer.sha256,
+                "names": [s.name for s in sources],
+                "paths": [str(Path(s.path).resolve()) for s in sources],
+                "arguments": config.arguments(),
+            }
+
         try:
-            with self.locked("makes the tokenizer or cuts the input"):
-                if not (self.folder / "options.json").exists():
-                    tokenizer = make_tokenizer()
-                    target = self.folder / "tokenizer" / tokenizer.file_name
-                    target.parent.mkdir(exist_ok=True)
-                    write_atomic(target, tokenizer.path.read_bytes(), alone=False)
-                    facts = {
-                        "options": wanted,
-                        "tokenizer": tokenizer.sha256,
-                        "names": [s.name for s in sources],
-                        "paths": [str(Path(s.path).resolve()) for s in sources],
-                        "arguments": config.arguments(),
-                    }
-                    write_atomic(self.folder / "options.json", json.dumps(facts, indent=1).encode(), alone=False)
+            self._write_once("options.json", "makes the tokenizer or cuts the input", begun, indent=1)
         except (ValueError, FileNotFoundError):
             (self.folder / "lock").unlink(missing_ok=True)
             for path in reversed(made):
@@ -171,18 +166,17 @@ class Parts:
 
     def share(self, number: int, of: int, make_cuts: Callable[[], list[Position]]) -> Share:
         """What belongs to a part. Raises ValueError if the parts in the folder are of another number."""
-        if not (self.folder / "cuts.json").exists():
-            with self.locked("cuts the input"):
-                if not (self.folder / "cuts.json").exists():
-                    cuts = [[cut.source, cut.offset] for cut in make_cuts()]
-                    content = json.dumps({"parts": of, "cuts": cuts}).encode()
-                    write_atomic(self.folder / "cuts.json", content, alone=False)
+
+        def cut() -> dict[str, Any]:
+            return {"parts": of, "cuts": [[cut.source, cut.offset] for cut in make_cuts()]}
+
+        self._write_once("cuts.json", "cuts the input", cut)
         parts, cuts = self.cuts()
         if parts != of:
             raise ValueError(
                 f"{self.out} is prepared in {parts} parts; give --part k/{parts}, or delete {self.folder} to begin anew"
             )
-        return Share(number=number, of=of, start=cuts[number - 1], stop=cuts[number])
+        return Share(number=number, start=cuts[number - 1], stop=cuts[number])
 
     def cuts(self) -> tuple[int, list[Position]]:
         """The number of parts, and the positions between them. Raises as `facts`."""
@@ -192,6 +186,14 @@ class Parts:
     def missing(self) -> list[int]:
         """As `missing_parts`. Raises as `facts`."""
         return missing_parts(self.out, self.cuts()[0])
+
+    def _write_once(self, name: str, doing: str, make: Callable[[], dict[str, Any]], indent: int | None = None) -> None:
+        """Write a file unless it is there, one process at a time. doing: what another process may be at."""
+        path = self.folder / name
+        if not path.exists():
+            with locked(self.folder, f"waiting for another process, which {doing}", wait=True):
+                if not path.exists():
+                    write_atomic(path, json.dumps(make(), indent=indent).encode(), alone=False)
 
     def _read(self, name: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         path = self.folder / name
@@ -208,21 +210,3 @@ class Parts:
                 f"{path} is damaged ({reason}); delete {self.folder} and prepare the parts again"
             ) from None
         return raw
-
-    @contextlib.contextmanager
-    def locked(self, doing: str, *, wait: bool = True) -> Iterator[None]:
-        """One process at a time. doing: what another may be at. Raises ValueError if it is and `wait` is False."""
-        lock = filelock.FileLock(self.folder / "lock")
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            if not wait:
-                raise ValueError(f"another process is at work in {self.folder} right now") from None
-            say(f"waiting for another process, which {doing}")
-            lock.acquire()
-        except (OSError, NotImplementedError):
-            say(f"{self.folder} lies on a file system without locks: going on without")
-        try:
-            yield
-        finally:
-            lock.release()

@@ -208,7 +208,7 @@ def _too_long(name: str, where: str, options: ReadOptions) -> ValueError:
 
 def _groups(rows: Iterable[bytes], source: Source, options: ReadOptions, line: int) -> Iterator[bytes]:
     """Lines up to and with the one that ends a record (of blank lines, the last of a run of them)."""
-    paragraphs, mark = options.text_documents == "paragraph", options.document_separator.encode()
+    paragraphs, mark = options.text_documents == "paragraph", options.document_separator.strip().encode()
     group: list[bytes] = []
     ended, size = False, 0
     for row in rows:

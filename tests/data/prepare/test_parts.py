@@ -400,9 +400,9 @@ def test_a_file_system_without_locks(tmp_path, inputs, monkeypatch):
         patch.setattr(filelock.FileLock, "acquire", refuse)
         patch.setattr(module, "train_tokenizer", another_is_faster)
         prepare_tokenizer(options(inputs, tmp_path / "out", tokenizer_only=True))
-    assert len(calls) == 2
-    prepare_parts(inputs, tmp_path / "out")
-    assert join(tmp_path / "out").splits["train"].documents
+        assert len(calls) == 2
+        prepare_parts(inputs, tmp_path / "out")
+        assert join(tmp_path / "out").splits["train"].documents
 
 
 PROGRAM = """
