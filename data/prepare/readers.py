@@ -8,6 +8,7 @@ is a byte offset in the decompressed file, so that reading can go on where it wa
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -130,28 +131,24 @@ def _portions(
 
 
 def _read_text(source: Source, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
-    offset, line = start.offset, start.line
     begin, records, size = start, [], 0
-    with source.open(offset) as (stream, raw):
-        if offset == 0 and stream.peek(3)[:3] == _BOM:
-            offset = len(stream.read(3))
-            begin = replace(start, offset=offset)
-        for record in _records(stream, source, options, line):
-            records.append(record)
-            size += len(record)
+    with source.open(start.offset) as (stream, raw):
+        if start.offset == 0 and stream.peek(3)[:3] == _BOM:
+            begin = replace(start, offset=len(stream.read(3)))
+        # None comes after the last record of the file.
+        for record in itertools.chain(_records(stream, source, options, start.line), [None]):
+            if record is not None:
+                records.append(record)
+                size += len(record)
             # Records are read past the end and dropped there, so that they are cut as in a reading without an end.
-            last = limit is not None and offset + size >= limit
-            if size >= CHUNK_BYTES or last:
-                offset, line = offset + size, line + sum(r.count(b"\n") for r in records)
-                end = replace(begin, offset=offset, line=line)
-                yield Chunk(source, begin, end, raw.tell(), records)
+            last = record is None or (limit is not None and begin.offset + size >= limit)
+            if records and (size >= CHUNK_BYTES or last):
+                line = begin.line + sum(r.count(b"\n") for r in records)
+                end = replace(begin, offset=begin.offset + size, line=line)
+                yield Chunk(source, begin, end, source.bytes if record is None else raw.tell(), records)
                 begin, records, size = end, [], 0
             if last:
                 return
-        if records:
-            line += sum(r.count(b"\n") for r in records)
-            end = replace(begin, offset=offset + size, line=line)
-            yield Chunk(source, begin, end, source.bytes, records)
 
 
 def record_offsets(source: Source, options: ReadOptions) -> Iterator[int]:
