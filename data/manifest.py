@@ -82,12 +82,9 @@ class Manifest:
     files: dict[str, str] = field(default_factory=dict)
     """Hex digests of the small files (histogram, lengths, indices), by their paths; empty in older datasets."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def to_json(self) -> str:
         """The text of the file, with a digest over all that it says."""
-        values = self.to_dict()
+        values = asdict(self)
         return json.dumps({**values, "digest": _digest(values)}, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -61,6 +62,7 @@ class Tokenizer:
 
     def __init__(self, path: Path, raw: bytes) -> None:
         self.path = path
+        self._raw = raw
         self.sha256 = hashlib.sha256(raw).hexdigest()
         self.vocab_size: int = 0
         self.special: dict[str, int | None] = {}
@@ -111,7 +113,7 @@ class Tokenizer:
         `write_atomic`."""
         target = Path(directory) / self.file_name
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, self.path.read_bytes(), alone=alone)
+        write_atomic(target, self._raw, alone=alone)
         return target
 
     def __repr__(self) -> str:
@@ -235,7 +237,7 @@ def train_sentencepiece(
     buffer = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_chain(first, lines),
+            sentence_iterator=itertools.chain([first], lines),
             model_writer=buffer,
             vocab_size=vocab_size,
             model_type=model_type,
@@ -273,11 +275,6 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
                 piece = line[start : start + _LONGEST_LINE].replace("\0", "")
                 if piece.strip():
                     yield piece
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _explain(message: str, vocab_size: int) -> str:

@@ -76,7 +76,7 @@ def merge(config: MergeConfig) -> Manifest | None:
     if missing := parts.missing():
         raise ValueError(_missing_sentence(parts, missing, facts["arguments"]))
     with locked(parts.folder, f"another process is at work in {parts.folder} right now"):
-        of, _ = parts.cuts()
+        of = parts.count
         found = [check_part(parts, number, of, facts) for number in range(1, of + 1)]
         sources = check_input(facts)
         for part in found:
@@ -121,7 +121,7 @@ def merge(config: MergeConfig) -> Manifest | None:
 
 def parts_table(parts: Parts) -> str:
     """The state of each part, a line each: finished with how many documents, begun, or not begun."""
-    of, _ = parts.cuts()
+    of = parts.count
     missing, lines = set(parts.missing()), []
     for number in range(1, of + 1):
         folder = parts.part(number, of)
@@ -134,7 +134,7 @@ def parts_table(parts: Parts) -> str:
 
 
 def _missing_sentence(parts: Parts, missing: list[int], arguments: list[str]) -> str:
-    of, _ = parts.cuts()
+    of = parts.count
     command = shlex.join(["matmix", "prepare", *arguments, "--out", str(parts.out), "--part", f"{missing[0]}/{of}"])
     names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
     kind = "part is" if len(missing) == 1 else "parts are"

@@ -171,21 +171,26 @@ class Parts:
             return {"parts": of, "cuts": [[cut.source, cut.offset] for cut in make_cuts()]}
 
         self._write_once("cuts.json", "cuts the input", cut)
-        parts, cuts = self.cuts()
-        if parts != of:
+        cuts = self.cuts()
+        if (parts := len(cuts) - 1) != of:
             raise ValueError(
                 f"{self.out} is prepared in {parts} parts; give --part k/{parts}, or delete {self.folder} to begin anew"
             )
         return Share(number=number, start=cuts[number - 1], stop=cuts[number])
 
-    def cuts(self) -> tuple[int, list[Position]]:
-        """The number of parts, and the positions between them. Raises as `facts`."""
-        raw = self._read("cuts.json", _check_cuts)
-        return raw["parts"], [Position(source=source, offset=offset) for source, offset in raw["cuts"]]
+    def cuts(self) -> list[Position]:
+        """Where each part begins, and the end of the last. Raises as `facts`."""
+        cuts = self._read("cuts.json", _check_cuts)["cuts"]
+        return [Position(source=source, offset=offset) for source, offset in cuts]
+
+    @property
+    def count(self) -> int:
+        """How many parts there are. Raises as `facts`."""
+        return len(self.cuts()) - 1
 
     def missing(self) -> list[int]:
         """As `missing_parts`. Raises as `facts`."""
-        return missing_parts(self.out, self.cuts()[0])
+        return missing_parts(self.out, self.count)
 
     def _write_once(self, name: str, doing: str, make: Callable[[], dict[str, Any]], indent: int | None = None) -> None:
         """Write a file unless it is there, one process at a time. doing: what another process may be at."""
