@@ -9,7 +9,7 @@ from matmix.train.process.distributed import gather_objects
 
 
 class DamagedShards:
-    """What the micro-batches of all ranks say of damaged shards."""
+    """Collects the damaged shards that the micro-batches of all ranks report."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
