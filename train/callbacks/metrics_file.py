@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from typing import Any
 
 from matmix.data.artifacts import parse_json
 from matmix.data.storage.files import set_aside, write_atomic
 from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
+
+logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 100_000  # records kept in memory while they cannot be written; some 50 MB
 
@@ -53,8 +56,8 @@ class MetricsFile(Callback):
     def _drop_what_comes_again(self, run: RunView, stand: _Stand) -> None:
         kept, damaged = self._read(stand)
         if damaged:
-            run.tell(
-                f"warning: {self.path.name} is damaged in line {damaged} and moved to {set_aside(self.path).name}; "
+            logger.warning(
+                f"{self.path.name} is damaged in line {damaged} and moved to {set_aside(self.path).name}; "
                 f"what can be read of it is kept (the run does not need it)"
             )
         if damaged or self.path.exists():
@@ -97,7 +100,7 @@ class MetricsFile(Callback):
                 file.truncate(end)
                 raise
         if len(self._waiting) > 1:
-            run.tell(f"{len(self._waiting)} records that could not be written before are in {self.path.name} now")
+            logger.info(f"{len(self._waiting)} records that could not be written before are in {self.path.name} now")
         self._waiting.clear()
 
 

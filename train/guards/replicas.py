@@ -120,7 +120,7 @@ class Replicas:
             )
 
         def words(count: int, _first: int, _last: int) -> str:
-            return f"warning: {seen}: back to {newest.name} (restore {count} of at most {faults.max_rewinds})"
+            return f"{seen}: back to {newest.name} (restore {count} of at most {faults.max_rewinds})"
 
         return go_back(run, batches, newest, "restore", words)
 
