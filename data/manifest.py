@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ import numpy as np
 
 from matmix.data.artifacts import artifact_name, is_count, is_digest, one_line, parse_json, require
 from matmix.data.formats import FORMATS
-from matmix.data.formats.base import ShardInfo
+from matmix.data.formats.base import Shard, ShardInfo
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
@@ -47,6 +48,13 @@ class SplitInfo:
     """UTF-8 bytes of the text (not of the shards)."""
     shards: tuple[ShardInfo, ...]
 
+    @classmethod
+    def of(cls, shards: Sequence[Shard], text_bytes: int) -> SplitInfo:
+        """What a preparation says of the shards that it has written."""
+        documents, tokens = (sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens"))
+        infos = tuple(shard.info for shard in shards)
+        return cls(documents=documents, tokens=tokens, bytes=text_bytes, shards=infos)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
@@ -74,12 +82,9 @@ class Manifest:
     files: dict[str, str] = field(default_factory=dict)
     """Hex digests of the small files (histogram, lengths, indices), by their paths; empty in older datasets."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def to_json(self) -> str:
         """The text of the file, with a digest over all that it says."""
-        values = self.to_dict()
+        values = asdict(self)
         return json.dumps({**values, "digest": _digest(values)}, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod

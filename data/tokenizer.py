@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -61,6 +62,7 @@ class Tokenizer:
 
     def __init__(self, path: Path, raw: bytes) -> None:
         self.path = path
+        self._raw = raw
         self.sha256 = hashlib.sha256(raw).hexdigest()
         self.vocab_size: int = 0
         self.special: dict[str, int | None] = {}
@@ -106,11 +108,12 @@ class Tokenizer:
         ordinary[list(self._unused)] = False
         return np.flatnonzero(ordinary)
 
-    def save(self, directory: str | Path) -> Path:
-        """Copy the file into a folder as tokenizer.model or tokenizer.json; returns the copy's path."""
+    def save(self, directory: str | Path, *, alone: bool = True) -> Path:
+        """Copy the file into a folder as tokenizer.model or tokenizer.json; returns the copy's path. alone: as for
+        `write_atomic`."""
         target = Path(directory) / self.file_name
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, self.path.read_bytes())
+        write_atomic(target, self._raw, alone=alone)
         return target
 
     def __repr__(self) -> str:
@@ -234,7 +237,7 @@ def train_sentencepiece(
     buffer = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_chain(first, lines),
+            sentence_iterator=itertools.chain([first], lines),
             model_writer=buffer,
             vocab_size=vocab_size,
             model_type=model_type,
@@ -272,11 +275,6 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
                 piece = line[start : start + _LONGEST_LINE].replace("\0", "")
                 if piece.strip():
                     yield piece
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _explain(message: str, vocab_size: int) -> str:

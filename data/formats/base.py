@@ -136,6 +136,10 @@ class ShardFormat(ABC):
     def file_name(self, shard: int) -> str:
         """Name of a shard before compression; it ends with `suffix`."""
 
+    def packed_name(self, shard: int) -> str:
+        """Name of a shard as it lies on the disk."""
+        return self.file_name(shard) + (self.compressed_suffix if self.compression else "")
+
     @abstractmethod
     def document_bytes(self, tokens: int) -> int:
         """Bytes that a document of so many tokens adds to a shard, at most."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import torch
 
-from matmix.data.loading.masking import IGNORED
+from matmix.data.labels import IGNORED
 
 
 @dataclass(slots=True)

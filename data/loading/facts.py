@@ -7,8 +7,8 @@ import numpy as np
 
 from matmix.data.arrays import read_vector
 from matmix.data.config import DataConfig
-from matmix.data.formats.split_reader import TokenShards
 from matmix.data.loading.loader_parts import load_tokenizer
+from matmix.data.splits.reader import TokenShards
 from matmix.data.synthetic.task import GeneratedSamples
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from matmix.data.config import DataConfig
-from matmix.data.formats.split_reader import open_dataset
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.facts import DataFacts, GeneratedFacts, PreparedFacts
+from matmix.data.loading.generated_rows import GeneratedRows
 from matmix.data.loading.loader_parts import (
     check_batch_sizes,
     check_same_tokenizer,
@@ -43,8 +43,8 @@ from matmix.data.loading.masking import MaskingConfig
 from matmix.data.loading.micro_batches import Failure, MicroBatches
 from matmix.data.loading.mixture import Mixture
 from matmix.data.loading.reading_processes import reading_context, worker_beginning
+from matmix.data.splits.reader import open_dataset
 from matmix.data.synthetic import make_task
-from matmix.data.synthetic.rows import GeneratedRows
 
 if TYPE_CHECKING:
     from matmix.data.tokenizer import Tokenizer

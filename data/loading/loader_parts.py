@@ -5,9 +5,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from matmix.data.config import DataConfig
-from matmix.data.formats.split_reader import TokenShards
 from matmix.data.loading.masking import Masker, MaskingConfig
 from matmix.data.loading.packing import ConcatPacking, DocumentPacking, Packing
+from matmix.data.splits.reader import TokenShards
 from matmix.data.storage.files import sha256_of
 
 if TYPE_CHECKING:

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from matmix.data.labels import IGNORED
 from matmix.data.rng import MASKS, generator
-
-IGNORED = -100
-"""Label of a position that is not predicted (the `ignore_index` of torch's cross-entropy)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

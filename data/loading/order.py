@@ -22,8 +22,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from matmix.data.formats.split_reader import TokenShards
 from matmix.data.rng import DOCUMENTS, SHARDS, generator
+from matmix.data.splits.reader import TokenShards
 
 _T = TypeVar("_T")
 

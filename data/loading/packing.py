@@ -25,9 +25,9 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from matmix.data.formats.split_reader import TokenShards
 from matmix.data.loading.order import Block, Order, Recent
 from matmix.data.rng import WINDOWS, generator
+from matmix.data.splits.reader import TokenShards
 
 
 class Packing(ABC):

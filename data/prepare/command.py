@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 
 from matmix.data.formats import make_format
-from matmix.data.formats.split_writer import SplitWriter
-from matmix.data.manifest import MANIFEST_NAME, Manifest
+from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.cuts import find_cuts
-from matmix.data.prepare.parts import Parts, Share, write_record
+from matmix.data.prepare.parts import Parts, Share, write_spans
 from matmix.data.prepare.pool import Tokenized, tokenize_in_order
 from matmix.data.prepare.readers import read_chunks
 from matmix.data.prepare.report import MalformedError, check_malformed, check_splits, make_manifest, print_summary
@@ -33,6 +32,8 @@ from matmix.data.prepare.sources import Chunk, Position, Source, find_sources
 from matmix.data.prepare.tokenizer import copied_tokenizer, train_tokenizer
 from matmix.data.prepare.workspace import SPLITS, Progress, Workspace, fingerprint, write_histogram
 from matmix.data.progress import ProgressReport, say
+from matmix.data.splits.writer import SplitWriter
+from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
 
 __all__ = ["MalformedError", "PrepareConfig", "prepare"]
@@ -54,7 +55,9 @@ def prepare(config: PrepareConfig, *, summary: bool = True) -> Manifest:
     before is touched then. Raises RuntimeError if a tokenising process was killed.
     """
     sources, given, wanted = read_input(config)
-    workspace, share, tokenizer = Workspace(config.out, wanted), None, None
+    workspace, tokenizer = Workspace(config.out, wanted), None
+    share = Share(number=0, start=Position(), stop=Position(source=len(sources)))
+    when = "earlier, with the same input and options: nothing to do"
     with tempfile.TemporaryDirectory() as scratch:
 
         def make_tokenizer() -> Tokenizer:
@@ -66,12 +69,19 @@ def prepare(config: PrepareConfig, *, summary: bool = True) -> Manifest:
             share = parts.share(number, of, lambda: find_cuts(sources, config.read_options(), of))
             workspace = Workspace(str(parts.part(number, of)), {**wanted, "part": config.part})
         status = workspace.check()
-        if status == "finished":
-            return _finished(workspace, summary)
         if status == "unfinished":
             tokenizer = copied_tokenizer(workspace.out) or tokenizer
-        # Made before the folder is, so that an error in the input leaves none behind.
-        return _fill(workspace, config, sources, tokenizer or make_tokenizer(), share, summary)
+        if status != "finished":
+            # Made before the folder is, so that an error in the input leaves none behind.
+            tokenizer = tokenizer or make_tokenizer()
+            started = time.monotonic()
+            if _fill(workspace, config, sources, tokenizer, share, is_new=status == "new"):
+                when = f"in {time.monotonic() - started:.0f} s"
+    manifest = Manifest.load(workspace.out)
+    workspace.clear_work()
+    if summary:
+        print_summary(manifest, workspace.out, when)
+    return manifest
 
 
 def prepare_tokenizer(config: PrepareConfig) -> Tokenizer:
@@ -95,49 +105,31 @@ def read_input(config: PrepareConfig) -> tuple[list[Source], Tokenizer | None, d
 
 
 def _fill(
-    workspace: Workspace,
-    config: PrepareConfig,
-    sources: list[Source],
-    tokenizer: Tokenizer,
-    share: Share | None,
-    summary: bool,
-) -> Manifest:
-    """Bring a folder that is not finished to its end."""
-    started, status = time.monotonic(), workspace.check()
-    workspace.open()
-    try:
-        if workspace.check() == "finished":
-            return _finished(workspace, summary)
-        if copied_tokenizer(workspace.out) is None:
-            tokenizer.save(workspace.out / "tokenizer")
-        manifest = _write(config, sources, workspace, share)
-        workspace.finish(manifest)
-    except MalformedError:
-        raise
-    except (ValueError, FileNotFoundError):
-        # With other text or options this would be another preparation: nothing here could be used again.
-        if status == "new":
-            workspace.discard()
-        raise
-    except KeyboardInterrupt:
-        say(f"stopped; run the same command again to continue in {workspace.out}")
-        raise
-    finally:
-        workspace.close()
-    if summary:
-        print_summary(manifest, workspace.out, f"in {time.monotonic() - started:.0f} s")
-    return manifest
+    workspace: Workspace, config: PrepareConfig, sources: list[Source], tokenizer: Tokenizer, share: Share, is_new: bool
+) -> bool:
+    """Bring a folder to its end; False if another process has done so."""
+    with workspace.opened():
+        try:
+            if workspace.check() == "finished":
+                return False
+            if copied_tokenizer(workspace.out) is None:
+                tokenizer.save(workspace.out / "tokenizer")
+            manifest = _write(config, sources, workspace, share)
+            write_atomic(workspace.out / MANIFEST_NAME, manifest.to_json().encode())
+        except MalformedError:
+            raise
+        except (ValueError, FileNotFoundError):
+            # With other text or options this would be another preparation: nothing here could be used again.
+            if is_new:
+                workspace.discard()
+            raise
+        except KeyboardInterrupt:
+            say(f"stopped; run the same command again to continue in {workspace.out}")
+            raise
+    return True
 
 
-def _finished(workspace: Workspace, summary: bool) -> Manifest:
-    manifest = Manifest.load(workspace.out)
-    workspace.clear_work()
-    if summary:
-        print_summary(manifest, workspace.out, "earlier, with the same input and options: nothing to do")
-    return manifest
-
-
-def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, share: Share | None) -> Manifest:
+def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, share: Share) -> Manifest:
     """All shards (of a share of the input) and everything else but the manifest, which is returned."""
     tokenizer = Tokenizer.load(workspace.out)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
@@ -146,22 +138,21 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
         dtype=dtype,
         compression=config.compression,
         megabytes=config.shard_megabytes,
-        prefix=f"{share.number:05}-" if share else "",
+        prefix=f"{share.number:05}-" if share.number else "",
     )
     splits = SPLITS if config.validation_fraction else SPLITS[:1]
     writers = {name: SplitWriter(shard_format, workspace.out / name, workspace.work / name) for name in splits}
     histogram = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    start, stop = (share.start, share.stop) if share else (Position(), Position(source=len(sources)))
-    progress = workspace.restore(writers, histogram, start)
+    progress = workspace.restore(writers, histogram, share.start)
     if progress.records:
         say(f"continuing after {sum(w.documents for w in writers.values()):,} documents")
     worker = (tokenizer.path, dtype, config.read_options(), config.validation_fraction)
-    chunks = read_chunks(share.name(sources) if share else sources, config.read_options(), progress.position, stop)
+    chunks = read_chunks(share.name(sources), config.read_options(), progress.position, share.stop)
     bytes_before = np.cumsum([0, *(s.bytes for s in sources), 0])
     # Of a compressed file it is known only how much of the disk was read, not where on the disk a position lies.
-    begin, end = (int(bytes_before[p.source]) + p.offset for p in (start, stop))
+    begin, end = (int(bytes_before[p.source]) + p.offset for p in (share.start, share.stop))
     tokens = sum(w.tokens for w in writers.values())
-    saved, pause = time.monotonic(), STATE_SECONDS
+    saved, pause, hopeless = time.monotonic(), STATE_SECONDS, False
     with (
         ProgressReport(end - begin, tokens=tokens) as report,
         closing(tokenize_in_order(chunks, _processes(config, end - begin), worker)) as results,
@@ -172,25 +163,26 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
                 int(bytes_before[chunk.start.source]) + chunk.disk_bytes - begin,
                 sum(w.tokens for w in writers.values()),
             )
-            if progress.malformed == progress.records >= HOPELESS_RECORDS:
+            if hopeless := progress.malformed == progress.records >= HOPELESS_RECORDS:
                 break
             if (now := time.monotonic()) - saved >= pause:
                 workspace.save(progress, writers, histogram)
                 saved = time.monotonic()
                 pause = max(STATE_SECONDS, (saved - now) / STATE_SHARE)
-    documents = {name: writer.documents for name, writer in writers.items()}
-    if share is None:
-        check_malformed(progress.malformed, progress.records, progress.examples, config.max_malformed)
+    if not share.number:
+        check_malformed(progress, config.max_malformed)
+        documents = {name: writer.documents for name, writer in writers.items()}
         check_splits(documents, sources, config.validation_fraction)
-    elif progress.malformed == progress.records >= HOPELESS_RECORDS:
-        check_malformed(progress.malformed, progress.records, progress.examples, 0)
+    elif hopeless:
+        check_malformed(progress, 0)
     workspace.save(progress, writers, histogram)
     for writer in writers.values():
         writer.finish()
     write_histogram(workspace.out, histogram)
-    if share is not None:
-        write_record(workspace.out, share, progress, writers)
-    return make_manifest(config, sources, workspace, tokenizer, writers, histogram, progress)
+    if share.number:
+        write_spans(workspace.out, progress.spans)
+    splits = {name: SplitInfo.of(writer.shards, writer.text_bytes) for name, writer in writers.items()}
+    return make_manifest(workspace.out, workspace.wanted, sources, tokenizer, shard_format, splits, progress)
 
 
 def _processes(config: PrepareConfig, input_bytes: int) -> int:

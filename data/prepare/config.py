@@ -86,24 +86,20 @@ class PrepareConfig:
             raise ValueError("prepare: no inputs are given; name files, folders or globs")
         if not self.out:
             raise ValueError("prepare: no output folder is given")
-        if self.format not in FORMATS:
-            raise ValueError(f"prepare: format must be one of {', '.join(FORMATS)}, got {self.format!r}")
-        for name, low in (("max_document_chars", 0), ("processes", 0), ("vocab_size", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"prepare: {name} must be at least {low}, got {getattr(self, name)}")
-        if 0 < self.max_document_chars < 16:
-            raise ValueError(f"prepare: max_document_chars must be 0 or at least 16, got {self.max_document_chars}")
-        for name in ("sample_megabytes", "shard_megabytes", "max_line_megabytes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"prepare: {name} must be above 0, got {getattr(self, name)}")
-        if self.shard_megabytes > 4000:
-            raise ValueError(f"prepare: shard_megabytes must be at most 4000, got {self.shard_megabytes}")
-        if not 0 <= self.validation_fraction < 1:
-            raise ValueError(f"prepare: validation_fraction must be in [0, 1), got {self.validation_fraction}")
-        if not 0 <= self.max_malformed <= 1:
-            raise ValueError(f"prepare: max_malformed must be in [0, 1], got {self.max_malformed}")
-        if not 0 < self.character_coverage <= 1:
-            raise ValueError(f"prepare: character_coverage must be in (0, 1], got {self.character_coverage}")
+        for name, fine, allowed in (
+            ("format", self.format in FORMATS, f"one of {', '.join(FORMATS)}"),
+            ("max_document_chars", self.max_document_chars == 0 or self.max_document_chars >= 16, "0 or at least 16"),
+            ("processes", self.processes >= 0, "at least 0"),
+            ("vocab_size", self.vocab_size >= 1, "at least 1"),
+            ("sample_megabytes", self.sample_megabytes > 0, "above 0"),
+            ("shard_megabytes", 0 < self.shard_megabytes <= 4000, "above 0 and at most 4000"),
+            ("max_line_megabytes", self.max_line_megabytes > 0, "above 0"),
+            ("validation_fraction", 0 <= self.validation_fraction < 1, "in [0, 1)"),
+            ("max_malformed", 0 <= self.max_malformed <= 1, "in [0, 1]"),
+            ("character_coverage", 0 < self.character_coverage <= 1, "in (0, 1]"),
+        ):
+            if not fine:
+                raise ValueError(f"prepare: {name} must be {allowed}, got {getattr(self, name)!r}")
         if self.text_documents == "separator" and not self.document_separator.strip():
             raise ValueError("prepare: document_separator is blank; for blank lines use text_documents=paragraph")
 
@@ -133,13 +129,7 @@ class PrepareConfig:
         return [*self.inputs, *flags]
 
     def read_options(self) -> ReadOptions:
-        return ReadOptions(
-            text_field=self.text_field,
-            text_documents=self.text_documents,
-            document_separator=self.document_separator.strip(),
-            max_document_chars=self.max_document_chars,
-            max_line_megabytes=self.max_line_megabytes,
-        )
+        return ReadOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ReadOptions)})
 
     def contents(self) -> dict[str, Any]:
         """The options that decide what is written, in JSON's types."""

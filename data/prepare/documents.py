@@ -72,7 +72,7 @@ def _text_of_bytes(raw: bytes, chunk: Chunk, options: ReadOptions, line: int) ->
         return text.rstrip()
     if options.text_documents == "separator":
         *rows, last = text.rstrip("\n").split("\n")
-        text = "\n".join(rows if last.strip() == options.document_separator else [*rows, last])
+        text = "\n".join(rows if last.strip() == options.document_separator.strip() else [*rows, last])
     return text if options.text_documents == "file" else text.strip("\n")
 
 

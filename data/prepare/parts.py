@@ -13,21 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import filelock
-
-from matmix.data.artifacts import artifact_name, one_line, parse_json
-from matmix.data.formats.base import Shard
-from matmix.data.formats.split_writer import SplitWriter
+from matmix.data.artifacts import one_line, parse_json
 from matmix.data.manifest import MANIFEST_NAME
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.sources import Position, Source
-from matmix.data.prepare.workspace import PART_NAME, PARTS_NAME, WORK_NAME, Progress, compare_preparations
-from matmix.data.progress import say
+from matmix.data.prepare.workspace import PART_NAME, PARTS_NAME, WORK_NAME, compare_preparations, locked
 from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
 
@@ -36,10 +31,9 @@ MERGING_NAME = "merging"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """Part `number` of `of`, counted from 1: the records from `start` up to `stop`."""
+    """What a preparation reads: the records from `start` up to `stop`. number: of the part, from 1; 0 of the whole."""
 
     number: int
-    of: int
     start: Position
     stop: Position
 
@@ -56,40 +50,21 @@ class Share:
         return f"{name} from byte {self.start.offset:,}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartRecord:
-    """part.json: what a finished part read and wrote."""
-
-    number: int
-    of: int
-    spans: list[list[int]]
-    """As in `Progress`."""
-    shards: dict[str, list[Shard]]
-    """The shards of each split in order."""
-
-    @classmethod
-    def load(cls, folder: Path) -> PartRecord:
-        """Raises ValueError if the file is missing or damaged."""
-        try:
-            raw = parse_json((folder / PART_NAME).read_bytes(), PART_NAME)
-            raw["shards"] = {
-                artifact_name(name, "it"): [Shard.checked(s) for s in shards] for name, shards in raw["shards"].items()
-            }
-            record = cls(**raw)
-            numbers = [record.number, record.of, *(number for span in record.spans for number in span)]
-            if not all(type(n) is int and n >= 0 for n in numbers) or any(len(span) != 6 for span in record.spans):
-                raise ValueError("its numbers are none")
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = one_line(error)
-            raise ValueError(f"{folder / PART_NAME} is missing or damaged ({reason}); delete {folder}") from None
-        return record
+def write_spans(folder: Path, spans: list[list[int]]) -> None:
+    """Write the part.json of a part whose shards are written. spans: as in `Progress`."""
+    write_atomic(folder / PART_NAME, json.dumps({"spans": spans}).encode())
 
 
-def write_record(folder: Path, share: Share, progress: Progress, writers: dict[str, SplitWriter]) -> None:
-    """Write the part.json of a part whose shards are written."""
-    shards = {name: writer.shards for name, writer in writers.items()}
-    record = PartRecord(number=share.number, of=share.of, spans=progress.spans, shards=shards)
-    write_atomic(folder / PART_NAME, json.dumps(asdict(record)).encode())
+def read_spans(folder: Path) -> list[list[int]]:
+    """What a finished part has read. Raises ValueError (one line) if its part.json is missing or damaged."""
+    try:
+        spans = parse_json((folder / PART_NAME).read_bytes(), PART_NAME)["spans"]
+        if not all(len(span) == 6 and all(type(n) is int and n >= 0 for n in span) for span in spans):
+            raise ValueError("its numbers are none")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = one_line(error)
+        raise ValueError(f"{folder / PART_NAME} is missing or damaged ({reason}); delete {folder}") from None
+    return spans
 
 
 def _check_facts(raw: dict[str, Any]) -> None:
@@ -153,21 +128,20 @@ class Parts:
                     raise ValueError(f"{self.out} holds {kind} ({path.name}); choose another output folder")
         made = [path for path in (self.out, self.folder) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
+
+        def begun() -> dict[str, Any]:
+            tokenizer = make_tokenizer()
+            tokenizer.save(self.folder / "tokenizer", alone=False)
+            return {
+                "options": wanted,
+                "tokenizer": tokenizer.sha256,
+                "names": [s.name for s in sources],
+                "paths": [str(Path(s.path).resolve()) for s in sources],
+                "arguments": config.arguments(),
+            }
+
         try:
-            with self.locked("makes the tokenizer or cuts the input"):
-                if not (self.folder / "options.json").exists():
-                    tokenizer = make_tokenizer()
-                    target = self.folder / "tokenizer" / tokenizer.file_name
-                    target.parent.mkdir(exist_ok=True)
-                    write_atomic(target, tokenizer.path.read_bytes(), alone=False)
-                    facts = {
-                        "options": wanted,
-                        "tokenizer": tokenizer.sha256,
-                        "names": [s.name for s in sources],
-                        "paths": [str(Path(s.path).resolve()) for s in sources],
-                        "arguments": config.arguments(),
-                    }
-                    write_atomic(self.folder / "options.json", json.dumps(facts, indent=1).encode(), alone=False)
+            self._write_once("options.json", "makes the tokenizer or cuts the input", begun, indent=1)
         except (ValueError, FileNotFoundError):
             (self.folder / "lock").unlink(missing_ok=True)
             for path in reversed(made):
@@ -192,27 +166,39 @@ class Parts:
 
     def share(self, number: int, of: int, make_cuts: Callable[[], list[Position]]) -> Share:
         """What belongs to a part. Raises ValueError if the parts in the folder are of another number."""
-        if not (self.folder / "cuts.json").exists():
-            with self.locked("cuts the input"):
-                if not (self.folder / "cuts.json").exists():
-                    cuts = [[cut.source, cut.offset] for cut in make_cuts()]
-                    content = json.dumps({"parts": of, "cuts": cuts}).encode()
-                    write_atomic(self.folder / "cuts.json", content, alone=False)
-        parts, cuts = self.cuts()
-        if parts != of:
+
+        def cut() -> dict[str, Any]:
+            return {"parts": of, "cuts": [[cut.source, cut.offset] for cut in make_cuts()]}
+
+        self._write_once("cuts.json", "cuts the input", cut)
+        cuts = self.cuts()
+        if (parts := len(cuts) - 1) != of:
             raise ValueError(
                 f"{self.out} is prepared in {parts} parts; give --part k/{parts}, or delete {self.folder} to begin anew"
             )
-        return Share(number=number, of=of, start=cuts[number - 1], stop=cuts[number])
+        return Share(number=number, start=cuts[number - 1], stop=cuts[number])
 
-    def cuts(self) -> tuple[int, list[Position]]:
-        """The number of parts, and the positions between them. Raises as `facts`."""
-        raw = self._read("cuts.json", _check_cuts)
-        return raw["parts"], [Position(source=source, offset=offset) for source, offset in raw["cuts"]]
+    def cuts(self) -> list[Position]:
+        """Where each part begins, and the end of the last. Raises as `facts`."""
+        cuts = self._read("cuts.json", _check_cuts)["cuts"]
+        return [Position(source=source, offset=offset) for source, offset in cuts]
+
+    @property
+    def count(self) -> int:
+        """How many parts there are. Raises as `facts`."""
+        return len(self.cuts()) - 1
 
     def missing(self) -> list[int]:
         """As `missing_parts`. Raises as `facts`."""
-        return missing_parts(self.out, self.cuts()[0])
+        return missing_parts(self.out, self.count)
+
+    def _write_once(self, name: str, doing: str, make: Callable[[], dict[str, Any]], indent: int | None = None) -> None:
+        """Write a file unless it is there, one process at a time. doing: what another process may be at."""
+        path = self.folder / name
+        if not path.exists():
+            with locked(self.folder, f"waiting for another process, which {doing}", wait=True):
+                if not path.exists():
+                    write_atomic(path, json.dumps(make(), indent=indent).encode(), alone=False)
 
     def _read(self, name: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         path = self.folder / name
@@ -229,21 +215,3 @@ class Parts:
                 f"{path} is damaged ({reason}); delete {self.folder} and prepare the parts again"
             ) from None
         return raw
-
-    @contextlib.contextmanager
-    def locked(self, doing: str, *, wait: bool = True) -> Iterator[None]:
-        """One process at a time. doing: what another may be at. Raises ValueError if it is and `wait` is False."""
-        lock = filelock.FileLock(self.folder / "lock")
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            if not wait:
-                raise ValueError(f"another process is at work in {self.folder} right now") from None
-            say(f"waiting for another process, which {doing}")
-            lock.acquire()
-        except (OSError, NotImplementedError):
-            say(f"{self.folder} lies on a file system without locks: going on without")
-        try:
-            yield
-        finally:
-            lock.release()

@@ -7,7 +7,9 @@ is a byte offset in the decompressed file, so that reading can go on where it wa
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ from matmix.data.prepare.sources import Chunk, Position, Source
 
 if TYPE_CHECKING:
     import pyarrow
+    from pyarrow import parquet
 
 CHUNK_BYTES = 1 << 20
 # A .txt file that is one document is read and tokenised in one piece; a larger one would need gigabytes of
@@ -45,59 +48,60 @@ def read_chunks(
         yield from reader(source, options, position, limit)
 
 
-def _read_parquet(source: Source, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
+@contextlib.contextmanager
+def _parquet(source: Source, **options: object) -> Iterator[parquet.ParquetFile]:
+    """A .parquet file, open. Raises ValueError (one line) where reading it meets damage."""
     import pyarrow
     import pyarrow.parquet as parquet
 
-    name = options.text_field
     try:
-        _check_column(source, name)
-        # As a dictionary, so that a long value that stands in many rows is in memory once until it is cut to size.
-        with parquet.ParquetFile(source.path, read_dictionary=[name]) as file:
-            row = 0
-            for group in range(file.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if row + rows <= start.offset:
-                    row += rows
-                    continue
-                for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[name]):
-                    skip = min(max(0, start.offset - row), batch.num_rows)
-                    end = batch.num_rows if limit is None else min(batch.num_rows, limit - row)
-                    row += skip
-                    for values in _portions(batch.column(0)[skip:end], source, options, row):
-                        begin, row = row, row + len(values)
-                        yield Chunk(
-                            source,
-                            replace(start, offset=begin, line=begin + 1),
-                            replace(start, offset=row, line=row + 1),
-                            source.bytes * row // max(1, file.metadata.num_rows),
-                            values,
-                        )
-                    if row == limit:
-                        return
+        with parquet.ParquetFile(source.path, **options) as file:
+            yield file
+    except FileNotFoundError:
+        raise
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
         raise ValueError(f"{source.name} is no .parquet file, or it is damaged: {one_line(error)}") from error
+
+
+def _read_parquet(source: Source, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
+    name = options.text_field
+    _check_column(source, name)
+    # As a dictionary, so that a long value that stands in many rows is in memory once until it is cut to size.
+    with _parquet(source, read_dictionary=[name]) as file:
+        row = 0
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if row + rows <= start.offset:
+                row += rows
+                continue
+            for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[name]):
+                skip = min(max(0, start.offset - row), batch.num_rows)
+                end = batch.num_rows if limit is None else min(batch.num_rows, limit - row)
+                row += skip
+                for values in _portions(batch.column(0)[skip:end], source, options, row):
+                    begin, row = row, row + len(values)
+                    yield Chunk(
+                        source,
+                        replace(start, offset=begin, line=begin + 1),
+                        replace(start, offset=row, line=row + 1),
+                        source.bytes * row // max(1, file.metadata.num_rows),
+                        values,
+                    )
+                if row == limit:
+                    return
 
 
 def rows_of(source: Source) -> int:
     """Rows of a .parquet file. Raises ValueError if it is none."""
-    import pyarrow
-    import pyarrow.parquet as parquet
-
-    try:
-        return parquet.read_metadata(source.path).num_rows
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{source.name} is no .parquet file, or it is damaged: {error}") from error
+    with _parquet(source) as file:
+        return file.metadata.num_rows
 
 
 def _check_column(source: Source, name: str) -> None:
-    """Raises ValueError unless a .parquet file has a column of text under this name, and ArrowException or OSError."""
+    """Raises ValueError unless a .parquet file has a column of text under this name."""
     import pyarrow
-    import pyarrow.parquet as parquet
 
-    with parquet.ParquetFile(source.path) as file:
+    with _parquet(source) as file:
         schema = file.schema_arrow
     if name not in schema.names:
         raise ValueError(
@@ -130,28 +134,24 @@ def _portions(
 
 
 def _read_text(source: Source, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
-    offset, line = start.offset, start.line
     begin, records, size = start, [], 0
-    with source.open(offset) as (stream, raw):
-        if offset == 0 and stream.peek(3)[:3] == _BOM:
-            offset = len(stream.read(3))
-            begin = replace(start, offset=offset)
-        for record in _records(stream, source, options, line):
-            records.append(record)
-            size += len(record)
+    with source.open(start.offset) as (stream, raw):
+        if start.offset == 0 and stream.peek(3)[:3] == _BOM:
+            begin = replace(start, offset=len(stream.read(3)))
+        # None comes after the last record of the file.
+        for record in itertools.chain(_records(stream, source, options, start.line), [None]):
+            if record is not None:
+                records.append(record)
+                size += len(record)
             # Records are read past the end and dropped there, so that they are cut as in a reading without an end.
-            last = limit is not None and offset + size >= limit
-            if size >= CHUNK_BYTES or last:
-                offset, line = offset + size, line + sum(r.count(b"\n") for r in records)
-                end = replace(begin, offset=offset, line=line)
-                yield Chunk(source, begin, end, raw.tell(), records)
+            last = record is None or (limit is not None and begin.offset + size >= limit)
+            if records and (size >= CHUNK_BYTES or last):
+                line = begin.line + sum(r.count(b"\n") for r in records)
+                end = replace(begin, offset=begin.offset + size, line=line)
+                yield Chunk(source, begin, end, source.bytes if record is None else raw.tell(), records)
                 begin, records, size = end, [], 0
             if last:
                 return
-        if records:
-            line += sum(r.count(b"\n") for r in records)
-            end = replace(begin, offset=offset + size, line=line)
-            yield Chunk(source, begin, end, source.bytes, records)
 
 
 def record_offsets(source: Source, options: ReadOptions) -> Iterator[int]:
@@ -208,7 +208,7 @@ def _too_long(name: str, where: str, options: ReadOptions) -> ValueError:
 
 def _groups(rows: Iterable[bytes], source: Source, options: ReadOptions, line: int) -> Iterator[bytes]:
     """Lines up to and with the one that ends a record (of blank lines, the last of a run of them)."""
-    paragraphs, mark = options.text_documents == "paragraph", options.document_separator.encode()
+    paragraphs, mark = options.text_documents == "paragraph", options.document_separator.strip().encode()
     group: list[bytes] = []
     ended, size = False, 0
     for row in rows:

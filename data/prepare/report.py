@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from matmix.data.formats.split_writer import SplitWriter
+from matmix.data.formats.base import ShardFormat
 from matmix.data.manifest import Manifest, SplitInfo, TokenizerInfo, unigram_entropy
-from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.sources import Source
-from matmix.data.prepare.workspace import HISTOGRAM_NAME, Progress, Workspace
+from matmix.data.prepare.workspace import HISTOGRAM_NAME, Progress, read_histogram
 from matmix.data.storage.files import sha256_of
 from matmix.data.tokenizer import Tokenizer
 
@@ -21,10 +18,14 @@ class MalformedError(ValueError):
     """Too large a share of the input is malformed. The work done is kept: a larger share may be allowed."""
 
 
-def check_malformed(malformed: int, records: int, examples: Sequence[dict[str, Any]], most: float) -> None:
+def check_malformed(met: Progress, most: float) -> None:
     """Raises MalformedError if more than the share `most` of the records is malformed."""
-    if malformed > most * records:
-        raise MalformedError(malformed_sentence(malformed, records, examples))
+    if met.malformed > most * met.records:
+        shown = "; ".join(f"{e['file']}, line {e['line']}: {e['reason']}" for e in met.examples[:3])
+        raise MalformedError(
+            f"{met.malformed:,} of {met.records:,} lines are malformed ({shown}); mend them, or allow a larger share "
+            f"with --max-malformed"
+        )
 
 
 def check_splits(documents: Mapping[str, int], sources: Sequence[Source], validation_fraction: float) -> None:
@@ -46,38 +47,24 @@ def empty_sentence(sources: Sequence[Source]) -> str:
     return f"the corpus is empty: there is no text in {where}"
 
 
-def malformed_sentence(malformed: int, records: int, examples: Sequence[dict[str, Any]]) -> str:
-    shown = "; ".join(f"{e['file']}, line {e['line']}: {e['reason']}" for e in examples[:3])
-    return (
-        f"{malformed:,} of {records:,} lines are malformed ({shown}); mend them, or allow a larger share "
-        f"with --max-malformed"
-    )
-
-
 def make_manifest(
-    config: PrepareConfig,
+    out: Path,
+    options: dict[str, Any],
     sources: Sequence[Source],
-    workspace: Workspace,
     tokenizer: Tokenizer,
-    writers: dict[str, SplitWriter],
-    histogram: np.ndarray,
+    shard_format: ShardFormat,
+    splits: dict[str, SplitInfo],
     progress: Progress,
 ) -> Manifest:
-    """What is written last."""
+    """The manifest of the dataset whose other files lie in `out`. options: what `fingerprint` gave."""
     by_source = [0] * len(sources)
     for source, *_, documents in progress.spans:
         by_source[source] += documents
-    digests = [entry[2] for entry in workspace.wanted["inputs"]]
-    splits = {}
-    for name, writer in writers.items():
-        shards = tuple(shard.info for shard in writer.shards)
-        splits[name] = SplitInfo(
-            documents=writer.documents, tokens=writer.tokens, bytes=writer.text_bytes, shards=shards
-        )
+    names = [HISTOGRAM_NAME, *(f"{split}/{name}" for split in splits for name in ("lengths.npy", "index.json"))]
     return Manifest(
-        format=config.format,
-        compression=None if config.compression == "none" else "zstd",
-        dtype=writers["train"].format.dtype.name,
+        format=options["format"],
+        compression=shard_format.compression,
+        dtype=shard_format.dtype.name,
         tokenizer=TokenizerInfo(
             kind=tokenizer.kind,
             file=f"tokenizer/{tokenizer.file_name}",
@@ -87,22 +74,16 @@ def make_manifest(
         ),
         splits=splits,
         token_histogram=HISTOGRAM_NAME,
-        unigram_entropy=unigram_entropy(histogram),
+        unigram_entropy=unigram_entropy(read_histogram(out, tokenizer.vocab_size)),
         sources=tuple(
             {"path": s.name, "bytes": s.bytes, "digest": digest, "documents": documents}
-            for s, digest, documents in zip(sources, digests, by_source, strict=True)
+            for s, (_, _, digest), documents in zip(sources, options["inputs"], by_source, strict=True)
         ),
         malformed={"count": progress.malformed, "records": progress.records, "examples": progress.examples},
         empty_documents=progress.empty,
-        options=workspace.wanted,
-        files=small_files(workspace.out, splits),
+        options=options,
+        files={name: sha256_of(out / name) for name in names},
     )
-
-
-def small_files(out: Path, splits: Iterable[str]) -> dict[str, str]:
-    """Hex digests of what lies beside the shards, by their paths in the dataset."""
-    names = [HISTOGRAM_NAME, *(f"{split}/{name}" for split in splits for name in ("lengths.npy", "index.json"))]
-    return {name: sha256_of(out / name) for name in names}
 
 
 def print_summary(manifest: Manifest, out: Path | str, when: str) -> None:

@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import io
 import lzma
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -144,11 +143,9 @@ def _expand(item: str, ignored: list[str]) -> list[Path]:
 
 
 def _walk(folder: Path) -> list[Path]:
-    found: list[Path] = []
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent) / name for name in files if not name.startswith(".")]
-    return sorted(found)
+    """Files in a folder and its subfolders, none of them hidden."""
+    paths = (folder / name for name in glob.glob("**", root_dir=folder, recursive=True))
+    return sorted(path for path in paths if not path.is_dir())
 
 
 def _kind_of(path: Path) -> tuple[Literal["txt", "jsonl", "parquet"] | None, str]:

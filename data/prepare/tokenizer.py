@@ -8,7 +8,7 @@ from pathlib import Path
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.documents import Malformed, documents_of
 from matmix.data.prepare.readers import read_chunks
-from matmix.data.prepare.report import MalformedError, empty_sentence, malformed_sentence
+from matmix.data.prepare.report import check_malformed, empty_sentence
 from matmix.data.prepare.sources import Position, Source
 from matmix.data.prepare.workspace import Progress
 from matmix.data.progress import say
@@ -28,8 +28,7 @@ def train_tokenizer(config: PrepareConfig, sources: Sequence[Source], scratch: P
     met = Progress()
     texts = list(_sample(config, sources, met))
     if not texts:
-        if met.malformed:
-            raise MalformedError(malformed_sentence(met.malformed, met.malformed, met.examples))
+        check_malformed(met, 0)
         raise ValueError(empty_sentence(sources))
     say(
         f"training a {config.model_type} tokenizer of {config.vocab_size:,} ids on "
@@ -70,5 +69,6 @@ def _documents(sources: Sequence[Source], first: int, config: PrepareConfig, met
         for found in documents_of(chunk, options):
             if isinstance(found, Malformed):
                 met.add_malformed(chunk.source.name, [found], 1)
+                met.records += 1
             else:
                 yield found

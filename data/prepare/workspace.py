@@ -9,10 +9,11 @@ once the manifest is there.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +21,14 @@ from typing import Any, Literal
 import filelock
 import numpy as np
 
+from matmix.data.arrays import read_vector
 from matmix.data.artifacts import one_line, parse_json
-from matmix.data.formats.split_writer import DamagedPreparationError, SplitWriter
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.documents import Malformed
 from matmix.data.prepare.sources import Position, Source
+from matmix.data.progress import say
+from matmix.data.splits.writer import DamagedPreparationError, SplitWriter
 from matmix.data.storage.files import write_atomic
 
 WORK_NAME = ".prepare"
@@ -36,6 +39,9 @@ SPLITS = ("train", "validation")
 HISTOGRAM_NAME = "token_histogram.npy"
 PARTS_NAME = "parts"
 PART_NAME = "part.json"
+_OF_TRAINED_TOKENIZERS = (
+    *("vocab_size", "model_type", "byte_fallback", "character_coverage", "normalization", "sample_megabytes"),
+)
 
 
 @dataclass
@@ -63,9 +69,8 @@ def fingerprint(config: PrepareConfig, sources: Sequence[Source], tokenizer_sha2
     """What makes two preparations the same. Input files count by name, size and digest, not by folder."""
     options = config.contents()
     if tokenizer_sha256:
-        for name in ("vocab_size", "model_type", "byte_fallback", "character_coverage"):
+        for name in _OF_TRAINED_TOKENIZERS:
             del options[name]
-        del options["normalization"], options["sample_megabytes"]
     wanted = {
         **options,
         "tokenizer": tokenizer_sha256 or "trained",
@@ -90,14 +95,32 @@ def compare_preparations(where: str | Path, found: dict[str, Any], wanted: dict[
     )
 
 
+@contextlib.contextmanager
+def locked(folder: Path, busy: str, *, wait: bool = False) -> Iterator[None]:
+    """Keeps other processes out. busy: what to say if one is at work, which is waited for or else a ValueError."""
+    lock = filelock.FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        if not wait:
+            raise ValueError(busy) from None
+        say(busy)
+        lock.acquire()
+    except (OSError, NotImplementedError):
+        say(f"{folder} lies on a file system without locks: going on without")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class Workspace:
-    """An output folder, checked and locked. Nothing is created before `open`."""
+    """An output folder. Nothing is created before `opened`."""
 
     def __init__(self, out: str, wanted: dict[str, Any]) -> None:
         self.out = Path(out).expanduser()
         self.work = self.out / WORK_NAME
         self.wanted = wanted
-        self._lock: filelock.FileLock | None = None
         self._made = False
 
     def check(self) -> Literal["new", "unfinished", "finished"]:
@@ -128,35 +151,22 @@ class Workspace:
             )
         return "new"
 
-    def open(self) -> None:
-        """Create the folder if needed and keep other processes out of it."""
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Create the folder if needed, and keep other processes out of it. Raises ValueError if one is in it."""
         self._made = not self.out.exists()
         self.work.mkdir(parents=True, exist_ok=True)
-        self._lock = filelock.FileLock(self.work / "lock")
-        try:
-            self._lock.acquire(timeout=0)
-        except filelock.Timeout:
-            raise ValueError(f"another process is preparing {self.out} right now") from None
-        if not (self.work / "options.json").exists():
-            write_atomic(self.work / "options.json", json.dumps(self.wanted).encode())
-
-    def close(self) -> None:
-        """Let other processes in."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def finish(self, manifest: Manifest) -> None:
-        """Make the dataset valid."""
-        write_atomic(self.out / MANIFEST_NAME, manifest.to_json().encode())
-        self.clear_work()
+        with locked(self.work, f"another process is preparing {self.out} right now"):
+            if not (self.work / "options.json").exists():
+                write_atomic(self.work / "options.json", json.dumps(self.wanted).encode())
+            yield
 
     def clear_work(self) -> None:
         """Remove what only an unfinished preparation needs."""
         shutil.rmtree(self.work, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what a preparation puts into the folder, and the folder if `open` made it."""
+        """Remove what a preparation puts into the folder, and the folder if `opened` made it."""
         for name in ("tokenizer", *SPLITS, WORK_NAME):
             shutil.rmtree(self.out / name, ignore_errors=True)
         for name in (HISTOGRAM_NAME, PART_NAME):
@@ -202,6 +212,12 @@ def write_histogram(folder: Path, histogram: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.save(buffer, histogram, allow_pickle=False)
     write_atomic(folder / HISTOGRAM_NAME, buffer.getvalue())
+
+
+def read_histogram(folder: Path, vocab_size: int) -> np.ndarray:
+    """What `write_histogram` wrote. Raises as `read_vector`."""
+    path = folder / HISTOGRAM_NAME
+    return read_vector(path, "int64", path, length=vocab_size)
 
 
 def parse_object(raw: bytes, where: object) -> dict[str, Any]:

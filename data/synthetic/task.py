@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from matmix.data.loading.masking import IGNORED
+from matmix.data.labels import IGNORED
 from matmix.data.synthetic.config import SyntheticConfig
 
 

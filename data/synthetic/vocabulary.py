@@ -18,11 +18,4 @@ class TaskTokenizer(FastTokenizer):
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=_UNKNOWN))
         backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         backend.add_special_tokens([_UNKNOWN, _PADDING, _MASK])
-        self._raw = backend.to_str(pretty=True).encode()
-        super().__init__(Path(f"the tokens of {task.name}"), self._raw)
-
-    def save(self, directory: str | Path) -> Path:
-        target = Path(directory) / self.file_name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(self._raw)
-        return target
+        super().__init__(Path(f"the tokens of {task.name}"), backend.to_str(pretty=True).encode())

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from matmix.data.config import DataConfig
+from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader, build_loader
-from matmix.data.loading.masking import IGNORED, MaskingConfig
+from matmix.data.loading.masking import MaskingConfig
 from matmix.data.synthetic import TASKS, SyntheticConfig, Task, make_task
 from matmix.data.synthetic.listops import evaluate
 from matmix.data.synthetic.word_problems import cycles, group

@@ -16,8 +16,8 @@ import zstandard
 from hostile_data import edit_manifest, older, prepared, snapshot
 
 from matmix.data.formats.base import DamagedShard
-from matmix.data.formats.split_reader import open_dataset
 from matmix.data.formats.webdataset import _token_members
+from matmix.data.splits.reader import open_dataset
 
 MEBIBYTE = 1 << 20
 

@@ -7,7 +7,7 @@ import os
 import pytest
 from hostile_data import older, prepared
 
-from matmix.data.formats.split_reader import open_dataset
+from matmix.data.splits.reader import open_dataset
 from matmix.data.storage.cache import note_of
 
 

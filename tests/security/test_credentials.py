@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from matmix.data.config import DataConfig
-from matmix.data.formats.split_reader import open_dataset
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.merge import MergeConfig
+from matmix.data.splits.reader import open_dataset
 from matmix.data.storage.remote import RemoteFolder
 from matmix.data.storage.urls import has_secret
 from matmix.launch.cli import main

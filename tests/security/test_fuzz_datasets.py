@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 
 from matmix.data.arrays import read_vector
-from matmix.data.formats.split_reader import open_dataset
 from matmix.data.manifest import Manifest
 from matmix.data.prepare.merge import MergeConfig, merge
-from matmix.data.prepare.parts import PartRecord, Parts
+from matmix.data.prepare.parts import Parts, read_spans
+from matmix.data.splits.reader import open_dataset
 from matmix.data.storage import cache
 
 
@@ -134,6 +134,6 @@ def test_parts_of_a_preparation(parts, tmp_path, data):
     raw = file.read_bytes()
     file.write_bytes(data.draw(mutated(raw) | mutated_json(json.loads(raw)).map(_signed)))
     works_or_is_one_line(lambda: Parts(str(out)).facts())
-    works_or_is_one_line(lambda: PartRecord.load(out / part))
+    works_or_is_one_line(lambda: read_spans(out / part))
     works_or_is_one_line(lambda: merge(MergeConfig(out=str(out))))
     assert {entry.name for entry in tmp_path.iterdir()} == {"out"}

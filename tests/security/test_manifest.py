@@ -12,9 +12,9 @@ from hostile_data import edit_manifest, older, prepared, snapshot
 from manifests import set_value
 
 from matmix.data.config import DataConfig
-from matmix.data.formats.split_reader import open_dataset
 from matmix.data.loading.loader import build_loader
 from matmix.data.manifest import Manifest
+from matmix.data.splits.reader import open_dataset
 
 
 @pytest.fixture(scope="module")

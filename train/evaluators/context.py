@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.masking import IGNORED
 from matmix.model.positions import document_positions
 from matmix.train.config import RunConfig
 from matmix.train.evaluators.base import Evaluation, Evaluator

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import torch
 
+from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.masking import IGNORED, MaskingConfig
+from matmix.data.loading.masking import MaskingConfig
 from matmix.train.tasks.base import Metric
 from matmix.train.tasks.token_prediction import TokenPrediction
 

@@ -13,12 +13,12 @@ import pytest
 from matmix.data.config import DataConfig
 from matmix.data.formats import FORMATS, mds
 from matmix.data.formats.base import DamagedShard, OpenShard, ShardFormat, damaged
-from matmix.data.formats.split_reader import open_dataset
 from matmix.data.loading.loader import build_loader
 from matmix.data.manifest import Manifest
 from matmix.data.prepare import command
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.merge import MergeConfig, merge
+from matmix.data.splits.reader import open_dataset
 from matmix.data.tokenizer import Tokenizer
 
 

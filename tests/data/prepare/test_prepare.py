@@ -15,11 +15,11 @@ import pytest
 import zstandard
 
 from matmix.data.formats.mds import Mds
-from matmix.data.formats.split_writer import SplitWriter
 from matmix.data.formats.webdataset import WebDataset
 from matmix.data.manifest import Manifest, unigram_entropy
 from matmix.data.prepare.command import PrepareConfig, prepare
 from matmix.data.progress import ProgressReport
+from matmix.data.splits.writer import SplitWriter
 from matmix.data.tokenizer import Tokenizer
 
 WORDS = ["a\nin", "is\n", *(f"{a}{b}" for a in ("sweet", "night", "love") for b in ("ly", "ing", "er", ""))]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from matmix.data.config import DataConfig
-from matmix.data.formats.split_reader import open_dataset
 from matmix.data.loading.loader import build_loader
+from matmix.data.splits.reader import open_dataset
 from matmix.data.storage import cache as module
 from matmix.data.storage.cache import hold_shard, make_room
 

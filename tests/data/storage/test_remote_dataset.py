@@ -9,11 +9,11 @@ import pytest
 from object_store import running_store
 
 from matmix.data.config import DataConfig
-from matmix.data.formats.split_reader import open_dataset
 from matmix.data.loading.loader import build_loader
 from matmix.data.prepare.command import prepare
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.upload import prepare_to_url
+from matmix.data.splits.reader import open_dataset
 from matmix.data.storage.remote import RemoteError, scratch_folder
 
 

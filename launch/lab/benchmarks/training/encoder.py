@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
+from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.masking import IGNORED
 from matmix.launch.lab.benchmarks.measuring.settings import Settings
 from matmix.launch.lab.benchmarks.measuring.suite import Case
 from matmix.launch.lab.benchmarks.training.steps import run_steps, step_parser, steps_of

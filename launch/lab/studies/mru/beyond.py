@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from matmix.data.config import DataConfig
+from matmix.data.labels import IGNORED
 from matmix.data.loading.loader import build_loader
-from matmix.data.loading.masking import IGNORED
 from matmix.launch.lab.studies.mru.growth import curve, overflow
 from matmix.launch.lab.studies.mru.runs import finite
 from matmix.model import build_model

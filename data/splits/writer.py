@@ -77,12 +77,11 @@ class SplitWriter:
         if not self.pending:
             return
         number = len(self.shards)
-        raw_name = name = self.format.file_name(number)
+        name = self.format.packed_name(number)
         raw = data = self.format.encode(self.pending, self.documents - len(self.pending))
         if self.format.compression:
             import zstandard
 
-            name += self.format.compressed_suffix
             data = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw)
         lengths = np.array([len(d) for d in self.pending], dtype=np.uint32)
         write_atomic(self.scratch / f"{number:08}.lengths", lengths.tobytes())
@@ -94,7 +93,7 @@ class SplitWriter:
                 tokens=int(lengths.sum(dtype=np.int64)),
                 bytes=len(data),
                 sha256=hashlib.sha256(data).hexdigest(),
-                raw_file=raw_name,
+                raw_file=self.format.file_name(number),
                 raw_bytes=len(raw),
                 raw_sha256=hashlib.sha256(raw).hexdigest(),
             )

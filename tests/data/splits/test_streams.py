@@ -14,8 +14,8 @@ import zstandard
 from manifests import set_value
 
 from matmix.data.formats import webdataset
-from matmix.data.formats.split_reader import open_dataset
 from matmix.data.manifest import Manifest
+from matmix.data.splits.reader import open_dataset
 from matmix.data.storage import storage
 from matmix.data.storage.remote import RemoteError
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from matmix.data.config import DataConfig
-from matmix.data.formats.split_reader import open_dataset
+from matmix.data.labels import IGNORED
 from matmix.data.loading.loader import build_loader
-from matmix.data.loading.masking import IGNORED, MaskingConfig
+from matmix.data.loading.masking import MaskingConfig
+from matmix.data.splits.reader import open_dataset
 
 GLOBAL = 16
 STEPS = 12
