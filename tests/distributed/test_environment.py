@@ -10,16 +10,26 @@ from harness import run_distributed
 
 from matmix.train import rng
 from matmix.train.process.agree import agree, complaint
-from matmix.train.process.distributed import Distributed, choose_device, from_rank_zero, gather_objects
+from matmix.train.process.distributed import Distributed, choose_device, ensure_group, from_rank_zero, gather_objects
 
 
 def test_one_process_without_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     with Distributed.from_environment("cpu") as here:
-        assert (here.rank, here.world_size, here.device.type, here.owns_group) == (0, 1, "cpu", False)
+        assert (here.rank, here.world_size, here.device.type) == (0, 1, "cpu")
+        assert not torch.distributed.is_initialized()
     assert gather_objects("x") == ["x"]
     assert from_rank_zero("x") == "x"
+
+
+def test_the_group_of_one_process_that_a_library_needs_ends_with_the_run():
+    with Distributed.from_environment("cpu") as here:
+        ensure_group(here.device)
+        with Distributed.from_environment("cpu") as inner:
+            ensure_group(inner.device)
+        assert torch.distributed.is_initialized()  # it was there before
+    assert not torch.distributed.is_initialized()
 
 
 def test_cuda_asked_for_and_absent(monkeypatch):
