@@ -19,13 +19,13 @@ import torch.distributed as dist
 from matmix.data.artifacts import read_json
 from matmix.data.storage.files import write_atomic
 from matmix.train import rng
-from matmix.train.checkpoint import full_tensors
 from matmix.train.checkpoint.files import GENERATORS, check_shapes, check_sizes, find_problem, read_manifest
 from matmix.train.checkpoint.local_copies import LocalCopies
 from matmix.train.checkpoint.save import BackgroundSave, RankState, Tell, write_checkpoint
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.base import Engine
-from matmix.train.engine.kinds import KINDS
+from matmix.train.engine.full_tensors import KIND as FULL_TENSORS
+from matmix.train.engine.kinds import KINDS, open_full
 from matmix.train.failures import is_out_of_memory
 from matmix.train.process.agree import complaint
 from matmix.train.process.distributed import (
@@ -332,7 +332,7 @@ class CheckpointManager:
         manifest = read_manifest(path)
         layout = manifest["layout"]
         kind = layout["engine"]
-        if kind not in (engine.kind, full_tensors.KIND):
+        if kind not in (engine.kind, FULL_TENSORS):
             run, there, here = path.parent.parent, KINDS[kind].files, KINDS[engine.kind].files
             raise ValueError(
                 f"checkpoint {path} was written with engine.name = {there.engine_names} and cannot be continued with "
@@ -341,8 +341,8 @@ class CheckpointManager:
             )
         check_shapes(path, layout["shapes"], engine.shapes())
         generators = _read_generators(path / GENERATORS)
-        if kind == full_tensors.KIND:
-            engine.load_full(full_tensors.open_full(path, layout))
+        if kind == FULL_TENSORS:
+            engine.load_full(open_full(path, layout))
         else:
             engine.load(path, layout)
         _restore_generators(generators)
