@@ -8,7 +8,7 @@ import scenarios
 import torch
 from harness import run_distributed
 
-from matmix.train import rng
+from matmix.train.checkpoint import generators
 from matmix.train.process.agree import agree, complaint
 from matmix.train.process.distributed import Distributed, choose_device, ensure_group, from_rank_zero, gather_objects
 
@@ -53,25 +53,25 @@ def draw():
 
 
 def test_generators_are_seeded_by_rank_and_restored():
-    rng.seed_all(1, 0)
+    generators.seed_all(1, 0)
     first = draw()
-    state = rng.get_state()
+    state = generators.get_state()
     following = draw()
-    rng.seed_all(1, 1)
+    generators.seed_all(1, 1)
     other = draw()
     assert all(a != b for a, b in zip(first[:3], other[:3], strict=True))
-    rng.set_state(state)
+    generators.set_state(state)
     assert draw() == following
-    rng.seed_all(1, 0)
+    generators.seed_all(1, 0)
     assert draw() == first
 
 
 def test_gaussian_pairs_are_restored():
     """Python and NumPy draw normal numbers in pairs and keep one back."""
     random.gauss(0, 1), np.random.randn()
-    state = rng.get_state()
+    state = generators.get_state()
     expected = random.gauss(0, 1), np.random.randn()
-    rng.set_state(state)
+    generators.set_state(state)
     assert (random.gauss(0, 1), np.random.randn()) == expected
 
 
