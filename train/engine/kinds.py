@@ -10,10 +10,10 @@ from typing import Any
 
 from matmix.train.engine import full_tensors
 from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.costs import Exchange, Held, Sizes, held_by_fsdp, sent_by_fsdp
+from matmix.train.engine.deepspeed.costs import held_by_zero, sent_by_zero
 from matmix.train.engine.deepspeed.files import ZeroFiles
-from matmix.train.engine.deepspeed.held import held_by_zero
 from matmix.train.engine.full_state import CheckpointFiles, FullState
-from matmix.train.engine.held import Held, Sizes, held_by_fsdp
 from matmix.train.engine.sharded_files import ShardedFiles
 
 
@@ -25,11 +25,13 @@ class Kind:
     """What reads the files of its checkpoints."""
     held: Callable[[EngineConfig, int, Sizes], Held]
     """What a rank holds of a model, from the config, the number of ranks and the model's sizes."""
+    sent: Callable[[EngineConfig, int, Sizes], list[Exchange]]
+    """What several ranks send in a step."""
 
 
 KINDS = {
-    "torch": Kind(files=ShardedFiles, held=held_by_fsdp),
-    "deepspeed": Kind(files=ZeroFiles, held=held_by_zero),
+    "torch": Kind(files=ShardedFiles, held=held_by_fsdp, sent=sent_by_fsdp),
+    "deepspeed": Kind(files=ZeroFiles, held=held_by_zero, sent=sent_by_zero),
 }
 
 _FORMS = {full_tensors.KIND: full_tensors.FullTensorFiles} | {name: kind.files for name, kind in KINDS.items()}
