@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton_on_cpu
 from hypothesis import HealthCheck, settings
+from messages import Heard
 
 # One thread per process, here and in those that tests start: they run in parallel, and runs that have to be the same
 # bit for bit are only so with as many threads.
@@ -63,6 +64,14 @@ def _no_process_group_stays():
     if left:
         torch.distributed.destroy_process_group()
     assert not left, "this test left a process group behind: use `with Distributed.from_environment(...)`"
+
+
+@pytest.fixture
+def told() -> Iterator[Heard]:
+    """What is said to people from here on."""
+    heard = Heard()
+    yield heard
+    heard.close()
 
 
 @pytest.fixture

@@ -1,2 +1,1 @@
-"""Guards watch the steps of a run for trouble: steps that are not finite, loss spikes, copies of the model that differ,
-damaged shards. Each leaves something out, sends the run back to a checkpoint, or ends it."""
+"""Guards: they stop a run, send it back to a checkpoint or skip data when something goes wrong."""

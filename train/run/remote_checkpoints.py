@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from matmix.train.checkpoint.files import read_manifest
-from matmix.train.checkpoint.manager import CheckpointManager, tell_on_rank_zero
-from matmix.train.checkpoint.save import Tell
+from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.process.agree import agree, complaint
 from matmix.train.process.distributed import FolderGroup, gather_objects, rank_and_world_size
 from matmix.train.run.lease import Lease
 from matmix.train.run.sync import RunSync
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteCheckpoints(CheckpointManager):
@@ -65,28 +67,28 @@ class RemoteCheckpoints(CheckpointManager):
         kept = {step, *self._uploaded[-self.keep_last :]}
         self._uploaded = [s for s in self._uploaded if s in kept or self._stays_for_ever(s)]
 
-    def _clear_failed(self, step: int, tell: Tell) -> None:
-        self._remove_all_but({step, *self.sync.local_steps()[-self.keep_last :]}, tell)
+    def _clear_failed(self, step: int) -> None:
+        self._remove_all_but({step, *self.sync.local_steps()[-self.keep_last :]})
 
-    def _prune(self, written: int, tell: Tell) -> None:
+    def _prune(self, written: int) -> None:
         """Leaves the newest here, and at the URL what `_uploaded` says."""
-        self._remove_all_but({written, *self._uploaded[-self.keep_last :]}, tell)
+        self._remove_all_but({written, *self._uploaded[-self.keep_last :]})
         if self._is_first():
             try:
                 self.sync.remove_all_but({*self._uploaded, written})
             except OSError as error:
-                tell(f"warning: old checkpoints of {self.sync.url} could not be removed: {error}")
+                logger.warning(f"old checkpoints of {self.sync.url} could not be removed: {error}")
 
     # -- loading -----------------------------------------------------------------------------------------
 
-    def latest_valid(self, tell: Tell = tell_on_rank_zero, *, weights_only: bool = False) -> Path | None:
+    def latest_valid(self, *, weights_only: bool = False) -> Path | None:
         """Fetches the newest valid checkpoint to every node and returns its path there; None if there is none at all.
 
         One that the last start wrote but could not upload is uploaded first. weights_only: fetches no files but those
         that must be read for the weights. Raises ValueError if none is valid, and RemoteError if the store cannot be
         read.
         """
-        self.wait(tell)
+        self.wait()
         steps = agree(self.sync.remote_steps, here=self._is_first())[0]
         unsent = self._find_unsent(max(steps, default=-1))
         if unsent is not None:
@@ -94,20 +96,20 @@ class RemoteCheckpoints(CheckpointManager):
                 self._publish(unsent, None)
             except OSError as error:
                 problem = complaint(error)
-                tell(f"warning: the checkpoint of step {unsent} still cannot be uploaded ({problem})")
+                logger.warning(f"the checkpoint of step {unsent} still cannot be uploaded ({problem})")
             else:
                 steps = sorted({*steps, unsent})
-                tell(f"uploaded the checkpoint of step {unsent}, which the last start of this run could not")
+                logger.info(f"uploaded the checkpoint of step {unsent}, which the last start of this run could not")
         self._uploaded, first_problem = [], None
         for step in reversed(steps):
-            problem = self._pull(step, tell, weights_only)
+            problem = self._pull(step, weights_only)
             if problem is None:
                 self._uploaded = [s for s in steps if s <= step]
                 if not weights_only:
                     self._verified.add(self.path(step))
                 return self.path(step)
             first_problem = first_problem or problem
-            tell(f"warning: skipping a checkpoint: {problem}")
+            logger.warning(f"skipping a checkpoint: {problem}")
         if first_problem is not None:
             raise ValueError(
                 f"{first_problem}; no checkpoint of {self.sync.url} is valid: restore one, or use another run_dir"
@@ -115,10 +117,9 @@ class RemoteCheckpoints(CheckpointManager):
         self._check_record(f"{self.sync.url}/checkpoints")
         return None
 
-    def _pull(self, step: int, tell: Tell, weights_only: bool) -> str | None:
+    def _pull(self, step: int, weights_only: bool) -> str | None:
         """What is wrong with a checkpoint at the URL, on any node; None: every node has it now."""
-        tell = tell if self.sync.first else lambda text: None
-        problems = agree(lambda: self.sync.pull(step, tell, weights_only=weights_only), here=self._folder().leads)
+        problems = agree(lambda: self.sync.pull(step, weights_only=weights_only), here=self._folder().leads)
         return next(filter(None, problems), None)
 
     def _find_unsent(self, newest: int) -> int | None:
