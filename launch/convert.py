@@ -11,7 +11,8 @@ from pathlib import Path
 from matmix.data.storage.files import sync_directory
 from matmix.data.storage.remote import is_url
 from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, read_manifest, write_manifest
-from matmix.train.checkpoint.full_tensors import KIND, SUBDIRECTORY, open_full, write_full
+from matmix.train.engine.full_tensors import KIND, SUBDIRECTORY, write_full
+from matmix.train.engine.kinds import open_full
 from matmix.train.recipe import write_config
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.trained import open_trained

@@ -56,6 +56,16 @@ def _seed(request):
     torch.manual_seed(request.config.getoption("--seed"))
 
 
+@pytest.fixture(autouse=True)
+def _no_process_group_stays():
+    """A test that leaves a process group behind fails, and not the tests after it that meet the group."""
+    yield
+    left = torch.distributed.is_initialized()
+    if left:
+        torch.distributed.destroy_process_group()
+    assert not left, "this test left a process group behind: use `with Distributed.from_environment(...)`"
+
+
 @pytest.fixture
 def told() -> Iterator[Heard]:
     """What is said to people from here on."""

@@ -127,7 +127,7 @@ class CallbackConfig:
     name: str
     """Where Python finds its class, as in "my_package.module:MyCallback"."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments of the class by name."""
+    """A table with the options of the class."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

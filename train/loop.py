@@ -15,8 +15,8 @@ from matmix.data.loading.loader import Loader
 from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
-from matmix.train import rng
 from matmix.train.callbacks import Rewind, make_callbacks
+from matmix.train.checkpoint import generators
 from matmix.train.checkpoint.files import read_manifest
 from matmix.train.config import RunConfig
 from matmix.train.engine import Engine, build_engine
@@ -71,7 +71,7 @@ class Trainer:
         self.accumulation = self.loader.micro_batches_per_step
         self.validation: Loader | None = None
         self.callbacks = make_callbacks(config, rank)
-        rng.seed_all(config.seed, rank)
+        generators.seed_all(config.seed, rank)
         collectives.watch()
         model = build_model(config.model, device="meta")
         self.groups = parameter_groups(model, config.optimizer, config.data.seqlen)

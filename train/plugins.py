@@ -15,13 +15,21 @@ from matmix.train.arguments import DACITE, field_names, unknown_key
 Part = TypeVar("Part")
 
 
-def find_part(name: str, known: Mapping[str, Part], kind: str) -> Part:
+def find_part(name: str, known: Mapping[str, Part], kind: str, base: type | None = None) -> Part:
     """Returns what `name` stands for: an entry of `known`, or an attribute of a module that Python can import.
 
-    kind: what it is for errors, such as "optimizer". Importing runs code, so only names from a recipe or the command
-    line come here, never names from a dataset or somebody else's checkpoint. Raises ValueError (one line) if there is
-    no such entry, module or attribute.
+    kind: what it is for errors, such as "optimizer". base: the class that it must be a subclass of. Importing runs
+    code, so only names from a recipe or the command line come here, never names from a dataset or somebody else's
+    checkpoint. Raises ValueError (one line) if there is no such entry, module, attribute or subclass.
     """
+    part = _look_up(name, known, kind)
+    if base is not None and not (isinstance(part, type) and issubclass(part, base)):
+        public = f"{base.__module__.removesuffix('.base')}.{base.__name__}"
+        raise ValueError(f"{kind} {name!r} is not a subclass of {public}")
+    return part
+
+
+def _look_up(name: str, known: Mapping[str, Part], kind: str) -> Part:
     module, separator, attribute = name.partition(":")
     if not separator:
         if name in known:
@@ -46,8 +54,8 @@ class NoOptions:
 def read_options(values: Mapping[str, Any], cls: type[Part], where: str) -> Part:
     """The options of a part, as a recipe's table has them, as the dataclass `cls`.
 
-    where: the table, for errors. Raises ValueError (one line) for a key that `cls` does not have or a value of another
-    type.
+    where: the table, for errors. Raises ValueError (one line) for a key that `cls` does not have, a value of another
+    type, or one without a default that is missing.
     """
     for key in values:
         if not (known := field_names(cls)):

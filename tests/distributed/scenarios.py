@@ -21,7 +21,7 @@ from messages import Heard
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from matmix.train import rng
+from matmix.train.checkpoint import generators
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import Engine, EngineConfig, build_engine
 from matmix.train.optim.adamw import AdamW
@@ -240,7 +240,7 @@ def stop_and_resume(
     partition_everything()
     config = EngineConfig(**ENGINES[name])
     manager = CheckpointManager(Path(directory) / name)
-    rng.seed_all(5, place().rank)
+    generators.seed_all(5, place().rank)
     engine = make_engine(config, dropout=dropout, ruled=ruled)
     history = run_steps(engine, 0, stop, accumulation=accumulation)
     evaluate(engine)  # leaves some weights gathered on some engines
@@ -249,7 +249,7 @@ def stop_and_resume(
     assert not manager.has(stop + 1)
     at_stop = weights(engine)
     history += run_steps(engine, stop, steps, accumulation=accumulation)
-    rng.seed_all(99, place().rank)
+    generators.seed_all(99, place().rank)
     again = make_engine(config, dropout=dropout, ruled=ruled)
     assert manager.load(manager.latest_valid(), again) == {"data": {"samples": 7}}
     assert weights(again) == at_stop

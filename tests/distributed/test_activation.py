@@ -21,7 +21,7 @@ MODES = [
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recomputing_changes_nothing(options, precision):
     def run(**chosen):
-        scenarios.rng.seed_all(3, 0)
+        scenarios.generators.seed_all(3, 0)
         engine = scenarios.make_engine(EngineConfig(precision=precision, **chosen), dropout=0.3)
         return scenarios.run_steps(engine, 0, 3, accumulation=2), scenarios.weights(engine)
 

@@ -10,7 +10,7 @@ import torch
 from saved_weights import read_weights
 
 from matmix.train.checkpoint import files as checkpoint_files
-from matmix.train.checkpoint import manager as checkpoints
+from matmix.train.checkpoint import generators
 from matmix.train.checkpoint.files import MANIFEST
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.checkpoint.manager import CheckpointManager
@@ -219,8 +219,8 @@ def test_generators_of_ranks_that_were_not_there(directory, monkeypatch):
     """More ranks than the saved run had: a stream for each, its own and the same at every resume."""
 
     def draw(rank):
-        monkeypatch.setattr(checkpoints, "rank_and_world_size", lambda: (rank, 4))
-        checkpoints._restore_generators(checkpoints._read_generators(directory / "step-00000002" / "generators"))
+        monkeypatch.setattr(generators, "rank_and_world_size", lambda: (rank, 4))
+        generators.restore_generators(generators.read_generators(directory / "step-00000002" / "generators"))
         return torch.rand(()).item()
 
     drawn = [draw(rank) for rank in range(4)]

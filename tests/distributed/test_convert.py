@@ -17,10 +17,10 @@ from saved_weights import read_weights
 from matmix.launch import checkpoints as verb
 from matmix.launch.convert import convert_checkpoint, convert_run
 from matmix.train.checkpoint.files import describe_files, find_problem, list_files, read_manifest, write_manifest
-from matmix.train.checkpoint.full_tensors import open_full
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
+from matmix.train.engine.kinds import open_full
 from matmix.train.run.directory import RunDirectory
 
 NAMES = list(scenarios.ENGINES)

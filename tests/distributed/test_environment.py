@@ -8,18 +8,28 @@ import scenarios
 import torch
 from harness import run_distributed
 
-from matmix.train import rng
+from matmix.train.checkpoint import generators
 from matmix.train.process.agree import agree, complaint
-from matmix.train.process.distributed import Distributed, choose_device, from_rank_zero, gather_objects
+from matmix.train.process.distributed import Distributed, choose_device, ensure_group, from_rank_zero, gather_objects
 
 
 def test_one_process_without_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     with Distributed.from_environment("cpu") as here:
-        assert (here.rank, here.world_size, here.device.type, here.owns_group) == (0, 1, "cpu", False)
+        assert (here.rank, here.world_size, here.device.type) == (0, 1, "cpu")
+        assert not torch.distributed.is_initialized()
     assert gather_objects("x") == ["x"]
     assert from_rank_zero("x") == "x"
+
+
+def test_the_group_of_one_process_that_a_library_needs_ends_with_the_run():
+    with Distributed.from_environment("cpu") as here:
+        ensure_group(here.device)
+        with Distributed.from_environment("cpu") as inner:
+            ensure_group(inner.device)
+        assert torch.distributed.is_initialized()  # it was there before
+    assert not torch.distributed.is_initialized()
 
 
 def test_cuda_asked_for_and_absent(monkeypatch):
@@ -43,25 +53,25 @@ def draw():
 
 
 def test_generators_are_seeded_by_rank_and_restored():
-    rng.seed_all(1, 0)
+    generators.seed_all(1, 0)
     first = draw()
-    state = rng.get_state()
+    state = generators.get_state()
     following = draw()
-    rng.seed_all(1, 1)
+    generators.seed_all(1, 1)
     other = draw()
     assert all(a != b for a, b in zip(first[:3], other[:3], strict=True))
-    rng.set_state(state)
+    generators.set_state(state)
     assert draw() == following
-    rng.seed_all(1, 0)
+    generators.seed_all(1, 0)
     assert draw() == first
 
 
 def test_gaussian_pairs_are_restored():
     """Python and NumPy draw normal numbers in pairs and keep one back."""
     random.gauss(0, 1), np.random.randn()
-    state = rng.get_state()
+    state = generators.get_state()
     expected = random.gauss(0, 1), np.random.randn()
-    rng.set_state(state)
+    generators.set_state(state)
     assert (random.gauss(0, 1), np.random.randn()) == expected
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from matmix.train.checkpoint.files import find_problem, read_manifest
-from matmix.train.checkpoint.full_tensors import open_full
+from matmix.train.engine.kinds import open_full
 
 
 def read_weights(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 
 from matmix.train.callbacks.base import Callback, Callbacks, Rewind, RunView, StepRecord
 from matmix.train.callbacks.curves import Curves
@@ -12,8 +12,8 @@ from matmix.train.callbacks.profiler import Profiler
 from matmix.train.callbacks.progress import Progress
 from matmix.train.callbacks.tensorboard import TensorBoard
 from matmix.train.callbacks.watchdog import Watchdog
-from matmix.train.config import CallbackConfig, RunConfig
-from matmix.train.plugins import find_part
+from matmix.train.config import RunConfig
+from matmix.train.plugins import find_part, read_options
 from matmix.train.process.launcher import followed
 
 __all__ = ["Callback", "Callbacks", "Rewind", "RunView", "StepRecord", "make_callbacks"]
@@ -24,32 +24,23 @@ def make_callbacks(config: RunConfig, rank: int) -> Callbacks:
     options that it does not have; a callback that fails is left out."""
     logging = config.logging
     wanted = [
-        (True, MetricsFile, ()),
-        (True, DataWait, ()),
-        (config.faults.hang_minutes, Watchdog, (config.faults.hang_minutes,)),
-        (logging.progress, Progress, ()),
-        (logging.tensorboard, TensorBoard, ()),
-        (logging.picture, Curves, ()),
-        (logging.profile_start, Profiler, (logging.profile_start, logging.profile_steps)),
-        (config.gc_every, GarbageCollection, (config.gc_every,)),
-        (followed(), LauncherGone, ()),
+        (True, MetricsFile, {}),
+        (True, DataWait, {}),
+        (config.faults.hang_minutes, Watchdog, {"minutes": config.faults.hang_minutes}),
+        (logging.progress, Progress, {}),
+        (logging.tensorboard, TensorBoard, {}),
+        (logging.picture, Curves, {}),
+        (logging.profile_start, Profiler, {"start": logging.profile_start, "steps": logging.profile_steps}),
+        (config.gc_every, GarbageCollection, {"every": config.gc_every}),
+        (followed(), LauncherGone, {}),
     ]
-    found = [(kind, arguments, {}) for is_wanted, kind, arguments in wanted if is_wanted]
-    found += [(_named(own), (), own.options) for own in config.callback]
+    found = [(kind, options) for is_wanted, kind, options in wanted if is_wanted]
+    for own in config.callback:
+        kind = find_part(own.name, {}, "callback", Callback)
+        options = read_options(own.options, kind.Options, f'callback "{own.name}"')
+        found.append((kind, {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}))
     callbacks = Callbacks()
-    for kind, arguments, options in found:
+    for kind, options in found:
         if rank == 0 or not kind.main_rank_only:
-            callbacks.make(kind, *arguments, **options)
+            callbacks.make(kind, **options)
     return callbacks
-
-
-def _named(config: CallbackConfig) -> type[Callback]:
-    """The class that a table [[callback]] names."""
-    kind = find_part(config.name, {}, "callback")
-    if not (isinstance(kind, type) and issubclass(kind, Callback)):
-        raise ValueError(f"callback {config.name!r} is not a subclass of matmix.train.callbacks.Callback")
-    try:
-        inspect.signature(kind).bind(**config.options)
-    except TypeError as error:
-        raise ValueError(f"callback {config.name!r}: its options do not fit: {error}") from None
-    return kind

@@ -7,12 +7,13 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.evaluators.base import Evaluator
 from matmix.train.meters.speed import StepRecord
+from matmix.train.plugins import NoOptions
 from matmix.train.process.logs import EVERY_RANK
 from matmix.train.state import TrainState
 
@@ -66,6 +67,8 @@ class Callback:
     """All methods are optional. A callback whose method raises is told of in one line, ended by `on_end`, and left out
     from then on. What it has to say to people it gives to `logging.getLogger("matmix")` or a logger below."""
 
+    Options: ClassVar[type] = NoOptions
+    """Frozen dataclass of the options that a recipe may give it; they are arguments of the class."""
     main_rank_only: bool = True
     """Rank 0 alone has it. Where every rank has one, none may wait for another: a collective would hang if one of them
     failed."""
@@ -99,10 +102,10 @@ class Callbacks(list[Callback]):
         self._told: set[Callback] = set()
         self._failed: list[str] = []  # what to say of those that could not be made, once there is a run to say it
 
-    def make(self, kind: Callable[..., Callback], *arguments: Any, **options: Any) -> None:
+    def make(self, kind: Callable[..., Callback], **options: Any) -> None:
         """Makes a callback and adds it, or leaves it out if that fails."""
         try:
-            self.append(kind(*arguments, **options))
+            self.append(kind(**options))
         except Exception as error:
             self._failed.append(_warning(kind.__name__, "cannot be made", error))
 

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from matmix.train.checkpoint.files import MANIFEST, check_sizes, find_problem, read_manifest
-from matmix.train.checkpoint.full_tensors import files_of
 from matmix.train.checkpoint.manager import LEFTOVERS, CheckpointManager
+from matmix.train.engine.kinds import files_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,19 +14,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from matmix.data.artifacts import read_json
 from matmix.data.storage.files import write_atomic
-from matmix.train import rng
-from matmix.train.checkpoint import full_tensors
 from matmix.train.checkpoint.files import GENERATORS, check_shapes, check_sizes, find_problem, read_manifest
+from matmix.train.checkpoint.generators import read_generators, restore_generators
 from matmix.train.checkpoint.local_copies import LocalCopies
 from matmix.train.checkpoint.save import BackgroundSave, RankState, write_checkpoint
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.base import Engine
-from matmix.train.engine.kinds import KINDS
+from matmix.train.engine.full_tensors import KIND as FULL_TENSORS
+from matmix.train.engine.kinds import KINDS, open_full
 from matmix.train.failures import is_out_of_memory
 from matmix.train.process.agree import complaint
 from matmix.train.process.distributed import (
@@ -34,7 +33,6 @@ from matmix.train.process.distributed import (
     from_rank_zero,
     gather_objects,
     make_side_group,
-    rank_and_world_size,
 )
 
 logger = logging.getLogger(__name__)
@@ -325,7 +323,7 @@ class CheckpointManager:
         manifest = read_manifest(path)
         layout = manifest["layout"]
         kind = layout["engine"]
-        if kind not in (engine.kind, full_tensors.KIND):
+        if kind not in (engine.kind, FULL_TENSORS):
             run, there, here = path.parent.parent, KINDS[kind].files, KINDS[engine.kind].files
             raise ValueError(
                 f"checkpoint {path} was written with engine.name = {there.engine_names} and cannot be continued with "
@@ -333,12 +331,12 @@ class CheckpointManager:
                 f"`matmix checkpoints convert {run} --out {run}-converted` makes"
             )
         check_shapes(path, layout["shapes"], engine.shapes())
-        generators = _read_generators(path / GENERATORS)
-        if kind == full_tensors.KIND:
-            engine.load_full(full_tensors.open_full(path, layout))
+        generators = read_generators(path / GENERATORS)
+        if kind == FULL_TENSORS:
+            engine.load_full(open_full(path, layout))
         else:
             engine.load(path, layout)
-        _restore_generators(generators)
+        restore_generators(generators)
         if self.copies is not None:
             self.copies.follow(path)
         return manifest["extra"]
@@ -351,24 +349,3 @@ def _recorded_step(record: Path) -> int | None:
         return None
     except (ValueError, KeyError, TypeError):
         return -1  # damaged, but there
-
-
-def _read_generators(directory: Path) -> tuple[dict[str, Any], bool]:
-    """The state for this rank's random generators, and whether it is this rank's own. Raises ValueError."""
-    rank, _ = rank_and_world_size()
-    own = directory / f"rank-{rank:05d}.json"
-    path = own if own.is_file() else directory / "rank-00000.json"
-    state = read_json(path)
-    try:
-        rng.check_state(state)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    return state, path == own
-
-
-def _restore_generators(generators: tuple[dict[str, Any], bool]) -> None:
-    state, is_own = generators
-    rng.set_state(state)
-    if not is_own:
-        # A rank that the saved run did not have: a stream of its own, fixed by the checkpoint.
-        rng.seed_all(int(torch.randint(2**62, ()).item()), rank_and_world_size()[0])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from matmix.data.storage.files import open_durable, sync_directory
-from matmix.train import rng
+from matmix.train.checkpoint import generators
 from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, write_manifest
 from matmix.train.engine.base import Engine
 from matmix.train.engine.snapshot import Snapshot
@@ -37,7 +37,7 @@ class RankState:
     @classmethod
     def collect(cls, step: int, engine: Engine, extra: dict[str, Any], *, copy: bool) -> RankState:
         """What there is now. copy: such that training may go on while it is written."""
-        return cls(step, engine.snapshot(copy=copy), rng.get_state(), engine.layout(), deepcopy(extra))
+        return cls(step, engine.snapshot(copy=copy), generators.get_state(), engine.layout(), deepcopy(extra))
 
 
 def write_checkpoint(

@@ -46,7 +46,7 @@ class FsdpEngine(Engine):
     def __init__(self, config: EngineConfig, distributed: Distributed) -> None:
         super().__init__(config, distributed)
         self.mesh: DeviceMesh | None = None
-        copies = self.world_size if config.name == "ddp" else config.replicate
+        copies = config.copies(self.world_size)
         if self.world_size % copies:
             raise ValueError(
                 f"engine.replicate = {copies} does not divide the {self.world_size} ranks of this run; "

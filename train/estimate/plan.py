@@ -8,7 +8,7 @@ import os
 from matmix.model import build_model
 from matmix.model.flops import flops_per_token
 from matmix.train.config import RunConfig
-from matmix.train.engine.held import Sizes
+from matmix.train.engine.costs import Sizes
 from matmix.train.engine.kinds import KINDS
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
 from matmix.train.optim import optimizer_class
@@ -22,20 +22,26 @@ ASSUMED_VOCABULARY = 32768
 class Plan:
     """Sizes and costs of a run. Bytes are per rank, at the moment of a step when most are in use."""
 
-    parameters: int
-    block_parameters: int  # of one block, on average
+    sizes: Sizes
     flops_per_token: float  # forward
     tokens_per_step: int
     steps: int
     ranks: int
     micro_batch_size: int
-    accumulation: int
     weight_bytes: float
     gathered_bytes: float  # weights that are whole beside this rank's shards of them
     moment_bytes: float
     gradient_bytes: float
     activation_bytes: float  # and temporaries
     buffer_bytes: float  # that the engine keeps for itself
+
+    @property
+    def parameters(self) -> int:
+        return self.sizes.parameters
+
+    @property
+    def accumulation(self) -> int:
+        return self.sizes.accumulation
 
     @property
     def total_bytes(self) -> float:
@@ -76,20 +82,18 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
         block=block,
         outside=parameters - block * config.model.n_layers,
         moments=len(optimizer_class(config.optimizer).moments),
-        accumulates=accumulation > 1,
+        accumulation=accumulation,
     )
     held = KINDS[config.engine.kind].held(config.engine, ranks, sizes)
     memory = step_memory(config, micro, mode=mode)
     gradients, activations = memory.peak(standing=FLOAT * held.standing, share=held.share)
     return Plan(
-        parameters=parameters,
-        block_parameters=block,
+        sizes=sizes,
         flops_per_token=flops_per_token(config.model, config.data.seqlen, head_share=config.task().target_share),
         tokens_per_step=config.global_batch_size * config.data.seqlen,
         steps=config.steps,
         ranks=ranks,
         micro_batch_size=micro,
-        accumulation=accumulation,
         weight_bytes=FLOAT * held.weights,
         gathered_bytes=FLOAT * held.gathered,
         moment_bytes=FLOAT * held.moments,

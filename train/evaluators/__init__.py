@@ -43,12 +43,7 @@ def make_evaluators(config: RunConfig, task: Task) -> list[tuple[Evaluator, int]
     found = []
     for name in [*EVALUATORS, *(name for name in named if name not in EVALUATORS)]:
         entry = named.get(name)
-        kind = find_part(name, EVALUATORS, "evaluator")
-        if not (isinstance(kind, type) and issubclass(kind, Evaluator)):
-            raise ValueError(
-                f'evaluation.evaluator: "{name}" is no evaluator: '
-                "make it a subclass of matmix.train.evaluators.Evaluator"
-            )
+        kind = find_part(name, EVALUATORS, "evaluator", Evaluator)
         if not kind.applies(config, task):
             if entry is None:
                 continue

@@ -17,9 +17,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 def optimizer_class(config: OptimizerConfig) -> type[Optimizer]:
     """The optimizer that a config names. Raises ValueError (one line) where there is none of that name."""
-    kind = find_part(config.name, OPTIMIZERS, "optimizer")
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise ValueError(f"optimizer {config.name!r} is not a subclass of matmix.train.optim.Optimizer")
+    kind = find_part(config.name, OPTIMIZERS, "optimizer", Optimizer)
     if not hasattr(kind, "moments"):
         raise ValueError(f"optimizer {config.name!r} does not state its moments: what it keeps of each parameter")
     return kind

@@ -80,7 +80,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 = not clipped. Those that a rule clips apart do not count."""
     mixer_rules: bool = True
-    """Take over what mixers say of the learning rate and the clipping of their own parameters (the MRU does)."""
+    """Take over what mixers say of the learning rate and the clipping of their own parameters."""
     rule: tuple[RuleConfig, ...] = ()
     """Tables [[optimizer.rule]]: rate, clipping and weight decay of parameters by name, the later over the earlier; on
     the command line as in '{match = "*.in_proj.weight", lr = 0.1, clip = 8.0}'."""

@@ -31,6 +31,8 @@ class Distributed:
     local_rank: int = 0
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     owns_group: bool = False
+    """There was no process group before, so that leaving ends the one that stands then: that of all ranks, or that of
+    one process which a library needs."""
 
     @classmethod
     def from_environment(
@@ -48,8 +50,8 @@ class Distributed:
         chosen = choose_device(device, local_rank)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        owns_group = world_size > 1 and not dist.is_initialized()
-        if owns_group:
+        owns_group = not dist.is_initialized()
+        if owns_group and world_size > 1:
             _make_group(_backend(chosen), datetime.timedelta(minutes=timeout_minutes))
         return cls(rank, world_size, local_rank, chosen, owns_group)
 

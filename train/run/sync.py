@@ -17,9 +17,9 @@ from pathlib import Path
 
 from matmix.data.storage.remote import RemoteError, RemoteFolder
 from matmix.train.checkpoint.files import list_files, matches, read_manifest
-from matmix.train.checkpoint.full_tensors import index_files, weight_files
 from matmix.train.checkpoint.local_copies import RECORD
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
+from matmix.train.engine.kinds import index_files, weight_files
 from matmix.train.process.heartbeat import beat
 from matmix.train.run import lease
 

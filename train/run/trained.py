@@ -14,9 +14,9 @@ import torch
 from matmix.data.storage.storage import Storage
 from matmix.data.tokenizer import Tokenizer
 from matmix.train.checkpoint.files import find_problem, read_manifest
-from matmix.train.checkpoint.full_tensors import open_full
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.config import RunConfig
+from matmix.train.engine.kinds import open_full
 from matmix.train.run.directory import RunDirectory, check_tokenizer
 from matmix.train.run.remote import fetch_run
 from matmix.train.state import check_extra

@@ -21,11 +21,7 @@ TASKS: dict[str, type[Task]] = {
 def make_task(objective: ObjectiveConfig, model: ModelConfig) -> Task:
     """The task that `objective` names. Raises ValueError (one line) where there is none, or it does not train such a
     model."""
-    kind = find_part(objective.name, TASKS, "objective.name")
-    if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise ValueError(
-            f"objective.name: {objective.name!r} is no task: make it a subclass of matmix.train.tasks.Task"
-        )
+    kind = find_part(objective.name, TASKS, "objective.name", Task)
     if kind.architectures and model.architecture not in kind.architectures:
         needs = " or ".join(f'"{name}"' for name in kind.architectures)
         raise ValueError(

@@ -1,10 +1,5 @@
 """How long a step and a run take on a cluster: exchanges between GPUs, failures and checkpoints, and which engine,
-micro-batch and checkpointing are fastest there.
-
-Bytes that a rank sends are counted as ring algorithms send them: an all-gather or reduce-scatter of S bytes over n
-ranks sends (n - 1) / n S from each, an all-reduce twice that. Weights and gradients travel in float32 at every
-precision.
-"""
+micro-batch and checkpointing are fastest there."""
 
 from __future__ import annotations
 
@@ -16,6 +11,7 @@ from pathlib import Path
 from matmix.data.artifacts import read_json_lines
 from matmix.launch.lab.plan.hardware import GB, Cluster
 from matmix.train.config import RunConfig
+from matmix.train.engine.kinds import KINDS
 from matmix.train.estimate.memory import FLOAT, Mode, checkpointing_mode
 from matmix.train.estimate.plan import Plan, make_plan
 from matmix.train.optim import optimizer_class
@@ -37,40 +33,10 @@ class Collective:
 
 def collectives(config: RunConfig, plan: Plan, gpus_per_node: int) -> list[Collective]:
     """What the engine of `config` sends in a step of `plan`."""
-    engine, ranks = config.engine, plan.ranks
-    if ranks == 1:
+    if plan.ranks == 1:
         return []
-    weights = float(FLOAT * plan.parameters)
-    blocks = float(FLOAT * plan.block_parameters * config.model.n_layers)
-    if engine.name == "deepspeed":
-        return _zero(engine.zero_stage, weights, ranks, ranks <= gpus_per_node, plan.accumulation)
-    copies = ranks if engine.name == "ddp" else engine.replicate
-    shard = ranks // copies
-    found = []
-    if shard > 1:
-        inside, part = shard <= gpus_per_node, (shard - 1) / shard
-        times = 2 if engine.reshard_after_forward else 1
-        gathered = (blocks * times + weights - blocks) * plan.accumulation
-        found.append(Collective("all-gather of weights", part * gathered, shard, inside))
-        found.append(Collective("reduce-scatter of gradients", part * weights, shard, inside))
-    if copies > 1:
-        part = 2 * (copies - 1) / copies
-        found.append(
-            Collective("all-reduce of gradients", part * weights / shard, copies, copies * shard <= gpus_per_node)
-        )
-    return found
-
-
-def _zero(stage: int, weights: float, ranks: int, inside: bool, accumulation: int) -> list[Collective]:
-    part = (ranks - 1) / ranks * weights
-    if stage == 0:
-        return [Collective("all-reduce of gradients", 2 * part, ranks, inside)]
-    reductions = accumulation if stage >= 2 else 1  # from stage 2 on no rank keeps whole gradients to add to
-    gathers = 2 * accumulation if stage == 3 else 1
-    return [
-        Collective("reduction of gradients", part * reductions, ranks, inside),
-        Collective("all-gather of weights", part * gathers, ranks, inside),
-    ]
+    found = KINDS[config.engine.kind].sent(config.engine, plan.ranks, plan.sizes)
+    return [Collective(one.what, FLOAT * one.sent, one.ranks, one.span <= gpus_per_node) for one in found]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +57,7 @@ class Risk:
 def assess(config: RunConfig, plan: Plan, cluster: Cluster, step_seconds: float, stall: float | None = None) -> Risk:
     """stall: seconds that a save stops training, as measured; None = the copy of a rank's part to its host."""
     if stall is None:
-        copies = plan.ranks if config.engine.name == "ddp" else config.engine.replicate
+        copies = config.engine.copies(plan.ranks)
         # Weights and moments; every rank of a group of shards copies its own.
         tensors = 1 + len(optimizer_class(config.optimizer).moments)
         stall = tensors * FLOAT * plan.parameters / max(1, plan.ranks // copies) / (cluster.host_gb_per_s * GB)

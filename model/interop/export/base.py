@@ -14,8 +14,8 @@ from matmix.model.initialization import default_init_rule
 
 
 def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in float32 of logits (..., vocab_size) against labels (...), -100 = ignored."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten().to(logits.device), ignore_index=-100)
+    """Mean cross-entropy in float32 of logits (..., vocab_size) against labels (...); torch ignores labels of -100."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten().to(logits.device))
 
 
 def refuse_input_embeddings(inputs_embeds: torch.Tensor | None) -> None:

@@ -13,15 +13,24 @@ from matmix.train.callbacks import Callback
 from matmix.train.recipe import load_config
 
 TOY = '''
+from dataclasses import dataclass
 from pathlib import Path
 
 from matmix.train.callbacks import Callback
 
 
+@dataclass(frozen=True)
+class NotesOptions:
+    every: int
+    title: str = "notes"
+
+
 class Notes(Callback):
     """Notes the loss of every n-th step in a file of the run directory."""
 
-    def __init__(self, every, title="notes"):
+    Options = NotesOptions
+
+    def __init__(self, every, title):
         self.every, self.title, self.lines = every, title, []
 
     def on_step(self, run):
@@ -35,8 +44,15 @@ class Notes(Callback):
         (run.path / f"{self.title}.txt").write_text("\\n".join(self.lines))
 
 
+@dataclass(frozen=True)
+class FailingOptions:
+    event: str
+
+
 class Failing(Callback):
     """Fails in one of its events."""
+
+    Options = FailingOptions
 
     def __init__(self, event):
         if event == "making":
@@ -97,8 +113,9 @@ def test_tables_of_a_recipe_with_options(dataset, tmp_path):
         ("{name = 'no_such_module:Notes'}", "Python cannot import no_such_module"),
         ("{name = 'my_callbacks:Missing'}", "my_callbacks has no Missing"),
         ("{name = 'my_callbacks:Path'}", "is not a subclass of matmix.train.callbacks.Callback"),
-        ("{name = 'my_callbacks:Notes'}", "options do not fit: missing a required argument: 'every'"),
-        ("{name = 'my_callbacks:Notes', options = {evry = 1}}", "options do not fit"),
+        ("{name = 'my_callbacks:Notes'}", 'callback "my_callbacks:Notes": missing value for field "every"'),
+        ("{name = 'my_callbacks:Notes', options = {evry = 1}}", 'unknown key "evry"; the nearest known key is "every"'),
+        ("{name = 'my_callbacks:Notes', options = {every = 'often'}}", 'wrong value type for field "every"'),
         ("{name = 'notes'}", "unknown callback 'notes'"),
         ("{options = {every = 1}}", "has no name"),
     ],

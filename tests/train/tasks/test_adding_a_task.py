@@ -90,7 +90,7 @@ def test_estimates_know_it(recipe):
     [
         (["--objective.name", "smoothing:Smoothed"], "smoothing has no Smoothed"),
         (["--objective.name", "not_there:Task"], "cannot import not_there"),
-        (["--objective.name", "smoothing:Entropy"], "is no task"),
+        (["--objective.name", "smoothing:Entropy"], "is not a subclass of matmix.train.tasks.Task"),
         (["--objective.options", "{smoothin = 0.1}"], 'unknown key "smoothin"; the nearest known key is "smoothing"'),
         (["--objective.options", "{smoothing = 'much'}"], "objective.options: wrong value type"),
         (["--objective.options", "much"], "should be a table"),
@@ -99,7 +99,10 @@ def test_estimates_know_it(recipe):
             ["--model.architecture", "encoder", "--model.layers", "hydra"],
             'trains model.architecture = "language_model"',
         ),
-        (["--evaluation.evaluator", "{name = 'smoothing:SmoothedLM'}"], "is no evaluator"),
+        (
+            ["--evaluation.evaluator", "{name = 'smoothing:SmoothedLM'}"],
+            "is not a subclass of matmix.train.evaluators.Evaluator",
+        ),
         (["--evaluation.evaluator", "{name = 'mixin'}"], "did you mean 'mixing'"),
     ],
 )

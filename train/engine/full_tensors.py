@@ -1,5 +1,4 @@
-"""The full tensors of a checkpoint, whatever form it has, and the form that every engine reads at any number of ranks:
-full tensors in safetensors files.
+"""The form of checkpoints that every engine reads at any number of ranks: full tensors in safetensors files.
 
     STEP/portable/weights-00001.safetensors, weights-00002 ...    weights and persistent buffers
     STEP/portable/moments-00001.safetensors, moments-00002 ...    what the optimizer keeps of each updated parameter
@@ -21,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 
 from matmix.data.storage.files import open_durable
 from matmix.train.engine.full_state import MODEL, CheckpointFiles, Entry, FullState, check_entries
-from matmix.train.engine.kinds import KINDS
 
 KIND = SUBDIRECTORY = "portable"
 _WEIGHTS, _MOMENTS = "weights", "moments"
@@ -79,31 +77,6 @@ class FullTensorFiles(CheckpointFiles):
         first = start // row
         rows = file.get_slice(key)[first : -(-stop // row)].flatten()
         return rows[start - first * row : stop - first * row]
-
-
-_FORMS: dict[str, type[CheckpointFiles]] = {KIND: FullTensorFiles} | {name: kind.files for name, kind in KINDS.items()}
-
-
-def files_of(layout: Mapping[str, Any]) -> type[CheckpointFiles]:
-    """What reads the files of a checkpoint of this layout. Raises ValueError where its engine is none of ours."""
-    if layout["engine"] not in _FORMS:
-        raise ValueError(f"no engine is called {layout['engine']!a}")
-    return _FORMS[layout["engine"]]
-
-
-def open_full(checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> FullState:
-    """The full tensors of a checkpoint of any kind; see `CheckpointFiles`."""
-    return files_of(layout)(checkpoint, layout, weights_only=weights_only)
-
-
-def index_files(files: Iterable[str]) -> list[str]:
-    """Those of a checkpoint's `files` that say what lies in the others."""
-    return [name for form in _FORMS.values() for name in form.index_files(files)]
-
-
-def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
-    """Those of a checkpoint's `files`, of which the `index_files` are there, that must be read for its weights."""
-    return files_of(layout).weight_files(checkpoint, layout, files)
 
 
 def write_full(state: FullState, directory: Path, *, max_file_bytes: int) -> None:

@@ -1,13 +1,17 @@
-"""Random generators of a process: seeding, and states that fit into a JSON file."""
+"""Random generators of a process: seeding, and states that a checkpoint holds as JSON."""
 
 from __future__ import annotations
 
 import base64
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from matmix.data.artifacts import read_json
+from matmix.train.process.distributed import rank_and_world_size
 
 
 def seed_all(seed: int, rank: int) -> None:
@@ -52,6 +56,28 @@ def set_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(_decode(state["torch"]))
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(_decode(state["cuda"]))
+
+
+def read_generators(directory: Path) -> tuple[dict[str, Any], bool]:
+    """The state for this rank's random generators, and whether it is this rank's own. Raises ValueError."""
+    rank, _ = rank_and_world_size()
+    own = directory / f"rank-{rank:05d}.json"
+    path = own if own.is_file() else directory / "rank-00000.json"
+    state = read_json(path)
+    try:
+        check_state(state)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    return state, path == own
+
+
+def restore_generators(generators: tuple[dict[str, Any], bool]) -> None:
+    """Puts this rank's generators back to what `read_generators` returned."""
+    state, is_own = generators
+    set_state(state)
+    if not is_own:
+        # A rank that the saved run did not have: a stream of its own, fixed by the checkpoint.
+        seed_all(int(torch.randint(2**62, ()).item()), rank_and_world_size()[0])
 
 
 def _python_state(state: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,4 +1,8 @@
-"""How much of a model an engine holds on a rank, for estimates of memory."""
+"""What an engine holds on a rank and what it sends, for estimates of memory and time.
+
+What a rank sends is counted as ring algorithms send it: an all-gather or reduce-scatter of S elements over n ranks
+sends (n - 1) / n S from each, an all-reduce twice that.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,11 @@ class Sizes:
     block: int  # of one block, on average
     outside: int  # of all blocks
     moments: int  # that the optimizer keeps of each parameter
-    accumulates: bool  # a step has several micro-batches
+    accumulation: int  # micro-batches of a step
+
+    @property
+    def accumulates(self) -> bool:
+        return self.accumulation > 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +39,16 @@ class Held:
     whole: float = 0.0  # gradients that are whole for a while before ranks sum them
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+    """One kind of exchange between ranks in a step."""
+
+    what: str
+    sent: float  # by each rank, in elements of float32, at every precision
+    ranks: int  # that take part
+    span: int  # ranks from the first to the last that takes part: within a node if it has as many
+
+
 def held_whole(sizes: Sizes) -> Held:
     """Everything, as in a single process."""
     again, whole = sizes.accumulates, sizes.parameters
@@ -41,7 +59,7 @@ def held_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
     """What `fully_shard` leaves on a rank: its shard, and what is gathered for a while."""
     if ranks == 1:
         return held_whole(sizes)
-    shard = 1 if engine.name == "ddp" else ranks // engine.replicate
+    shard = ranks // engine.copies(ranks)
     near = sizes.outside + 2 * sizes.block
     return Held(
         sizes.parameters / shard,
@@ -52,3 +70,20 @@ def held_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
         share=1 / shard,
         whole=0.0 if sizes.accumulates else sizes.outside + sizes.block,
     )
+
+
+def sent_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
+    """The shards of a copy gather weights and sum gradients; copies sum the gradients of their shards."""
+    copies = engine.copies(ranks)
+    shard = ranks // copies
+    found = []
+    if shard > 1:
+        part = (shard - 1) / shard
+        times = 2 if engine.reshard_after_forward else 1
+        gathered = ((sizes.parameters - sizes.outside) * times + sizes.outside) * sizes.accumulation
+        found.append(Exchange("all-gather of weights", part * gathered, shard, shard))
+        found.append(Exchange("reduce-scatter of gradients", part * sizes.parameters, shard, shard))
+    if copies > 1:
+        part = 2 * (copies - 1) / copies
+        found.append(Exchange("all-reduce of gradients", part * sizes.parameters / shard, copies, ranks))
+    return found
