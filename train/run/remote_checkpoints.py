@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from matmix.train.checkpoint.files import read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager, tell_on_rank_zero
 from matmix.train.checkpoint.save import Tell
 from matmix.train.process.agree import agree, complaint
@@ -123,20 +123,14 @@ class RemoteCheckpoints(CheckpointManager):
 
     def _find_unsent(self, newest: int) -> int | None:
         """The newest step after `newest` of which the nodes together hold every file, undamaged."""
-        leads = self._folder().leads
-        held: dict[int, set[str]] = {}
-        wanted: dict[int, set[str]] = {}
-        if leads and self.up_to_date:
-            for step in self.sync.local_steps():
-                if step > newest:
-                    try:
-                        wanted[step] = set(read_manifest(self.path(step))["files"])
-                        held[step] = self.sync.whole_files(step)
-                    except (ValueError, OSError):
-                        continue
-        everywhere = gather_objects((leads, wanted, held))
-        leaders = [(wants, has) for leads, wants, has in everywhere if leads]
-        for step in sorted(set.intersection(*(set(wants) for wants, _ in leaders)), reverse=True):
-            if all(set.union(*(has[step] for _, has in leaders)) >= wants[step] for wants, _ in leaders):
+        here: dict[int, tuple[set[str], set[str]]] = {}
+        if self._folder().leads and self.up_to_date:
+            for step in filter(lambda step: step > newest, self.sync.local_steps()):
+                with contextlib.suppress(ValueError, OSError):
+                    here[step] = self.sync.files_here(step)
+        nodes = [found for found in gather_objects(here if self._folder().leads else None) if found is not None]
+        for step in sorted(set.intersection(*map(set, nodes)), reverse=True):
+            held = set.union(*(found[step][1] for found in nodes))
+            if all(held >= found[step][0] for found in nodes):
                 return step
         return None
