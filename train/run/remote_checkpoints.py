@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from matmix.train.checkpoint.manager import CheckpointManager, tell_on_rank_zero
+from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.save import Tell
 from matmix.train.process.agree import agree, complaint
 from matmix.train.process.distributed import FolderGroup, gather_objects, rank_and_world_size
@@ -25,6 +24,10 @@ class RemoteCheckpoints(CheckpointManager):
         super().__init__(sync.folder / "checkpoints", **options)
         self.sync, self.lease, self.up_to_date = sync, lease, up_to_date
         self._uploaded: list[int] = []  # valid at the URL, as far as is known; the same on all ranks
+
+    @property
+    def where(self) -> str:
+        return f"{self.sync.url}/checkpoints"
 
     def steps(self) -> list[int]:
         return list(self._uploaded)
@@ -79,14 +82,8 @@ class RemoteCheckpoints(CheckpointManager):
 
     # -- loading -----------------------------------------------------------------------------------------
 
-    def latest_valid(self, tell: Tell = tell_on_rank_zero, *, weights_only: bool = False) -> Path | None:
-        """Fetches the newest valid checkpoint to every node and returns its path there; None if there is none at all.
-
-        One that the last start wrote but could not upload is uploaded first. weights_only: fetches no files but those
-        that must be read for the weights. Raises ValueError if none is valid, and RemoteError if the store cannot be
-        read.
-        """
-        self.wait(tell)
+    def _steps_to_try(self, tell: Tell) -> list[int]:
+        """Those at the URL. A checkpoint that the last start wrote but could not upload is uploaded first."""
         steps = agree(self.sync.remote_steps, here=self._is_first())[0]
         unsent = self._find_unsent(max(steps, default=-1))
         if unsent is not None:
@@ -98,28 +95,17 @@ class RemoteCheckpoints(CheckpointManager):
             else:
                 steps = sorted({*steps, unsent})
                 tell(f"uploaded the checkpoint of step {unsent}, which the last start of this run could not")
-        self._uploaded, first_problem = [], None
-        for step in reversed(steps):
-            problem = self._pull(step, tell, weights_only)
-            if problem is None:
-                self._uploaded = [s for s in steps if s <= step]
-                if not weights_only:
-                    self._verified.add(self.path(step))
-                return self.path(step)
-            first_problem = first_problem or problem
-            tell(f"warning: skipping a checkpoint: {problem}")
-        if first_problem is not None:
-            raise ValueError(
-                f"{first_problem}; no checkpoint of {self.sync.url} is valid: restore one, or use another run_dir"
-            )
-        self._check_record(f"{self.sync.url}/checkpoints")
-        return None
+        self._uploaded = list(steps)
+        return steps
 
-    def _pull(self, step: int, tell: Tell, weights_only: bool) -> str | None:
-        """What is wrong with a checkpoint at the URL, on any node; None: every node has it now."""
+    def _find_problem(self, step: int, tell: Tell, weights_only: bool) -> str | None:
+        """Fetches the checkpoint to every node; what is wrong with it on any of them."""
         tell = tell if self.sync.first else lambda text: None
         problems = agree(lambda: self.sync.pull(step, tell, weights_only=weights_only), here=self._folder().leads)
-        return next(filter(None, problems), None)
+        problem = next(filter(None, problems), None)
+        if problem is not None:
+            self._uploaded.remove(step)
+        return problem
 
     def _find_unsent(self, newest: int) -> int | None:
         """The newest step after `newest` of which the nodes together hold every file, undamaged."""
