@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from matmix.train import command, loop
+from matmix.train import entry, loop
 from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.process import stop
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
@@ -24,7 +24,7 @@ def start(dataset, tmp_path, monkeypatch):
 
         monkeypatch.setattr(loop.Trainer, "train_step", step)
         options = ["--data.path", dataset, "--run-dir", str(tmp_path / "run"), "--device", "cpu", *overrides]
-        return command.main(["debug_mru", *options])
+        return entry.main(["debug_mru", *options])
 
     return start
 
