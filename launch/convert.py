@@ -44,7 +44,7 @@ def convert_run(
     out = Path(out_dir)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} exists and is not an empty directory; choose another one, or remove it")
-    trained = open_trained(run_dir, step, tell, weights_only=False)
+    trained = open_trained(run_dir, step, weights_only=False)
     run, config, source = trained.run, trained.config, trained.checkpoint
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.parent / f".tmp-{out.name}-{os.getpid()}"

@@ -87,7 +87,7 @@ def export_run(
     Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
     """
     check_target(Path(out_dir))
-    trained = open_trained(run_dir, step, tell)
+    trained = open_trained(run_dir, step)
     config, checkpoint = trained.config, trained.checkpoint
     tokenizer = trained.tokenizer if config.model.model_class.tokens else None
     out = export_model(

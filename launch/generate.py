@@ -127,7 +127,7 @@ def load_source(source: str | Path, *, step: int | None = None, device: str | No
 
 
 def _load_run(path: Path, step: int | None, device: str | None, fetched: Path | None) -> Source:
-    trained = find_trained(RunDirectory(path), step, _tell_on_stderr, whole=fetched)
+    trained = find_trained(RunDirectory(path), step, whole=fetched)
     _check_reads_text(trained.config.model, path)
     config, tokenizer = trained.config, trained.tokenizer
     model = build_model(config.model)
@@ -139,10 +139,6 @@ def _load_run(path: Path, step: int | None, device: str | None, fetched: Path | 
     start = prefix if prefix is not None else tokenizer.special["eos"]
     step = step_of(trained.checkpoint.name)
     return dataclasses.replace(_ready(path, model, fast, tokenizer.special, start, device), step=step)
-
-
-def _tell_on_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _load_export(path: Path, device: str | None) -> Source:

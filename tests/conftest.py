@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton_on_cpu
 from hypothesis import HealthCheck, settings
+from messages import Heard
 
 # One thread per process, here and in those that tests start: they run in parallel, and runs that have to be the same
 # bit for bit are only so with as many threads.
@@ -53,6 +54,14 @@ def pytest_xdist_make_scheduler(config, log):
 def _seed(request):
     """Every test draws the same numbers, whichever tests ran before it in the same process."""
     torch.manual_seed(request.config.getoption("--seed"))
+
+
+@pytest.fixture
+def told() -> Iterator[Heard]:
+    """What is said to people from here on."""
+    heard = Heard()
+    yield heard
+    heard.close()
 
 
 @pytest.fixture

@@ -99,6 +99,8 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is shown and recorded while training."""
 
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least level of the messages that are shown, and written with time stamps into RUN/messages.log."""
     every: int = 10
     """Steps between records in metrics.jsonl and TensorBoard."""
     tensorboard: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -34,16 +35,18 @@ from matmix.train.meters.speed import Speedometer
 from matmix.train.meters.stragglers import Stragglers
 from matmix.train.optim.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.optim.schedule import rate_share
-from matmix.train.process import stop
+from matmix.train.process import logs, stop
 from matmix.train.process.agree import agree
 from matmix.train.process.distributed import Distributed, barrier, from_rank_zero, gather_objects
 from matmix.train.process.health import tell_health
 from matmix.train.recipe import config_to_dict
-from matmix.train.run.directory import Change, RunDirectory, check_tokenizer
+from matmix.train.run.directory import LOG, Change, RunDirectory, check_tokenizer
 from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id
 from matmix.train.run.remote import opened
 from matmix.train.run.revision import git_revision
 from matmix.train.state import Result, TrainState, check_extra
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -79,6 +82,7 @@ class Trainer:
             make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
         )
         self.lock = self.run.lock()
+        self.log_file: logging.Handler | None = None  # on rank 0, while it holds the lock
         self.checkpoints = self.run.checkpoint_manager(config.checkpoint)
         flops = flops_per_token(config.model, config.data.seqlen, head_share=self.task.target_share)
         self.speed = Speedometer(flops, distributed.device, world_size)
@@ -127,7 +131,7 @@ class Trainer:
         counts = torch.tensor([targets, tokens, *self.damaged_shards.count(micro_batches)], dtype=torch.float64)
         targets, tokens, damaged, news = engine.all_reduce_sum(counts.to(engine.device)).tolist()
         if news:
-            self.damaged_shards.share(self.tell)
+            self.damaged_shards.share()
 
         lr = config.optimizer.lr * rate_share(state.step + 1, config.steps, config.schedule)
         for group in engine.optimizer.param_groups:
@@ -164,7 +168,7 @@ class Trainer:
         engine = self.engine
         ranks, lines = self.stragglers.look(self.state.step, self.speed.own_times())
         for line in lines:
-            self.tell(line)
+            logger.info(line)
         record = self.speed.record(
             **dataclasses.asdict(self.state),
             grad_norm=self.last_norm,
@@ -193,7 +197,6 @@ class Trainer:
             self.goodput.spend("restarts")
             while self.state.step < config.last_step and not self.stop_agreed:
                 self.train_step(batches)
-                self.checkpoints.report(self.tell)
                 if (difference := self.find_difference()) is not None:
                     batches = self.replicas.go_back(self, batches, difference)
                     continue
@@ -212,11 +215,13 @@ class Trainer:
             finished = self.state.step == config.steps and (not saved or self.is_summarised() or self.finish())
         finally:
             try:
-                self.checkpoints.close(self.tell)
+                self.checkpoints.close()
             finally:
                 for loader in filter(None, (self.loader, self.validation)):
                     loader.close()
                 self.call("on_end")
+                if self.log_file is not None:
+                    logs.close_file(self.log_file)
                 self.lock.release()
         return Result(
             step=self.state.step,
@@ -241,7 +246,7 @@ class Trainer:
             return None
         difference = self.compare_replicas()
         if difference is None and self.gradients_differ:
-            self.tell(f"warning: step {self.state.step}: norms of the same gradients differed, the weights do not")
+            logger.warning(f"step {self.state.step}: norms of the same gradients differed, the weights do not")
         return difference
 
     def compare_replicas(self) -> str | None:
@@ -257,25 +262,27 @@ class Trainer:
         Raises ValueError if another job uses the directory, if there are only damaged checkpoints, or if `steps` lies
         before the newest valid one.
         """
-        agree(lambda: self.lock.acquire(self.tell), here=self.engine.rank == 0)
+        agree(self.lock.acquire, here=self.engine.rank == 0)
+        if self.engine.rank == 0:
+            self.log_file = logs.open_file(self.run.path / LOG)
         changes: list[Change] = []
-        newest = self.checkpoints.newest(self.engine, self.tell)
+        newest = self.checkpoints.newest(self.engine)
         if newest is None:
             self.goodput.begin(first_start(self.run.path, write=False))
         else:
             changes = self.load(newest)
             if (left := self.config.last_step - self.state.step) > 0:
-                self.tell(f"resumed from {newest.name}: {left} steps to go")
+                logger.info(f"resumed from {newest.name}: {left} steps to go")
                 if words := changed_rules(self.rules_before, self.groups):
-                    self.tell(words)
+                    logger.info(words)
         barrier()  # no rank is still checking a directory that rank 0 begins to fill
         if self.engine.rank == 0:
             if newest is None and self.config.checkpoint.start_over:
-                self.run.set_aside_records(self.tell)
-            self.run.begin(self.config, self.state.step, self.loader.tokenizer, self.tell, changes)
+                self.run.set_aside_records()
+            self.run.begin(self.config, self.state.step, self.loader.tokenizer, changes)
             first_start(self.run.path, write=True)
         if newest is None:
-            self.checkpoints.begin_anew(self.tell)
+            self.checkpoints.begin_anew()
 
     def load(self, newest: Path, *, lost_to: str = "restarts") -> list[Change]:
         """Puts everything where the checkpoint `newest` has it, except what a changed config now says, and returns
@@ -305,22 +312,22 @@ class Trainer:
         """Saves the current step unless that is done, or a try has just failed; True if it is saved or, without `wait`,
         being written in the background."""
         wait = wait or not self.config.checkpoint.asynchronous
-        if wait and (failed := self.checkpoints.wait(self.tell)) is not None:
+        if wait and (failed := self.checkpoints.wait()) is not None:
             self.unsaved_step = failed
         if self.state.step == self.unsaved_step:
             return False
         if self.checkpoints.has(self.state.step):
             if wait:
-                self.checkpoints.clear_up(self.state.step, self.tell)
+                self.checkpoints.clear_up(self.state.step)
             return True
         if self.config.faults.replica_check_every and (difference := self.compare_replicas()) is not None:
             raise ReplicaError(f"step {self.state.step} is not saved: {difference}")
         with self.speed.paused():
             if not wait:
-                self.checkpoints.begin_save(self.state.step, self.engine, self.extra(), self.tell)
+                self.checkpoints.begin_save(self.state.step, self.engine, self.extra())
                 self.goodput.spend("saves")
                 return True
-            path = self.checkpoints.save(self.state.step, self.engine, self.extra(), self.tell)
+            path = self.checkpoints.save(self.state.step, self.engine, self.extra())
         self.goodput.spend("saves")
         self.unsaved_step = self.state.step if path is None else -1
         return path is not None
@@ -332,7 +339,7 @@ class Trainer:
         if self.config.faults.replica_check_every and self.compare_replicas() is not None:
             return  # nobody shall go on from there; the next comparison of the loop says what differs
         with self.speed.paused():
-            self.checkpoints.begin_copy(self.state.step, self.engine, self.extra(), self.tell)
+            self.checkpoints.begin_copy(self.state.step, self.engine, self.extra())
         self.goodput.spend("saves")
 
     def extra(self) -> dict[str, Any]:
@@ -397,7 +404,7 @@ class Trainer:
             return False
         if self.engine.rank == 0:
             summary = {"step": self.state.step, "tokens": self.state.tokens, "validation": self.metrics}
-            self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy}, self.tell)
+            self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy})
         return True
 
     # -- what callbacks and guards see ---------------------------------------------------------------------------
@@ -410,7 +417,7 @@ class Trainer:
         return self.checkpoints.steps()
 
     def newest_checkpoint(self) -> Path | None:
-        return self.checkpoints.latest_valid(self.tell)
+        return self.checkpoints.latest_valid()
 
     def went_back(self, rewind: Rewind) -> None:
         self.call("on_rewind", rewind)
@@ -419,11 +426,6 @@ class Trainer:
     def call(self, event: str, *arguments: Any) -> None:
         """Tells the callbacks of an event."""
         self.callbacks.call(self, event, *arguments)
-
-    def tell(self, text: str) -> None:
-        """Shows a message once, on the main rank."""
-        if self.engine.rank == 0:
-            self.callbacks.show(self, text)
 
 
 def train(config: RunConfig, attempt: Attempt | None = None) -> Result:
@@ -436,6 +438,7 @@ def train(config: RunConfig, attempt: Attempt | None = None) -> Result:
     with (
         stop.during_run(),
         Distributed.from_environment(config.device) as distributed,
+        logs.shown(config.logging.level, rank=distributed.rank),
         explaining(config, distributed.world_size),
     ):
         adopt_attempt(from_rank_zero(attempt_id()))

@@ -71,6 +71,8 @@ def _check_keys(values: dict[str, Any], cls: type, where: str, prefix: str = "")
             _check_keys(value, hints[key], where, f"{prefix}{key}.")
         elif (row := row_type(hints[key])) is not None:
             check_rows(value, row, f"{where}: [[{prefix}{key}]]")
+        elif typing.get_origin(hints[key]) is tuple and not isinstance(value, list | tuple):
+            raise ValueError(f'{where}: "{prefix}{key}" is a list, got {value!r}')
 
 
 @errors_in_one_line()
@@ -184,7 +186,7 @@ def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Seque
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Nested plain dicts, ready for TOML and JSON; without the options of mixers that no layer is and nobody set."""
-    values = _plain(dataclasses.asdict(config))
+    values = plain(dataclasses.asdict(config))
     unset, tables = MixerOptions(), values["model"]["mixers"]
     for name in MIXERS:
         if name not in config.model.layers and getattr(config.model.mixers, name) == getattr(unset, name):
@@ -192,11 +194,12 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """`value` as TOML and JSON have it: tuples are lists, and tables have no keys that are None."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}  # TOML has no None
+        return {key: plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
@@ -218,7 +221,7 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
                 found[key] = filled(value, standard.get(key, {}), hints[key]) if deeper else value
         return found
 
-    return filled(values, _plain(dataclasses.asdict(RunConfig())), RunConfig)
+    return filled(values, plain(dataclasses.asdict(RunConfig())), RunConfig)
 
 
 def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any]]:

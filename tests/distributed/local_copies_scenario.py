@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import scenarios
+from messages import Heard
 
 from matmix.train import loop
 from matmix.train.checkpoint import local_copies
@@ -45,25 +46,23 @@ def train_on_nodes(
     scenarios.partition_everything()
     home = Path(folder) / f"memory-{node}"
     local_copies._memory_folder = lambda: home
-    begin_copy, on_step, tell = CheckpointManager.begin_copy, NanGuard.after_step, loop.Trainer.tell
+    begin_copy, on_step = CheckpointManager.begin_copy, NanGuard.after_step
     said: list[list[str]] = []
     held: list[set[str]] = []
 
     def begin_and_wait(self, *arguments):
-        self.wait(arguments[-1])  # so that no copy is left out
+        self.wait()  # so that no copy is left out
         begin_copy(self, *arguments)
-        self.wait(arguments[-1])
+        self.wait()
 
     def step(self, trainer):
         on_step(self, trainer)
         if trainer.state.step == starts[len(said) - 1].kill:
             raise Killed
 
-    def note(self, text):
-        said[-1].append(text)
-        tell(self, text)
-
-    CheckpointManager.begin_copy, NanGuard.after_step, loop.Trainer.tell = begin_and_wait, step, note
+    heard = Heard()
+    heard.addFilter(lambda record: not record.name.endswith((".progress", ".health")))
+    CheckpointManager.begin_copy, NanGuard.after_step = begin_and_wait, step
     for start in starts:
         if rank % ranks_per_node == 0:
             if node in start.lost:
@@ -73,6 +72,7 @@ def train_on_nodes(
                     flip_a_bit(path)
         barrier()
         said.append([])
+        heard.then = lambda: said[-1].append(heard[-1])
         options = ["--checkpoint.local-every", "1", *start.overrides]
         try:
             loop.train(load_config("debug_mru", [*common, *options]))

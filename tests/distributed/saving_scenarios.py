@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from messages import Heard
 from scenarios import (
     ENGINES,
     make_engine,
@@ -77,11 +78,11 @@ def save_while_training(name: str, directory: str) -> dict[str, Any]:
     options = {**ENGINES, **HSDP}[name]
     engine = make_engine(EngineConfig(**options), dropout=0.3)
     manager = CheckpointManager(Path(directory) / name, keep_last=3)
-    gate, told = Gate(engine), []
+    gate, told = Gate(engine), Heard()
     gc.disable()  # as while training: what is held in a cycle stays
     run_steps(engine, 0, 2, accumulation=1)
     at_two = state_of(engine)
-    manager.begin_save(2, engine, {"step": 2}, told.append)
+    manager.begin_save(2, engine, {"step": 2})
     history = run_steps(engine, 2, 4, accumulation=1)
     assert state_of(engine) != at_two
     assert gate.reached.wait(60)
@@ -89,18 +90,15 @@ def save_while_training(name: str, directory: str) -> dict[str, Any]:
     assert told == []
     at_four = state_of(engine)
 
-    def tell(text: str) -> None:
-        told.append(text)
-        gate.opened.set()  # not before it has said that it waits
-
-    manager.begin_save(4, engine, {"step": 4}, tell)
+    told.then = gate.opened.set  # not before it has said that it waits
+    manager.begin_save(4, engine, {"step": 4})
     assert manager.has(2)
     history += run_steps(engine, 4, 6, accumulation=1)
-    assert manager.wait(told.append) is None
-    assert manager.wait(told.append) is None
+    assert manager.wait() is None
+    assert manager.wait() is None
     alive = sum(snapshot() is not None for snapshot in gate.snapshots)
     gc.enable()
-    manager.save(6, engine, {"step": 6}, told.append)
+    manager.save(6, engine, {"step": 6})
     at_six = state_of(engine)
 
     same = []
@@ -112,7 +110,7 @@ def save_while_training(name: str, directory: str) -> dict[str, Any]:
     files = [path.name for path in (manager.path(2) / "sharded").glob("*.distcp")] if "zero" not in name else []
     return {
         "same": same,
-        "told": told,
+        "told": list(told),
         "at_once": gate.at_once,
         "alive": alive,
         "files": sorted(files),
@@ -124,27 +122,31 @@ def fail_in_background(name: str, directory: str) -> dict[str, Any]:
     """A disk that is full on one rank only, while it writes in the background."""
     engine = make_engine(EngineConfig(**ENGINES[name]))
     manager = CheckpointManager(Path(directory) / f"{name}-full", keep_last=1)
-    told: list[str] = []
+    told = Heard()
     failed = []
     for step in (1, 2, 3):
         train_step(engine, step, accumulation=1)
         faulty = step == 2 and engine.rank == (0 if name == "zero0" else engine.world_size - 1)
         with no_space_at_sync() if faulty else contextlib.nullcontext():
-            manager.begin_save(step, engine, {"step": step}, told.append)
-            failed.append(manager.wait(told.append))
+            manager.begin_save(step, engine, {"step": step})
+            failed.append(manager.wait())
         if step == 2:
             assert manager.steps() == [1]
         engine.all_reduce_sum(torch.zeros(1))  # the ranks are still in step with each other
     again = make_engine(EngineConfig(**ENGINES[name]))
     assert manager.load(manager.latest_valid(), again) == {"step": 3}
     assert weights(again) == weights(engine)
-    return {"failed": failed, "complaints": told, "left": sorted(path.name for path in manager.directory.iterdir())}
+    return {
+        "failed": failed,
+        "complaints": list(told),
+        "left": sorted(path.name for path in manager.directory.iterdir()),
+    }
 
 
 def damage_one_by_one(name: str, directory: str) -> list[str]:
     """Damages the checkpoints of `save_while_training` on the disk, newest first: what is told, and then used."""
     folder = Path(directory) / name
-    told: list[str] = []
+    told = Heard()
     for step, damage in ((6, truncate), (4, Path.unlink), (2, flip_a_bit)):
         gather_objects(None)  # no rank is still reading
         if place().rank == 0:
@@ -154,10 +156,10 @@ def damage_one_by_one(name: str, directory: str) -> list[str]:
             )
         gather_objects(None)
         try:
-            told.append(f"used: {CheckpointManager(folder).latest_valid(told.append).name}")
+            told.append(f"used: {CheckpointManager(folder).latest_valid().name}")
         except ValueError as error:
             told.append(str(error))
-    return told
+    return list(told)
 
 
 def truncate(path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from messages import Heard
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -299,7 +300,7 @@ def full_disk(name: str, directory: str) -> dict[str, Any]:
     engine = make_engine(EngineConfig(**ENGINES[name]))
     manager = CheckpointManager(Path(directory) / name, keep_last=2)
     faulty_rank = 0 if name == "zero0" else engine.world_size - 1  # at stage 0 only rank 0 has something to write
-    told: list[str] = []
+    told = Heard()
     saved, listings = [], []
     take = engine.snapshot
     for step, fault in enumerate((None, no_space_at_sync, small_file_limit, None), start=1):
@@ -317,13 +318,13 @@ def full_disk(name: str, directory: str) -> dict[str, Any]:
             return snapshot
 
         engine.snapshot = faulty_snapshot
-        saved.append(manager.save(step, engine, {"step": step}, told.append) is not None)
+        saved.append(manager.save(step, engine, {"step": step}) is not None)
         engine.all_reduce_sum(torch.zeros(1))  # the ranks are still in step with each other
         listings.append(sorted(path.name for path in manager.directory.iterdir()))
     again = make_engine(EngineConfig(**ENGINES[name]))
     assert manager.load(manager.latest_valid(), again) == {"step": 4}
     assert weights(again) == weights(engine)
-    return {"saved": saved, "told": told, "listings": listings, "faulty_rank": faulty_rank}
+    return {"saved": saved, "told": list(told), "listings": listings, "faulty_rank": faulty_rank}
 
 
 def full_disk_all(names: list[str], directory: str) -> dict[str, Any]:

@@ -87,7 +87,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=lambda value: getattr(value, "__name__", ""))
-def test_damage_is_found_before_anything_is_read(directory, damage, message):
+def test_damage_is_found_before_anything_is_read(directory, damage, message, told):
     newest, older = directory / "step-00000002", directory / "step-00000001"
     damage(newest)
     engine = scenarios.make_engine(EngineConfig())
@@ -102,8 +102,7 @@ def test_damage_is_found_before_anything_is_read(directory, damage, message):
     assert (scenarios.weights(engine), scenarios.moments(engine)) == before[:2]
     assert torch.equal(torch.get_rng_state(), before[2])
 
-    told = []
-    assert manager.latest_valid(told.append) == older
+    assert manager.latest_valid() == older
     assert len(told) == 1
     assert told[0].startswith(f"warning: skipping a checkpoint: checkpoint {newest}")
     assert manager.load(older, engine) == {"step": 1}
@@ -117,12 +116,11 @@ def test_damage_is_found_before_anything_is_read(directory, damage, message):
     assert sorted(path.name for path in directory.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def test_only_damaged_ones_are_an_error(directory):
+def test_only_damaged_ones_are_an_error(directory, told):
     flip_a_bit(directory / "step-00000001")
     truncate(directory / "step-00000002")
-    told = []
     with pytest.raises(ValueError, match=r"step-00000002 is damaged: .* no checkpoint in .* is valid: restore one"):
-        CheckpointManager(directory).latest_valid(told.append)
+        CheckpointManager(directory).latest_valid()
     assert len(told) == 2
 
 
@@ -134,12 +132,12 @@ def test_one_that_cannot_be_read_for_now_is_not_taken_for_damaged(directory, mon
 
     monkeypatch.setattr(checkpoint_files, "sha256", fail)
     with pytest.raises(OSError, match=r"step-00000002 cannot be read: .*Stale"):
-        CheckpointManager(directory).latest_valid(print)
+        CheckpointManager(directory).latest_valid()
     facts = list_checkpoints(directory, verify=True).checkpoints
     assert ["Stale" in found.problem for found in facts] == [True, True]
     number = errno.EIO
     with pytest.raises(ValueError, match=r"step-00000002 is damaged: .*Input/output error"):
-        CheckpointManager(directory).latest_valid(lambda text: None)
+        CheckpointManager(directory).latest_valid()
 
 
 def test_no_checkpoint(tmp_path):

@@ -49,14 +49,13 @@ def no_space(*_args, **_kwargs):
         (Path, "rename"),
     ],
 )
-def test_every_stage_of_a_save_may_fail(tmp_path, monkeypatch, module, name):
+def test_every_stage_of_a_save_may_fail(tmp_path, monkeypatch, module, name, told):
     engine = scenarios.make_engine(EngineConfig())
     manager = CheckpointManager(tmp_path)
     assert manager.save(1, engine, {})
-    told = []
     with monkeypatch.context() as patch:
         patch.setattr(module, name, no_space)
-        assert manager.save(2, engine, {}, told.append) is None
+        assert manager.save(2, engine, {}) is None
     assert told == [
         "warning: no checkpoint at step 2: No space left on device; training goes on, "
         "the last valid one is step-00000001"
@@ -66,12 +65,12 @@ def test_every_stage_of_a_save_may_fail(tmp_path, monkeypatch, module, name):
     assert manager.latest_valid() == tmp_path / "step-00000002"
 
 
-def test_first_save_fails(tmp_path, monkeypatch):
+def test_first_save_fails(tmp_path, monkeypatch, told):
     engine = scenarios.make_engine(EngineConfig())
-    manager, told = CheckpointManager(tmp_path / "new"), []
+    manager = CheckpointManager(tmp_path / "new")
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_save, "write_manifest", no_space)
-        assert manager.save(1, engine, {}, told.append) is None
+        assert manager.save(1, engine, {}) is None
     assert told == ["warning: no checkpoint at step 1: No space left on device; training goes on, there is none so far"]
     assert manager.latest_valid() is None
 
@@ -88,13 +87,13 @@ def test_a_mistake_is_not_taken_for_a_full_disk(tmp_path, monkeypatch):
         manager.save(1, engine, {})
 
 
-def test_old_checkpoints_that_cannot_be_removed(tmp_path, monkeypatch):
+def test_old_checkpoints_that_cannot_be_removed(tmp_path, monkeypatch, told):
     engine = scenarios.make_engine(EngineConfig())
-    manager, told = CheckpointManager(tmp_path, keep_last=1), []
+    manager = CheckpointManager(tmp_path, keep_last=1)
     manager.save(1, engine, {})
     with monkeypatch.context() as patch:
         patch.setattr(manager, "_remove", no_space)
-        assert manager.save(2, engine, {}, told.append)
+        assert manager.save(2, engine, {})
     assert len(told) == 1
     assert "could not be removed" in told[0]
     assert manager.steps() == [1, 2]

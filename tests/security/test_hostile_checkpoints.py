@@ -61,7 +61,7 @@ def refused(checkpoint: Path, message: str) -> None:
     readers = [
         lambda: manager.load(checkpoint, engine),
         lambda: list(read_weights(checkpoint)),
-        lambda: manager.latest_valid(lambda text: None),
+        manager.latest_valid,
         lambda: convert_checkpoint(checkpoint, checkpoint.parent.parent / "converted"),
     ]
     for read in readers:

@@ -91,7 +91,7 @@ class SlurmRun:
 
     def newest_valid_step(self) -> int:
         """Step of the newest checkpoint whose checksums are right, 0 without one."""
-        newest = CheckpointManager(self.path / "checkpoints").latest_valid(lambda _: None)
+        newest = CheckpointManager(self.path / "checkpoints").latest_valid()
         return int(newest.name.removeprefix("step-")) if newest else 0
 
     def attempts(self) -> list[PastAttempt]:

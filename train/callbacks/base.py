@@ -3,9 +3,8 @@ numbers of a run, and none that fails ends it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -14,11 +13,14 @@ from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.evaluators.base import Evaluator
 from matmix.train.meters.speed import StepRecord
+from matmix.train.process.logs import EVERY_RANK
 from matmix.train.state import TrainState
+
+logger = logging.getLogger(__name__)
 
 
 class RunView(Protocol):
-    """What a callback may observe of a run. It changes nothing of this; `tell` is all that it may call."""
+    """What a callback may observe of a run. It changes nothing of this."""
 
     config: RunConfig
     state: TrainState
@@ -49,10 +51,6 @@ class RunView(Protocol):
         """The steps of the run's checkpoints, ascending."""
         ...
 
-    def tell(self, text: str) -> None:
-        """Shows a line to the person who started the run, once over all ranks."""
-        ...
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rewind:
@@ -66,7 +64,7 @@ class Rewind:
 
 class Callback:
     """All methods are optional. A callback whose method raises is told of in one line, ended by `on_end`, and left out
-    from then on."""
+    from then on. What it has to say to people it gives to `logging.getLogger("matmix")` or a logger below."""
 
     main_rank_only: bool = True
     """Rank 0 alone has it. Where every rank has one, none may wait for another: a collective would hang if one of them
@@ -88,9 +86,6 @@ class Callback:
 
     def on_rewind(self, run: RunView, rewind: Rewind) -> None:
         """After the run went back to a checkpoint."""
-
-    def on_message(self, run: RunView, text: str) -> None:
-        """Something a person should read."""
 
     def on_end(self, run: RunView) -> None:
         """Always, also after an error and after an error of its own; `on_start` may not have been called."""
@@ -118,15 +113,6 @@ class Callbacks(list[Callback]):
         for callback in tuple(self):
             self._call_one(run, callback, event, *arguments)
 
-    def show(self, run: RunView, text: str) -> None:
-        """Shows a message by the callbacks that show messages, on stdout if there are none."""
-        showing = [callback for callback in self if type(callback).on_message is not Callback.on_message]
-        for callback in showing:
-            self._call_one(run, callback, "on_message", text)
-        if not showing:
-            with contextlib.suppress(OSError):  # a pipe that nobody reads any more costs the words, not the run
-                print(text, flush=True)
-
     def _call_one(self, run: RunView, callback: Callback, event: str, *arguments: Any) -> None:
         try:
             getattr(callback, event)(run, *arguments)
@@ -144,14 +130,11 @@ class Callbacks(list[Callback]):
                     self._call_one(run, callback, "on_end")
 
     def _warn(self, run: RunView, text: str) -> None:
-        if run.engine.rank == 0:
-            run.tell(text)
-        else:
-            with contextlib.suppress(OSError):
-                print(f"{text} (rank {run.engine.rank})", file=sys.stderr, flush=True)
+        rank = run.engine.rank
+        logger.warning(f"{text} (rank {rank})" if rank else text, extra=EVERY_RANK)
 
 
 def _warning(name: str, what: str, error: Exception) -> str:
     reason = " ".join(str(error).split())
     reason = reason if isinstance(error, OSError) and reason else f"{type(error).__name__}: {reason}".rstrip(": ")
-    return f"warning: {name} {what} ({reason}); training goes on without"
+    return f"{name} {what} ({reason}); training goes on without"

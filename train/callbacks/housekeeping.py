@@ -1,14 +1,17 @@
-"""Small services to a run: garbage collection, a look at its launcher, a hint about slow data."""
+"""Small callbacks: garbage collection, a check that the launcher is alive, a hint about slow data."""
 
 from __future__ import annotations
 
 import gc
+import logging
 
 from matmix.train.callbacks.base import Callback, RunView, StepRecord
 from matmix.train.process import launcher, stop
 
+logger = logging.getLogger(__name__)
+
 MUCH_WAITING = 0.5
-"""The share of an interval from which on waiting for data is worth a line."""
+"""If waiting for data takes more than this share of an interval, a line says so."""
 
 
 class GarbageCollection(Callback):
@@ -47,7 +50,7 @@ class LauncherGone(Callback):
             launcher.save_when_it_ends()
         if launcher.is_gone() and not self.told:
             self.told = True
-            run.tell("the launcher of this run is gone: the run will save and stop")
+            logger.info("the launcher of this run is gone: the run will save and stop")
             stop.request()
 
 
@@ -64,7 +67,7 @@ class DataWait(Callback):
         if self.told or self.intervals == 1 or record.data_wait <= MUCH_WAITING:
             return
         self.told = True
-        run.tell(
+        logger.info(
             f"step {record.step}: waiting for data {record.data_wait:.0%} of the time: raise data.workers "
             f"(now {run.config.data.workers}) or data.prefetch (now {run.config.data.prefetch}), "
             "or put the data on a faster disk"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from typing import Any
 
 from matmix.data.artifacts import parse_json
 from matmix.data.storage.files import set_aside, write_atomic
 from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
+
+logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 100_000  # records kept in memory while they cannot be written; some 50 MB
 
@@ -53,8 +56,8 @@ class MetricsFile(Callback):
     def _drop_what_comes_again(self, run: RunView, stand: _Stand) -> None:
         kept, damaged = self._read(stand)
         if damaged:
-            run.tell(
-                f"warning: {self.path.name} is damaged in line {damaged} and moved to {set_aside(self.path).name}; "
+            logger.warning(
+                f"{self.path.name} is damaged in line {damaged} and moved to {set_aside(self.path).name}; "
                 f"what can be read of it is kept (the run does not need it)"
             )
         if damaged or self.path.exists():
@@ -81,8 +84,8 @@ class MetricsFile(Callback):
         self._write(run)
 
     def _write(self, run: RunView) -> None:
-        """Drops what comes again and appends what waits, all or nothing. Raises OSError where it cannot: then both
-        are still to be done."""
+        """Drops the records of steps that are done again and appends the new ones, all or nothing. Raises OSError if it
+        cannot; both are then tried again later."""
         if self._stale is not None:
             self._drop_what_comes_again(run, self._stale)
             self._stale = None
@@ -97,13 +100,13 @@ class MetricsFile(Callback):
                 file.truncate(end)
                 raise
         if len(self._waiting) > 1:
-            run.tell(f"{len(self._waiting)} records that could not be written before are in {self.path.name} now")
+            logger.info(f"{len(self._waiting)} records that could not be written before are in {self.path.name} now")
         self._waiting.clear()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Stand:
-    """Where a run stands when it begins, or goes back."""
+    """The position of a run when it begins or goes back to a checkpoint."""
 
     step: int
     rewinds: int
@@ -116,7 +119,7 @@ class _Stand:
         return cls(state.step, state.rewinds, state.restores, run.metrics.get("step") == state.step)
 
     def includes(self, record: dict[str, Any]) -> bool:
-        """Whether a record is of what has been done, not of what comes again. Raises, on what is no record."""
+        """Whether a record is of a step that was done before this position. Raises for a line that is no record."""
         happened = {"train": True, "validation": self.evaluated}
         happened["rewind"] = record.get("rewinds", 0) <= self.rewinds
         happened["restore"] = record.get("restores", 0) <= self.restores

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from matmix.train.callbacks.base import Callback, RunView
+
+logger = logging.getLogger(__name__)
 
 
 class Profiler(Callback):
@@ -38,4 +42,4 @@ class Profiler(Callback):
         folder.mkdir(exist_ok=True)
         path = folder / f"step-{self.start:08d}.json"
         profile.export_chrome_trace(str(path))
-        run.tell(f"profiler trace of steps {self.start} to {run.state.step} written to {path}")
+        logger.info(f"profiler trace of steps {self.start} to {run.state.step} written to {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 
@@ -9,6 +10,8 @@ from tqdm import tqdm
 
 from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
 from matmix.train.words import duration, short_number
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -44,29 +47,20 @@ class Progress(Callback):
             return
         self.last_line = now
         left = duration((last - record.step) * record.seconds_per_step)
-        self._write(
+        logger.info(
             f"step {record.step}/{last}  loss {record.loss:.4f}  lr {record.lr:.2e}  "
             f"grad norm {record.grad_norm:.3g}  {speed}  {left} left"
         )
 
     def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
         parts = [words for evaluator, _ in run.evaluators for words in evaluator.progress(metrics)]
-        self._write(f"step {run.state.step}: {', '.join(parts)}")
+        logger.info(f"step {run.state.step}: {', '.join(parts)}")
 
     def on_rewind(self, run: RunView, rewind: Rewind) -> None:
         if self.bar is not None:
             self.bar.update(run.state.step - self.bar.n)
 
-    def on_message(self, run: RunView, text: str) -> None:
-        self._write(text)
-
     def on_end(self, run: RunView) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-
-    def _write(self, text: str) -> None:
-        if self.bar is not None:
-            self.bar.write(text, file=sys.stderr)
-        else:
-            print(text, file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import sys
 import threading
@@ -25,6 +26,8 @@ from matmix.train.process.hang_report import Whereabouts, exchange, explain
 from matmix.train.process.heartbeat import beat, last_beat
 from matmix.train.run.outcome import attempt_id, write_outcome
 from matmix.train.words import duration
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_POLL = 5.0
 # How long ranks that are ready to end wait for the others' stacks: the first one to go takes the rest with it.
@@ -59,7 +62,7 @@ class Watchdog(Callback):
             # Opened now: when the process hangs, opening may hang too.
             self.file = self.path.open("w", encoding="utf-8")
         except OSError as error:
-            run.tell(f"warning: if this run hangs, its stacks go to stderr alone ({error})")
+            logger.warning(f"if this run hangs, its stacks go to stderr alone ({error})")
         # The ranks that wait for a hung one are to leave their stacks before a collective gives up and ends them.
         wait_for_ranks(max(30, 2 * self.limit / 60))
         beat("the start of the loop")
@@ -127,7 +130,7 @@ class Watchdog(Callback):
 
     @staticmethod
     def _try(action: Callable[..., None], *arguments: Any, seconds: float) -> None:
-        """Waits for an action for so long, and goes on without it."""
+        """Runs an action for at most this long, and goes on without it."""
         thread = threading.Thread(target=action, args=arguments, daemon=True)
         thread.start()
         thread.join(seconds)
@@ -155,7 +158,7 @@ class Watchdog(Callback):
         )
 
     def _place(self) -> str:
-        """Where the main thread is, in a few words."""
+        """The place where the main thread is, in a few words."""
         frame = sys._current_frames().get(self.main_thread)
         if frame is None:
             return "its main thread is gone"

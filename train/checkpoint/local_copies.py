@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -31,11 +32,13 @@ from matmix.data.storage.private import is_own, private_folder
 from matmix.train.checkpoint.exchange import Transfer, exchange
 from matmix.train.checkpoint.files import list_files, matches, read_manifest
 from matmix.train.checkpoint.room import free_bytes
-from matmix.train.checkpoint.save import RankState, Tell, write_checkpoint
+from matmix.train.checkpoint.save import RankState, write_checkpoint
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.base import Engine
 from matmix.train.process.agree import agree, complaint
 from matmix.train.process.distributed import FolderGroup, from_rank_zero, gather_objects, rank_and_world_size
+
+logger = logging.getLogger(__name__)
 
 RECORD = "local_copies.json"
 START = "start"  # in what a copy holds besides the state: the name of the start that made it
@@ -78,10 +81,10 @@ class LocalCopies:
 
     # -- after a start -----------------------------------------------------------------------------------
 
-    def newest(self, after: int, engine: Engine, tell: Tell) -> Path | None:
+    def newest(self, after: int, engine: Engine) -> Path | None:
         """The newest copy of a step after `after` that the nodes hold whole between them; each node now has what its
         ranks need to load it. None if there is none; a line of warning names one that is not whole."""
-        if self.off or not self._open(tell):
+        if self.off or not self._open():
             return None
         kept = from_rank_zero(self._read_record() if self._is_first() else [])
         found = self._find(kept, after) if self._node.leads else {}
@@ -91,7 +94,7 @@ class LocalCopies:
             try:
                 self._bring(step, [part.get(step) for part in everywhere], raw, engine)
             except OSError as error:
-                tell(f"warning: the node-local copy of step {step} is not used: {complaint(error)}")
+                logger.warning(f"the node-local copy of step {step} is not used: {complaint(error)}")
             else:
                 return self.path(step)
         return None
@@ -188,11 +191,11 @@ class LocalCopies:
             held[number].update(part)
         return held
 
-    def follow(self, origin: Path | None, tell: Tell) -> None:
+    def follow(self, origin: Path | None) -> None:
         """The run goes on from the checkpoint `origin`, or from its beginning: no copy but that one, if it is one,
         counts from now on, and those on this node are removed."""
         kept = origin if origin is not None and origin.parent == self.folder else None
-        if self.off or not self._open(tell):
+        if self.off or not self._open():
             if self._is_first():
                 self.record.unlink(missing_ok=True)
             if self._node.leads and self._of_run.is_dir() and is_own(self._base):
@@ -204,7 +207,7 @@ class LocalCopies:
         try:
             agree(lambda: write_atomic(self.record, record), here=self._is_first())
         except OSError as error:
-            self.give_up(f"{self.record} cannot be written ({complaint(error)})", tell)
+            self.give_up(f"{self.record} cannot be written ({complaint(error)})")
         if self._node.leads:
             self._remove_all_but(kept)
 
@@ -227,7 +230,7 @@ class LocalCopies:
         assert self._start, "`follow` comes first"
         return {**extra, START: self._start}
 
-    def has_room(self, size: int, tell: Tell) -> bool:
+    def has_room(self, size: int) -> bool:
         """Whether every node has room for two copies, the one that is there and the next; else there are none from now
         on, and a line says so. size: bytes that this rank writes."""
         sizes = [0] * len(self._leaders)
@@ -245,12 +248,12 @@ class LocalCopies:
         try:
             agree(look, here=self._node.leads)
         except OSError as error:
-            self.give_up(f"{error.strerror or error}; checkpoint.local_dir names another place", tell)
+            self.give_up(f"{error.strerror or error}; checkpoint.local_dir names another place")
             return False
         self._room_for = max(sizes)
         return True
 
-    def complete(self, state: RankState, group: dist.ProcessGroup | None, tell: Tell) -> bool:
+    def complete(self, state: RankState, group: dist.ProcessGroup | None) -> bool:
         """Writes a copy, shares it and removes the one before; in the background. Whether it is complete now."""
         target = self.path(state.step)
         temporary = self.folder / f".tmp-{target.name}"
@@ -260,7 +263,7 @@ class LocalCopies:
                 self._share(target, group)
         except OSError as error:
             problem = complaint(error)
-            tell(f"warning: no node-local copy of step {state.step}: {problem}; training goes on without them")
+            logger.warning(f"no node-local copy of step {state.step}: {problem}; training goes on without them")
             if self._node.leads:
                 shutil.rmtree(temporary, ignore_errors=True)
             return False
@@ -290,7 +293,7 @@ class LocalCopies:
     def _shares(self) -> bool:
         return self.peers and len(self._leaders) > 1
 
-    def _open(self, tell: Tell) -> bool:
+    def _open(self) -> bool:
         """Finds the nodes, and makes this one's folder; whether all could."""
         if self._leaders:
             return True
@@ -312,16 +315,16 @@ class LocalCopies:
         else:
             problem = "the launcher does not say which ranks share a node (GROUP_RANK, LOCAL_RANK, LOCAL_WORLD_SIZE)"
         if problem := next(filter(None, gather_objects(problem)), None):
-            self.give_up(problem, tell)
+            self.give_up(problem)
             return False
         firsts = {number: rank for rank, (number, index, *_) in enumerate(everywhere) if index == 0}
         self._leaders = [firsts[each] for each in nodes]
         return True
 
-    def give_up(self, problem: str, tell: Tell) -> None:
+    def give_up(self, problem: str) -> None:
         """No copies are made from now on. Called on all ranks."""
         self.off = True
-        tell(f"warning: no node-local copies: {problem}; training goes on without them")
+        logger.warning(f"no node-local copies: {problem}; training goes on without them")
 
     def _remove_all_but(self, kept: Path | None) -> None:
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from matmix.train import rng
 from matmix.train.checkpoint import full_tensors
 from matmix.train.checkpoint.files import GENERATORS, check_shapes, check_sizes, find_problem, read_manifest
 from matmix.train.checkpoint.local_copies import LocalCopies
-from matmix.train.checkpoint.save import BackgroundSave, RankState, Tell, write_checkpoint
+from matmix.train.checkpoint.save import BackgroundSave, RankState, write_checkpoint
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.base import Engine
 from matmix.train.engine.kinds import KINDS
@@ -36,13 +37,10 @@ from matmix.train.process.distributed import (
     rank_and_world_size,
 )
 
+logger = logging.getLogger(__name__)
+
 # Directories under these names are unfinished or already given up: no reader looks at them.
 LEFTOVERS = (".tmp-", ".old-")
-
-
-def tell_on_rank_zero(text: str) -> None:
-    if rank_and_world_size()[0] == 0:
-        print(text, flush=True)
 
 
 class CheckpointManager:
@@ -95,18 +93,18 @@ class CheckpointManager:
 
     # -- saving ------------------------------------------------------------------------------------------
 
-    def save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> Path | None:
+    def save(self, step: int, engine: Engine, extra: dict[str, Any]) -> Path | None:
         """Writes a checkpoint and removes those that need not be kept.
 
         extra: JSON values that `load` gives back. Returns the path, or None when the storage failed: then
-        nothing has changed but for one line of warning through `tell`, and what was saved before is still
+        nothing has changed but for one line of warning, and what was saved before is still
         there. Waits first for a save that is running.
         """
-        self.wait(tell)
+        self.wait()
         state = RankState.collect(step, engine, extra, copy=False)
-        return self.path(step) if self._complete(state, None, tell) else None
+        return self.path(step) if self._complete(state, None) else None
 
-    def begin_save(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> None:
+    def begin_save(self, step: int, engine: Engine, extra: dict[str, Any]) -> None:
         """Copies to host memory what `save` would write, and leaves the rest to a thread: `wait` says how it went.
 
         There is never more than one: waits first for a save that is running. Where a rank has no memory for its copy,
@@ -115,22 +113,22 @@ class CheckpointManager:
         running = self._running
         if running is not None and running.is_running() and not running.local and not self._said_slow:
             self._said_slow = True
-            tell(
-                f"warning: at step {step} the checkpoint of step {running.step} is still being written, and "
+            logger.warning(
+                f"at step {step} the checkpoint of step {running.step} is still being written, and "
                 f"training waits for it: raise checkpoint.every, or use faster storage (said once)"
             )
-        self.wait(tell)
+        self.wait()
         state = self._copied(step, engine, extra)
         if state is None:
-            tell(
-                f"warning: there is no host memory for a copy of the state: training waits while step {step} is saved; "
+            logger.warning(
+                f"there is no host memory for a copy of the state: training waits while step {step} is saved; "
                 f"checkpoint.asynchronous = false spares the try"
             )
-            self.save(step, engine, extra, tell)
+            self.save(step, engine, extra)
             return
         self._running = BackgroundSave(step, functools.partial(self._complete, state, self._side()), engine.device)
 
-    def begin_copy(self, step: int, engine: Engine, extra: dict[str, Any], tell: Tell = tell_on_rank_zero) -> None:
+    def begin_copy(self, step: int, engine: Engine, extra: dict[str, Any]) -> None:
         """As `begin_save`, for a copy that lies with the nodes and is no checkpoint; none is made where a save is still
         running on any rank. A line of warning says what keeps copies from being made."""
         copies = self.copies
@@ -138,20 +136,20 @@ class CheckpointManager:
             return
         if any(gather_objects(self._running is not None and self._running.is_running())):
             return
-        self.wait(tell)
+        self.wait()
         if copies.off:
             return
         state = self._copied(step, engine, copies.labelled(extra))
         if state is None:
-            copies.give_up("there is no host memory for a copy of the state", tell)
-        elif copies.has_room(engine.host.size, tell):
+            copies.give_up("there is no host memory for a copy of the state")
+        elif copies.has_room(engine.host.size):
             work = functools.partial(copies.complete, state, self._side())
             self._running = BackgroundSave(step, work, engine.device, local=True)
 
-    def begin_anew(self, tell: Tell = tell_on_rank_zero) -> None:
+    def begin_anew(self) -> None:
         """For a run that begins at step 0: no copy that lies with the nodes is of it."""
         if self.copies is not None:
-            self.copies.follow(None, tell)
+            self.copies.follow(None)
 
     def end_copies(self) -> None:
         """Removes the copies that lie with the nodes: all that was done is saved."""
@@ -177,34 +175,29 @@ class CheckpointManager:
         engine.host.clear()
         return None
 
-    def report(self, tell: Tell = tell_on_rank_zero) -> None:
-        """Passes on what a save in the background has to say so far; costs nothing. Needs no other rank."""
-        if self._running is not None:
-            self._running.report(tell)
-
-    def wait(self, tell: Tell = tell_on_rank_zero) -> int | None:
+    def wait(self) -> int | None:
         """Waits for a save in the background; its step if it failed, None if it did not or there was none.
 
         Raises what is no failure of the storage, but a mistake of ours or the end of another rank.
         """
         running, self._running = self._running, None
-        if running is None or running.join(tell):
+        if running is None or running.join():
             return None
         if running.local:
             self.copies.off = True
             return None
         return running.step
 
-    def close(self, tell: Tell = tell_on_rank_zero) -> None:
+    def close(self) -> None:
         """Waits for a save in the background and raises nothing: for the end of a run, also after an error."""
         running = self._running
         try:
-            self.wait(tell)
+            self.wait()
         except Exception as error:
             what = "node-local copy" if running.local else "checkpoint"
-            tell(f"warning: no {what} at step {running.step}: {error}")
+            logger.warning(f"no {what} at step {running.step}: {error}")
 
-    def _complete(self, state: RankState, group: dist.ProcessGroup | None, tell: Tell) -> bool:
+    def _complete(self, state: RankState, group: dist.ProcessGroup | None) -> bool:
         """Writes, then clears up; in the background, too. Whether there is a checkpoint now."""
         step, target = state.step, self.path(state.step)
         temporary = self.directory / f".tmp-{target.name}"
@@ -215,21 +208,21 @@ class CheckpointManager:
         except OSError as error:
             if folder.leads:
                 shutil.rmtree(temporary, ignore_errors=True)
-                self._clear_failed(step, tell)
+                self._clear_failed(step)
             whole = [s for s in self.steps() if self._looks_whole(s)]
             last = f"the last valid one is {self.path(whole[-1]).name}" if whole else "there is none so far"
-            tell(f"warning: no checkpoint at step {step}: {complaint(error)}; training goes on, {last}")
+            logger.warning(f"no checkpoint at step {step}: {complaint(error)}; training goes on, {last}")
             return False
         self._damaged.discard(target)
         if folder.leads:
-            self._note(step, tell)
-            self._prune(step, tell)
+            self._note(step)
+            self._prune(step)
         return True
 
-    def clear_up(self, step: int, tell: Tell = tell_on_rank_zero) -> None:
+    def clear_up(self, step: int) -> None:
         """Removes what need not be kept besides the checkpoint of `step`: who saved it may have been killed before."""
         if self._folder().leads:
-            self._prune(step, tell)
+            self._prune(step)
 
     def _folder(self) -> FolderGroup:
         """Which ranks share `directory`."""
@@ -238,26 +231,26 @@ class CheckpointManager:
     def _publish(self, step: int, group: dist.ProcessGroup | None) -> None:
         """Brings a written checkpoint to where it counts. Raises OSError on all ranks if the storage there failed."""
 
-    def _clear_failed(self, step: int, tell: Tell) -> None:
+    def _clear_failed(self, step: int) -> None:
         """Removes from `directory`, on the rank that leads it, what a failed save left besides its unfinished files."""
 
-    def _note(self, step: int, tell: Tell) -> None:
+    def _note(self, step: int) -> None:
         if self.record is not None:
             try:
                 write_atomic(self.record, json.dumps({"step": step}) + "\n")
             except OSError as error:
-                tell(f"warning: {self.record} could not be written: {error}")
+                logger.warning(f"{self.record} could not be written: {error}")
 
-    def _prune(self, written: int, tell: Tell) -> None:
+    def _prune(self, written: int) -> None:
         whole = [step for step in self.steps() if self._looks_whole(step)]
         # The one just written is known to be valid; others only look like it.
         keep = {written, *whole[-self.keep_last :], *filter(self._stays_for_ever, self.steps())}
-        self._remove_all_but(keep, tell)
+        self._remove_all_but(keep)
 
     def _stays_for_ever(self, step: int) -> bool:
         return bool(self.keep_every) and step % self.keep_every == 0
 
-    def _remove_all_but(self, keep: set[int], tell: Tell) -> None:
+    def _remove_all_but(self, keep: set[int]) -> None:
         """Removes the other checkpoints, and what is unfinished. Where the storage fails, a warning says so."""
         try:
             for path in list(self.directory.iterdir()):
@@ -266,7 +259,7 @@ class CheckpointManager:
                 elif (step := step_of(path.name)) is not None and step not in keep:
                     self._remove(path)
         except OSError as error:
-            tell(f"warning: old checkpoints in {self.directory} could not be removed: {error}")
+            logger.warning(f"old checkpoints in {self.directory} could not be removed: {error}")
 
     def _remove(self, path: Path) -> None:
         # The manifest goes first, so that a half-removed directory is never taken for a whole one.
@@ -277,37 +270,37 @@ class CheckpointManager:
 
     # -- loading -----------------------------------------------------------------------------------------
 
-    def newest(self, engine: Engine, tell: Tell = tell_on_rank_zero) -> Path | None:
+    def newest(self, engine: Engine) -> Path | None:
         """What to go on from after a start: `latest_valid`, or a copy that the nodes hold of a later step; each node
         then has what its ranks need of it to load it into `engine`."""
-        saved = self.latest_valid(tell)
+        saved = self.latest_valid()
         step = -1 if saved is None else step_of(saved.name)
-        copy = None if self.copies is None else self.copies.newest(step, engine, tell)
+        copy = None if self.copies is None else self.copies.newest(step, engine)
         if copy is None:
             return saved
         self._verified.add(copy)
         there = "there is no checkpoint yet" if saved is None else f"the newest checkpoint is {saved.name}"
-        tell(f"going on from the node-local copy of step {step_of(copy.name)}: {there}")
+        logger.info(f"going on from the node-local copy of step {step_of(copy.name)}: {there}")
         return copy
 
-    def latest_valid(self, tell: Tell = tell_on_rank_zero, *, weights_only: bool = False) -> Path | None:
+    def latest_valid(self, *, weights_only: bool = False) -> Path | None:
         """The newest whole checkpoint, or None if there is none at all; damaged ones are named and skipped.
 
         weights_only: looks at no files but those that must be read for the weights. Raises ValueError if there are
         checkpoints but none is whole, or if there were some: starting from scratch would bury the run.
         """
-        self.wait(tell)
+        self.wait()
         first_problem = None
-        for step in reversed(self._steps_to_try(tell)):
+        for step in reversed(self._steps_to_try()):
             path = self.path(step)
-            problem = self._find_problem(step, tell, weights_only)
+            problem = self._find_problem(step, weights_only)
             if problem is None:
                 if not weights_only:
                     self._verified.add(path)
                 return path
             self._damaged.add(path)
             first_problem = first_problem or problem
-            tell(f"warning: skipping a checkpoint: {problem}")
+            logger.warning(f"skipping a checkpoint: {problem}")
         if first_problem is not None:
             raise ValueError(
                 f"{first_problem}; no checkpoint in {self.where} is valid: restore one, or use another run_dir"
@@ -315,11 +308,11 @@ class CheckpointManager:
         self._check_record()
         return None
 
-    def _steps_to_try(self, tell: Tell) -> list[int]:
+    def _steps_to_try(self) -> list[int]:
         """Steps of which there may be a valid checkpoint, in order; the same on all ranks."""
         return from_rank_zero(self.steps())
 
-    def _find_problem(self, step: int, tell: Tell, weights_only: bool) -> str | None:
+    def _find_problem(self, step: int, weights_only: bool) -> str | None:
         """What is wrong with the checkpoint of a step; None: it is whole, and in `directory`."""
         return find_problem(self.path(step), weights_only=weights_only)
 
@@ -360,7 +353,7 @@ class CheckpointManager:
             engine.load(path, layout)
         _restore_generators(generators)
         if self.copies is not None:
-            self.copies.follow(path, tell_on_rank_zero)
+            self.copies.follow(path)
         return manifest["extra"]
 
 

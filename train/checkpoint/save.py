@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import queue
 import shutil
 import threading
 import time
@@ -23,8 +22,6 @@ from matmix.train.engine.base import Engine
 from matmix.train.engine.snapshot import Snapshot
 from matmix.train.process.agree import agree
 from matmix.train.process.distributed import FolderGroup, rank_and_world_size
-
-Tell = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,14 +99,13 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 class BackgroundSave:
-    """A save in a thread of its own. What it has to say is kept until somebody listens."""
+    """A save in a thread of its own."""
 
-    def __init__(self, step: int, work: Callable[[Tell], bool], device: torch.device, *, local: bool = False) -> None:
-        """work: does the save, is given what to tell with, and returns whether there is a checkpoint now; local: it is
+    def __init__(self, step: int, work: Callable[[], bool], device: torch.device, *, local: bool = False) -> None:
+        """work: does the save, and returns whether there is a checkpoint now; local: it is
         only a copy with the nodes."""
         self.step, self.local = step, local
         self._work, self._device = work, device
-        self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._saved = False
         self._error: BaseException | None = None
         # A daemon: where the other ranks are gone it may wait for them long after this process has given up.
@@ -120,7 +116,7 @@ class BackgroundSave:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # else this thread would open a context on the first device
-            self._saved = self._work(self._messages.put)
+            self._saved = self._work()
         except BaseException as error:
             self._error = error
         finally:
@@ -129,19 +125,9 @@ class BackgroundSave:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    def report(self, tell: Tell) -> None:
-        """Passes on what it has said since the last time."""
-        while True:
-            try:
-                text = self._messages.get_nowait()
-            except queue.Empty:
-                return
-            tell(text)
-
-    def join(self, tell: Tell) -> bool:
+    def join(self) -> bool:
         """Waits for its end and returns whether there is a checkpoint now. Raises what it raised."""
         self._thread.join()
-        self.report(tell)
         if self._error is not None:
             raise self._error
         return self._saved

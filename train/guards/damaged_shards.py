@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 
 from matmix.data.loading.batch import Batch
 from matmix.train.process.distributed import gather_objects
 
+logger = logging.getLogger(__name__)
+
 
 class DamagedShards:
-    """What the micro-batches of all ranks say of damaged shards."""
+    """Collects the damaged shards that the micro-batches of all ranks report."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -26,9 +29,9 @@ class DamagedShards:
         }  # fmt: skip
         return sum(batch.n_damaged for batch in micro_batches), len(self._new)
 
-    def share(self, tell: Callable[[str], None]) -> None:
+    def share(self) -> None:
         """On all ranks, if any of them has something new: each shard is told once, whichever rank met it."""
         found = {where: why for rank in gather_objects(self._new) for where, why in rank.items()}
         for where in sorted(found.keys() - self._told):
-            tell(f"warning: leaving out the sequences of a damaged shard: {found[where]}")
+            logger.warning(f"leaving out the sequences of a damaged shard: {found[where]}")
         self._told |= found.keys()

@@ -3,10 +3,13 @@ validation losses that are no numbers."""
 
 from __future__ import annotations
 
+import logging
 import math
 
 from matmix.train.callbacks.base import RunView
 from matmix.train.errors import NonFiniteError
+
+logger = logging.getLogger(__name__)
 
 _ADVICE = "try a lower optimizer.lr, a longer schedule.warmup or engine.precision = fp32"
 
@@ -25,7 +28,7 @@ class NanGuard:
             return
         self.in_a_row += 1
         step, (where, advice) = run.state.step, find_overflow(run)
-        run.tell(
+        logger.info(
             f"step {step}: {f'{where}; ' if where else ''}"
             f"loss {run.last_loss:.4g}, gradient norm {run.last_norm:.4g}: "
             f"step skipped, weights unchanged ({self.in_a_row} in a row, the run stops at {self.limit})"
@@ -43,8 +46,8 @@ class NanGuard:
             return
         mixers = (block.mixer for block in run.engine.module.blocks if block.mixer is not None)
         advice = next(filter(None, (mixer.overflow_advice() for mixer in mixers)), _ADVICE)
-        run.tell(
-            f"warning: the validation loss of step {run.state.step} is {metrics['loss']}: on some of that text the "
+        logger.warning(
+            f"the validation loss of step {run.state.step} is {metrics['loss']}: on some of that text the "
             f"model leaves the range of floats; {advice}"
         )
 

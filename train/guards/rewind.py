@@ -1,13 +1,16 @@
-"""Going back to a checkpoint within a start: what a guard that decides so needs of the run, and how it is done."""
+"""Sends a run back to a checkpoint without a new start, when a guard decides so."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from matmix.data.loading.loader import Loader
 from matmix.train.callbacks.base import Rewind, RunView
+
+logger = logging.getLogger(__name__)
 
 Words = Callable[[int, int, int], str]
 
@@ -48,6 +51,6 @@ def go_back(
         count = run.state.rewinds
     else:
         run.state.restores = count = state.restores + 1
-    run.tell(words(count, first, read - 1))
+    logger.log(logging.WARNING if kind == "restore" else logging.INFO, words(count, first, read - 1))
     run.went_back(Rewind(state.step, kind))
     return iter(run.loader)

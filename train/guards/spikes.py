@@ -8,6 +8,7 @@ that the same weights with other batches, and the same batches with other weight
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import deque
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from matmix.train.callbacks.base import RunView
 from matmix.train.config import FaultsConfig
 from matmix.train.errors import LossSpikeError
 from matmix.train.guards.rewind import RewindableRun, go_back
+
+logger = logging.getLogger(__name__)
 
 
 class SpikeGuard:
@@ -57,7 +60,7 @@ class SpikeGuard:
         newest = run.newest_checkpoint()
         if newest is None:
             self.losses.append(loss)
-            run.tell(f"{seen}; there is no checkpoint to go back to, training goes on")
+            logger.info(f"{seen}; there is no checkpoint to go back to, training goes on")
             return batches
         if rewinds >= self.config.max_rewinds:
             raise LossSpikeError(

@@ -11,6 +11,7 @@ from typing import TextIO
 from matmix.train.errors import RunFailure
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER
 from matmix.train.process.launcher import follow_launcher
+from matmix.train.process.logs import LEVEL_VARIABLE, shown
 
 USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -67,10 +68,13 @@ def is_expected(error: BaseException) -> bool:
 def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
     """Runs a command and returns its exit code: its own, or that of the error it raised, which is shown in one line.
 
-    MATMIX_TRACEBACK=1 lets errors through with their tracebacks.
+    MATMIX_TRACEBACK=1 lets errors through with their tracebacks. MATMIX_LOG_LEVEL says which messages are shown; while
+    it trains, `logging.level` does.
     """
     try:
-        return command()
+        level = os.environ.get(LEVEL_VARIABLE, "info")
+        with shown(level, rank=int(os.environ.get("RANK", "0"))):
+            return command()
     except BaseException as error:
         if os.environ.get("MATMIX_TRACEBACK") or not is_expected(error):
             raise

@@ -7,12 +7,12 @@ wrong byte has a sender and a receiver, and time an all-reduce. Everything toget
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import shutil
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +23,8 @@ import torch.distributed as dist
 from matmix.train.errors import HealthError
 from matmix.train.process.distributed import Distributed, barrier, gather_objects, is_distributed
 from matmix.train.process.ranks import as_ranges
+
+logger = logging.getLogger(__name__)
 
 MIN_FREE_BYTES = 1 << 30
 MAX_CLOCK_SECONDS = 5.0
@@ -89,13 +91,12 @@ def check_health(distributed: Distributed, run_path: Path) -> Health:
 
 
 def tell_health(distributed: Distributed, run_dir: str) -> None:
-    """Checks all nodes; rank 0 prints one line where there are several ranks, and one for each warning."""
+    """Checks all nodes; says one line where there are several ranks, and one for each warning."""
     health = check_health(distributed, Path(tempfile.gettempdir() if "://" in run_dir else run_dir))
-    if distributed.rank == 0:
-        for warning in health.warnings:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-        if distributed.world_size > 1:
-            print(health, file=sys.stderr, flush=True)
+    for warning in health.warnings:
+        logger.warning(warning)
+    if distributed.world_size > 1:
+        logger.info(health)
 
 
 def _find_problem(device: torch.device) -> str:

@@ -1,13 +1,14 @@
 """The run directory: config.toml, tokenizer/, checkpoints/, saved.json, metrics.jsonl, tensorboard/, curves.png,
-summary.json."""
+messages.log, summary.json."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from matmix.train.config import CheckpointConfig, RunConfig
 from matmix.train.recipe import config_from_dict, config_to_dict, differences, read_toml, with_defaults, write_config
 from matmix.train.run.lock import RunLock
 from matmix.train.run.outcome import local_folder
+
+logger = logging.getLogger(__name__)
 
 # What may change when a run is started again: how it is watched, spread and kept, and how the steps to come are made;
 # nothing that defines the model, the batches or the meaning of the optimizer's state.
@@ -43,9 +46,10 @@ _MAY_NOT_CHANGE = ("engine.precision",)
 _OF_ONE_START = ("stop_step", "checkpoint.start_over", "run_dir")  # a run that was moved has not changed
 _NEVER = object()
 SAVED = "saved.json"
+LOG = "messages.log"
 Change = tuple[str, Any, Any]  # dotted key, value before, value now
 # What may lie in a run directory before the run has begun.
-_BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json", "train.log", ".config.toml.tmp"})
+_BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json", "train.log", LOG, ".config.toml.tmp"})
 
 
 def _is_free(key: str) -> bool:
@@ -132,7 +136,6 @@ class RunDirectory:
         config: RunConfig,
         step: int,
         tokenizer: Tokenizer | None,
-        tell: Callable[[str], None],
         changes: Sequence[Change] = (),
     ) -> None:
         """Makes the directory and writes the resolved config and the tokenizer (rank 0 only).
@@ -151,7 +154,7 @@ class RunDirectory:
             self._keep(tokenizer)
         if changes:
             listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
-            tell(f"continuing with changes: {listed}")
+            logger.info(f"continuing with changes: {listed}")
 
     def checkpoint_manager(self, config: CheckpointConfig) -> CheckpointManager:
         """The run's checkpoints."""
@@ -181,11 +184,11 @@ class RunDirectory:
             tokenizer.save(temporary)
             temporary.rename(folder)
 
-    def set_aside_records(self, tell: Callable[[str], None]) -> None:
+    def set_aside_records(self) -> None:
         """Makes room for the records of a run that begins again."""
         for name in ("metrics.jsonl", "summary.json", "changes.jsonl", SAVED):
             if (path := self.path / name).exists():
-                tell(f"moved {name} to {set_aside(path).name}: the run begins again at step 0")
+                logger.info(f"moved {name} to {set_aside(path).name}: the run begins again at step 0")
 
     def read_summary(self) -> dict[str, Any] | None:
         """What `write_summary` wrote; None where it did not, or where that is damaged: then the run ends once more."""
@@ -196,12 +199,12 @@ class RunDirectory:
         sound = isinstance(summary, dict) and isinstance(summary.get("step"), int)
         return summary if sound and isinstance(summary.get("validation"), dict) else None
 
-    def write_summary(self, summary: dict[str, Any], tell: Callable[[str], None]) -> None:
+    def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes what says that the run is finished; where the storage fails, a warning says so."""
         try:
             write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
         except OSError as error:
-            tell(f"warning: no summary written ({error}); the same command tries again")
+            logger.warning(f"no summary written ({error}); the same command tries again")
 
 
 def refused_changes(found: Iterable[Change]) -> str:

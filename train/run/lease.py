@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from matmix.data.storage.remote import RemoteFolder
 from matmix.train.errors import RunFailure
 from matmix.train.run.lock import describe_owner, is_earlier_attempt, this_process
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "leases"
 BEFORE = "lease.json"
@@ -56,7 +58,7 @@ class Lease:
         self._renewing: threading.Thread | None = None
         self._taken_by: dict[str, Any] | None = None
 
-    def acquire(self, tell: Callable[[str], None]) -> None:
+    def acquire(self) -> None:
         """Takes the lease, waiting where its owner may be gone.
 
         Raises ValueError that names the owner in one line, and RemoteError or PermissionError where the store cannot
@@ -64,7 +66,7 @@ class Lease:
         """
         starts, found = self._newest()
         if found.get("held") and not _is_gone(found["owner"]):
-            self._watch(found, tell)
+            self._watch(found)
         self.starts = starts + 1
         self._content = {
             "held": True,
@@ -108,10 +110,12 @@ class Lease:
             pass  # it lapses by itself
         self._content = {}
 
-    def _watch(self, found: dict[str, Any], tell: Callable[[str], None]) -> None:
+    def _watch(self, found: dict[str, Any]) -> None:
         """Returns once nothing was renewed for long enough; raises ValueError as soon as something is."""
         owner = describe_owner(found["owner"])
-        tell(f"{self.remote.url} was held by another job ({owner}): looking for {LAPSE_SECONDS:.0f} s if it is gone")
+        logger.info(
+            f"{self.remote.url} was held by another job ({owner}): looking for {LAPSE_SECONDS:.0f} s if it is gone"
+        )
         end = time.monotonic() + LAPSE_SECONDS
         while time.monotonic() < end:
             time.sleep(min(1.0, LAPSE_SECONDS / 10))

@@ -10,15 +10,17 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from matmix.train.run.outcome import attempt_id
+
+logger = logging.getLogger(__name__)
 
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 # After a node's death a file server keeps its locks for a while (NFS: 90 seconds).
@@ -40,11 +42,11 @@ class RunLock:
             os.close(self.handle)
             self.handle = -1
 
-    def acquire(self, tell: Callable[[str], None]) -> None:
+    def acquire(self) -> None:
         """Takes the lock, and makes the directory if there is none.
 
         Raises ValueError that names the owner, where there is one, in one line; OSError where the directory cannot be
-        written to. On a file system without locks a warning is told, and two jobs are not kept apart.
+        written to. On a file system without locks there is a warning, and two jobs are not kept apart.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -56,8 +58,8 @@ class RunLock:
                 break
             except OSError as error:
                 if error.errno not in _HELD:
-                    tell(
-                        f"warning: no locks on the file system of {self.path.parent} ({error.strerror}): "
+                    logger.warning(
+                        f"no locks on the file system of {self.path.parent} ({error.strerror}): "
                         f"make sure that no second job uses this run directory"
                     )
                     return
@@ -70,7 +72,9 @@ class RunLock:
                 )
             if not waiting:
                 waiting = True
-                tell(f"waiting for the end of this job's last attempt in {self.path.parent} ({describe_owner(owner)})")
+                logger.info(
+                    f"waiting for the end of this job's last attempt in {self.path.parent} ({describe_owner(owner)})"
+                )
             time.sleep(1.0)
         self._sign()
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -24,6 +24,9 @@ from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url, scratch_folder
 from matmix.train.checkpoint.steps import list_steps
 from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
+from matmix.train.process.logs import EVERY_RANK
+
+logger = logging.getLogger(__name__)
 
 ATTEMPT_VARIABLE = "MATMIX_ATTEMPT"
 _ALLOWED = re.compile(r"[A-Za-z0-9._-]+")
@@ -45,8 +48,8 @@ _made_up = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def attempt_id() -> str:
-    """Name of this start of the run: MATMIX_ATTEMPT, else made from the time and the process's number (rank 0's, once
-    the ranks have met).
+    """Name of this start of the run: MATMIX_ATTEMPT, else made from the time and the process's number. Once the ranks
+    have met it is rank 0's.
 
     Raises ValueError for a name that is no plain file name.
     """
@@ -57,9 +60,12 @@ def attempt_id() -> str:
 
 
 def adopt_attempt(name: str) -> None:
-    """Takes rank 0's name for the attempt, where the environment gives none."""
+    """Takes rank 0's name for the attempt; the launchers of other nodes have given their ranks other ones."""
     global _made_up
-    _made_up = name
+    if os.environ.get(ATTEMPT_VARIABLE):
+        os.environ[ATTEMPT_VARIABLE] = name
+    else:
+        _made_up = name
 
 
 def local_folder(run_dir: str | Path, node: int | str | None = None) -> Path:
@@ -117,7 +123,7 @@ def write_outcome(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(dataclasses.asdict(outcome)) + "\n")
     except OSError as error:
-        print(f"warning: how this attempt ended could not be written to {path} ({error})", file=sys.stderr, flush=True)
+        logger.warning(f"how this attempt ended could not be written to {path} ({error})", extra=EVERY_RANK)
         return None
     return path
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -19,13 +19,14 @@ from matmix.train.checkpoint.steps import MANIFEST, step_of
 from matmix.train.config import CheckpointConfig
 from matmix.train.process.agree import agree
 from matmix.train.process.distributed import FolderGroup, from_rank_zero, rank_and_world_size
+from matmix.train.process.logs import EVERY_RANK
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.lease import Lease, LeaseLostError
 from matmix.train.run.outcome import attempt_id, local_folder, outcome_path
 from matmix.train.run.remote_checkpoints import RemoteCheckpoints
 from matmix.train.run.sync import RunSync
 
-Tell = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 class RemoteRun(RunDirectory):
@@ -41,11 +42,11 @@ class RemoteRun(RunDirectory):
 
 
 @contextlib.contextmanager
-def opened(run_dir: str, tell: Tell | None = None) -> Iterator[RunDirectory]:
+def opened(run_dir: str) -> Iterator[RunDirectory]:
     """A run to train in, on all ranks together: for a URL, holds its lease, and brings this node's folder up to date
     before and the URL afterwards.
 
-    tell: takes a line for the user. Raises ValueError if another job is at the URL, or something that is no run, and
+    Raises ValueError if another job is at the URL, or something that is no run, and
     OSError where the store fails; where the last upload of records fails, a warning says so.
     """
     refuse_secrets(run_dir, "run_dir")
@@ -57,7 +58,7 @@ def opened(run_dir: str, tell: Tell | None = None) -> Iterator[RunDirectory]:
     lease = Lease(sync.remote)
     agree(sync.check, here=is_first)
     # Two jobs of one host share this folder: the lock of files tells them apart at once, and for certain.
-    agree(lambda: lease.acquire(tell or _tell_on_stderr), here=is_first)
+    agree(lease.acquire, here=is_first)
     try:
         starts = from_rank_zero(lease.starts)
         begun = agree(lambda: (node.number, sync.begin(starts)), here=node.leads)
@@ -76,7 +77,7 @@ def _push_records(sync: RunSync, lease: Lease) -> None:
     except LeaseLostError:
         return
     except OSError as error:
-        print(f"warning: records of the run are not up to date at {sync.url} ({error})", file=sys.stderr, flush=True)
+        logger.warning(f"records of the run are not up to date at {sync.url} ({error})", extra=EVERY_RANK)
 
 
 def push_outcome(run_dir: str, rank: int) -> None:
@@ -88,11 +89,6 @@ def push_outcome(run_dir: str, rank: int) -> None:
     if path.is_file():
         with contextlib.suppress(OSError):
             RemoteFolder(run_dir, patient=False).upload(path, path.relative_to(folder).as_posix())
-
-
-def _tell_on_stderr(text: str) -> None:
-    if rank_and_world_size()[0] == 0:
-        print(text, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,14 +135,12 @@ def _read(url: str, use: str) -> _Reading:
     return reading
 
 
-def local_run(run: str | Path, *, step: int | None = None, tell: Tell = _tell_on_stderr) -> Path:
+def local_run(run: str | Path, *, step: int | None = None) -> Path:
     """A run directory to read from: `run` itself, or for a URL a copy of it with one checkpoint, as `fetch_run`."""
-    return fetch_run(run, step=step, tell=tell)[0]
+    return fetch_run(run, step=step)[0]
 
 
-def fetch_run(
-    run: str | Path, *, step: int | None = None, weights_only: bool = False, tell: Tell = _tell_on_stderr
-) -> tuple[Path, Path | None]:
+def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = False) -> tuple[Path, Path | None]:
     """A run directory to read from, which is `run` itself or for a URL a copy, and in a copy its checkpoint, if there
     is one: it is whole.
 
@@ -164,14 +158,14 @@ def fetch_run(
         raise ValueError(f"{sync.url} has no checkpoint of step {step}; there are: {there}")
     wanted = [step] if step is not None else list(reversed(steps))
     for candidate in wanted:
-        problem = sync.pull(candidate, tell, weights_only=weights_only)
+        problem = sync.pull(candidate, weights_only=weights_only)
         if problem is None:
             reading.steps.add(candidate)
             reading.forget_checkpoints()
             return sync.folder, sync.path(candidate)
         if candidate == wanted[-1]:
             raise ValueError(problem)
-        tell(f"warning: skipping a checkpoint: {problem}")
+        logger.warning(f"skipping a checkpoint: {problem}")
     return sync.folder, None
 
 

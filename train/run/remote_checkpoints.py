@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 import torch.distributed as dist
 
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.checkpoint.save import Tell
 from matmix.train.process.agree import agree, complaint
 from matmix.train.process.distributed import FolderGroup, gather_objects, rank_and_world_size
 from matmix.train.run.lease import Lease
 from matmix.train.run.sync import RunSync
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteCheckpoints(CheckpointManager):
@@ -68,21 +70,21 @@ class RemoteCheckpoints(CheckpointManager):
         kept = {step, *self._uploaded[-self.keep_last :]}
         self._uploaded = [s for s in self._uploaded if s in kept or self._stays_for_ever(s)]
 
-    def _clear_failed(self, step: int, tell: Tell) -> None:
-        self._remove_all_but({step, *self.sync.local_steps()[-self.keep_last :]}, tell)
+    def _clear_failed(self, step: int) -> None:
+        self._remove_all_but({step, *self.sync.local_steps()[-self.keep_last :]})
 
-    def _prune(self, written: int, tell: Tell) -> None:
+    def _prune(self, written: int) -> None:
         """Leaves the newest here, and at the URL what `_uploaded` says."""
-        self._remove_all_but({written, *self._uploaded[-self.keep_last :]}, tell)
+        self._remove_all_but({written, *self._uploaded[-self.keep_last :]})
         if self._is_first():
             try:
                 self.sync.remove_all_but({*self._uploaded, written})
             except OSError as error:
-                tell(f"warning: old checkpoints of {self.sync.url} could not be removed: {error}")
+                logger.warning(f"old checkpoints of {self.sync.url} could not be removed: {error}")
 
     # -- loading -----------------------------------------------------------------------------------------
 
-    def _steps_to_try(self, tell: Tell) -> list[int]:
+    def _steps_to_try(self) -> list[int]:
         """Those at the URL. A checkpoint that the last start wrote but could not upload is uploaded first."""
         steps = agree(self.sync.remote_steps, here=self._is_first())[0]
         unsent = self._find_unsent(max(steps, default=-1))
@@ -91,17 +93,16 @@ class RemoteCheckpoints(CheckpointManager):
                 self._publish(unsent, None)
             except OSError as error:
                 problem = complaint(error)
-                tell(f"warning: the checkpoint of step {unsent} still cannot be uploaded ({problem})")
+                logger.warning(f"the checkpoint of step {unsent} still cannot be uploaded ({problem})")
             else:
                 steps = sorted({*steps, unsent})
-                tell(f"uploaded the checkpoint of step {unsent}, which the last start of this run could not")
+                logger.info(f"uploaded the checkpoint of step {unsent}, which the last start of this run could not")
         self._uploaded = list(steps)
         return steps
 
-    def _find_problem(self, step: int, tell: Tell, weights_only: bool) -> str | None:
+    def _find_problem(self, step: int, weights_only: bool) -> str | None:
         """Fetches the checkpoint to every node; what is wrong with it on any of them."""
-        tell = tell if self.sync.first else lambda text: None
-        problems = agree(lambda: self.sync.pull(step, tell, weights_only=weights_only), here=self._folder().leads)
+        problems = agree(lambda: self.sync.pull(step, weights_only=weights_only), here=self._folder().leads)
         problem = next(filter(None, problems), None)
         if problem is not None:
             self._uploaded.remove(step)

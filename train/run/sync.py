@@ -8,9 +8,10 @@ a folder with what its own ranks wrote, and its first rank uploads it.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 from matmix.data.storage.files import write_atomic
@@ -21,6 +22,8 @@ from matmix.train.checkpoint.local_copies import RECORD
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.process.heartbeat import beat
 from matmix.train.run import lease
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 # Belongs to this node or to the store: locks, what is said of copies here, and files that are being written.
@@ -153,9 +156,7 @@ class RunSync:
         gone = [name for name, step in self._by_step() if step not in steps]
         self.remote.remove(sorted(gone, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)))
 
-    def pull(
-        self, step: int, tell: Callable[[str], None] = lambda text: None, *, weights_only: bool = False
-    ) -> str | None:
+    def pull(self, step: int, *, weights_only: bool = False) -> str | None:
         """Fetches a checkpoint into this node's folder, but for files that are here already with the right checksum.
         Every file is hashed once.
 
@@ -179,22 +180,23 @@ class RunSync:
             (target / name).unlink()  # of another attempt at this step
         try:
             first = index_files(files) if weights_only else []
-            self._pull_files(step, files, first, where, lambda text: None)
+            self._pull_files(step, files, first, where, logging.DEBUG)
             wanted = weight_files(target, manifest["layout"], files) if weights_only else list(files)
-            self._pull_files(step, files, set(wanted).difference(first), where, tell)
+            self._pull_files(step, files, set(wanted).difference(first), where)
         except ValueError as error:
             return str(error).replace(f"checkpoint {target}", where)
         write_atomic(target / MANIFEST, raw)
         return None
 
     def _pull_files(
-        self, step: int, files: dict[str, list], names: Collection[str], where: str, tell: Callable[[str], None]
+        self, step: int, files: dict[str, list], names: Collection[str], where: str, level: int = logging.INFO
     ) -> None:
         """Fetches those of a checkpoint's files that are not here. Raises ValueError for one that is damaged."""
         target = self.path(step)
         missing = [name for name in names if not matches(target / name, files[name])]
         if missing:
-            tell(f"fetching {sum(files[n][0] for n in missing) / 1e6:,.1f} MB in {len(missing)} files of {where}")
+            size = sum(files[name][0] for name in missing) / 1e6
+            logger.log(level, f"fetching {size:,.1f} MB in {len(missing)} files of {where}")
         self.at(step).download_all(missing, target, lambda name: beat("a download"))
         for name in missing:
             if not matches(target / name, files[name]):

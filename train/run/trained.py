@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from matmix.train.config import RunConfig
 from matmix.train.run.directory import RunDirectory, check_tokenizer
 from matmix.train.run.remote import fetch_run
 from matmix.train.state import check_extra
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,25 +51,22 @@ class Trained:
         return tokenizer
 
 
-def open_trained(
-    run: str | Path, step: int | None = None, tell: Callable[[str], None] = print, *, weights_only: bool = True
-) -> Trained:
+def open_trained(run: str | Path, step: int | None = None, *, weights_only: bool = True) -> Trained:
     """`find_trained` in a run directory or at a run's URL, from which the files that are needed are fetched."""
     folder, fetched = fetch_run(run, step=step, weights_only=weights_only)
-    return find_trained(RunDirectory(folder), step, tell, weights_only=weights_only, whole=fetched)
+    return find_trained(RunDirectory(folder), step, weights_only=weights_only, whole=fetched)
 
 
 def find_trained(
     run: RunDirectory,
     step: int | None = None,
-    tell: Callable[[str], None] = print,
     *,
     weights_only: bool = True,
     whole: Path | None = None,
 ) -> Trained:
     """The checkpoint of `step`, or the newest valid one, with what it was trained with.
 
-    tell: takes a line where config.toml was edited in ways that a run may change. weights_only: reads and compares no
+    A message says where config.toml was edited in ways that a run may change. weights_only: reads and compares no
     files but those that must be read for the weights. whole: the checkpoint, where that was found whole already.
     Raises FileNotFoundError or ValueError (one line) if there is no such checkpoint, or the run's config is not the
     checkpoint's.
@@ -77,7 +77,7 @@ def find_trained(
     check_extra(manifest["extra"], checkpoint)
     if changes := run.changes_since(manifest["extra"], config):
         listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
-        tell(f"config.toml has changed since {checkpoint.name}: {listed}")
+        logger.info(f"config.toml has changed since {checkpoint.name}: {listed}")
     return Trained(run, checkpoint, config, manifest)
 
 

@@ -9,10 +9,17 @@ from typing import Annotated
 
 import tyro
 
+from matmix.launch.jobs.environment import cores
+from matmix.launch.jobs.records import launch_home
+from matmix.launch.jobs.slurm import submit as slurm
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
-from matmix.launch.lab.compare.config import Comparison, keep_recipe
-from matmix.launch.lab.compare.processes import cores, listening
-from matmix.launch.lab.compare.runs import Task
+from matmix.launch.lab.compare.config import Comparison, keep_recipe, read_comparison
+from matmix.launch.lab.compare.processes import listening
+from matmix.launch.lab.compare.report import plan_text, write_report
+from matmix.launch.lab.compare.runs import Task, check_data, describe_failures, run_tasks, tasks_of
+from matmix.launch.lab.compare.settings import check_directories
+from matmix.launch.lab.compare.speed import is_measured, measure_all
+from matmix.launch.lab.compare.width import matched
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
@@ -22,7 +29,7 @@ _SPEED = tyro.conf.create_mutex_group(required=False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Train the entries of a comparison at equal parameters, data and steps, and tabulate what they came to.
+    """Train the entries of a comparison at equal parameters, data and steps, and tabulate their results.
 
     RECIPE is a TOML file with a table [comparison], the name of a bundled one (matrix_mixers, bidirectional,
     language_models, lion and others; an unknown name lists them), or the folder of a comparison. Any field of a recipe
@@ -58,35 +65,21 @@ class Compare:
         given = sorted(name for name, value in self.slurm_options.items() if value not in (None, ()))
         if (given or self.profile) and not self.slurm:
             raise ValueError(f"--{(given or ['profile'])[0].replace('_', '-')} belongs to --slurm: give both")
-        return _compare(self, rest, typed)
-
-
-def _compare(given: Compare, overrides: list[str], typed: list[str]) -> int:
-    from matmix.launch.lab.compare.config import read_comparison
-    from matmix.launch.lab.compare.report import plan_text, write_report
-    from matmix.launch.lab.compare.runs import tasks_of
-    from matmix.launch.lab.compare.settings import check_directories
-    from matmix.launch.lab.compare.width import matched
-
-    comparison = matched(read_comparison(given.recipe, overrides))
-    tasks = tasks_of(comparison, given.only)
-    if given.report:
-        print(write_report(comparison))
-        return EXIT_OK
-    check_directories(tasks)
-    if given.slurm:
-        return _submit(comparison, tasks, given, typed)
-    if given.dry_run:
-        print(plan_text(comparison))
-        return EXIT_OK
-    return _train(comparison, tasks, given)
+        comparison = matched(read_comparison(self.recipe, rest))
+        tasks = tasks_of(comparison, self.only)
+        if self.report:
+            print(write_report(comparison))
+            return EXIT_OK
+        check_directories(tasks)
+        if self.slurm:
+            return _submit(comparison, tasks, self, typed)
+        if self.dry_run:
+            print(plan_text(comparison))
+            return EXIT_OK
+        return _train(comparison, tasks, self)
 
 
 def _train(comparison: Comparison, tasks: list[Task], given: Compare) -> int:
-    from matmix.launch.lab.compare.report import plan_text, write_report
-    from matmix.launch.lab.compare.runs import check_data, describe_failures, run_tasks
-    from matmix.launch.lab.compare.speed import is_measured, measure_all
-
     def tell(text: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that was closed: the runs are saved nevertheless
             print(text, flush=True)
@@ -114,23 +107,19 @@ def _train(comparison: Comparison, tasks: list[Task], given: Compare) -> int:
 
 def _submit(comparison: Comparison, tasks: list[Task], given: Compare, command: list[str]) -> int:
     """The runs that are not finished as an array, a task each."""
-    from matmix.launch.jobs.records import launch_home
-    from matmix.launch.jobs.slurm import submit as slurm
-    from matmix.launch.lab.compare.report import plan_text
-
     waiting = [task.config for task in tasks if not task.is_finished()]
     if not waiting:
         print("Nothing to submit: all runs are finished")
         return EXIT_OK
     home = launch_home(str(comparison.home))
     plan = slurm.plan_configs(home, waiting, slurm_options(given.profile, given.slurm_options), command, is_sweep=True)
-    script = slurm.render_launch(plan)
+    scripts = plan.scripts()
     if given.dry_run:
-        print(script, end="")
+        print(*scripts.values(), end="")
         return EXIT_OK
     print(plan_text(comparison))
     keep_recipe(comparison)
-    job = slurm.submit_launch(plan, script)
+    job = plan.submit(scripts)
     print(f"Submitted job {job.job} ({job.tasks} tasks): {plan.folder / 'job.sbatch'}")
     print(f"Follow it:     matmix launch status {shlex.quote(str(home))}")
     print("Tabulate it:   the same recipe and overrides with --report in place of --slurm and its options")

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import operator
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matmix.train.arguments import field_names, parse_arguments, unknown_key
 from matmix.train.config import RunConfig
+from matmix.train.recipe import plain
 
 Path = tuple[str, ...]
 _SETTINGS: dict[str, Any] = {"seeds": tuple[int, ...], "parameters": int, "tolerance": float, "controls": bool}
@@ -27,7 +30,7 @@ def given_values(words: Sequence[str]) -> dict[Path, Any]:
     values = dataclasses.asdict(
         parse_arguments(_only_given(paths), list(words), prog="matmix compare RECIPE")  # type: ignore[type-var]
     )
-    return {path: _plain(_get(values, path)) for path in paths}
+    return {path: plain(functools.reduce(operator.getitem, path, values)) for path in paths}
 
 
 def put(table: dict[str, Any], path: Path, value: Any) -> None:
@@ -84,15 +87,3 @@ def _table(name: str, hints: Mapping[str, Any], paths: Sequence[Path]) -> type:
             hint = _table(key, hint if isinstance(hint, Mapping) else typing.get_type_hints(hint), inner)
         fields.append((key, hint))
     return dataclasses.make_dataclass(name, fields, frozen=True, kw_only=True)
-
-
-def _get(values: Any, path: Path) -> Any:
-    for part in path:
-        values = values[part]
-    return values
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}  # TOML has no None
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

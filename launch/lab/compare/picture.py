@@ -6,13 +6,13 @@ Of generated tasks the first panel has the accuracy over lengths; otherwise it h
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from matmix.launch.lab.compare.controls import Control
 from matmix.launch.lab.compare.results import EntryResult, accuracy_metrics, position_metrics, spread
+from matmix.launch.lab.figures import panels, png_of
 
 _SMOOTH = 0.05  # share of the records over which the curves of the training loss are averaged
 _NAME_WIDTH = 26  # characters of a name on a line
@@ -29,25 +29,20 @@ Panel = tuple[Callable[..., None], int]
 
 def picture(results: Sequence[Sequence[EntryResult]]) -> bytes:
     """A PNG; results: those of each variant."""
-    from matplotlib.figure import Figure  # only who draws needs it
-
     rows = [_panels(found) for found in results]
     widths = [width for _, width in max(rows, key=len)]
     height = 1.8 + 0.34 * max(8, len(results[0]))
-    figure = Figure(figsize=(2.6 * sum(widths), height * len(rows)), layout="constrained", dpi=110)
-    grid = figure.subplots(len(rows), len(widths), width_ratios=widths, squeeze=False)
+    size = 2.6 * sum(widths), height * len(rows)
+    figure, grid = panels(size, len(rows), len(widths), width_ratios=widths)
     names = [entry.name for entry in sorted((r.entry for r in results[0]), key=lambda e: (bool(e.control), e.name))]
-    for found, panels, axes in zip(results, rows, grid, strict=True):
+    for found, drawn, axes in zip(results, rows, grid, strict=True):
         looks = [style(names.index(result.entry.name), result.entry.control) for result in found]
-        for (draw, _), one in zip(panels, axes, strict=False):
+        for (draw, _), one in zip(drawn, axes, strict=False):
             draw(one, found, looks)
-            one.grid(True, alpha=0.3, linewidth=0.6)
-        for one in axes[len(panels) :]:
+        for one in axes[len(drawn) :]:
             one.set_axis_off()
         axes[0].set_title(found[0].entry.variant)
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    return png_of(figure)
 
 
 def _panels(results: Sequence[EntryResult]) -> list[Panel]:

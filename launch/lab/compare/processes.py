@@ -14,20 +14,14 @@ from typing import Any
 
 import torch
 
+from matmix.launch.jobs.environment import threads_of_each
 from matmix.train.process import launcher, stop
-
-_inside = False
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads(parallel: int = 1) -> int:
     """Threads of each of so many processes at a time: the user's OMP_NUM_THREADS, else a share of the cores."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else max(1, cores() // parallel)
+    return int(given) if given.isdecimal() and int(given) else threads_of_each(parallel)
 
 
 def start(module: str, argument: Path, *, parallel: int = 1, device: str = "", **options: Any) -> subprocess.Popen:
@@ -57,23 +51,12 @@ def gpu(place: int) -> str:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Notes the signals that stop a run, and SIGHUP (a terminal that is closed) unless it is ignored, as under nohup.
-
-    May be entered again within.
-    """
-    global _inside
-    if _inside or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _inside = True
-    try:
-        with stop.during_run():
+    """Notes the signals that stop a run, and SIGHUP (a closed terminal) unless it is ignored, as under nohup."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop.during_run())
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             before = signal.getsignal(signal.SIGHUP)
             if before is not signal.SIG_IGN:
                 signal.signal(signal.SIGHUP, lambda number, _frame: stop.request(number))
-            try:
+                stack.callback(signal.signal, signal.SIGHUP, signal.SIG_DFL if before is None else before)
                 yield
-            finally:
-                signal.signal(signal.SIGHUP, signal.SIG_DFL if before is None else before)
-    finally:
-        _inside = False

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matmix.data.artifacts import read_json_lines
 from matmix.train.words import duration
 
 EVERY_SECONDS = 60.0
-_TAIL_BYTES = 8192
 
 
 class Clock:
@@ -32,26 +30,13 @@ class Clock:
 
 def run_words(run: Path, last_step: int) -> str:
     """Step, loss and time left of a run that is going on, from the last record in its metrics.jsonl."""
-    record = last_record(run / "metrics.jsonl")
-    if record is None:
+    if not (records := training_records(run / "metrics.jsonl")):
         return "no step recorded yet"
+    record = records[-1]
     left = duration((last_step - record["step"]) * record["seconds_per_step"])
     return f"step {record['step']:,} of {last_step:,}, loss {record['loss']:.4f}, about {left} left"
 
 
-def last_record(path: Path) -> dict[str, Any] | None:
-    """The last record of training steps; only the end of the file is read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut by where the reading began, or not written to its end yet
-            continue
-        if isinstance(record, dict) and record.get("kind") == "train":
-            return record
-    return None
+def training_records(path: Path) -> list[dict[str, Any]]:
+    """The records of training steps in a metrics.jsonl, in order; [] where there is none."""
+    return [record for record in read_json_lines(path) if record.get("kind") == "train"]

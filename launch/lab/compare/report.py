@@ -136,30 +136,25 @@ def summary_text(parts: Sequence[Comparison], results: Sequence[Sequence[EntryRe
 
 def table_csv(results: Sequence[Sequence[EntryResult]]) -> str:
     """The same of all variants, unrounded, with all metrics and each seed's own values."""
-    every = [result for found in results for result in found]
-    seeds = [run.seed for run in every[0].runs]
-    metrics = list(dict.fromkeys(["loss", *metrics_of(every)]))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        [
-            *("entry", "variant", "control", "parameters", "d_model", "headdim"),
-            *(f"{name}_{part}" for name in metrics for part in ("mean", "deviation")),
-            *("gain_over_no_mixer", "n", "tokens_per_second", "peak_bytes"),
-            *(f"{name}_seed_{seed}" for name in metrics for seed in seeds),
-        ]
-    )
+    metrics = list(dict.fromkeys(["loss", *metrics_of([result for found in results for result in found])]))
+    rows = []
     for found in results:
         for result in found:
             entry, model = result.entry, result.entry.config.model
-            row = [entry.name, entry.variant, entry.control or "", entry.parameters, model.d_model]
-            row.append(_headdims(model).replace(",", ""))
+            row = {"entry": entry.name, "variant": entry.variant, "control": entry.control}
+            row |= {"parameters": entry.parameters, "d_model": model.d_model}
+            row["headdim"] = _headdims(model).replace(",", "")
             for name in metrics:
-                values = spread(result.values(name))
-                row += ["", ""] if values is None else [values.mean, values.deviation]
-            row += [gain_over_no_mixer(result, found), len(result.values("loss"))]
-            row += [result.tokens_per_second, result.peak_bytes]
-            writer.writerow([*row, *(run.validation.get(name) for name in metrics for run in result.runs)])
+                over = spread(result.values(name))
+                row[f"{name}_mean"], row[f"{name}_deviation"] = (over.mean, over.deviation) if over else (None, None)
+            row |= {"gain_over_no_mixer": gain_over_no_mixer(result, found), "n": len(result.values("loss"))}
+            row |= {"tokens_per_second": result.tokens_per_second, "peak_bytes": result.peak_bytes}
+            row |= {f"{name}_seed_{run.seed}": run.validation.get(name) for name in metrics for run in result.runs}
+            rows.append(row)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""What the runs of a comparison came to, read from their directories."""
+"""The results of the runs of a comparison, read from their directories."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from matmix.data.artifacts import read_json_lines
 from matmix.launch.lab.compare.config import Comparison, Entry
+from matmix.launch.lab.compare.progress import training_records
 from matmix.launch.lab.compare.runs import Task, tasks_of
 from matmix.launch.lab.compare.settings import other_settings
 from matmix.launch.lab.compare.speed import current_rows
@@ -150,8 +149,3 @@ def read_run(task: Task) -> RunResult:
         validation={} if summary is None else summary["validation"],
         curve=[(record["step"], record["loss"]) for record in training_records(task.run.path / "metrics.jsonl")],
     )
-
-
-def training_records(path: Path) -> list[dict[str, Any]]:
-    """The records of training steps in a metrics.jsonl, in order; [] where there is none."""
-    return [record for record in read_json_lines(path) if record["kind"] == "train"]

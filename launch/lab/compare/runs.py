@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from matmix.launch.lab.compare import progress
 from matmix.launch.lab.compare.config import Comparison
-from matmix.launch.lab.compare.processes import gpu, listening, start
+from matmix.launch.lab.compare.processes import gpu, start
 from matmix.train.config import RunConfig
 from matmix.train.loaders import make_loader
 from matmix.train.process import stop
@@ -69,7 +69,7 @@ class Failure:
 
     @property
     def reason(self) -> str:
-        """Its own word on it, or the last line it printed."""
+        """The error that the run reported, or the last line that it printed."""
         errors = [line for line in self.lines if line.startswith("matmix: error: ")]
         words = (errors or self.lines or [""])[-1].removeprefix("matmix: error: ")
         return words or f"ended with exit code {self.code} and without a word"
@@ -81,7 +81,7 @@ class Failure:
 
     @property
     def words(self) -> str:
-        """What there is to be said in one line."""
+        """The failure in one line."""
         if not self.is_busy:
             return f"{self.task.title}: FAILED: {self.reason}"
         owner = self.task.run.lock().owner()
@@ -90,7 +90,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """How the runs ended."""
+    """What `run_tasks` returns."""
 
     failures: list[Failure]
     stopped: bool
@@ -142,8 +142,8 @@ def check_data(tasks: Sequence[Task]) -> None:
 def run_tasks(tasks: Sequence[Task], parallel: int, tell: Tell = print) -> Ended:
     """Trains what is not finished, `parallel` runs at a time; a failure does not keep the others from running.
 
-    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 go on to the runs, which save and end; a second Ctrl-C ends them at
-    once.
+    Within `listening` the signals SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 go on to the runs, which save and end; a
+    second Ctrl-C ends them at once.
     """
     waiting = [task for task in tasks if not task.is_finished()]
     if len(waiting) < len(tasks):
@@ -152,36 +152,35 @@ def run_tasks(tasks: Sequence[Task], parallel: int, tell: Tell = print) -> Ended
     failures: list[Failure] = []
     clock = progress.Clock(parallel)
     told = time.monotonic()
-    with listening():
-        try:
-            while waiting or running:
-                while waiting and len(running) < parallel and not stop.received():
-                    place = min(set(range(parallel)) - {process.place for process in running})
-                    running.append(_Process(waiting.pop(0), place, parallel))
-                    tell(f"{running[-1].task.title}: started; what it prints: {running[-1].task.log}")
-                if stop.received():
-                    waiting = []
-                    for process in running:
-                        process.stop()
-                for process in [process for process in running if process.poll() is not None]:
-                    running.remove(process)
-                    clock.count(process.seconds)
-                    left = clock.left([other.seconds for other in running], len(waiting))
-                    failure = process.close()
-                    if failure is None:
-                        tell(_finished_line(process.task, process.seconds, left))
-                    elif not (stop.received() and failure.code == EXIT_STOPPED):
-                        failures.append(failure)
-                        tell(f"{failure.words}; about {left} left")
-                if running and time.monotonic() - told >= progress.EVERY_SECONDS:
-                    told = time.monotonic()
-                    done = len(tasks) - len(waiting) - len(running) - len(failures)
-                    tell(_progress_line([process.task for process in running], done, len(tasks)))
-                time.sleep(_LOOK_SECONDS if running else 0)
-        finally:
-            for process in running:  # something went wrong here, or Ctrl-C came twice
-                process.kill()
-        return Ended(failures, stopped=bool(stop.received()))
+    try:
+        while waiting or running:
+            while waiting and len(running) < parallel and not stop.received():
+                place = min(set(range(parallel)) - {process.place for process in running})
+                running.append(_Process(waiting.pop(0), place, parallel))
+                tell(f"{running[-1].task.title}: started; what it prints: {running[-1].task.log}")
+            if stop.received():
+                waiting = []
+                for process in running:
+                    process.stop()
+            for process in [process for process in running if process.poll() is not None]:
+                running.remove(process)
+                clock.count(process.seconds)
+                left = clock.left([other.seconds for other in running], len(waiting))
+                failure = process.close()
+                if failure is None:
+                    tell(_finished_line(process.task, process.seconds, left))
+                elif not (stop.received() and failure.code == EXIT_STOPPED):
+                    failures.append(failure)
+                    tell(f"{failure.words}; about {left} left")
+            if running and time.monotonic() - told >= progress.EVERY_SECONDS:
+                told = time.monotonic()
+                done = len(tasks) - len(waiting) - len(running) - len(failures)
+                tell(_progress_line([process.task for process in running], done, len(tasks)))
+            time.sleep(_LOOK_SECONDS if running else 0)
+    finally:
+        for process in running:  # something went wrong here, or Ctrl-C came twice
+            process.kill()
+    return Ended(failures, stopped=bool(stop.received()))
 
 
 def describe_failures(failures: Sequence[Failure]) -> str:

@@ -15,7 +15,8 @@ from matmix.launch.lab.compare.runs import Task
 from matmix.launch.lab.compare.width import headdims
 from matmix.train.recipe import config_to_dict, differences
 
-# How a run is watched, kept and spread over devices, and where and how its data are read: not what it comes to.
+# How a run is watched, saved and spread over devices, and where and how its data are read: its loss does not depend on
+# these.
 _MAY_DIFFER = (
     *("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every"),
     *("logging.", "checkpoint.", "faults.", "engine."),
@@ -70,7 +71,7 @@ def differing_keys(entries: Sequence[Entry]) -> list[str]:
 
 
 def words_on_differences(entries: Sequence[Entry]) -> list[str]:
-    """What is to be known about a table of these entries: one line for each subject."""
+    """How the entries of a table differ in more than their mixers: one line for each subject."""
     lines = []
     if keys := differing_keys(entries):
         lines.append(f"Not alike in all entries: {', '.join(keys)}.")
@@ -99,7 +100,7 @@ def _values(entries: Sequence[Entry]) -> dict[str, list[Any]]:
 
 
 def _by_value(names: Sequence[str], values: Sequence[Any]) -> str:
-    """Who has which value, the most frequent one last and without its list of names."""
+    """The entries that have each value; the most frequent value stands last, without their names."""
     owners: dict[str, list[str]] = {}
     for name, value in zip(names, values, strict=True):
         owners.setdefault(str(value).lower() if isinstance(value, bool) else str(value), []).append(name)

@@ -9,7 +9,6 @@ meet the same conditions; the median over the rounds counts. A process measures 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -26,13 +25,15 @@ from matmix.data.loading.batch import Batch
 from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.benchmarks.measuring.environment import environment
 from matmix.launch.lab.benchmarks.measuring.timing import peak_memory
-from matmix.launch.lab.benchmarks.training.memory import random_batch
+from matmix.launch.lab.benchmarks.training.memory import prepare, random_batch
 from matmix.launch.lab.compare.config import Comparison, Entry
-from matmix.launch.lab.compare.processes import listening, start, threads
+from matmix.launch.lab.compare.processes import start, threads
 from matmix.launch.lab.compare.runs import Tell
 from matmix.train.config import RunConfig
+from matmix.train.engine import build_engine
 from matmix.train.process import stop
 from matmix.train.process.console import begin_process, guarded
+from matmix.train.process.distributed import Distributed, choose_device
 from matmix.train.recipe import config_to_dict, load_config, write_config
 
 ROUNDS = 3
@@ -49,8 +50,6 @@ def measure(config: RunConfig) -> dict[str, Any]:
     Bytes: on CUDA all that torch had allocated at once; else by how much the resident set grew at its highest, from
     before the model was made; None where the system does not tell.
     """
-    from matmix.train.process.distributed import choose_device
-
     device = choose_device(config.device, 0)
     times: list[float] = []
     if device.type == "cuda":
@@ -70,18 +69,9 @@ def measure(config: RunConfig) -> dict[str, Any]:
 
 def timed_steps(config: RunConfig) -> list[float]:
     """Seconds of each timed step: forward, backward and optimizer on one micro-batch."""
-    from matmix.model import build_model, initialize
-    from matmix.train.engine import build_engine
-    from matmix.train.optim.optimizer import make_optimizer
-    from matmix.train.process.distributed import Distributed
-
     with Distributed.from_environment(config.device) as distributed:
         engine = build_engine(config.engine, distributed)
-        engine.prepare(
-            build_model(config.model, device="meta"),
-            initialize=functools.partial(initialize, seed=0),
-            make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
-        )
+        prepare(engine, config.model, config.optimizer, config.data.seqlen)
         batch = fixed_batch(config).to(engine.device)
         task = config.task()
         targets = task.count_targets(batch)
@@ -124,12 +114,8 @@ def read_speed(home: Path) -> dict[str, dict[str, Any]]:
 def current_rows(comparison: Comparison) -> dict[str, dict[str, Any]]:
     """Entry's name -> its row, of the entries that were measured as they are now."""
     found = read_speed(comparison.home)
-    rows = {entry.name: found.get(entry.name, {}) for entry in comparison.entries}
-    return {
-        entry.name: rows[entry.name]
-        for entry in comparison.entries
-        if rows[entry.name].get("fingerprint") == fingerprint(entry)
-    }
+    rows = {entry.name: (found.get(entry.name, {}), fingerprint(entry)) for entry in comparison.entries}
+    return {name: row for name, (row, wanted) in rows.items() if row.get("fingerprint") == wanted}
 
 
 def is_measured(comparison: Comparison) -> bool:
@@ -147,22 +133,21 @@ def measure_all(comparison: Comparison, tell: Tell = print) -> bool:
     comparison = comparison.by_variant()[0]
     found: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in comparison.entries}
     load = []
-    with listening():
-        for number in range(1, ROUNDS + 1):
-            load.append(round(os.getloadavg()[0], 2))
-            for entry in comparison.entries:
-                if len(found[entry.name]) == number - 1:
-                    recipe = comparison.home / entry.folder / "speed.toml"
-                    recipe.parent.mkdir(parents=True, exist_ok=True)
-                    write_config(entry.config, recipe)
-                    result = _in_a_process(recipe)
-                    if stop.received():
-                        return False
-                    if isinstance(result, dict):
-                        found[entry.name].append(result)
-                    else:
-                        tell(f"speed of {entry.name}: not measured: {result}")
-            tell(f"speed: round {number} of {ROUNDS} done")
+    for number in range(1, ROUNDS + 1):
+        load.append(round(os.getloadavg()[0], 2))
+        for entry in comparison.entries:
+            if len(found[entry.name]) == number - 1:
+                recipe = comparison.home / entry.folder / "speed.toml"
+                recipe.parent.mkdir(parents=True, exist_ok=True)
+                write_config(entry.config, recipe)
+                result = _in_a_process(recipe)
+                if stop.received():
+                    return False
+                if isinstance(result, dict):
+                    found[entry.name].append(result)
+                else:
+                    tell(f"speed of {entry.name}: not measured: {result}")
+        tell(f"speed: round {number} of {ROUNDS} done")
     entries, machine = read_speed(comparison.home), _machine(comparison.entries[0])
     for entry in comparison.entries:
         rounds = found[entry.name]
@@ -183,7 +168,7 @@ def measure_all(comparison: Comparison, tell: Tell = print) -> bool:
 
 
 def speed_words(comparison: Comparison) -> list[str]:
-    """What is to be known about the speeds that a table shows: where, when and how they were measured."""
+    """Where, when and how the speeds of a table were measured, in sentences."""
     rows = current_rows(comparison)
     sessions: dict[str, list[str]] = {}
     for name, row in rows.items():

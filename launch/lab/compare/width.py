@@ -8,6 +8,7 @@ width.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -119,16 +120,10 @@ class _Widths:
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
-        self._configs: dict[int, ModelConfig | None] = {model.d_model: model}
-        self._counts: dict[int, int] = {}
+        self.at, self.count = functools.cache(self._at), functools.cache(self._count)
 
-    def at(self, width: int) -> ModelConfig | None:
+    def _at(self, width: int) -> ModelConfig | None:
         """The model with this d_model; None where no headdim near its own fits."""
-        if width not in self._configs:
-            self._configs[width] = self._make(width)
-        return self._configs[width]
-
-    def _make(self, width: int) -> ModelConfig | None:
         options = self.model.mixers
         for name, nominal in headdims(self.model).items():
             for headdim in nearest_first(nominal):
@@ -146,17 +141,15 @@ class _Widths:
         except ValueError:  # another option that does not fit this width
             return None
 
-    def count(self, width: int) -> int:
+    def _count(self, width: int) -> int:
         """Its parameters: one layer of each kind is counted, on the meta device."""
-        if width not in self._counts:
-            config = self.at(width)
-            assert config is not None
-            kinds = min(len(config.layers), config.n_layers)
-            model = build_model(dataclasses.replace(config, n_layers=kinds), device="meta")
-            blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
-            outside = sum(parameter.numel() for parameter in model.parameters()) - sum(blocks)
-            self._counts[width] = outside + sum(blocks[index % kinds] for index in range(config.n_layers))
-        return self._counts[width]
+        config = self.at(width)
+        assert config is not None
+        kinds = min(len(config.layers), config.n_layers)
+        model = build_model(dataclasses.replace(config, n_layers=kinds), device="meta")
+        blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
+        outside = sum(parameter.numel() for parameter in model.parameters()) - sum(blocks)
+        return outside + sum(blocks[index % kinds] for index in range(config.n_layers))
 
     def crossing(self, target: int) -> tuple[int, int]:
         """Neighbouring widths that fit, the model of the first with fewer than `target` parameters, of the second with

@@ -35,7 +35,7 @@ class ShowMixer:
     text: str
     """What the model reads."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Folder for the pages; default: pictures/<name>."""
+    """Folder for the pages; default: pictures/<name>, of a comparison's run pictures/<entry>-<seed>."""
     step: int | None = None
     """Checkpoint of a run; default: the newest."""
     layers: tuple[int, ...] | None = None
@@ -46,80 +46,68 @@ class ShowMixer:
     """Heads drawn of each layer."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Draws; the exit code."""
-        options = dataclasses.asdict(self)
-        show_mixer(options.pop("recipe"), overrides=rest, **options)
+        """Draws the pages and returns the exit code."""
+        self.draw(rest)
         return 0
 
+    def draw(self, overrides: Sequence[str] = (), tell: Callable[[str], object] = print) -> list[Path]:
+        """Draws M of every head, one PNG a layer, and tells the ranks.
 
-def show_mixer(
-    source: str | Path,
-    *,
-    text: str,
-    out: str | Path | None = None,
-    step: int | None = None,
-    layers: Sequence[int] | None = None,
-    max_tokens: int | None = None,
-    max_heads: int = 16,
-    overrides: Sequence[str] = (),
-    tell: Callable[[str], object] = print,
-) -> list[Path]:
-    """Draw M of every head, one PNG a layer.
+        A page that was made from another text, or otherwise, stays: the new one gets -2 to its name. Mixers of a fixed
+        length get exactly that many tokens: the text is cut, or repeated until it fills them.
 
-    Args:
-        source: run directory (or its URL), export directory, recipe file or name of a bundled recipe. A recipe has
-            initial weights.
-        text: becomes tokens as in training, the special ones included.
-        out: folder for the pictures; default: pictures/<name of the source>, of a comparison's run that of its entry
-            and the seed. A page that was made from another text, or otherwise, stays: the new one gets -2 to its name.
-        step: the checkpoint of a run; default: the newest.
-        layers: which layers, from 0; default: all that have a mixer.
-        max_tokens: the text is cut after these; default: 128, or fewer where the model takes no more. Mixers of a
-            fixed length get exactly that many: the text is cut, or repeated until it fills them.
-        max_heads: heads drawn of each layer, evenly spaced if there are more.
-        overrides: changes of a recipe, such as ("--model.layers", "hydra").
-        tell: takes a line for the user.
-    Returns: the pictures. Raises FileNotFoundError or ValueError (one line).
-    """
-    if not text.strip():
-        raise ValueError("the text is empty; give the words to show the mixers with, as in --text 'to be or not to be'")
-    if max_tokens is not None and max_tokens < 3:
-        raise ValueError(f"max_tokens must be 3 or more, got {max_tokens}")
-    if max_heads < 1:
-        raise ValueError(f"max_heads must be 1 or more, got {max_heads}")
-    is_model = is_url(str(source)) or Path(source).is_dir()
-    if is_model and overrides:
-        raise ValueError(f"{source} is a trained model, of which nothing can be changed: {' '.join(overrides)}")
-    if not is_model and step is not None:
-        raise ValueError(f"{source} is a recipe, which has no steps to choose from; leave step out")
-    if out is not None and (file := next((path for path in (Path(out), *Path(out).parents) if path.is_file()), None)):
-        raise ValueError(f"--out {out}: {file} is a file; name a folder for the pages")
-    if not is_url(str(source)):
-        check_no_comparison(str(source))
-    subject = (
-        trained(str(source), text, step, max_tokens) if is_model else fresh(str(source), text, max_tokens, overrides)
-    )
-    chosen = _check_layers(subject, layers)
-    folder = Path(out) if out is not None else Path("pictures") / subject.name
-    fixed, length = subject.model.config.fixed_length_mixers(), subject.model.config.max_seqlen
-    if max_tokens not in (None, length) and fixed:
-        tell(f"--max-tokens {max_tokens} does not apply: {' and '.join(fixed)} takes exactly {length} tokens")
-    paths = []
-    for layer, matrices in mixer_matrices(subject.model, subject.ids, chosen):
-        page, words = _page(subject, layer, matrices, max_heads)
-        name = f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
-        path = draw_page(page, folder / name)
-        tell(f"{path}: {words}")
-        paths.append(path)
-    if not is_model:
-        tell(
-            f"Next: matmix train {shlex.join([str(source), *overrides])}, then matmix show-mixer RUN for what it learns"
-        )
-    elif subject.label == "export":  # which has no steps
-        tell("Next: the same with another text")
-    else:
-        tell(f"Next: matmix show-mixer {source} --step N for how it came about, or the same with another text")
-    return paths
+        Args:
+            overrides: changes of a recipe, such as ("--model.layers", "hydra").
+            tell: takes a line for the user.
+        Returns: the pictures. Raises FileNotFoundError or ValueError (one line).
+        """
+        is_model = is_url(self.recipe) or Path(self.recipe).is_dir()
+        self._check(is_model, overrides)
+        if is_model:
+            subject = trained(self.recipe, self.text, self.step, self.max_tokens)
+        else:
+            subject = fresh(self.recipe, self.text, self.max_tokens, overrides)
+        chosen = _check_layers(subject, self.layers)
+        folder = Path("pictures", subject.name) if self.out is None else Path(self.out)
+        fixed, length = subject.model.config.fixed_length_mixers(), subject.model.config.max_seqlen
+        if self.max_tokens not in (None, length) and fixed:
+            tell(f"--max-tokens {self.max_tokens} does not apply: {' and '.join(fixed)} takes exactly {length} tokens")
+        paths = []
+        for layer, matrices in mixer_matrices(subject.model, subject.ids, chosen):
+            page, words = _page(subject, layer, matrices, self.max_heads)
+            name = f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
+            paths.append(draw_page(page, folder / name))
+            tell(f"{paths[-1]}: {words}")
+        if not is_model:
+            words = shlex.join([self.recipe, *overrides])
+            tell(f"Next: matmix train {words}, then matmix show-mixer RUN for what it learns")
+        elif subject.label == "export":  # which has no steps
+            tell("Next: the same with another text")
+        else:
+            tell(f"Next: matmix show-mixer {self.recipe} --step N for how it came about, or the same with another text")
+        return paths
+
+    def _check(self, is_model: bool, overrides: Sequence[str]) -> None:
+        """Raises ValueError (one line) for options that cannot be. is_model: the source is no recipe."""
+        if not self.text.strip():
+            raise ValueError(
+                "the text is empty; give the words to show the mixers with, as in --text 'to be or not to be'"
+            )
+        if self.max_tokens is not None and self.max_tokens < 3:
+            raise ValueError(f"max_tokens must be 3 or more, got {self.max_tokens}")
+        if self.max_heads < 1:
+            raise ValueError(f"max_heads must be 1 or more, got {self.max_heads}")
+        if is_model and overrides:
+            raise ValueError(
+                f"{self.recipe} is a trained model, of which nothing can be changed: {' '.join(overrides)}"
+            )
+        if not is_model and self.step is not None:
+            raise ValueError(f"{self.recipe} is a recipe, which has no steps to choose from; leave step out")
+        for path in () if self.out is None else (Path(self.out), *Path(self.out).parents):
+            if path.is_file():
+                raise ValueError(f"--out {self.out}: {path} is a file; name a folder for the pages")
+        if not is_url(self.recipe):
+            check_no_comparison(self.recipe)
 
 
 def _check_layers(subject: Subject, layers: Sequence[int] | None) -> list[int]:
@@ -231,7 +219,7 @@ def is_per_channel(mixer: Mixer, matrices: torch.Tensor) -> bool:
 
 
 def _page(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) -> tuple[Page, str]:
-    """A layer's page, and what one says about it in a line."""
+    """The page of a layer, and its number of matrices and their ranks in a line."""
     mixer, count = subject.model.blocks[layer].mixer, len(matrices)
     chosen = choose_heads(matrices, max_heads, "channel" if is_per_channel(mixer, matrices) else "head")
     skip = getattr(mixer, "skip", False)

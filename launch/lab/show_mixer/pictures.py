@@ -158,7 +158,8 @@ def draw_page(page: Page, path: Path) -> Path:
 
     labels = _readable(page.pieces)
     layout = _Layout.of(page, labels)
-    with mpl.rc_context({"text.parse_math": False, "font.family": "DejaVu Sans"}):  # a $ in a text is a $
+    style = {"font.family": "DejaVu Sans", "axes.edgecolor": _PALE, "axes.linewidth": 0.6}
+    with mpl.rc_context({**style, "text.parse_math": False}):  # a $ in a text is a $
         figure = Figure(figsize=(layout.width, layout.height), dpi=_DPI, facecolor="white")
         for number, head in enumerate(page.heads):
             axes = figure.add_axes(layout.panel(number))
@@ -205,8 +206,6 @@ def _draw_head(axes: Any, head: Head) -> None:
     middle = head.tokens // 2 - 0.5
     for line in (axes.axvline, axes.axhline):
         line(middle, color=_INK, linewidth=0.6, alpha=0.35, dashes=(4, 4))
-    for spine in axes.spines.values():
-        spine.set(color=_PALE, linewidth=0.6)
     span = f"±{high:.2g}" if head.signed else f"{low:.3g} to {high:.3g}"
     words = f"rank {head.rank}{' + I' if head.skip else ''}   blocks {head.below} / {head.above}   {span}"
     if diagonal > 1.05 * high:
@@ -281,8 +280,6 @@ def _write_footer(figure: Any, page: Page, layout: _Layout) -> None:
             for place, side in ((0, "left"), (-1, "right")):
                 axes.get_xticklabels()[place].set_ha(side)
             axes.tick_params(length=2, width=0.5, color=_PALE, labelcolor=_PALE, labelsize=7, pad=2)
-            for spine in axes.spines.values():
-                spine.set(color=_PALE, linewidth=0.6)
             x += 1.9
     place = layout.margin / layout.width, layout.margin / layout.height
     figure.text(*place, text, fontsize=7, color=_PALE, va="bottom", linespacing=1.35)

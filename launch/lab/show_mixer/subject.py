@@ -1,4 +1,4 @@
-"""What `matmix show-mixer` shows: a trained model or a recipe's initial weights, and a text as its tokens."""
+"""Loads what `matmix show-mixer` shows: a trained model or a recipe's initial weights, and a text as its tokens."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Subject:
     """A model and the tokens of the text that it is shown with."""
 
     name: str
-    """What the folder of its pictures is called."""
+    """Name of the folder of its pages."""
     where: str
-    """What a reader finds it by."""
+    """The source as the pages name it: a path, a URL or the name of a recipe."""
     state: str
-    """Which weights: "step 1,000", or "initial weights"."""
+    """Which weights it has: "step 1,000", "initial weights" or "export"."""
     label: str
-    """The same, as a part of a file's name."""
+    """The weights as a part of a file's name, such as "step-1000"."""
     model: Backbone
     text: str
     ids: list[int]
     pieces: list[str]
-    """What the tokens are called."""
+    """The text of each token."""
     notes: list[str]
-    """What a reader has to know about the tokens."""
+    """Remarks about the tokens, such as that the text was cut."""
     overrides: tuple[str, ...] = ()
     """Changes of a recipe."""
 

@@ -8,7 +8,6 @@ import threading
 import pytest
 from runs import losses, run_recipe
 
-from matmix.train import loop
 from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.errors import NonFiniteError
@@ -49,21 +48,14 @@ def at_step(monkeypatch, step, action):
     monkeypatch.setattr(NanGuard, "after_step", extended)
 
 
-def test_the_numbers_are_the_same(dataset, tmp_path, monkeypatch, held, capsys):
+def test_the_numbers_are_the_same(dataset, tmp_path, monkeypatch, held, capsys, told):
     """Steps and an evaluation go on while the save of step 2 is held up; that of step 4 waits for it."""
-    tell = loop.Trainer.tell
-
-    def release(trainer, text):
-        tell(trainer, text)
-        if "is still being written" in text:
-            held.set()
-
-    monkeypatch.setattr(loop.Trainer, "tell", release)
+    told.then = lambda: "is still being written" in told[-1] and held.set()
     often = ("--evaluation.every", "1", "--checkpoint.every", "2", "--checkpoint.keep-last", "9")
     run_recipe("debug_mru", dataset, tmp_path / "background", *often)
     assert held.threads == [f"save of step {step}" for step in (2, 4, 6, 8)]
-    told = " ".join(capsys.readouterr().err.split())
-    assert told.count("is still being written") == told.count("the checkpoint of step 2 is still being written") == 1
+    shown = " ".join(capsys.readouterr().err.split())
+    assert shown.count("is still being written") == shown.count("the checkpoint of step 2 is still being written") == 1
     run_recipe("debug_mru", dataset, tmp_path / "waiting", *often, "--checkpoint.asynchronous", "False")
     assert held.threads[4:] == ["MainThread"] * 4
     assert losses(tmp_path / "background") == losses(tmp_path / "waiting")

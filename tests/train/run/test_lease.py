@@ -41,17 +41,16 @@ def edit(store, **changes) -> None:
     store.put(newest(store), json.dumps({**found, "held": True, "owner": owner, **changes}).encode())
 
 
-def test_the_second_job_is_told_who_the_first_is(folder):
+def test_the_second_job_is_told_who_the_first_is(folder, told):
     first, second = Lease(folder), Lease(folder)
-    first.acquire(print)
-    told: list[str] = []
+    first.acquire()
     with pytest.raises(ValueError, match=rf"^run_dir {folder.url} is in use by another job \(host ") as error:
-        second.acquire(told.append)
+        second.acquire()
     assert f"process {os.getpid()}" in str(error.value)
     assert "\n" not in str(error.value)
     first.check()
     first.release()
-    second.acquire(print)
+    second.acquire()
     assert (first.starts, second.starts) == (1, 2)
     second.release()
 
@@ -75,7 +74,7 @@ def test_of_two_that_find_it_free_one_gets_it(folder, monkeypatch, conditional):
 
     def acquire(wanted):
         try:
-            wanted.acquire(print)
+            wanted.acquire()
         except ValueError as error:
             errors.append(str(error))
 
@@ -90,42 +89,42 @@ def test_of_two_that_find_it_free_one_gets_it(folder, monkeypatch, conditional):
         wanted.release()
 
 
-def test_an_owner_on_another_host_that_is_gone_is_waited_for(folder, store):
+def test_an_owner_on_another_host_that_is_gone_is_waited_for(folder, store, told):
     first = Lease(folder)
-    first.acquire(print)
+    first.acquire()
     first.release()
     edit(store, owner={"host": "node-7", "space": "elsewhere", "pid": 1})
-    told: list[str] = []
     second = Lease(folder)
-    second.acquire(told.append)
+    second.acquire()
     assert len(told) == 1
     assert "host node-7, process 1" in told[0]
     second.release()
 
 
-def test_owners_that_are_known_to_be_gone_are_not_waited_for(folder, store, monkeypatch):
+def test_owners_that_are_known_to_be_gone_are_not_waited_for(folder, store, monkeypatch, told):
     monkeypatch.setattr(lease, "LAPSE_SECONDS", 600.0)
     first = Lease(folder)
-    first.acquire(print)
+    first.acquire()
     first.release()
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     edit(store, owner={"pid": dead.pid})
     second = Lease(folder)
-    second.acquire(pytest.fail)
+    second.acquire()
     second.release()
     edit(store, owner={"host": "node-7", "space": "elsewhere", "job": "4711", "attempt": "4711.0"})
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("MATMIX_ATTEMPT", "4711.1")
     third = Lease(folder)
-    third.acquire(pytest.fail)
+    third.acquire()
     third.release()
+    assert told == []
 
 
 def test_who_was_away_too_long_finds_out(folder, store, monkeypatch):
     monkeypatch.setattr(lease, "RENEWAL_SECONDS", 600.0)  # its renewals do not arrive
     first = Lease(folder)
-    first.acquire(print)
+    first.acquire()
     second = Lease(folder)
     second._watch(json.loads(store.get(newest(store))), print)
     edit(store, token="another", owner={"host": "node-8", "pid": 12})
@@ -137,7 +136,7 @@ def test_who_was_away_too_long_finds_out(folder, store, monkeypatch):
 
 def test_a_store_that_is_away_for_a_moment_does_not_end_a_lease(folder, store):
     held = Lease(folder)
-    held.acquire(print)
+    held.acquire()
     store.stop()
     store.start()
     renewed = threading.Event()
@@ -148,12 +147,12 @@ def test_a_store_that_is_away_for_a_moment_does_not_end_a_lease(folder, store):
     assert not json.loads(store.get(newest(store)))["held"]
 
 
-def test_a_renewal_that_hung_does_not_win_a_lost_lease_back(folder, monkeypatch):
+def test_a_renewal_that_hung_does_not_win_a_lost_lease_back(folder, monkeypatch, told):
     """It reaches the store after another job has waited for the lapse and taken the run."""
     monkeypatch.setattr(lease, "LAPSE_SECONDS", 0.5)
     hangs, goes_on, written = threading.Event(), threading.Event(), threading.Event()
     first, second = Lease(folder), Lease(RemoteFolder(folder.url))
-    first.acquire(print)
+    first.acquire()
     real = folder.write
 
     def write(name, content):
@@ -164,7 +163,7 @@ def test_a_renewal_that_hung_does_not_win_a_lost_lease_back(folder, monkeypatch)
 
     monkeypatch.setattr(folder, "write", write)
     assert hangs.wait(10)
-    second.acquire(print)
+    second.acquire()
     goes_on.set()
     assert written.wait(10)
     second.check()
@@ -173,19 +172,19 @@ def test_a_renewal_that_hung_does_not_win_a_lost_lease_back(folder, monkeypatch)
     first.release()
     third = Lease(RemoteFolder(folder.url))
     with pytest.raises(ValueError, match="in use by another job"):
-        third.acquire(print)
+        third.acquire()
     second.release()
-    third.acquire(pytest.fail)
+    third.acquire()
     assert third.starts == 3
     third.release()
+    assert told == []
 
 
-def test_a_run_of_an_earlier_version_goes_on_and_its_owner_is_not_overlooked(folder, store):
+def test_a_run_of_an_earlier_version_goes_on_and_its_owner_is_not_overlooked(folder, store, told):
     old = {"held": True, "owner": {"host": "node-7", "pid": 1}, "token": "old", "renewals": 3, "starts": 4}
     store.put("run/lease.json", json.dumps(old).encode())
-    told: list[str] = []
     new = Lease(folder)
-    new.acquire(told.append)
+    new.acquire()
     assert "host node-7, process 1" in told[0]
     assert new.starts == 5
     new.release()

@@ -19,7 +19,7 @@ _HOLDER = """
 import multiprocessing, sys, time
 from matmix.train.run.lock import RunLock
 lock = RunLock(sys.argv[1])
-lock.acquire(print)
+lock.acquire()
 fork = multiprocessing.get_context("fork")
 begun = fork.Event()
 child = fork.Process(target=lambda: begun.set() or time.sleep(600))
@@ -48,7 +48,7 @@ def holder(tmp_path):
 def test_the_second_job_is_told_who_the_first_is(holder, tmp_path):
     lock = RunLock(tmp_path)
     with pytest.raises(ValueError, match="in use by another job") as error:
-        lock.acquire(print)
+        lock.acquire()
     message = str(error.value)
     assert "\n" not in message
     for word in (os.uname().nodename, str(holder.pid), "Slurm job 4711", "attempt 4711.0", "since 20"):
@@ -59,22 +59,17 @@ def test_the_lock_ends_with_its_holder_though_a_child_lives_on(holder, tmp_path)
     holder.kill()
     holder.wait()
     lock = RunLock(tmp_path)
-    lock.acquire(print)
+    lock.acquire()
     assert lock.owner()["pid"] == os.getpid()
     lock.release()
 
 
-def test_a_requeued_job_waits_until_its_last_attempt_is_gone(holder, tmp_path, monkeypatch):
+def test_a_requeued_job_waits_until_its_last_attempt_is_gone(holder, tmp_path, monkeypatch, told):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("MATMIX_ATTEMPT", "4711.1")
-    told = []
-
-    def tell(text):
-        told.append(text)
-        holder.kill()  # only once we wait
-
+    told.then = holder.kill  # only once we wait
     lock = RunLock(tmp_path)
-    lock.acquire(tell)
+    lock.acquire()
     lock.release()
     assert len(told) == 1
     assert "waiting" in told[0]
@@ -125,7 +120,7 @@ def test_a_second_run_in_the_same_place_refuses_and_harms_nothing(dataset, tmp_p
 
 def test_a_start_that_was_killed_before_the_run_began_is_not_in_the_way(dataset, tmp_path):
     lock = RunLock(tmp_path / "run")
-    lock.acquire(print)
+    lock.acquire()
     lock.release()
     (tmp_path / "run" / ".config.toml.tmp").write_text("run_d")
     assert run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "1").step == 1

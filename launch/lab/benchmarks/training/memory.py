@@ -23,9 +23,13 @@ import torch
 
 from matmix.data.loading.batch import Batch
 from matmix.launch.lab.benchmarks.measuring.timing import process_bytes
+from matmix.model import ModelConfig, build_model, initialize
 from matmix.train.config import RunConfig
+from matmix.train.engine import Engine, build_engine
 from matmix.train.estimate.memory import FLOAT
 from matmix.train.estimate.plan import make_plan
+from matmix.train.optim.config import OptimizerConfig
+from matmix.train.optim.optimizer import make_optimizer
 from matmix.train.process.console import begin_process
 from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
@@ -68,21 +72,13 @@ def peak_of(config: RunConfig) -> int:
 
 
 def _peak_of_steps(config: RunConfig, distributed: Distributed) -> int:
-    from matmix.model import build_model, initialize
-    from matmix.train.engine import build_engine
-    from matmix.train.optim.optimizer import make_optimizer
-
     engine, task = build_engine(config.engine, distributed), config.task()
     warm = torch.randn(64, 64, requires_grad=True)
     (warm @ warm).sum().backward()  # the threads and tables of the libraries are not the model's
     batch = random_batch(config, config.micro_batch(distributed.world_size))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = process_bytes("VmRSS")
-    engine.prepare(
-        build_model(config.model, device="meta"),
-        initialize=functools.partial(initialize, seed=0),
-        make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
-    )
+    prepare(engine, config.model, config.optimizer, config.data.seqlen)
     accumulation = config.global_batch_size // (len(batch.inputs) * distributed.world_size)
     for step in range(2):
         if step == 1:
@@ -93,6 +89,15 @@ def _peak_of_steps(config: RunConfig, distributed: Distributed) -> int:
             del loss
         engine.step(1.0)
     return process_bytes("VmHWM") - before
+
+
+def prepare(engine: Engine, model: ModelConfig, optimizer: OptimizerConfig, seqlen: int) -> None:
+    """Gives the engine a model with the initial weights of seed 0, and its optimizer."""
+    engine.prepare(
+        build_model(model, device="meta"),
+        initialize=functools.partial(initialize, seed=0),
+        make_optimizer=functools.partial(make_optimizer, config=optimizer, seqlen=seqlen),
+    )
 
 
 def random_batch(config: RunConfig, size: int) -> Batch:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import platform
@@ -27,13 +26,13 @@ from typing import Any
 import torch
 
 from matmix.data.loading.batch import Batch
-from matmix.model import ModelConfig, build_model, initialize
+from matmix.launch.lab.benchmarks.training.memory import prepare
+from matmix.model import ModelConfig
 from matmix.train.checkpoint.local_copies import RECORD, LocalCopies
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.config import ObjectiveConfig
 from matmix.train.engine import Engine, EngineConfig, build_engine
 from matmix.train.optim.config import OptimizerConfig
-from matmix.train.optim.optimizer import make_optimizer
 from matmix.train.process.distributed import Distributed, barrier, from_rank_zero
 from matmix.train.tasks.causal_lm import CausalLM
 
@@ -53,11 +52,7 @@ def model_of(parameters: int) -> ModelConfig:
 def build(config: EngineConfig, distributed: Distributed, model: ModelConfig) -> Engine:
     """The model in its engine, ready to be trained."""
     engine = build_engine(config, distributed)
-    engine.prepare(
-        build_model(model, device="meta"),
-        initialize=functools.partial(initialize, seed=0),
-        make_optimizer=functools.partial(make_optimizer, config=OptimizerConfig(), seqlen=_TOKENS),
-    )
+    prepare(engine, model, OptimizerConfig(), _TOKENS)
     return engine
 
 

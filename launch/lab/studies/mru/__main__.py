@@ -44,7 +44,7 @@ class Study:
     """
 
     part: tyro.conf.Positional[Literal["grid", "growth", "beyond", "speed", "report"]]
-    """What to do."""
+    """The part of the study."""
     data: tuple[str, ...] = ("characters=datasets/shakespeare_char", "subwords=datasets/shakespeare")
     """NAME=FOLDER of each dataset of `grid`."""
     plays: str = "datasets/plays_char"
@@ -74,16 +74,16 @@ class Study:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the variants."""
+        """Names of the variants."""
         return tuple(MRU_VARIANTS) if self.variants == ("mru",) else self.variants
 
     @property
     def place(self) -> tuple[int, ...]:
-        """The shard and how many there are."""
+        """The number of the shard, from 1, and the number of shards."""
         return tuple(map(int, self.shard.split("/")))
 
     def run(self) -> int:
-        """Does the part; the exit code."""
+        """Does the part and returns the exit code."""
         getattr(self, self.part)(Results(self.work))
         return 0
 
@@ -132,7 +132,8 @@ def _measure(results: Results, part: str, key: str, run: Callable[[], Result]) -
 
 
 def record_of(found: dict[str, Any]) -> dict[str, Any]:
-    """What is committed: curves of the runs that are drawn, losses by position of each variant's best."""
+    """The record that is committed: all results, with curves for the runs that are drawn only, and with losses by
+    position for the best run of each variant only."""
     best = grid.best_runs(found[grid.PART]).values()
     runs = []
     for result in found[grid.PART].values():
@@ -144,7 +145,7 @@ def record_of(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Does what the words say; the exit code."""
+    """Does the part that the arguments name and returns the exit code."""
     prog = "python -P -m matmix.launch.lab.studies.mru"
     return guarded(lambda: parse_arguments(Study, arguments, prog=prog).run())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +60,9 @@ def beyond(weights: Path, data: str) -> dict[str, Any]:
         "loss": [finite(value, 4) for value in losses.view(-1, BIN).mean(1).tolist()],
         "start": finite(float(losses[:64].mean()), 4),
         "last_quarter": finite(float(losses[-LENGTH // 4 :].mean()), 4),
-        "log_norm_max": [_largest(column) for column in zip(*norms, strict=True)],
+        "log_norm_max": [None if None in column else max(column) for column in zip(*norms, strict=True)],
         "overflow": min(overflows, default=None),
     }
-
-
-def _largest(values: tuple[float | None, ...]) -> float | None:
-    """None where any is."""
-    return finite(max(math.inf if value is None else value for value in values), 2)
 
 
 def documents(data: str, tokenizer_sha256: str) -> list[tuple[Tensor, Tensor]]:

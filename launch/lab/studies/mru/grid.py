@@ -6,8 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,21 +68,14 @@ def run_key(data: str, variant: str, rate: float, seed: int) -> str:
     return f"{data}, {variant} @{rate:g} seed {seed}"
 
 
-def worth(result: Result) -> float:
-    """Its loss; infinite, and so worse than any other, where it is no number."""
-    return float("inf") if result["loss"] is None else result["loss"]
-
-
 def best_runs(found: Mapping[str, Result]) -> dict[tuple[str, str], Result]:
     """(dataset, variant) -> the run of seed 0 with the lowest loss; none where no loss is a number.
 
     found: results of the grid.
     """
-    best: dict[tuple[str, str], Result] = {}
-    for result in sorted(found.values(), key=lambda result: (worth(result), result["rate"])):
-        if result["seed"] == 0 and result["loss"] is not None:
-            best.setdefault((result["data"], result["variant"]), result)
-    return best
+    known = [result for result in found.values() if result["seed"] == 0 and result["loss"] is not None]
+    known.sort(key=lambda result: (result["loss"], result["rate"]), reverse=True)
+    return {(result["data"], result["variant"]): result for result in known}  # the last one stays
 
 
 def run_grid(
@@ -107,31 +99,24 @@ def run_grid(
             )
     cells = share([(name, variant) for name in data for variant in variants], shard)
     by_data = {name: configs(data[name], {"steps": steps}) for name in {name for name, _ in cells}}
-    total, done, clock = len(cells) * (len(RATES) + seeds - 1), 0, Clock(1)
+    total, clock = len(cells) * (len(RATES) + seeds - 1), Clock(1)
     print(f"{PART}: shard {shard[0]} of {shard[1]}, {total} runs", flush=True)
 
-    def one(name: str, variant: str, rate: float, seed: int) -> None:
-        nonlocal done
-        done += 1
+    def wanted() -> Iterator[tuple[str, str, float, int]]:
+        yield from ((name, variant, rate, 0) for name, variant in cells for rate in RATES)
+        best = best_runs(results.read(PART))  # of the runs so far
+        for cell in cells:
+            if cell in best:
+                yield from ((*cell, best[cell]["rate"], seed) for seed in range(1, seeds))
+
+    for done, (name, variant, rate, seed) in enumerate(wanted(), 1):
         key = run_key(name, variant, rate, seed)
         weights = results.weights(key) if name == FOLLOWED and seed == 0 else None
         config = by_data[name][variant]
         config = dataclasses.replace(config, seed=seed, optimizer=dataclasses.replace(config.optimizer, lr=rate))
         facts = {"data": name, "variant": variant, "rate": rate, "seed": seed}
-        began = time.perf_counter()
-        if result := results.measure(PART, key, lambda: {**facts, **run(config, weights)}):
-            clock.count(time.perf_counter() - began)
+        if result := results.measure(PART, key, lambda c=config, w=weights, f=facts: {**f, **run(c, w)}):
+            clock.count(result["seconds"])
             loss = "NaN" if result["loss"] is None else f"{result['loss']:.4f}"
             left = clock.left([], total - done)
             print(f"[{done}/{total}] {key}: loss {loss}, {result['seconds']:.0f} s; about {left} left", flush=True)
-
-    for name, variant in cells:
-        for rate in RATES:
-            one(name, variant, rate, 0)
-    best = best_runs(results.read(PART))
-    for name, variant in cells:
-        for seed in range(1, seeds):
-            if (found := best.get((name, variant))) is not None:
-                one(name, variant, found["rate"], seed)
-            else:
-                done += 1

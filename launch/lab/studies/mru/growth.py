@@ -9,6 +9,7 @@ from torch import Tensor
 
 from matmix.kernels.mru.constructions import CONSTRUCTIONS
 from matmix.kernels.mru.norms import log_norms
+from matmix.launch.lab.studies.mru.runs import finite
 from matmix.model import initialize
 from matmix.model.mixers.mru import MRU, MRUConfig
 
@@ -32,12 +33,8 @@ def curve(states: Tensor, tokens: tuple[int, ...]) -> dict[str, list[float | Non
     """Largest and mean log-norm over rows and heads at these tokens, counted from 1, of (B, L, H, o, o); None after an
     overflow."""
     norms = log_norms(states[:, torch.tensor(tokens) - 1]).transpose(0, 1).flatten(1)
-    there = norms.isfinite().all(1).tolist()
-    largest, mean = norms.amax(1).tolist(), norms.mean(1).tolist()
-    return {
-        "largest": [round(value, 2) if ok else None for value, ok in zip(largest, there, strict=True)],
-        "mean": [round(value, 2) if ok else None for value, ok in zip(mean, there, strict=True)],
-    }
+    over = {"largest": norms.amax(1), "mean": norms.mean(1)}
+    return {name: [finite(value, 2) for value in values.tolist()] for name, values in over.items()}
 
 
 def overflow(states: Tensor) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import torch
 
+from matmix.launch.lab.figures import panels, png_of
 from matmix.launch.lab.studies.mru.beyond import BIN
 from matmix.launch.lab.studies.mru.grid import PART, best_runs
 from matmix.launch.lab.studies.mru.runs import CURVE
@@ -52,23 +53,7 @@ def pictures(found: dict[str, Any]) -> dict[str, bytes]:
         "growth": ("growth", draw_growth),
         "beyond": ("beyond", draw_beyond),
     }
-    return {name: _png(draw(found)) for name, (part, draw) in draws.items() if found[part]}
-
-
-def _png(figure: Any) -> bytes:
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
-
-
-def _figure(panels: int, height: float = 4.8, **options: Any) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure  # only who draws needs it
-
-    figure = Figure(figsize=(11, height), layout="constrained", dpi=110)
-    axes = list(figure.subplots(1, panels, squeeze=False, **options)[0])
-    for one in axes:
-        one.grid(True, alpha=0.3, linewidth=0.6)
-    return figure, axes
+    return {name: png_of(draw(found)) for name, (part, draw) in draws.items() if found[part]}
 
 
 def _colour(variant: str) -> str:
@@ -84,19 +69,19 @@ def draw_losses(found: dict[str, Any]) -> Any:
     names, best = datasets(found), best_runs(found[PART])
     order = ranked(found, names[0])
     order += [variant for name in names[1:] for variant in ranked(found, name) if variant not in order]
-    figure, axes = _figure(len(names), 1.6 + 0.24 * len(order), sharey=True)
+    figure, (axes,) = panels((11, 1.6 + 0.24 * len(order)), 1, len(names), sharey=True)
     for one, name in zip(axes, names, strict=True):
         for place, variant in enumerate(order):
             run = best.get((name, variant))
-            losses = [loss for loss in seeds_of(found, run) if loss is not None] if run else []
+            losses = [loss for loss in seeds_of(found, run) if math.isfinite(loss)] if run else []
             marker = "o" if "," in variant else "D"
             one.plot(losses, [place] * len(losses), linestyle="-", marker=marker, markersize=6, color=_colour(variant))
             if not losses:
                 one.annotate("NaN", (0.98, place), xycoords=("axes fraction", "data"), ha="right", va="center")
         for control, line in ((NONE, ":"), (ATTENTION, "--")):
             if (run := best.get((name, control))) is not None:
-                losses = [loss for loss in seeds_of(found, run) if loss is not None]
-                one.axvline(sum(losses) / len(losses), color="black", linewidth=1, linestyle=line, label=control)
+                mean = fmean(filter(math.isfinite, seeds_of(found, run)))
+                one.axvline(mean, color="black", linewidth=1, linestyle=line, label=control)
         one.set_title(name)
         one.set_xlabel("validation loss, each seed (nats per token)")
     drawn = {line.get_label(): line for one in axes for line in one.get_lines()}
@@ -111,7 +96,7 @@ def draw_losses(found: dict[str, Any]) -> Any:
 def draw_training(found: dict[str, Any]) -> Any:
     """Training losses of a few variants at their best rates."""
     names, best = datasets(found), best_runs(found[PART])
-    figure, axes = _figure(len(names), 5.8)
+    figure, (axes,) = panels((11, 5.8), 1, len(names))
     for one, name in zip(axes, names, strict=True):
         shown: list[float] = []
         for variant in DRAWN:
@@ -143,16 +128,13 @@ def _limits(axes: Any, what: str) -> None:
 def _to_the_limit(tokens: list[int], values: list[float | None]) -> tuple[list[int], list[float]]:
     """A curve up to its overflow, where it leaves the picture."""
     end = values.index(None) if None in values else len(values)
-    points = [(token, value) for token, value in zip(tokens[:end], values[:end], strict=True) if value is not None]
-    if end < len(values):
-        points.append((tokens[end], LIMIT))
-    return [token for token, _ in points], [value for _, value in points]
+    return tokens[: end + 1], [*values[:end], LIMIT][: len(values)]
 
 
 def draw_growth(found: dict[str, Any]) -> Any:
     """Along random tokens, a panel for each size of the elements but 0."""
     stds = [std for std in next(iter(found["growth"].values()))["sizes"] if std != "0"]
-    figure, axes = _figure(len(stds), 5.2, sharey=True)
+    figure, (axes,) = panels((11, 5.2), 1, len(stds), sharey=True)
     for one, std in zip(axes, stds, strict=True):
         for name, result in found["growth"].items():
             construction, _, form = name.partition(", ")
@@ -174,7 +156,7 @@ def draw_growth(found: dict[str, Any]) -> Any:
 
 def draw_beyond(found: dict[str, Any]) -> Any:
     """Losses and largest log-norms of a few trained models along texts far longer than their training's."""
-    figure, (left, right) = _figure(2, 5.2)
+    figure, ((left, right),) = panels((11, 5.2), 1, 2)
     by_variant = {result["variant"]: result for result in found["beyond"].values()}
     for variant in DRAWN:
         if (result := by_variant.get(variant)) is None:

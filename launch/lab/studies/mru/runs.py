@@ -33,21 +33,20 @@ def finite(value: float | None, digits: int = 5) -> float | None:
 
 
 class Watch(Callback):
-    """The losses of all steps, the largest log-norm of any state, and the steps that were not finite."""
+    """The losses of all steps, the largest log-norms of states, and the steps that were not finite."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.bad: list[int] = []
-        self.largest: float | None = None
+        self.norms: list[float] = []
 
     def on_step(self, run: RunView) -> None:
         self.losses.append(run.last_loss)
         if not run.step_was_finite:
             self.bad.append(run.state.step)
         for name, value in run.engine.module.monitor().items():
-            norm = float(value) if name.endswith("log_norm_max") else math.nan
-            if math.isfinite(norm):
-                self.largest = norm if self.largest is None else max(self.largest, norm)
+            if name.endswith("log_norm_max") and math.isfinite(value):
+                self.norms.append(float(value))
 
     def curve(self) -> list[float | None]:
         """Mean losses of `CURVE` steps each; None where one of them is not finite."""
@@ -93,7 +92,7 @@ def run(config: RunConfig, weights: Path | None = None) -> dict[str, Any]:
             "first_nan": watch.bad[0] if watch.bad else None,
             "skipped": len(watch.bad),
             "stopped": trainer.state.step if trainer.state.step < config.steps else None,
-            "log_norm_max": finite(watch.largest, 3),
+            "log_norm_max": finite(max(watch.norms, default=None), 3),
             "curve": watch.curve(),
             "seconds": finite(time.perf_counter() - began, 2),
         }

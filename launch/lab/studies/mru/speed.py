@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
-import time
 from typing import Any
 
 import torch
 
 from matmix.kernels.mru.constructions import CONSTRUCTIONS
+from matmix.launch.lab.benchmarks.measuring.timing import Clock
 from matmix.model import initialize
 from matmix.model.mixers import MIXERS
 
@@ -47,24 +48,17 @@ def speed(cases: dict[str, tuple[str, dict[str, Any]]], rounds: int = 5) -> dict
         initialize(layer, 0)
         layers[name] = layer.to(device)
 
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return 1e3 * time.perf_counter()
-
+    clock = Clock(device)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
     for turn in range(rounds + 1):
         for name, layer in layers.items():
-            began = now()
-            y = layer(x)
-            between = now()
-            y.backward(cotangent)
+            forward, y = clock.seconds(functools.partial(layer, x))
+            backward, _ = clock.seconds(functools.partial(y.backward, cotangent))
             if turn:  # the first warms up
-                taken[name].append((between - began, now() - between))
+                taken[name].append((forward, backward))
     found = {}
     for name, times in taken.items():
-        forward, backward = (statistics.median(part) for part in zip(*times, strict=True))
-        together = statistics.median(sum(pair) for pair in times)
-        milliseconds = {"forward_ms": forward, "backward_ms": backward, "together_ms": together}
-        found[name] = {**{key: round(value, 2) for key, value in milliseconds.items()}, "device": device.type}
+        parts = zip(("forward", "backward", "together"), (*zip(*times, strict=True), map(sum, times)), strict=True)
+        medians = {f"{part}_ms": round(1e3 * statistics.median(seconds), 2) for part, seconds in parts}
+        found[name] = {**medians, "device": device.type}
     return found

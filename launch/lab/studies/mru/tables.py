@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, state_elements
-from matmix.launch.lab.studies.mru.grid import FOLLOWED, PART, Result, best_runs, worth
+from matmix.launch.lab.compare.results import spread
+from matmix.launch.lab.studies.mru.grid import FOLLOWED, PART, Result, best_runs
 from matmix.launch.lab.studies.mru.growth import LENGTH, ORDER
 from matmix.launch.lab.studies.mru.variants import NONE, RATES
 
 
 def tables(found: dict[str, Any]) -> str:
-    """All for which there are results. found: part -> results by key."""
+    """All tables for which there are results. found: part -> results by key."""
     texts = [f"**{data}**\n\n{table_of_grid(found, data)}" for data in datasets(found)]
     if found["growth"]:
         texts.append(f"**Growth**\n\n{table_of_growth(found)}")
@@ -27,128 +28,119 @@ def datasets(found: dict[str, Any]) -> list[str]:
     return sorted({result["data"] for result in found[PART].values()})
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in [columns, ["---"] * len(columns), *rows])
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """A table in Markdown. rows: heading of each column -> text, with the same headings in all."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def number(value: float | None, digits: int = 3, missing: str = "") -> str:
-    return missing if value is None else f"{value:.{digits}f}"
+def number(value: float | None, digits: int = 3) -> str:
+    """Empty where there is no value; "NaN" for one that is no number."""
+    return "" if value is None else "NaN" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def seeds_of(found: dict[str, Any], best: Result) -> list[float | None]:
-    """Losses of all seeds at the rate of a best run, None for those that are no number."""
-    same = [
-        result
-        for result in found[PART].values()
-        if all(result[name] == best[name] for name in ("data", "variant", "rate"))
-    ]
-    return [result["loss"] for result in sorted(same, key=lambda result: result["seed"])]
+def runs_of(found: dict[str, Any], **facts: Any) -> list[Result]:
+    """Runs of the grid with these facts, such as their variant, by rate and seed."""
+    same = [result for result in found[PART].values() if facts.items() <= result.items()]
+    return sorted(same, key=lambda result: (result["rate"], result["seed"]))
 
 
-def mean(losses: Sequence[float | None]) -> float | None:
-    """None where one is."""
-    known = [loss for loss in losses if loss is not None]
-    return sum(known) / len(known) if known and len(known) == len(losses) else None
+def loss_of(result: Result) -> float:
+    """The validation loss of a run, NaN of one that diverged."""
+    return math.nan if result["loss"] is None else result["loss"]
+
+
+def seeds_of(found: dict[str, Any], best: Result) -> list[float]:
+    """Losses of all seeds at the rate of a best run."""
+    return [loss_of(run) for run in runs_of(found, **{name: best[name] for name in ("data", "variant", "rate")})]
 
 
 def ranked(found: dict[str, Any], data: str) -> list[str]:
-    """Variants with runs on a dataset, the lowest mean loss over seeds first."""
-    best = {variant: result for (name, variant), result in best_runs(found[PART]).items() if name == data}
+    """Variants with runs on a dataset, the lowest mean loss over seeds first, those with a loss of NaN last."""
+    best = best_runs(found[PART])
 
     def loss(variant: str) -> float:
-        average = mean(seeds_of(found, best[variant])) if variant in best else None
-        return float("inf") if average is None else average
+        mean = spread(seeds_of(found, best[data, variant])).mean if (data, variant) in best else math.nan
+        return math.inf if math.isnan(mean) else mean
 
-    return sorted({result["variant"] for result in found[PART].values() if result["data"] == data}, key=loss)
+    return sorted(dict.fromkeys(run["variant"] for run in runs_of(found, data=data)), key=loss)
 
 
-def losses_text(losses: Sequence[float | None]) -> str:
+def losses_text(losses: Sequence[float]) -> str:
     """Mean and sample standard deviation over seeds, and each."""
-    if len(losses) < 2:
-        return number(mean(losses), missing="NaN")
-    each = ", ".join(number(loss, missing="NaN") for loss in losses)
-    average = mean(losses)
-    if average is None:
-        return f"NaN ({each})"
-    return f"{average:.3f} ± {statistics.stdev(losses):.3f} ({each})"
+    over = spread(losses)
+    text = number(over.mean) if over.deviation is None else f"{over.mean:.3f} ± {over.deviation:.3f}"
+    return text if over.count == 1 else f"{text} ({', '.join(map(number, losses))})"
 
 
 def table_of_grid(found: dict[str, Any], data: str) -> str:
-    """What every variant learned on a dataset."""
+    """The table of the losses and gains of all variants on a dataset."""
     best = best_runs(found[PART])
     control = best.get((data, NONE))
-    without = mean(seeds_of(found, control)) if control else None
     beyond = {result["variant"]: result for result in found["beyond"].values()} if data == FOLLOWED else {}
     rows = []
     for variant in ranked(found, data):
-        first = sorted(
-            (
-                result
-                for result in found[PART].values()
-                if (result["data"], result["variant"], result["seed"]) == (data, variant, 0)
-            ),
-            key=lambda result: result["rate"],
-        )
+        first = runs_of(found, data=data, variant=variant, seed=0)
         chosen = best.get((data, variant))
-        shown = chosen or min(first, key=worth)
+        shown = chosen or first[0]
         losses = seeds_of(found, shown)
-        average = mean(losses)
-        row = [
-            variant,
-            f"{shown['parameters']:,}",
-            f"{chosen['rate']:g}" if chosen else "none",
-            losses_text(losses),
-            number(without - average if without is not None and average is not None else None),
-            number(shown["context_gain"]),
-            number(shown["mixing_gain"]),
-            ", ".join(f"step {run['first_nan']} at {run['rate']:g}" for run in first if run["first_nan"]) or "none",
-            number(shown["log_norm_max"], 1),
-            " / ".join(number(run["loss"], missing="NaN") for run in first),
-        ]
+        gain = spread(seeds_of(found, control)).mean - spread(losses).mean if control else math.nan
+        row = {
+            "variant": variant,
+            "parameters": f"{shown['parameters']:,}",
+            "best rate": f"{chosen['rate']:g}" if chosen else "none",
+            "validation loss": losses_text(losses),
+            f"gain over {NONE}": "" if math.isnan(gain) else number(gain),
+            "context gain": number(shown["context_gain"]),
+            "mixing gain": number(shown["mixing_gain"]),
+            "first NaN (seed 0)": ", ".join(
+                f"step {run['first_nan']} at {run['rate']:g}" for run in first if run["first_nan"]
+            )
+            or "none",
+            "largest log-norm in training": number(shown["log_norm_max"], 1),
+            f"seed 0 at {' / '.join(f'{rate:g}' for rate in RATES)}": " / ".join(number(loss_of(run)) for run in first),
+        }
         if beyond:
-            row.append(beyond_text(beyond[variant]) if variant in beyond else "")
+            text = beyond_text(beyond[variant]) if variant in beyond else ""
+            row["loss beyond training length (largest log-norm there)"] = text
         rows.append(row)
-    columns = ["variant", "parameters", "best rate", "validation loss", f"gain over {NONE}", "context gain"]
-    columns += ["mixing gain", "first NaN (seed 0)", "largest log-norm in training"]
-    columns.append(f"seed 0 at {' / '.join(f'{rate:g}' for rate in RATES)}")
-    if beyond:
-        columns.append("loss beyond training length (largest log-norm there)")
-    return table(columns, rows)
+    return table(rows)
 
 
 def beyond_text(result: Result) -> str:
     """The loss of the last quarter, and the largest log-norm of any state on the way."""
     if result["overflow"] is not None:
         return f"NaN (overflow at token {result['overflow']:,})"
-    norms = result["log_norm_max"]
-    largest = None if None in norms else max(norms, default=None)
-    return number(result["last_quarter"], missing="NaN") + (f" ({largest:.1f})" if largest is not None else "")
+    norms, loss = result["log_norm_max"], result["last_quarter"]
+    text = "NaN" if loss is None else number(loss)
+    return text if not norms or None in norms else f"{text} ({max(norms):.1f})"
 
 
 def table_of_growth(found: dict[str, Any]) -> str:
-    """Norms along random tokens."""
+    """The table of the norms along random tokens."""
     rows = []
     for name, result in found["growth"].items():
         construction = name.partition(",")[0]
-        bounded = "yes" if construction in BOUNDED_CONSTRUCTIONS else "no"
-        ends = [
-            f"overflow at token {curve['overflow']:,}"
-            if curve["overflow"] is not None
-            else number(curve["mean"][-1], 2, "overflow of the norm")
-            for curve in result["sizes"].values()
-        ]
-        rows.append([name, bounded, str(state_elements(construction, ORDER)), *ends])
-    stds = next(iter(found["growth"].values()))["sizes"]
-    columns = ["construction, input", "bounded", f"elements, order {ORDER}"]
-    return table([*columns, *(f"mean log-norm at {LENGTH:,}, elements of std {std}" for std in stds)], rows)
+        row = {
+            "construction, input": name,
+            "bounded": "yes" if construction in BOUNDED_CONSTRUCTIONS else "no",
+            f"elements, order {ORDER}": str(state_elements(construction, ORDER)),
+        }
+        for std, curve in result["sizes"].items():
+            last, overflow = curve["mean"][-1], curve["overflow"]
+            text = "overflow of the norm" if last is None else number(last, 2)
+            row[f"mean log-norm at {LENGTH:,}, elements of std {std}"] = (
+                text if overflow is None else f"overflow at token {overflow:,}"
+            )
+        rows.append(row)
+    return table(rows)
 
 
 def table_of_speed(found: dict[str, Any]) -> str:
-    """Time of a layer."""
+    """The table of the times of layers, the fastest first."""
     fastest = min(result["together_ms"] for result in found["speed"].values())
     rows = []
     for name, result in sorted(found["speed"].items(), key=lambda item: item[1]["together_ms"]):
-        times = [result[f"{part}_ms"] for part in ("forward", "backward", "together")]
-        rows.append([name, *(f"{time:,.0f}" for time in times), f"{times[-1] / fastest:.2f}"])
-    return table(["layer", "forward, ms", "backward, ms", "together, ms", "x the fastest"], rows)
+        times = {f"{part}, ms": f"{result[f'{part}_ms']:,.0f}" for part in ("forward", "backward", "together")}
+        rows.append({"layer": name, **times, "x the fastest": f"{result['together_ms'] / fastest:.2f}"})
+    return table(rows)

@@ -14,12 +14,12 @@ from runs import run_recipe
 
 from matmix.launch.cli import main
 from matmix.launch.lab.show_mixer.command import (
+    ShowMixer,
     as_head,
     choose_heads,
     is_per_channel,
     mixer_matrices,
     numerical_rank,
-    show_mixer,
 )
 from matmix.launch.lab.show_mixer.pictures import Page, draw_page
 from matmix.launch.lab.show_mixer.subject import fresh, trained
@@ -51,7 +51,7 @@ def png_size(path) -> tuple[int, int]:
 
 def test_every_mixing_layer_of_a_run_gets_a_page(run, tmp_path):
     lines: list[str] = []
-    paths = show_mixer(run, text=TEXT, out=tmp_path / "pages", tell=lines.append)
+    paths = ShowMixer(recipe=run, text=TEXT, out=str(tmp_path / "pages")).draw(tell=lines.append)
     assert [path.name for path in paths] == ["layer-00-hydra-step-2.png", "layer-01-attention-step-2.png"]
     assert sorted(paths) == sorted((tmp_path / "pages").iterdir())
     (width, height), (_, other_height) = map(png_size, paths)
@@ -70,7 +70,7 @@ def test_a_run_is_shown_at_the_step_that_was_asked_for(run, tmp_path):
     assert (first.state, last.state) == ("step 1", "step 2")
     (_, before), (_, after) = (next(mixer_matrices(s.model, s.ids, [0])) for s in (first, last))
     assert not torch.equal(before, after)
-    (path,) = show_mixer(run, text=TEXT, out=tmp_path, step=1, layers=[1], tell=lambda _: None)
+    (path,) = ShowMixer(recipe=run, text=TEXT, out=str(tmp_path), step=1, layers=(1,)).draw()
     assert path.name == "layer-01-attention-step-1.png"
 
 
@@ -130,8 +130,8 @@ def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full(tmp_path):
     assert matrix.shape[-2:] == (16, 16)
     assert len(fresh("debug_hydra", "abcde" * 9, None, [*overrides, "--data.path", "nowhere"]).ids) == 16
     lines: list[str] = []
-    options = {"out": tmp_path, "layers": [0], "max_heads": 1, "overrides": [*overrides, "--data.path", "nowhere"]}
-    show_mixer("debug_hydra", text="abcde", max_tokens=5, **options, tell=lines.append)
+    verb = ShowMixer(recipe="debug_hydra", text="abcde", out=str(tmp_path), layers=(0,), max_tokens=5, max_heads=1)
+    verb.draw([*overrides, "--data.path", "nowhere"], lines.append)
     assert lines[0] == f"--max-tokens 5 does not apply: {fixed} takes exactly 16 tokens"
 
 
@@ -250,13 +250,13 @@ def test_runs_of_a_comparison_get_pages_of_their_own(run, tmp_path, monkeypatch)
     subjects = [trained(f"runs/mine/{entry}/seed-0/", TEXT, None, None) for entry in ("Hydra", "causal")]
     assert [subject.name for subject in subjects] == ["Hydra-seed-0", "causal-seed-0"]
     assert subjects[0].where == "runs/mine/Hydra/seed-0"
-    (path,) = show_mixer("runs/mine/Hydra/seed-0", text=TEXT, layers=[1], tell=lambda _: None)
+    (path,) = ShowMixer(recipe="runs/mine/Hydra/seed-0", text=TEXT, layers=(1,)).draw()
     assert str(path) == "pictures/Hydra-seed-0/layer-01-attention-step-2.png"
     for source in ("runs/mine", "runs/mine/Hydra"):
         with pytest.raises(
             ValueError, match=f"^{source} is a comparison .*choose a run of them: runs/mine/Hydra/seed-0"
         ):
-            show_mixer(source, text=TEXT)
+            ShowMixer(recipe=source, text=TEXT).draw()
 
 
 def test_a_page_replaces_none_that_shows_something_else(tmp_path):

@@ -1,0 +1,96 @@
+"""Where messages for people go. Modules say them through `logging.getLogger(__name__)`; this file alone sets up
+handlers, on the logger "matmix" that all of ours lie under: one for stderr, and one for a file with time stamps.
+
+Rank 0 speaks for all ranks. A message that another rank must show itself has `extra=EVERY_RANK`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+LEVEL_VARIABLE = "MATMIX_LOG_LEVEL"
+"""The level of commands that read no recipe; a run has `logging.level`."""
+LEVELS = ("debug", "info", "warning", "error")
+EVERY_RANK = {"every_rank": True}
+_OURS = logging.getLogger("matmix")
+
+
+class _Words(logging.Formatter):
+    """The bare text, with "warning: " in front of warnings."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{'' if record.levelno < logging.WARNING else 'warning: '}{super().format(record)}"
+
+
+class _Console(logging.Handler):
+    """Writes to what is stderr at the time, above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Whatever fails here, such as a pipe that nobody reads any more, costs the words and not the run.
+        with contextlib.suppress(Exception):
+            tqdm.write(f"{self.format(record)}\n", file=sys.stderr, end="")
+            sys.stderr.flush()
+
+
+class _File(logging.FileHandler):
+    """Appends to a file. The first write that fails is told of on the console; then it goes on trying."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"))
+        self._told = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file cannot be opened; of writing, the handler itself calls `handleError`
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._told:
+            self._told = True
+            _OURS.warning(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]}); training goes on without")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what was not written is lost, as `handleError` has said
+            super().close()
+
+
+@contextlib.contextmanager
+def shown(level: str, *, rank: int = 0) -> Iterator[None]:
+    """Shows messages of `level` and above on stderr; where this is entered a second time, the inner one counts.
+
+    Raises ValueError for a level that there is not.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"the level of messages must be one of {', '.join(LEVELS)}, got {level!r}")
+    console = _Console()
+    console.setFormatter(_Words())
+    console.addFilter(lambda record: rank == 0 or getattr(record, "every_rank", False))
+    before = _OURS.handlers[:], _OURS.level, _OURS.propagate
+    _OURS.handlers[:] = [*(handler for handler in before[0] if not isinstance(handler, _Console)), console]
+    _OURS.setLevel(level.upper())
+    _OURS.propagate = False  # libraries give the root logger a handler of its own: each message would come twice
+    try:
+        yield
+    finally:
+        _OURS.handlers[:], _OURS.propagate = before[0], before[2]
+        _OURS.setLevel(before[1])
+
+
+def open_file(path: Path) -> logging.Handler:
+    """Writes what is shown into a file as well, with time stamps, until `close_file`."""
+    handler = _File(path)
+    _OURS.addHandler(handler)
+    return handler
+
+
+def close_file(handler: logging.Handler) -> None:
+    _OURS.removeHandler(handler)
+    handler.close()
