@@ -8,7 +8,6 @@ does not. Either way the file is tried for again as `matmix.data.storage.remote`
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from pathlib import Path
 
@@ -26,38 +25,23 @@ def download(url: str, target: Path, largest: int | None = None) -> None:
     Raises FileNotFoundError if the file is not there, FileTooLarge, ValueError if nothing installed reads such URLs,
     and RemoteError if it cannot be fetched.
     """
-    scheme = url.partition(":")[0]
     folder, _, name = url.rpartition("/")
-    if scheme in _BY_STREAMING:
-        return _download_by_streaming(url, target)
-    try:
-        remote = RemoteFolder(folder)
-    except ValueError:
-        if not _streaming_reads(url):
-            raise
-        return _download_by_streaming(url, target)
-    return remote.download(name, target, largest)
-
-
-def _streaming_reads(url: str) -> bool:
-    from streaming.base.storage import CloudDownloader
-
-    try:
-        CloudDownloader.get(url)
-    except (ValueError, ImportError):
-        return False
-    return True
-
-
-def _download_by_streaming(url: str, target: Path) -> None:
+    problem = None
+    if url.partition(":")[0] not in _BY_STREAMING:
+        try:
+            remote = RemoteFolder(folder)
+        except ValueError as error:
+            problem = error
+        else:
+            return remote.download(name, target, largest)
     from streaming.base.storage import CloudDownloader
 
     try:
         downloader = CloudDownloader.get(url)
     except (ValueError, ImportError) as error:
-        raise ValueError(f"cannot read {url}: {first_line(error)}") from None
+        raise problem or ValueError(f"cannot read {url}: {first_line(error)}") from None
     try:
-        persist(functools.partial(downloader.download, url, str(target)), f"cannot download {url}")
+        persist(lambda: downloader.download(url, str(target)), f"cannot download {url}")
     finally:
         downloader.clean_up()
 

@@ -36,6 +36,7 @@ _MISTAKES = (TypeError, AttributeError, NameError, LookupError, AssertionError, 
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _FINAL_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "DefaultCredentialsError"}
 _LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_PRECONDITION_FAILED = 412
 _WRITING = ("cannot write", "cannot upload")
 _CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "oci": "ocifs"}
 
@@ -112,13 +113,8 @@ def persist(action: Callable[[], Result], what: str, *, patient: bool = True) ->
 
 
 def _may_pass(error: BaseException) -> bool:
-    if (
-        isinstance(error, (*_FINAL, *_MISTAKES, FileTooLarge))
-        or type(error).__name__ in _FINAL_NAMES
-        or _is_local_disk(error)
-    ):
-        return False
-    return isinstance(error, Exception)
+    is_final = isinstance(error, (*_FINAL, *_MISTAKES, FileTooLarge)) or type(error).__name__ in _FINAL_NAMES
+    return isinstance(error, Exception) and not is_final and not _is_local_disk(error)
 
 
 def _is_local_disk(error: BaseException) -> bool:
@@ -240,7 +236,12 @@ class RemoteFolder:
                 with open(path, "xb") as file:
                     file.write(content)
             else:
-                client.pipe_file(path, content, mode="create")
+                try:
+                    client.pipe_file(path, content, mode="create")
+                except OSError as error:
+                    if _status(error) == _PRECONDITION_FAILED:  # not every store says which condition it was
+                        raise FileExistsError(path) from error
+                    raise
 
         self._do("write", name, put)
 
@@ -254,14 +255,14 @@ class RemoteFolder:
 
     # -- many files --------------------------------------------------------------------------------------
 
-    def download_all(self, names: Iterable[str], target: Path, done: Callable[[str], None] | None = None) -> None:
+    def download_all(self, names: Iterable[str], target: Path, done: Callable[[str], object] = str) -> None:
         """Fetches files into a folder, several at a time. Raises as `download`, for the first that fails.
 
-        done: called after each file, in any thread.
+        done: called with the name of each file that is here, in any thread.
         """
         _each(names, lambda name: self.download(name, target / name), done)
 
-    def upload_all(self, source: Path, names: Iterable[str], done: Callable[[str], None] | None = None) -> None:
+    def upload_all(self, source: Path, names: Iterable[str], done: Callable[[str], object] = str) -> None:
         """Sends files of a folder, several at a time. Raises as `upload`, for the first that fails; done: as above."""
         _each(names, lambda name: self.upload(source / name, name), done)
 
@@ -270,22 +271,24 @@ def _stays_below(name: str) -> bool:
     return not name.startswith("/") and ".." not in name.split("/")
 
 
+def _status(error: BaseException) -> int | None:
+    """The HTTP status with which the store answered, where the client tells it (botocore's errors, gcsfs)."""
+    answer = getattr(error.__cause__, "response", None) or {}
+    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") or getattr(error, "code", None)
+
+
 def _is_local(client: Any) -> bool:
     return "file" in ((client.protocol,) if isinstance(client.protocol, str) else client.protocol)
 
 
-def _each(names: Iterable[str], action: Callable[[str], None], done: Callable[[str], None] | None) -> None:
+def _each(names: Iterable[str], action: Callable[[str], object], done: Callable[[str], object]) -> None:
+    """Does it for every name, several at a time. After the first failure nothing more begins: retries of the others
+    would only make the caller wait."""
+
     def one(name: str) -> None:
         action(name)
-        if done is not None:
-            done(name)
+        done(name)
 
     with ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="matmix-remote") as pool:
-        futures = [pool.submit(one, name) for name in names]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            # Retries of the others would only make the caller wait: what has not begun does not begin.
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for _ in pool.map(one, names):
+            pass

@@ -37,6 +37,7 @@ def train_on_nodes(
             shutil.rmtree(home, ignore_errors=True)
         barrier()
         loop.train(load_config("debug_mru", overrides))
+        barrier()  # one rank of a node removes its old checkpoints
         held.append(sorted(str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()))
         barrier()
     return held

@@ -14,7 +14,7 @@ from runs import records
 from safetensors.torch import load_file, save_file
 from saved_weights import read_weights
 
-from matmix.launch import checkpoints as verb
+from matmix.launch import cli
 from matmix.launch.convert import convert_checkpoint, convert_run
 from matmix.train.checkpoint.files import describe_files, find_problem, list_files, read_manifest, write_manifest
 from matmix.train.checkpoint.listing import list_checkpoints
@@ -195,7 +195,7 @@ def run(dataset, tmp_path_factory):
 
 def test_the_verb(run, tmp_path, capsys):
     out = tmp_path / "new" / "portable"
-    assert verb.main(["convert", str(run), "--out", str(out), "--step", "1"]) == 0
+    assert cli.main(["checkpoints", "convert", str(run), "--out", str(out), "--step", "1"]) == 0
     assert (
         capsys.readouterr().out
         == f"Converted step-00000001 of {run} to {out}; `matmix train {out}` goes on from there.\n"
@@ -216,8 +216,8 @@ def test_another_kind_of_engine_says_what_to_type(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     with pytest.raises(ValueError, match='cannot be continued with "deepspeed" as it is') as error:
         CheckpointManager(copy / "checkpoints").load(copy / "checkpoints" / "step-00000002", engine)
-    command = re.search("`matmix checkpoints (.*)`", str(error.value))[1]
-    assert verb.main(command.split()) == 0
+    command = re.search("`matmix (checkpoints .*)`", str(error.value))[1]
+    assert cli.main(command.split()) == 0
     assert list_checkpoints(tmp_path / "run-converted" / "checkpoints").resumed.engine == "portable"
 
 

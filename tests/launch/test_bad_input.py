@@ -53,18 +53,23 @@ def test_another_config_shows_the_difference(dataset, tmp_path, capsys):
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_a_damaged_checkpoint_names_the_file(damage, dataset, tmp_path, capsys):
+    """Training reads all of it; an export reads the weights, and does not look at the optimizer's moments."""
     run = tmp_path / "run"
     run_recipe("debug_mru", dataset, run, "--stop-step", "1")
     (checkpoint,) = (run / "checkpoints").iterdir()
-    victim = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    if damage == "missing":
-        victim.unlink()
-    else:
-        victim.write_bytes(victim.read_bytes()[:-100])
     before = sorted(path.name for path in checkpoint.rglob("*"))
-    _fails(capsys, ["train", "debug_mru", "--data.path", dataset, "--run-dir", str(run)], victim.name, damage[:5])
-    _fails(capsys, ["export", str(run), "--out", str(tmp_path / "out")], victim.name)
-    assert sorted(path.name for path in checkpoint.rglob("*")) == before
+    train = ["train", "debug_mru", "--data.path", dataset, "--run-dir", str(run)]
+    export = ["export", str(run), "--out", str(tmp_path / "out")]
+    for kind, names in {"moments": "moments__*.distcp", "weights": "__*.distcp"}.items():
+        (victim,) = checkpoint.rglob(names)
+        content = victim.read_bytes()
+        victim.unlink() if damage == "missing" else victim.write_bytes(content[:-100])
+        _fails(capsys, train, victim.name, damage[:5])
+        if kind == "weights":
+            _fails(capsys, export, victim.name)
+        found = sorted(path.name for path in checkpoint.rglob("*"))
+        assert found == [name for name in before if damage != "missing" or name != victim.name]
+        victim.write_bytes(content)
     assert not (tmp_path / "out").exists()
 
 

@@ -25,6 +25,8 @@ class ObjectStore:
         self._port = 0
         self.refuse: Callable[[str, str], bool] = lambda method, path: False
         self.requests: list[tuple[str, str]] = []
+        self.names_conditions = True
+        """Whether the answer to a write whose condition does not hold names the condition, as not every store does."""
         self.bucket = f"bucket-{uuid.uuid4().hex[:12]}"
 
     @property
@@ -80,7 +82,10 @@ class ObjectStore:
         if self.refuse(method, path):
             start_response("500 Internal Server Error", [("Content-Type", "application/xml")])
             return [b"<Error><Code>InternalError</Code><Message>We encountered an internal error.</Message></Error>"]
-        return self._application(environ, start_response)
+        answer = self._application(environ, start_response)
+        if not self.names_conditions:
+            answer = [part.replace(b"Condition>", b"Something>") for part in answer]
+        return answer
 
     # -- what is stored, past all retries and caches -------------------------------------------------------
 

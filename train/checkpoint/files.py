@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +84,20 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, held against its root, its form, and the name of its directory.
-
-    Raises FileNotFoundError or ValueError.
-    """
+    """The manifest of a checkpoint. Raises FileNotFoundError where there is no such folder, or as `parse_manifest`."""
     if not directory.is_dir():
         raise FileNotFoundError(f"checkpoint not found: {directory}")
     try:
-        raw = (directory / MANIFEST).read_bytes()
+        return parse_manifest((directory / MANIFEST).read_bytes(), directory)
     except FileNotFoundError:
         raise ValueError(f"checkpoint {directory} is not valid: it has no {MANIFEST}") from None
+
+
+def parse_manifest(raw: bytes, directory: Path) -> dict[str, Any]:
+    """The manifest that `raw` holds, compared with its root, its form, and the name of its checkpoint's directory.
+
+    Raises ValueError (one line).
+    """
     damaged = f"checkpoint {directory} is damaged: its {MANIFEST}"
     end = len(_HEAD) + 64
     has_root = raw.startswith(_HEAD)
@@ -151,17 +155,25 @@ def _is_layout(layout: Any) -> bool:
     return named and all(type(number) is int and number >= 0 for number in counts) and counts[0] > 0
 
 
+def find_wrong_size(files: Mapping[str, list], sizes: Mapping[str, int]) -> str | None:
+    """Which of the `files` of a manifest is missing or not as long as it was; sizes: of the files that are there."""
+    for name, (size, _) in files.items():
+        if name not in sizes:
+            return f"{name} is missing"
+        if sizes[name] != size:
+            how = "truncated" if sizes[name] < size else "too long"
+            return f"{name} is {how} ({sizes[name]} of {size} bytes)"
+    return None
+
+
 def check_sizes(directory: Path, names: Collection[str] | None = None) -> None:
     """Raises ValueError if a file is missing or not as long as it was; names: look at these files only."""
-    for name, (size, _) in read_manifest(directory)["files"].items():
-        if names is not None and name not in names:
-            continue
-        path = artifact_path(directory, name, directory / MANIFEST, nested=True)
-        if not path.is_file():
-            raise ValueError(f"checkpoint {directory} is damaged: {name} is missing")
-        if (found := path.stat().st_size) != size:
-            how = "truncated" if found < size else "too long"
-            raise ValueError(f"checkpoint {directory} is damaged: {name} is {how} ({found} of {size} bytes)")
+    files = read_manifest(directory)["files"]
+    wanted = files if names is None else {name: files[name] for name in names}
+    paths = {name: artifact_path(directory, name, directory / MANIFEST, nested=True) for name in wanted}
+    problem = find_wrong_size(wanted, {name: path.stat().st_size for name, path in paths.items() if path.is_file()})
+    if problem is not None:
+        raise ValueError(f"checkpoint {directory} is damaged: {problem}")
 
 
 def find_problem(directory: Path, *, weights_only: bool = False) -> str | None:

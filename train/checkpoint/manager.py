@@ -66,6 +66,11 @@ class CheckpointManager:
         self._group: dist.ProcessGroup | None = None  # of the thread that saves
         self._said_slow = False
 
+    @property
+    def where(self) -> str:
+        """What the user calls the place of these checkpoints."""
+        return str(self.directory)
+
     def path(self, step: int) -> Path:
         return self.directory / step_name(step)
 
@@ -284,9 +289,9 @@ class CheckpointManager:
         """
         self.wait()
         first_problem = None
-        for step in reversed(from_rank_zero(self.steps())):
+        for step in reversed(self._steps_to_try()):
             path = self.path(step)
-            problem = find_problem(path, weights_only=weights_only)
+            problem = self._find_problem(step, weights_only)
             if problem is None:
                 if not weights_only:
                     self._verified.add(path)
@@ -296,18 +301,26 @@ class CheckpointManager:
             logger.warning(f"skipping a checkpoint: {problem}")
         if first_problem is not None:
             raise ValueError(
-                f"{first_problem}; no checkpoint in {self.directory} is valid: restore one, or use another run_dir"
+                f"{first_problem}; no checkpoint in {self.where} is valid: restore one, or use another run_dir"
             )
-        self._check_record(str(self.directory))
+        self._check_record()
         return None
 
-    def _check_record(self, where: str) -> None:
+    def _steps_to_try(self) -> list[int]:
+        """Steps of which there may be a valid checkpoint, in order; the same on all ranks."""
+        return from_rank_zero(self.steps())
+
+    def _find_problem(self, step: int, weights_only: bool) -> str | None:
+        """What is wrong with the checkpoint of a step; None: it is whole, and in `directory`."""
+        return find_problem(self.path(step), weights_only=weights_only)
+
+    def _check_record(self) -> None:
         """Raises ValueError where there is no checkpoint although there was one."""
         step = from_rank_zero(None if self.record is None else _recorded_step(self.record))
         if step is not None and not self.start_over:
             raise ValueError(
-                f"this run has saved a checkpoint of step {step}, but {where} holds none: put them back, use another "
-                f"run_dir, or begin again at step 0 with --checkpoint.start-over True (records are moved aside)"
+                f"this run has saved a checkpoint of step {step}, but {self.where} holds none: put them back, use "
+                f"another run_dir, or begin again at step 0 with --checkpoint.start-over True (records are moved aside)"
             )
 
     def load(self, path: str | Path, engine: Engine) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from matmix.train.checkpoint.files import read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.process.agree import agree, complaint
 from matmix.train.process.distributed import FolderGroup, gather_objects, rank_and_world_size
@@ -27,6 +26,10 @@ class RemoteCheckpoints(CheckpointManager):
         super().__init__(sync.folder / "checkpoints", **options)
         self.sync, self.lease, self.up_to_date = sync, lease, up_to_date
         self._uploaded: list[int] = []  # valid at the URL, as far as is known; the same on all ranks
+
+    @property
+    def where(self) -> str:
+        return f"{self.sync.url}/checkpoints"
 
     def steps(self) -> list[int]:
         return list(self._uploaded)
@@ -81,14 +84,8 @@ class RemoteCheckpoints(CheckpointManager):
 
     # -- loading -----------------------------------------------------------------------------------------
 
-    def latest_valid(self, *, weights_only: bool = False) -> Path | None:
-        """Fetches the newest valid checkpoint to every node and returns its path there; None if there is none at all.
-
-        One that the last start wrote but could not upload is uploaded first. weights_only: fetches no files but those
-        that must be read for the weights. Raises ValueError if none is valid, and RemoteError if the store cannot be
-        read.
-        """
-        self.wait()
+    def _steps_to_try(self) -> list[int]:
+        """Those at the URL. A checkpoint that the last start wrote but could not upload is uploaded first."""
         steps = agree(self.sync.remote_steps, here=self._is_first())[0]
         unsent = self._find_unsent(max(steps, default=-1))
         if unsent is not None:
@@ -100,44 +97,27 @@ class RemoteCheckpoints(CheckpointManager):
             else:
                 steps = sorted({*steps, unsent})
                 logger.info(f"uploaded the checkpoint of step {unsent}, which the last start of this run could not")
-        self._uploaded, first_problem = [], None
-        for step in reversed(steps):
-            problem = self._pull(step, weights_only)
-            if problem is None:
-                self._uploaded = [s for s in steps if s <= step]
-                if not weights_only:
-                    self._verified.add(self.path(step))
-                return self.path(step)
-            first_problem = first_problem or problem
-            logger.warning(f"skipping a checkpoint: {problem}")
-        if first_problem is not None:
-            raise ValueError(
-                f"{first_problem}; no checkpoint of {self.sync.url} is valid: restore one, or use another run_dir"
-            )
-        self._check_record(f"{self.sync.url}/checkpoints")
-        return None
+        self._uploaded = list(steps)
+        return steps
 
-    def _pull(self, step: int, weights_only: bool) -> str | None:
-        """What is wrong with a checkpoint at the URL, on any node; None: every node has it now."""
+    def _find_problem(self, step: int, weights_only: bool) -> str | None:
+        """Fetches the checkpoint to every node; what is wrong with it on any of them."""
         problems = agree(lambda: self.sync.pull(step, weights_only=weights_only), here=self._folder().leads)
-        return next(filter(None, problems), None)
+        problem = next(filter(None, problems), None)
+        if problem is not None:
+            self._uploaded.remove(step)
+        return problem
 
     def _find_unsent(self, newest: int) -> int | None:
         """The newest step after `newest` of which the nodes together hold every file, undamaged."""
-        leads = self._folder().leads
-        held: dict[int, set[str]] = {}
-        wanted: dict[int, set[str]] = {}
-        if leads and self.up_to_date:
-            for step in self.sync.local_steps():
-                if step > newest:
-                    try:
-                        wanted[step] = set(read_manifest(self.path(step))["files"])
-                        held[step] = self.sync.whole_files(step)
-                    except (ValueError, OSError):
-                        continue
-        everywhere = gather_objects((leads, wanted, held))
-        leaders = [(wants, has) for leads, wants, has in everywhere if leads]
-        for step in sorted(set.intersection(*(set(wants) for wants, _ in leaders)), reverse=True):
-            if all(set.union(*(has[step] for _, has in leaders)) >= wants[step] for wants, _ in leaders):
+        here: dict[int, tuple[set[str], set[str]]] = {}
+        if self._folder().leads and self.up_to_date:
+            for step in filter(lambda step: step > newest, self.sync.local_steps()):
+                with contextlib.suppress(ValueError, OSError):
+                    here[step] = self.sync.files_here(step)
+        nodes = [found for found in gather_objects(here if self._folder().leads else None) if found is not None]
+        for step in sorted(set.intersection(*map(set, nodes)), reverse=True):
+            held = set.union(*(found[step][1] for found in nodes))
+            if all(held >= found[step][0] for found in nodes):
                 return step
         return None

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import RemoteError, RemoteFolder
-from matmix.train.checkpoint.files import list_files, matches, read_manifest
+from matmix.train.checkpoint.files import find_wrong_size, list_files, matches, parse_manifest, read_manifest
 from matmix.train.checkpoint.local_copies import RECORD
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.kinds import index_files, weight_files
@@ -111,13 +111,17 @@ class RunSync:
         """Steps of which this node has its part, written to the end, in order."""
         return list_steps(self.folder / CHECKPOINTS, written=True)
 
-    def whole_files(self, step: int) -> set[str]:
-        """The files of a checkpoint that lie here with the right checksum."""
+    def files_here(self, step: int) -> tuple[set[str], set[str]]:
+        """The names of a checkpoint's files, and of those that lie here with the right checksum."""
         files = read_manifest(self.path(step))["files"]
-        return {name for name, entry in files.items() if matches(self.path(step) / name, entry)}
+        return set(files), {name for name, entry in files.items() if matches(self.path(step) / name, entry)}
 
     def path(self, step: int) -> Path:
         return self.folder / CHECKPOINTS / step_name(step)
+
+    def at(self, step: int) -> RemoteFolder:
+        """The folder of a checkpoint at the URL."""
+        return RemoteFolder(f"{self.url}/{CHECKPOINTS}/{step_name(step)}")
 
     def remote_steps(self) -> list[int]:
         """Steps whose checkpoint was uploaded whole, in order."""
@@ -129,32 +133,23 @@ class RunSync:
         steps = ((name, step_of(split[1])) for name, split in parts if len(split) > 2)
         return [(name, step) for name, step in steps if step is not None]
 
-    def _remote_files(self, step: int) -> dict[str, int]:
-        prefix = f"{CHECKPOINTS}/{step_name(step)}"
-        return {name[len(prefix) + 1 :]: size for name, size in self.remote.sizes(prefix).items()}
-
-    def _at(self, step: int, name: str) -> str:
-        return f"{CHECKPOINTS}/{step_name(step)}/{name}"
-
     def withdraw(self, step: int) -> None:
         """Makes what is at the URL under this step invalid, before other files take its place."""
-        self.remote.remove([self._at(step, MANIFEST)])
+        self.at(step).remove([MANIFEST])
 
     def push_files(self, step: int) -> None:
         """Uploads what this node has of a checkpoint, without the manifest."""
-        files = read_manifest(self.path(step))["files"]
-        own = [self._at(step, name) for name in files if (self.path(step) / name).is_file()]
-        self.remote.upload_all(self.folder, own, lambda name: beat("an upload"))
+        own = [name for name in read_manifest(self.path(step))["files"] if (self.path(step) / name).is_file()]
+        self.at(step).upload_all(self.path(step), own, lambda name: beat("an upload"))
 
     def publish(self, step: int) -> None:
         """Makes an uploaded checkpoint valid. Raises RemoteError if a file of it is not at the URL, or not whole."""
-        there, files = self._remote_files(step), read_manifest(self.path(step))["files"]
-        for name, (size, _) in files.items():
-            if there.get(name) != size:
-                found = f"{there[name]} of {size} bytes" if name in there else "missing"
-                raise RemoteError(f"{self.url}/{self._at(step, name)} is {found} after its upload")
-        self.remote.remove(self._at(step, name) for name in sorted(there.keys() - files.keys() - {MANIFEST}))
-        self.remote.upload(self.path(step) / MANIFEST, self._at(step, MANIFEST))
+        remote, files = self.at(step), read_manifest(self.path(step))["files"]
+        there = remote.sizes()
+        if problem := find_wrong_size(files, there):
+            raise RemoteError(f"{remote.url}/{problem} after its upload")
+        remote.remove(sorted(there.keys() - files.keys() - {MANIFEST}))
+        remote.upload(self.path(step) / MANIFEST, MANIFEST)
 
     def remove_all_but(self, steps: set[int]) -> None:
         """Removes the other checkpoints from the URL. Manifests go first: what is half removed is not valid."""
@@ -168,24 +163,17 @@ class RunSync:
         weights_only: leaves files that hold no weights where they are. Returns what is wrong with the checkpoint at the
         URL, in one line, or None; it has its manifest here only if nothing is.
         """
-        target, where = self.path(step), f"checkpoint {self.url}/{CHECKPOINTS}/{step_name(step)}"
-        raw = self.remote.read(self._at(step, MANIFEST))
+        target, where = self.path(step), f"checkpoint {self.at(step).url}"
+        raw = self.at(step).read(MANIFEST)
         if raw is None:
             return f"{where} is not valid: it has no {MANIFEST}"
-        incoming = self.folder / CHECKPOINTS / f".tmp-{step_name(step)}"
-        incoming.mkdir(parents=True, exist_ok=True)
-        (incoming / MANIFEST).write_bytes(raw)
         try:
-            manifest = read_manifest(incoming)
+            manifest = parse_manifest(raw, target)
         except ValueError:
             return f"{where} is damaged: its {MANIFEST} cannot be read"
-        there, files = self._remote_files(step), manifest["files"]
-        for name, (size, _) in files.items():
-            if name not in there:
-                return f"{where} is damaged: {name} is missing"
-            if there[name] != size:
-                how = "truncated" if there[name] < size else "too long"
-                return f"{where} is damaged: {name} is {how} ({there[name]} of {size} bytes)"
+        files = manifest["files"]
+        if problem := find_wrong_size(files, self.at(step).sizes()):
+            return f"{where} is damaged: {problem}"
         target.mkdir(parents=True, exist_ok=True)
         (target / MANIFEST).unlink(missing_ok=True)
         for name in set(list_files(target)) - files.keys():
@@ -197,7 +185,7 @@ class RunSync:
             self._pull_files(step, files, set(wanted).difference(first), where)
         except ValueError as error:
             return str(error).replace(f"checkpoint {target}", where)
-        os.replace(incoming / MANIFEST, target / MANIFEST)
+        write_atomic(target / MANIFEST, raw)
         return None
 
     def _pull_files(
@@ -209,8 +197,7 @@ class RunSync:
         if missing:
             size = sum(files[name][0] for name in missing) / 1e6
             logger.log(level, f"fetching {size:,.1f} MB in {len(missing)} files of {where}")
-        paths = [self._at(step, name) for name in missing]
-        self.remote.download_all(paths, self.folder, lambda name: beat("a download"))
+        self.at(step).download_all(missing, target, lambda name: beat("a download"))
         for name in missing:
             if not matches(target / name, files[name]):
                 raise ValueError(f"{where} is damaged: {name} does not match its checksum")

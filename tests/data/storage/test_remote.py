@@ -148,6 +148,11 @@ def test_a_file_is_created_once(folder):
     assert folder.read("leases/one") == b"first"
 
 
+def test_a_store_that_does_not_name_the_condition_creates_a_file_once(store):
+    store.names_conditions = False
+    test_a_file_is_created_once(RemoteFolder(f"{store.url}/x"))
+
+
 def test_a_short_download_is_fetched_again(folder, tmp_path, monkeypatch):
     folder.write("a", b"0123456789")
     client, _ = folder._connect()

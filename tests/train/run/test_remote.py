@@ -204,7 +204,7 @@ def test_it_does_not_start_from_scratch_where_no_checkpoint_is_valid(store, url,
     elsewhere(tmp_path)
     victim = next(name for name in store.names("runs/a/checkpoints/") if not name.endswith("checkpoint.json"))
     store.delete(victim)
-    with pytest.raises(ValueError, match=rf"is missing; no checkpoint of {url} is valid: restore one, or use another"):
+    with pytest.raises(ValueError, match=rf"is missing; no checkpoint in {url}/checkpoints is valid: restore one, or"):
         run_recipe("debug_mru", dataset, url, *STEPS)
     store.stop()
     with pytest.raises(OSError, match=rf"^cannot \w+ {url}.*: \w+: "):
