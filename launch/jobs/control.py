@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.launch.jobs import attempts
@@ -17,8 +17,6 @@ from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.prepare import resubmit_preparation
 from matmix.launch.jobs.slurm.script import array_option
 from matmix.launch.jobs.status import Home, local_process, task_runs
-
-Tell = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ def last_job(home: Path) -> Job:
 # -- cancel -----------------------------------------------------------------------------------------------------------
 
 
-def cancel(home: Path, grace: float, tell: Tell = print) -> bool:
+def cancel(home: Path, grace: float) -> bool:
     """Tells all jobs of `home` to save, waits up to `grace` seconds, then ends them; False if one had to be ended.
 
     Jobs that wait in the queue are removed at once, and none of them is requeued.
@@ -70,7 +68,7 @@ def cancel(home: Path, grace: float, tell: Tell = print) -> bool:
     if not jobs:
         raise ValueError(f"nothing was submitted from {home}")
     if jobs[-1].kind == "local":
-        return _cancel_local(jobs[-1], grace, tell)
+        return _cancel_local(jobs[-1], grace)
     found = False
     waiting: list[str] = []
     for job in jobs:
@@ -82,13 +80,13 @@ def cancel(home: Path, grace: float, tell: Tell = print) -> bool:
             if state.state == "RUNNING" and job.kind == "slurm":
                 scheduler.signal_batch(state.job, "USR2")
                 waiting.append(state.job)
-                tell(f"job {state.job}: told to save and end, waiting up to {grace:.0f} s")
+                print(f"job {state.job}: told to save and end, waiting up to {grace:.0f} s")
             else:
                 scheduler.cancel(state.job)
-                tell(f"job {state.job}: cancelled while {state.state.lower()}")
+                print(f"job {state.job}: cancelled while {state.state.lower()}")
     if not found:
-        tell("no job is queued or running")
-    return _wait_for_end(waiting, grace, tell)
+        print("no job is queued or running")
+    return _wait_for_end(waiting, grace)
 
 
 def _mark(home: Path, job: Job, name: str) -> None:
@@ -98,36 +96,36 @@ def _mark(home: Path, job: Job, name: str) -> None:
         attempts.mark_cancelled(run, f"{job.job}_{number}" if job.tasks else name)
 
 
-def _wait_for_end(names: list[str], grace: float, tell: Tell) -> bool:
+def _wait_for_end(names: list[str], grace: float) -> bool:
     deadline, left = time.monotonic() + grace, list(names)
     while left and time.monotonic() < deadline:
         time.sleep(0.5)
         left = [name for name in left if not all(state.is_over for state in scheduler.job_states(name))]
     for name in left:
         scheduler.cancel(name)
-        tell(f"job {name}: not saved within {grace:.0f} s, cancelled")
+        print(f"job {name}: not saved within {grace:.0f} s, cancelled")
     for name in set(names) - set(left):
-        tell(f"job {name}: ended by itself")
+        print(f"job {name}: ended by itself")
     return not left
 
 
-def _cancel_local(job: Job, grace: float, tell: Tell) -> bool:
+def _cancel_local(job: Job, grace: float) -> bool:
     if job.host != socket.gethostname():
         raise ValueError(f"this run was started on {job.host}: cancel it there")
     process = local_process(job)
     if process is None:
-        tell("it is not running")
+        print("it is not running")
         return True
     process.send_signal(signal.SIGTERM)
-    tell(f"process {job.pid}: told to save and end, waiting up to {grace:.0f} s")
+    print(f"process {job.pid}: told to save and end, waiting up to {grace:.0f} s")
     deadline = time.monotonic() + grace
     while local_process(job) and time.monotonic() < deadline:
         time.sleep(0.2)
     if local_process(job) is None:
-        tell(f"process {job.pid}: ended by itself")
+        print(f"process {job.pid}: ended by itself")
         return True
     process.kill()  # its ranks end with it
-    tell(f"process {job.pid}: not saved within {grace:.0f} s, killed")
+    print(f"process {job.pid}: not saved within {grace:.0f} s, killed")
     return False
 
 

@@ -62,7 +62,6 @@ def show_mixer(
     max_tokens: int | None = None,
     max_heads: int = 16,
     overrides: Sequence[str] = (),
-    tell: Callable[[str], object] = print,
 ) -> list[Path]:
     """Draw M of every head, one PNG a layer.
 
@@ -78,7 +77,6 @@ def show_mixer(
             fixed length get exactly that many: the text is cut, or repeated until it fills them.
         max_heads: heads drawn of each layer, evenly spaced if there are more.
         overrides: changes of a recipe, such as ("--model.layers", "hydra").
-        tell: takes a line for the user.
     Returns: the pictures. Raises FileNotFoundError or ValueError (one line).
     """
     if not text.strip():
@@ -103,22 +101,22 @@ def show_mixer(
     folder = Path(out) if out is not None else Path("pictures") / subject.name
     fixed, length = subject.model.config.fixed_length_mixers(), subject.model.config.max_seqlen
     if max_tokens not in (None, length) and fixed:
-        tell(f"--max-tokens {max_tokens} does not apply: {' and '.join(fixed)} takes exactly {length} tokens")
+        print(f"--max-tokens {max_tokens} does not apply: {' and '.join(fixed)} takes exactly {length} tokens")
     paths = []
     for layer, matrices in mixer_matrices(subject.model, subject.ids, chosen):
         page, words = _page(subject, layer, matrices, max_heads)
         name = f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
         path = draw_page(page, folder / name)
-        tell(f"{path}: {words}")
+        print(f"{path}: {words}")
         paths.append(path)
     if not is_model:
-        tell(
+        print(
             f"Next: matmix train {shlex.join([str(source), *overrides])}, then matmix show-mixer RUN for what it learns"
         )
     elif subject.label == "export":  # which has no steps
-        tell("Next: the same with another text")
+        print("Next: the same with another text")
     else:
-        tell(f"Next: matmix show-mixer {source} --step N for how it came about, or the same with another text")
+        print(f"Next: matmix show-mixer {source} --step N for how it came about, or the same with another text")
     return paths
 
 

@@ -49,9 +49,9 @@ def png_size(path) -> tuple[int, int]:
     return struct.unpack(">II", raw[16:24])
 
 
-def test_every_mixing_layer_of_a_run_gets_a_page(run, tmp_path):
-    lines: list[str] = []
-    paths = show_mixer(run, text=TEXT, out=tmp_path / "pages", tell=lines.append)
+def test_every_mixing_layer_of_a_run_gets_a_page(run, tmp_path, capsys):
+    paths = show_mixer(run, text=TEXT, out=tmp_path / "pages")
+    lines = capsys.readouterr().out.splitlines()
     assert [path.name for path in paths] == ["layer-00-hydra-step-2.png", "layer-01-attention-step-2.png"]
     assert sorted(paths) == sorted((tmp_path / "pages").iterdir())
     (width, height), (_, other_height) = map(png_size, paths)
@@ -70,7 +70,7 @@ def test_a_run_is_shown_at_the_step_that_was_asked_for(run, tmp_path):
     assert (first.state, last.state) == ("step 1", "step 2")
     (_, before), (_, after) = (next(mixer_matrices(s.model, s.ids, [0])) for s in (first, last))
     assert not torch.equal(before, after)
-    (path,) = show_mixer(run, text=TEXT, out=tmp_path, step=1, layers=[1], tell=lambda _: None)
+    (path,) = show_mixer(run, text=TEXT, out=tmp_path, step=1, layers=[1])
     assert path.name == "layer-01-attention-step-1.png"
 
 
@@ -118,7 +118,7 @@ def test_a_recipe_shows_its_initial_weights_without_any_data(tmp_path):
     assert fresh("debug_mru", "né", None, [*overrides, "--model.vocab-size", "100"]).ids == [10, 95, 69]
 
 
-def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full(tmp_path):
+def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full(tmp_path, capsys):
     fixed = next(name for name, mixer in MIXERS.items() if mixer.fixed_length and mixer.bidirectional_form)
     overrides = ["--model.layers", fixed, "--model.max-seqlen", "16", "--data.seqlen", "16", "--data.packing", "rows"]
     overrides += [f"--model.mixers.{fixed.replace('_', '-')}.headdim", "8"] * hasattr(MIXERS[fixed].Config(), "headdim")
@@ -129,9 +129,9 @@ def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full(tmp_path):
     (_, matrix) = next(mixer_matrices(subject.model, subject.ids, [0]))
     assert matrix.shape[-2:] == (16, 16)
     assert len(fresh("debug_hydra", "abcde" * 9, None, [*overrides, "--data.path", "nowhere"]).ids) == 16
-    lines: list[str] = []
     options = {"out": tmp_path, "layers": [0], "max_heads": 1, "overrides": [*overrides, "--data.path", "nowhere"]}
-    show_mixer("debug_hydra", text="abcde", max_tokens=5, **options, tell=lines.append)
+    show_mixer("debug_hydra", text="abcde", max_tokens=5, **options)
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"--max-tokens 5 does not apply: {fixed} takes exactly 16 tokens"
 
 
@@ -250,7 +250,7 @@ def test_runs_of_a_comparison_get_pages_of_their_own(run, tmp_path, monkeypatch)
     subjects = [trained(f"runs/mine/{entry}/seed-0/", TEXT, None, None) for entry in ("Hydra", "causal")]
     assert [subject.name for subject in subjects] == ["Hydra-seed-0", "causal-seed-0"]
     assert subjects[0].where == "runs/mine/Hydra/seed-0"
-    (path,) = show_mixer("runs/mine/Hydra/seed-0", text=TEXT, layers=[1], tell=lambda _: None)
+    (path,) = show_mixer("runs/mine/Hydra/seed-0", text=TEXT, layers=[1])
     assert str(path) == "pictures/Hydra-seed-0/layer-01-attention-step-2.png"
     for source in ("runs/mine", "runs/mine/Hydra"):
         with pytest.raises(
