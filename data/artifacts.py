@@ -1,4 +1,4 @@
-"""How to read what others may have written: names of files, and the JSON that lists them.
+"""Reads file names and JSON that others may have written, and refuses unsafe ones.
 
 A data set, a checkpoint or an export may come from anywhere. Each name in one of its files leads to a path of this
 machine, so every such name passes `artifact_name` or `artifact_path`; each of its JSON files passes `read_json`.

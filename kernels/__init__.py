@@ -1,7 +1,7 @@
-"""The mathematics: scans and the small ops around them, from plain tensors to plain tensors.
+"""The operations: scans over the sequence and the small operations around them, functions of plain tensors.
 
-Every op has a definition (float64, obviously right), a PyTorch form that runs on any device and, where there
-is one, a Triton kernel; `backend="auto"` chooses.
+Every op has a definition (float64, easy to check), a PyTorch form that runs on any device and, for most, Triton
+kernels; `backend="auto"` chooses.
 """
 
 from matmix.kernels.gated_norm.op import gated_norm

@@ -1,4 +1,4 @@
-"""Choice of implementation for an op.
+"""Chooses the implementation of an op.
 
 Every op has a PyTorch form that runs on any device; most have Triton kernels too. "auto" takes the kernels for
 CUDA (or ROCm) tensors and the PyTorch form for everything else. The answer is the same, to rounding.
@@ -39,7 +39,8 @@ _TRITON_FORMS = {
 def implementation(
     op: str, half: Literal["forward", "backward"], torch_form: Callable, backend: str, like: Tensor, why_not: str = ""
 ) -> Callable:
-    """The function that computes one half of `op` for inputs that are typed and placed like `like`.
+    """The function that computes the forward or the backward pass of `op` for inputs with the dtype and device of
+    `like`.
 
     Called inside the registered op, where the tensors are real. `why_not` says what about the inputs the
     kernels cannot do, if anything. Raises ValueError when `backend` is "triton" and cannot be had.
@@ -66,7 +67,7 @@ def check_backend(op: str, backend: str, like: Tensor, why_not: str = "") -> Non
 
 
 def _no_triton(like: Tensor) -> str:
-    """Why Triton kernels cannot take tensors like this one; empty if they can."""
+    """The reason why Triton kernels cannot take tensors like this one; empty if they can."""
     if not _TRITON_IS_INSTALLED:
         return "needs the package triton, which is not installed"
     if not like.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":

@@ -1,4 +1,4 @@
-"""Cutting elementwise work into pieces that stay in a CPU core's cache."""
+"""Cuts elementwise work into pieces that fit into the cache of a CPU core."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Argument checks shared by the ops: a failure is one line that names the op, the argument and the remedy.
+"""Argument checks that the ops share: a failed check is an error of one line that names the op, the argument and what
+to do.
 
-Shapes, dtypes and devices are always checked. Values are looked at where that is cheap and waits for nothing:
-on the CPU, boundaries of documents and bounds of decays. With MATMIX_CHECK_VALUES=1 in the environment every
-floating input, on any device, is also looked at for NaN and infinity, and boundaries and decays on
-accelerators too: each call then waits for the device, so this is for finding where a NaN comes from.
+Shapes, dtypes and devices are always checked. Values are checked where that is cheap and does not wait for a device: on
+the CPU, boundaries of documents and bounds of decays. With MATMIX_CHECK_VALUES=1 in the environment every
+floating-point input, on any device, is also checked for NaN and infinity, and boundaries and decays are checked on
+accelerators too. Each call then waits for the device, so use this only to find where a NaN comes from.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def check_finite(op: str, *, below: tuple[str, ...] = (), **tensors: Tensor | No
 
 
 def values_wanted() -> bool:
-    """Whether MATMIX_CHECK_VALUES=1 asks to check values on all devices."""
+    """Whether MATMIX_CHECK_VALUES=1 asks for checks of values on all devices."""
     return os.environ.get("MATMIX_CHECK_VALUES") == "1"
 
 

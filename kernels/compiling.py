@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of recorded kernel launches for GPUs that need not be there.
+"""Compiles recorded kernel launches ahead of time, for GPUs that this machine need not have.
 
 Triton itself binds and specialises the arguments (pointer types, multiples of 16, ones folded to constants, None),
 so that what is compiled here is what the launch would compile on that GPU; only the driver, which would ask the
@@ -48,7 +48,7 @@ HARDWARE = {
 
 
 class Resources(NamedTuple):
-    """What one compiled kernel takes of the hardware."""
+    """The resources that one compiled kernel uses."""
 
     kernel: str
     target: str
@@ -70,7 +70,7 @@ class Resources(NamedTuple):
 
 @dataclass(frozen=True)
 class Pointer:
-    """What the compiler is told of a tensor; unlike the tensor it is cheap to send to another process."""
+    """The properties of a tensor that the compiler needs; unlike the tensor it is cheap to send to another process."""
 
     dtype: torch.dtype
     misalignment: int
@@ -85,7 +85,7 @@ class Pointer:
 
 
 class Compilation(NamedTuple):
-    """A launch for one architecture, in plain data."""
+    """A launch for one architecture, as plain data."""
 
     module: str
     kernel: str
@@ -160,7 +160,7 @@ def compiled(job: Compilation) -> Resources:
 
 
 def problem(found: Resources) -> str:
-    """Why this kernel should not be shipped; empty if nothing is wrong.
+    """The reason why this kernel should not be used; empty if there is none.
 
     Spills count on sm_90, the hardware that configurations are chosen for; elsewhere they only cost time.
     """
@@ -177,7 +177,7 @@ def problem(found: Resources) -> str:
 
 
 class _AbsentGPU:
-    """Answers what Triton asks its driver when it compiles without launching."""
+    """A stand-in for Triton's driver: answers its questions about the GPU when a kernel is compiled without a GPU."""
 
     def __init__(self, target: GPUTarget):
         self.target = target

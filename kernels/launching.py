@@ -1,7 +1,7 @@
-"""Launching Triton kernels: the one place through which all of them go.
+"""Launches Triton kernels; all launches go through this module.
 
-Recording instead of running gives the exact signatures and constants that a call would launch, so that every
-configuration can be compiled ahead of time for hardware that is not there.
+Launches can be recorded instead of run. A record has the exact signatures and constants of the launches, so that every
+configuration can be compiled ahead of time for hardware that this machine does not have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel, as it was asked for."""
+    """One launch of a kernel: the kernel, its grid and its arguments."""
 
     kernel: Any
     """A function decorated with `triton.jit`."""

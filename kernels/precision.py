@@ -1,4 +1,4 @@
-"""Keeping an op's own choice of precision."""
+"""Runs an op in the precision that it chooses itself, also under autocast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbering chunks so that none crosses a document, for the kernels of all scans.
+"""Numbers chunks so that none crosses the boundary of a document, for the kernels of all scans.
 
 Every document starts a chunk of its own, so documents cannot touch each other and states enter and leave at chunk
 edges. Packed documents need no table for that. Document d gets the slots from cu_seqlens[d] // span + d on; as

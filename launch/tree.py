@@ -1,4 +1,4 @@
-"""The tree of verbs that `matmix` reads its words by; a verb's module is imported when the verb is named."""
+"""Reads the words of a `matmix` command by a tree of verbs; the module of a verb is imported when the verb is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What every architecture says of itself before it is built, and the register of all of them."""
+"""The base class of architectures, with the facts that each states before a model is built, and the registry of all of
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class NoOptions:
-    """For architectures that take nothing from `model.options`."""
+    """The options of an architecture that takes none from `model.options`."""
 
 
 class Architecture(nn.Module):
@@ -22,7 +23,7 @@ class Architecture(nn.Module):
     """
 
     causal: ClassVar[bool]
-    """No output sees later positions, so that the layers take causal mixers."""
+    """Whether outputs may depend on earlier positions only; the layers then take causal mixers."""
     tokens: ClassVar[bool] = True
     """Reads token ids and predicts one of model.vocab_size tokens: training takes the size of the vocabulary from the
     data, and an export takes the tokenizer along. False: reads and predicts something else."""
@@ -45,16 +46,18 @@ class Architecture(nn.Module):
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Raise a one-line ValueError when a `ModelConfig` of this architecture does not fit together."""
+        """Raises a ValueError of one line when a `ModelConfig` of this architecture does not fit together."""
         cls.options(config)
 
     @classmethod
     def check_seqlen(cls, config: Any, seqlen: int) -> None:
-        """Raise a one-line ValueError when embedding or output cannot take documents of `seqlen` positions."""
+        """Raises a ValueError of one line when the embedding or the output cannot take documents of `seqlen`
+        positions."""
 
     @classmethod
     def example_inputs(cls, config: Any, batch_size: int, seqlen: int) -> torch.Tensor:
-        """What `forward` takes first, for estimates: zeros (batch_size, seqlen, ...) on the default device."""
+        """Returns zeros (batch_size, seqlen, ...) in the shape and dtype of the inputs of `forward`, on the default
+        device; for estimates."""
         assert cls.tokens, f"{cls.__name__} reads no tokens and says not what instead"
         return torch.zeros(batch_size, seqlen, dtype=torch.long)
 

@@ -1,4 +1,4 @@
-"""What all architectures share: packing, padding, blocks, and the way to the output."""
+"""The base class of all architectures: it packs padded inputs, runs the blocks and applies the output projection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from matmix.model.positions import in_one_row, pad_back, unpad_indices
 
 
 def final_norm(config: ModelConfig) -> nn.Module:
-    """What the residual stream goes through before the output: a LayerNorm in pre-norm models that end with one."""
+    """Returns the layer before the output projection: a LayerNorm in pre-norm models with `final_norm`, else the
+    identity."""
     if config.norm == "pre" and config.final_norm:
         return nn.LayerNorm(config.d_model, eps=config.final_norm_eps, bias=config.norm_bias)
     return nn.Identity()
@@ -39,7 +40,7 @@ class Backbone(Architecture):
         raise NotImplementedError
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream -> what the output projection is applied to, same shape."""
+        """Maps the residual stream to the features that the output projection is applied to, of the same shape."""
         raise NotImplementedError
 
     def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -104,8 +105,7 @@ class Backbone(Architecture):
         return outputs if select is not None else outputs.unflatten(0, (batch, length))
 
     def monitor(self) -> dict[str, torch.Tensor]:
-        """Scalars of the last forward worth watching in training, such as the norms of MRU states, by
-        layer."""
+        """Scalars of the last forward pass to watch in training, such as the norms of MRU states, by layer."""
         return {
             f"blocks.{index}.{name}": value
             for index, block in enumerate(self.blocks)

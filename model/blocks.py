@@ -22,7 +22,9 @@ def activate(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Initial standard deviation of what writes to the residual stream.
+    """Initial standard deviation of projections that add to the residual stream. In pre-norm models 0.02 / sqrt(number
+    of additions) (GPT-2), so that the stream's variance does not grow with the depth; post-norm models normalise after
+    each addition and take 0.02, as BERT.
 
     In pre-norm models 0.02 / sqrt(number of additions) (GPT-2), so that the stream's variance does not grow
     with the depth; post-norm models normalise after each addition and take 0.02, as BERT.

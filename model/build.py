@@ -1,4 +1,4 @@
-"""From a configuration to a model."""
+"""Builds a model from its configuration, and counts its parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from matmix.model.config import ModelConfig
 
 
 def build_model(config: ModelConfig, *, device: str | torch.device = "cpu") -> Backbone:
-    """The model of a configuration, in float32, its weights not yet set: call `initialize`, or load some.
+    """Builds the model of a configuration in float32 without initial values: call `initialize` on it, or load weights.
+    With device="meta" no memory is allocated.
 
     With device="meta" nothing is allocated, whatever the size.
     """
@@ -18,5 +19,5 @@ def build_model(config: ModelConfig, *, device: str | torch.device = "cpu") -> B
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Number of parameters, tied ones once; nothing is allocated."""
+    """The number of parameters of a model, tied ones counted once; no memory is allocated."""
     return sum(parameter.numel() for parameter in build_model(config, device="meta").parameters())

@@ -31,7 +31,7 @@ MLP_LAYER = "mlp"
 """In `layers`: a layer that is an MLP and no mixer."""
 
 NO_MIXER = "none"
-"""In `layers`: a layer whose mixer is taken out (a control); where MLPs follow mixers, its MLP stays."""
+"""In `layers`: a layer without a mixer (a control); where MLPs follow mixers, its MLP stays."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class ModelConfig:
     third layer. With "mlp" in the pattern the MLPs stand exactly there, as layers of their own; otherwise one
     follows each mixer. "none" stands for a mixer that is taken out, a control in comparisons."""
     causal_mixers: bool = False
-    """encoder: allow mixers that see earlier tokens only, as controls in comparisons."""
+    """encoder: allows causal mixers, as controls in comparisons."""
     mlp_ratio: float = 4.0
     """Hidden width of the MLPs over d_model; 0 = no MLPs."""
     mlp_bias: bool = False

@@ -1,4 +1,4 @@
-"""How much arithmetic a token costs."""
+"""Counts the floating-point operations of a model per token."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def constant_init(value: float) -> InitRule:
 
 
 def clean_parameter_name(name: str) -> str:
-    """The name without what torch.compile, checkpoint wrappers, FSDP1 and DDP put into it."""
+    """Removes from a parameter's name the prefixes that torch.compile, checkpoint wrappers, FSDP1 and DDP add to it."""
     wrappers = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
     parts = [part for part in name.split(".") if part not in wrappers]
     if parts and parts[0] == "module":

@@ -1,7 +1,8 @@
-"""How a module's own parameters are trained where that is a fact of the module: rate, clipping and weight decay.
+"""Rules for parameters that a module wants trained differently from others: factor on the learning rate, clipping and
+weight decay.
 
-A module says so in a method `parameter_rules(seqlen)`, beside its `init_rules`: a dict from the name of a parameter,
-relative to that module, to a `ParameterRule`.
+A module states them in a method `parameter_rules(seqlen)`, as it states initial values in `init_rules`: a dict from the
+name of a parameter, relative to that module, to a `ParameterRule`.
 """
 
 from __future__ import annotations

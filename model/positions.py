@@ -1,4 +1,5 @@
-"""Where a token stands in its document, and padded batches as packed ones."""
+"""Positions of tokens in their documents, conversion of padded batches to packed ones and back, and rotary
+positions."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def document_positions(length: int, cu_seqlens: torch.Tensor | None, device: tor
 
 
 def unpad_indices(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What a padded batch is when its padding is left out.
+    """Describes a padded batch without its padding.
 
     Args: attention_mask (B, L), nonzero where a token is real.
     Returns: indices (n,) int64 of the real tokens in the flattened batch; cu_seqlens (rows with tokens + 1,)

@@ -1,5 +1,4 @@
-"""Changes to the blocks of a model that trade compute, memory and start-up time, without changing its
-numbers.
+"""Changes to the blocks of a model that save memory, time or start-up time and do not change its numbers.
 
 Each replaces `forward` on the instance and leaves modules and parameters where they are: names in checkpoints
 stay the same, and hooks that an engine puts on a block (gathering its weights) run outside of what is

@@ -1,4 +1,4 @@
-"""Command-line arguments into config dataclasses and verbs, with errors of one line. (Without torch.)
+"""Reads command-line arguments into config dataclasses and verbs, with errors of one line. (Without torch.)
 
 A verb is a dataclass whose fields are its options, and whose `run(rest, typed)` does the work and returns the exit
 code: `rest` are the words that the verb does not know, fields of a recipe, and `typed` all words after `matmix`.

@@ -1,4 +1,4 @@
-"""Trains a recipe and leaves behind how that ended."""
+"""Trains a recipe and records how the run ended."""
 
 from __future__ import annotations
 

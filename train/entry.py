@@ -1,4 +1,5 @@
-"""`matmix train RECIPE [--key value ...]`, also `torchrun -m matmix.train RECIPE ...`: what comes before torch."""
+"""`matmix train RECIPE [--key value ...]`, also `torchrun -m matmix.train RECIPE ...`: the part that runs before torch
+is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that are neither the user's mistake (ValueError) nor ours (AssertionError)."""
+"""Errors that are neither a mistake of the user (ValueError) nor a bug of ours (AssertionError)."""
 
 
 class RunFailure(RuntimeError):

@@ -1,4 +1,4 @@
-"""Errors of libraries and the system that have a reason a person can act on, as one line with advice."""
+"""Turns errors of libraries and the system into one line with advice, if a person can do something about them."""
 
 from __future__ import annotations
 

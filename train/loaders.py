@@ -1,4 +1,4 @@
-"""The loaders that a run needs, and what its data decide about its model."""
+"""Makes the loaders of a run, and sets the parts of the model's config that depend on the data."""
 
 from __future__ import annotations
 

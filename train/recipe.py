@@ -71,6 +71,8 @@ def _check_keys(values: dict[str, Any], cls: type, where: str, prefix: str = "")
             _check_keys(value, hints[key], where, f"{prefix}{key}.")
         elif (row := row_type(hints[key])) is not None:
             check_rows(value, row, f"{where}: [[{prefix}{key}]]")
+        elif typing.get_origin(hints[key]) is tuple and not isinstance(value, list | tuple):
+            raise ValueError(f'{where}: "{prefix}{key}" is a list, got {value!r}')
 
 
 @errors_in_one_line()

@@ -1,1 +1,1 @@
-"""From the shards of a split to micro-batches: which document comes when, and in which row."""
+"""From the shards of a split to micro-batches: the order of documents, and how they are put into rows."""

@@ -1,4 +1,4 @@
-"""One micro-batch from the numbers of its samples: what a reading process does."""
+"""Makes one micro-batch from the numbers of its samples; reading processes run this."""
 
 import numpy as np
 from torch.utils.data import Dataset

@@ -1,4 +1,4 @@
-"""Which dataset, epoch and slot sample n is: `Mixture` for several datasets, and for one.
+"""Maps the number of a sample to its dataset, epoch and slot: `Mixture` for several datasets, and for one.
 
 One dataset of N sequences: sample n is slot n mod N of epoch n div N.
 

@@ -1,4 +1,4 @@
-"""The processes that read data: deaf to the signals of terminals and schedulers, and never left behind.
+"""The processes that read data. They ignore the signals of terminals and schedulers, and end with the training process.
 
 Ctrl-C reaches a whole terminal, and schedulers send SIGTERM, SIGUSR1 or SIGUSR2 to every process of a job. What to do
 then is the training process's to decide: it may want to finish its step and save, for which it needs its data. So its

@@ -1,4 +1,4 @@
-"""Gated RMSNorm in PyTorch, with a hand-written backward pass that keeps nothing but the inputs."""
+"""Gated RMSNorm in PyTorch, with a hand-written backward pass that stores the inputs only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated RMSNorm by its definition, in float64: the specification of the fast form."""
+"""The definition of the gated RMSNorm in float64, with which the fast forms are compared."""
 
 from __future__ import annotations
 

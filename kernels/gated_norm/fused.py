@@ -1,4 +1,4 @@
-"""Gated RMSNorm in Triton, forward and backward; nothing is kept but the inputs.
+"""Gated RMSNorm in Triton, forward and backward; only the inputs are stored for the backward pass.
 
 A program holds a tile of rows by the channels of one group, padded to a power of two, so that one read serves
 the root mean square and the result. Groups wider than a tile are cut: `_statistics` first reduces every row over

@@ -1,4 +1,4 @@
-"""Matrix-product scan by its definition, in float64: the specification of the fast form."""
+"""The definition of the matrix-product scan in float64, with which the fast forms are compared."""
 
 from __future__ import annotations
 

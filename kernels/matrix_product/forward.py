@@ -1,4 +1,4 @@
-"""Forward pass of the matrix-product scan: products inside chunks, a scan over chunks, then all states at once."""
+"""Forward pass of the matrix-product scan: products inside chunks, a scan over chunks, then all states."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Product(NamedTuple):
         return self.cu_seqlens, self.documents, self.seqlen, self.per_row, self.heads
 
     def chunks(self) -> Product:
-        """The level whose steps are this level's chunks."""
+        """The next level, whose steps are the chunks of this level."""
         if self.cu_seqlens is None:
             return self._replace(seqlen=self.per_row, longest=self.per_row)
         numbers = torch.arange(self.documents + 1, device=self.cu_seqlens.device, dtype=self.cu_seqlens.dtype)

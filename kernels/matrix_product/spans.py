@@ -1,4 +1,4 @@
-"""A sequence of matrices cut into chunks that advance together, a few steps at a time."""
+"""Cuts a sequence of matrices into chunks that are multiplied side by side, a few steps at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def products_like(x: Tensor, chunk_size: int | None) -> Tensor:
 
 
 class ProductDocuments:
-    """Where packed documents begin and end, on the host; without `cu_seqlens` there is nothing to know."""
+    """The boundaries of packed documents, on the host; None without `cu_seqlens`."""
 
     def __init__(self, cu_seqlens: Tensor | None):
         bounds = [] if cu_seqlens is None else cu_seqlens.tolist()

@@ -1,1 +1,1 @@
-"""The MRU mixer in one op: state matrices, their running products and the projection of these."""
+"""The MRU mixer in one op: makes the state matrices, multiplies them up and projects the states."""

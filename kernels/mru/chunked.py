@@ -1,5 +1,5 @@
-"""The MRU mixer in PyTorch: state matrices, scan, projection, and their gradients from the elements, or the tokens'
-chunks, alone."""
+"""The MRU mixer in PyTorch: state matrices, scan and projection. Only the elements, or the tokens' chunks, are stored
+for the backward pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def mixer_forward(
     construction: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs (batch, seqlen, nheads, o, d_c) typed like the elements, final states, log-norms (n, nheads) of some
-    states, and what the backward pass wants to see again (here nothing)."""
+    states, and the tensors that the backward pass needs besides the inputs (here none)."""
     x = state_matrices(made_elements(elements, w_up, construction), construction, w_down.shape[1])
     h, final, _ = product_forward(x, initial_state, cu_seqlens, None)
     y = project(h, w_down.to(h.dtype)).to(elements.dtype).contiguous()
@@ -139,7 +139,7 @@ def mru_step_torch(
 
 
 def chosen(y: Tensor, final: Tensor, norms: Tensor, with_final: bool, with_norms: bool) -> Tensor | tuple[Tensor, ...]:
-    """Those of the results that were asked for; a tensor by itself where it is the only one."""
+    """The requested results; a single one is returned without a tuple."""
     found = (y, *([final] if with_final else []), *([norms] if with_norms else []))
     return found if len(found) > 1 else y
 

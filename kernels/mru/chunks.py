@@ -1,4 +1,5 @@
-"""Elements of state matrices from chunks of the tokens, with few parameters: mru-lm's first form (December 2024).
+"""Makes the elements of state matrices from chunks of the tokens, with few parameters, as in mru-lm's first form
+(December 2024).
 
 A token's d_model numbers are nheads x o chunks of d_chunk; row i of a head's M is its chunk i times W_up[head]. The
 elements of a construction are M row by row, or, where it takes a triangle, the strictly lower one of (M - M^T) /

@@ -1,4 +1,4 @@
-"""The MRU mixer by its definition, in float64: the specification of the fast forms."""
+"""The definition of the MRU mixer in float64, with which the fast forms are compared."""
 
 from __future__ import annotations
 

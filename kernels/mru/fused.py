@@ -69,7 +69,7 @@ def gradient_warps(construction: str, chunked: bool, dtype: torch.dtype) -> int:
 
 
 def input_of(elements: Tensor, w_up: Tensor | None, construction: str) -> tuple:
-    """What a token gives, as the kernels take it: elements, or chunks and their weights, by column like those of the
+    """The tensors that the kernels read for a token: elements, or chunks and their weights, by column like those of the
     projection and in float32."""
     elements = blocks_in_place(elements, elements.dim() - 2)
     weights = None
@@ -80,7 +80,7 @@ def input_of(elements: Tensor, w_up: Tensor | None, construction: str) -> tuple:
 
 
 def factor_of(construction: str) -> float:
-    """What multiplies the weights of chunks: a triangle is that of (M - M^T) / sqrt(2)."""
+    """The factor on the weights of chunks: 1 / sqrt(2) for triangles, which are those of (M - M^T) / sqrt(2)."""
     return math.sqrt(0.5) if construction == "cayley" else 1.0
 
 

@@ -1,4 +1,4 @@
-"""The size of MRU states: what a training run watches, since not every construction bounds it."""
+"""The norms of MRU states, which a training run records because not every construction bounds them."""
 
 from __future__ import annotations
 

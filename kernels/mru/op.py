@@ -93,12 +93,12 @@ def mru_mixer(
 
 
 def mru_mixer_is_fused(elements: Tensor, w_down: Tensor, construction: str, w_up: Tensor | None = None) -> bool:
-    """Whether `mru_mixer` would run its fused kernels on these by itself."""
+    """Whether `mru_mixer` with backend="auto" runs its fused kernels on these inputs."""
     return not no_kernel(elements, w_down, construction, w_up) and takes_triton("auto", elements)
 
 
 def no_kernel(elements: Tensor, w_down: Tensor, construction: str, w_up: Tensor | None = None) -> str:
-    """Why the fused kernels cannot be had; empty if they can."""
+    """The reason why the fused kernels cannot be used; empty if they can."""
     _, order, width = w_down.shape
     if construction not in FUSED:
         return f"knows the constructions {', '.join(FUSED)}, not {construction}"
@@ -135,7 +135,7 @@ def check_mixer(
 
 
 def token_shape(op: str, heads: int, order: int, w_up: Tensor | None, construction: str) -> tuple[int, ...]:
-    """What a token's elements, or with `w_up` its chunks, are shaped like."""
+    """The shape of a token's elements or, with `w_up`, of its chunks."""
     if w_up is None:
         return heads, state_elements(construction, order)
     columns = element_columns(construction, order)

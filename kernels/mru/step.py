@@ -1,4 +1,4 @@
-"""One token of an MRU, for generation."""
+"""The MRU for a single token, which generation uses."""
 
 from __future__ import annotations
 

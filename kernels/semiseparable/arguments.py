@@ -1,4 +1,4 @@
-"""What the scans ask of their arguments, and how absent tensors pass through registered ops."""
+"""Checks the arguments of the scans, and passes optional tensors through registered ops."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_form(
 
 
 def or_empty(like: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """A registered op returns tensors only: an empty one stands for None."""
+    """Returns the tensor, or an empty one in place of None: a registered op returns tensors only."""
     return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
 
 
@@ -102,7 +102,7 @@ def none_if_absent(gradient: Tensor, of: Tensor | None) -> Tensor | None:
 
 
 def empty_like_each(like: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Fake gradients: contiguous, shaped and typed like the inputs, empty for None."""
+    """Gradients without values for tracing: contiguous, with the shapes and dtypes of the inputs, empty for None."""
     return tuple(
         like.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs
     )

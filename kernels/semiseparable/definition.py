@@ -1,4 +1,4 @@
-"""Semiseparable and quasiseparable scans by their definition, in float64: what the fast forms must compute.
+"""The definition of the semiseparable and quasiseparable scans in float64, with which the fast forms are compared.
 
 "Transformers are SSMs" (arXiv 2405.21060) for the causal scan; "Hydra" (arXiv 2407.09941) for the other.
 Shapes, names and meaning of the arguments are those of `matmix.kernels.semiseparable_scan` and

@@ -1,4 +1,4 @@
-"""The options of a scan, and the tensors that go into its forward and backward passes and come out."""
+"""The options of a scan, and the inputs and outputs of its forward and backward passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ overflows.
 
 
 class ScanForm(NamedTuple):
-    """How directions read and how they are put together."""
+    """How the directions of a scan read and how their outputs are combined."""
 
     shift: bool = False
     """Each direction's output moves one token on in its own sense (Hydra): tokens do not meet themselves."""
@@ -38,7 +38,7 @@ class ScanSide(NamedTuple):
 
 
 class SideGradients(NamedTuple):
-    """Gradients of the tensors of a `ScanSide`, shaped and typed like them; None for what was not given."""
+    """Gradients of the tensors of a `ScanSide`, with their shapes and dtypes; None for tensors that were not given."""
 
     q: Tensor
     k: Tensor
@@ -48,7 +48,7 @@ class SideGradients(NamedTuple):
 
 
 class ScanOutput(NamedTuple):
-    """What the forward pass of a scan gives."""
+    """The outputs of the forward pass of a scan."""
 
     y: Tensor
     """(batch, seqlen, nheads, headdim), 2 * headdim wide for "concat"; already normalised if asked for."""

@@ -1,4 +1,4 @@
-"""torchrun, with its ends in one line each.
+"""Runs torch's agent as `torchrun` does, and says in one line how it ended.
 
     python -m matmix.launch.jobs.agent --nnodes=2 -m matmix.launch.jobs.rank RECIPE
 
@@ -12,16 +12,17 @@ import logging
 import os
 import sys
 
+from matmix.launch.jobs.processes import say_failure
 from matmix.train.process import launcher, temporary
 from matmix.train.process.console import begin_process, guarded
-from matmix.train.process.exits import EXIT_FAILED, EXIT_STOPPED
+from matmix.train.process.exits import EXIT_FAILED
 from matmix.train.process.ranks import SECRET_VARIABLE
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     begin_process()
-    if arguments is None:  # here the process is ours; torch makes a folder of reports
+    if arguments is None:  # in a process of our own: torch makes a folder of reports
         code = guarded(_use_own_folder)
         if code:
             return code
@@ -45,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run(options)
     except ChildFailedError as error:
-        return _first_failure(error)
+        rank, failure = error.get_first_failure()
+        return say_failure(f"rank {rank}", failure.pid, failure.exitcode)
     except SignalException as error:
         return 128 + int(error.sigval)
     except RendezvousTimeoutError:
@@ -69,15 +71,6 @@ def _say_missing(options: argparse.Namespace, reason: str) -> int:
         flush=True,
     )
     return EXIT_FAILED
-
-
-def _first_failure(error) -> int:
-    rank, failure = error.get_first_failure()
-    code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-    if code != EXIT_STOPPED:
-        what = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {code}"
-        print(f"matmix: rank {rank} (process {failure.pid}) {what}", file=sys.stderr, flush=True)
-    return code
 
 
 if __name__ == "__main__":

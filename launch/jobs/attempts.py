@@ -17,15 +17,14 @@ launcher saw. Then:
 
 Only attempts of the same job count, which its requeues share; a job that is submitted anew begins anew.
 Attempts that a launcher began and that nobody saw end (a node that failed, a launcher that was killed) are failures.
-Each decision is a line in RUN/launch/attempts.jsonl. Standard library only, but for runs at URLs: this runs between two
-attempts, on nodes that are paid for.
+Each decision is a line in RUN/launch/attempts.jsonl. This module imports the standard library only, except for runs at
+URLs: it runs between two attempts, while the nodes wait.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import signal
 import sys
 import time
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.artifacts import read_json_lines
-from matmix.launch.jobs.records import read_url
+from matmix.launch.jobs.records import append_line, read_url
 from matmix.train.process.exits import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
 from matmix.train.run.outcome import Outcome, local_folder, newest_saved, read_last_step, read_outcomes
 
@@ -168,17 +167,9 @@ def read_attempts(run: Path) -> list[PastAttempt]:
     return found
 
 
-def _ranks_folder(run: Path) -> Path:
-    """Where rank 0 writes: the run directory; for a run at a URL, the folder that the first node has for it."""
-    url = read_url(run)
-    if url is None:
-        return run
-    return local_folder(url, 0)
-
-
 def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> PastAttempt:
     """What the ranks of an attempt wrote about its end, or `code` where they wrote nothing."""
-    run = _ranks_folder(run)
+    run = local_folder(read_url(run) or run, 0)  # where rank 0 writes
     outcomes = read_outcomes(run, name)
     chosen = _telling(outcomes)
     saved = [outcome.saved_step for outcome in outcomes.values() if outcome.saved_step is not None]
@@ -219,7 +210,7 @@ def mark_cancelled(run: Path, job: str) -> None:
 
 def begin(run: Path, name: str, nodes: str = "") -> None:
     """Notes that an attempt begins, so that it is known also if nobody sees it end."""
-    _append(run, {"attempt": name, "begun": int(time.time()), "nodes": nodes})
+    append_line(attempts_path(run), {"attempt": name, "begun": int(time.time()), "nodes": nodes})
 
 
 def conclude(
@@ -243,15 +234,8 @@ def conclude(
     if ending and decision.again:
         decision = Decision(False, f"{attempt.reason}; {ending}")
     facts = {**dataclasses.asdict(attempt), "again": decision.again, "why": decision.why, "ended": int(time.time())}
-    _append(run, facts)
+    append_line(attempts_path(run), facts)
     return attempt, decision
-
-
-def _append(run: Path, line: dict[str, Any]) -> None:
-    path = attempts_path(run)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

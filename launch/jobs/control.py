@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matmix.launch.jobs import attempts
@@ -16,7 +17,8 @@ from matmix.launch.jobs.records import Job, add_job, find_home, read_jobs
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.prepare import resubmit_preparation
 from matmix.launch.jobs.slurm.script import array_option
-from matmix.launch.jobs.status import Home, local_process, task_runs
+from matmix.launch.jobs.slurm.submit import submit_script
+from matmix.launch.jobs.status import Home, local_process, runs_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,10 @@ class Resubmit:
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Submits, or for a local launch runs; the exit code."""
         home = find_home(self.home)
-        if last_job(home).kind == "local":
-            return resubmit_local(home)
-        job = resubmit(home)
+        last = last_job(home)
+        if last.kind == "local":
+            return resubmit_local(home, last)
+        job = resubmit(home, last)
         print("Nothing to do: it is finished" if job is None else f"Submitted job {job.job} (launch {job.launch})")
         return 0
 
@@ -64,104 +67,88 @@ def cancel(home: Path, grace: float) -> bool:
 
     Jobs that wait in the queue are removed at once, and none of them is requeued.
     """
-    jobs = read_jobs(home)
-    if not jobs:
-        raise ValueError(f"nothing was submitted from {home}")
-    if jobs[-1].kind == "local":
-        return _cancel_local(jobs[-1], grace)
-    found = False
-    waiting: list[str] = []
-    for job in jobs:
-        states = [state for state in scheduler.job_states(job.job) if not state.is_over] if job.job else []
+    last = last_job(home)
+    waiting = _tell_process(last) if last.kind == "local" else _tell_slurm(home)
+    for name in waiting:
+        print(f"{name}: told to save and end, waiting up to {grace:.0f} s")
+    deadline, left = time.monotonic() + grace, waiting
+    while left and time.monotonic() < deadline:
+        time.sleep(0.5)
+        left = {name: job for name, job in left.items() if job.is_running()}
+    for name, job in waiting.items():
+        if name in left:
+            job.end()
+            print(f"{name}: not saved within {grace:.0f} s, ended")
+        else:
+            print(f"{name}: ended by itself")
+    return not left
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stopping:
+    """A job or process that was told to save and end."""
+
+    is_running: Callable[[], object]
+    end: Callable[[], None]
+
+
+def _tell_slurm(home: Path) -> dict[str, _Stopping]:
+    found, waiting = False, {}
+    for job in read_jobs(home):
+        states = scheduler.active_states(job.job) if job.job else []
         found = found or bool(states)
         for state in states:
             _mark(home, job, state.job)
         for state in states:
             if state.state == "RUNNING" and job.kind == "slurm":
                 scheduler.signal_batch(state.job, "USR2")
-                waiting.append(state.job)
-                print(f"job {state.job}: told to save and end, waiting up to {grace:.0f} s")
+                is_running = functools.partial(scheduler.active_states, state.job)
+                waiting[f"job {state.job}"] = _Stopping(is_running, functools.partial(scheduler.cancel, state.job))
             else:
                 scheduler.cancel(state.job)
                 print(f"job {state.job}: cancelled while {state.state.lower()}")
     if not found:
         print("no job is queued or running")
-    return _wait_for_end(waiting, grace)
+    return waiting
 
 
 def _mark(home: Path, job: Job, name: str) -> None:
     """Keeps the job's own script from requeueing it."""
-    runs = task_runs(home, job) if job.kind == "slurm" and job.tasks else [home]
-    for number, run in enumerate(runs):
+    for number, run in enumerate(runs_of(home, job)):
         attempts.mark_cancelled(run, f"{job.job}_{number}" if job.tasks else name)
 
 
-def _wait_for_end(names: list[str], grace: float) -> bool:
-    deadline, left = time.monotonic() + grace, list(names)
-    while left and time.monotonic() < deadline:
-        time.sleep(0.5)
-        left = [name for name in left if not all(state.is_over for state in scheduler.job_states(name))]
-    for name in left:
-        scheduler.cancel(name)
-        print(f"job {name}: not saved within {grace:.0f} s, cancelled")
-    for name in set(names) - set(left):
-        print(f"job {name}: ended by itself")
-    return not left
-
-
-def _cancel_local(job: Job, grace: float) -> bool:
+def _tell_process(job: Job) -> dict[str, _Stopping]:
     if job.host != socket.gethostname():
         raise ValueError(f"this run was started on {job.host}: cancel it there")
     process = local_process(job)
     if process is None:
         print("it is not running")
-        return True
+        return {}
     process.send_signal(signal.SIGTERM)
-    print(f"process {job.pid}: told to save and end, waiting up to {grace:.0f} s")
-    deadline = time.monotonic() + grace
-    while local_process(job) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    if local_process(job) is None:
-        print(f"process {job.pid}: ended by itself")
-        return True
-    process.kill()  # its ranks end with it
-    print(f"process {job.pid}: not saved within {grace:.0f} s, killed")
-    return False
+    # Its ranks end with it.
+    return {f"process {job.pid}": _Stopping(lambda: local_process(job), process.kill)}
 
 
 # -- resubmit ---------------------------------------------------------------------------------------------------------
 
 
-def resubmit(home: Path) -> Job | None:
-    """Submits the last launch again: same code, same config; of an array what is not finished. None if all is.
+def resubmit(home: Path, job: Job) -> Job | None:
+    """Submits a launch again: same code, same config; of an array what is not finished. None if all is.
 
-    Raises ValueError while a job of it is still queued or running, and for local launches.
+    Raises ValueError while a job of it is still queued or running.
     """
-    job = last_job(home)
-    assert job.kind != "local", "local launches are run again by their caller"
-    active = [state.job for state in scheduler.job_states(job.job) if not state.is_over]
-    if active:
+    # The merge of a preparation waits for its parts.
+    if active := [state.job for name in (job.after, job.job) if name for state in scheduler.active_states(name)]:
         raise ValueError(f"job {', '.join(active)} is still queued or running; matmix launch cancel {home} ends it")
     if job.kind == "prepare":
         return resubmit_preparation(home, job)
-    options: list[str] = []
-    if job.tasks:
-        runs = task_runs(home, job)
-        open_tasks = [number for number, run in enumerate(runs) if not is_finished(run)]
-        if not open_tasks:
-            return None
-        options = [array_option(home / "launch" / job.launch / "job.sbatch", open_tasks)]
-    elif is_finished(home):
+    runs = runs_of(home, job)
+    open_tasks = [number for number, run in enumerate(runs) if not is_finished(run)]
+    if not open_tasks:
         return None
-    return submit_again(home, job, "job.sbatch", options)
-
-
-def submit_again(home: Path, job: Job, script: str, options: list[str]) -> Job:
-    """Submits a script of an earlier launch and records that."""
-    number, cluster = scheduler.submit(str(home / "launch" / job.launch / script), *options)
-    again = dataclasses.replace(job, job=number, cluster=cluster, time=time.time())
-    add_job(home, again)
-    return again
+    options = [array_option(home / "launch" / job.launch / "job.sbatch", open_tasks)] if job.tasks else []
+    return submit_script(home, job, "job.sbatch", *options)
 
 
 def is_finished(run: Path) -> bool:
@@ -170,9 +157,8 @@ def is_finished(run: Path) -> bool:
     return bool(found) and found[-1].finished
 
 
-def resubmit_local(home: Path) -> int:
-    """Runs the last local launch again; returns its exit code. Raises ValueError while it runs."""
-    job = last_job(home)
+def resubmit_local(home: Path, job: Job) -> int:
+    """Runs a local launch again; returns its exit code. Raises ValueError while it runs."""
     if local_process(job) and job.host == socket.gethostname():
         raise ValueError(f"process {job.pid} is still running this; matmix launch cancel {home} ends it")
     again = dataclasses.replace(job, time=time.time(), pid=os.getpid(), host=socket.gethostname())

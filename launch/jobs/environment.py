@@ -2,83 +2,67 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 
 from matmix.train.process.caches import cache_variables
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Default:
-    """A variable, its value on this node, and why."""
-
-    name: str
-    value: str
-    reason: str
-
-
-_WHY_THREADS = "the node's cores shared among its ranks: each rank would otherwise start a thread for every core"
-_WHY_CACHES = (
-    "compiled once per node; a home folder on a network drive is slow and its locks unreliable, and where torch itself "
-    "would keep it another user can be the first"
-)
-_FRAGMENTS = "sequences of many lengths fragment the memory of a GPU; growing segments keep it whole"
-_DEAD_PEER = "a rank whose peer has died ends instead of waiting for ever, so that the job can be started again"
-_RECORDS = "keeps the last collectives of each rank, which tell who was late in a hang"
-_SOCKETS = "torch's warnings on sockets that connect at a second try alarm for nothing"
-_EVERYWHERE = [
-    Default("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", _FRAGMENTS),
-    Default("NCCL_DEBUG", "WARN", "says why a connection failed; INFO writes thousands of lines"),
-    Default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", _DEAD_PEER),
-    Default("TORCH_FR_BUFFER_SIZE", "2000", _RECORDS),
-    Default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "writes them when a collective times out"),
-    Default("TORCH_CPP_LOG_LEVEL", "ERROR", _SOCKETS),
-]
+_EVERYWHERE = {
+    # Sequences of many lengths fragment the memory of a GPU; growing segments keep it whole.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    # Says why a connection failed; INFO writes thousands of lines.
+    "NCCL_DEBUG": "WARN",
+    # A rank whose peer has died ends instead of waiting for ever, so that the job can be started again.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    # Keeps the last collectives of each rank, which tell who was late in a hang.
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    # Writes them when a collective times out.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    # torch's warnings on sockets that connect at a second try alarm for nothing.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 
-def defaults(environment: Mapping[str, str] = os.environ) -> list[Default]:
-    """The defaults for a rank with torchrun's variables in `environment`.
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of_each(ranks: int) -> int:
+    """Threads of each rank, so that its node's ranks share the cores; each would otherwise start one for every core."""
+    return max(1, cores() // max(1, ranks))
+
+
+def defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The defaults of what is not set in `environment`, for a rank whose variables of torchrun are there.
 
     Makes the folders of the caches. Raises ValueError where one that the user has named cannot be trusted.
     """
-    ranks_here = max(1, int(environment.get("LOCAL_WORLD_SIZE", "1")))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = [Default(name, value, _WHY_CACHES) for name, value in cache_variables(environment).items()]
-    found += [Default("OMP_NUM_THREADS", str(max(1, cores // ranks_here)), _WHY_THREADS), *_EVERYWHERE]
+    # Kernels are compiled once per node: a home folder on a network drive is slow and its locks unreliable, and where
+    # torch itself would keep them another user can be the first.
+    found = cache_variables(environment) | _EVERYWHERE
+    found["OMP_NUM_THREADS"] = str(threads_of_each(int(environment.get("LOCAL_WORLD_SIZE", "1"))))
     world_size = environment.get("WORLD_SIZE", "1")
     one_host = environment.get("LOCAL_WORLD_SIZE") == world_size
     master = "127.0.0.1" if one_host else environment.get("MASTER_ADDR", "")
-    interface = interface_towards(master) if int(world_size) > 1 and master else None
-    if interface and one_host:
-        reason = "the ranks are all on this host, and nobody else is to reach them"
-        found += [Default("GLOO_SOCKET_IFNAME", interface, reason), Default("NCCL_SOCKET_IFNAME", interface, reason)]
-    elif interface:
-        found.append(
-            Default(
-                "GLOO_SOCKET_IFNAME",
-                interface,
-                "the interface that leads to rank 0: gloo would take the address of the host's name, which on "
-                "many systems is 127.0.1.1",
-            )
-        )
-    return found
+    if int(world_size) > 1 and master and (interface := interface_towards(master)):
+        # gloo would take the address of the host's name, which on many systems is 127.0.1.1.
+        found["GLOO_SOCKET_IFNAME"] = interface
+        if one_host:  # nobody else is to reach the ranks
+            found["NCCL_SOCKET_IFNAME"] = interface
+    return {name: value for name, value in found.items() if name not in environment}
 
 
-def apply_defaults(environment: MutableMapping[str, str] = os.environ) -> list[Default]:
-    """Sets what is not set; returns what it has set."""
-    added = [default for default in defaults(environment) if default.name not in environment]
-    environment.update({default.name: default.value for default in added})
-    return added
+def way_to(host: str) -> tuple[str, str]:
+    """The address of this node from which its way to `host` begins, and the address of `host`.
 
-
-def own_address(family: int, target: tuple) -> str:
-    """The address of this node from which its way to `target` (a pair or more of getaddrinfo's) begins. Raises OSError
-    where there is no way."""
+    Raises OSError where there is no way, socket.gaierror where `host` does not resolve.
+    """
+    family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # chooses the way and sends nothing
-        return probe.getsockname()[0]
+        return probe.getsockname()[0], target[0]
 
 
 def interface_towards(host: str) -> str | None:
@@ -86,8 +70,7 @@ def interface_towards(host: str) -> str | None:
     import psutil
 
     try:
-        family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
-        own = own_address(family, target)
+        own, _ = way_to(host)
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():

@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from matmix.launch.jobs import attempts, snapshot
 from matmix.launch.jobs.attempts import DEFAULT_MAX_REQUEUES
 from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_ranks
 from matmix.launch.jobs.records import Job, add_job, launch_home, note_url
-from matmix.launch.jobs.slurm.submit import absolute, check_run_directory
+from matmix.launch.jobs.slurm.submit import checked
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED
@@ -43,14 +42,11 @@ class Local:
         """Checks the config, writes RUN/launch/<id>/ and runs it. Raises ValueError for the user's mistakes."""
         check_overrides(self, rest, RunConfig)
         check_counts(self, "nproc")
-        config = absolute(load_config(self.recipe, rest))
-        config.micro_batch(self.nproc)
-        check_run_directory(config)
+        config = checked(load_config(self.recipe, rest), self.nproc)
         home = launch_home(config.run_dir)
         job = Job(
             kind="local",
             launch=snapshot.new_launch_id(home),
-            time=time.time(),
             command=list(typed),
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -76,19 +72,15 @@ def _command(folder: Path) -> list[str]:
 def _new_name(home: Path, launch: str) -> str:
     """What the attempts from now on are called: the launch's name, with -again-2 and so on where it is run again."""
     used = {attempts.job_of(attempt.attempt) for attempt in attempts.read_attempts(home)}
-    number, name = 1, launch
-    while name in used:
-        number += 1
-        name = f"{launch}-again-{number}"
-    return name
+    return snapshot.first_free(launch, used.__contains__, "-again-")
 
 
 def run_local(home: Path, job: Job) -> int:
     """Attempts until the run has finished, stopped, or failed once too often; returns the exit code of the last."""
     folder, own = home / "launch" / job.launch, make_own_folder()
     print(f"{job.nproc} x {shlex.join(_command(folder))}", flush=True)
+    start = _new_name(home, job.launch)
     with StopRequests() as requests:
-        start = _new_name(home, job.launch)
         for number in itertools.count():
             name = f"{start}.{number}"
             environment = environment_for(job.nproc, name)
@@ -96,19 +88,14 @@ def run_local(home: Path, job: Job) -> int:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             attempts.begin(home, name, socket.gethostname())
             ended = run_ranks(_command(folder), job.nproc, environment, requests, own)
+            ending = "it was told to stop" if requests.asked else ""
             attempt, decision = attempts.conclude(
-                home,
-                name,
-                ended,
-                max_requeues=job.max_restarts,
-                signalled=requests.asked,
-                ending="it was told to stop" if requests.asked else "",
+                home, name, ended, max_requeues=job.max_restarts, signalled=requests.asked, ending=ending
             )
-            if decision.again:
-                print(f"attempt {name}: starting again: {decision.why}", flush=True)
-                continue
-            if attempt.failed:
-                print(f"attempt {name}: {decision.why}", flush=True)
-            code = EXIT_INTERRUPTED if requests.at_once else attempt.code
-            return EXIT_FAILED if code is None else code
-    raise AssertionError
+            if not decision.again:
+                break
+            print(f"attempt {name}: starting again: {decision.why}", flush=True)
+    if attempt.failed:
+        print(f"attempt {name}: {decision.why}", flush=True)
+    code = EXIT_INTERRUPTED if requests.at_once else attempt.code
+    return EXIT_FAILED if code is None else code

@@ -17,11 +17,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
+from matmix.launch.jobs.environment import threads_of_each
 from matmix.train.process import launcher
 from matmix.train.process.exits import EXIT_STOPPED
 from matmix.train.process.ranks import SECRET_VARIABLE, STORE_VARIABLE
@@ -72,53 +73,19 @@ class StopRequests:
 def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: StopRequests) -> int:
     """Runs an agent until it ends; its exit code, 128 + n where signal n killed it.
 
-    While it runs, every rank is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a second Ctrl-C. When
-    this process dies, the agent and then its ranks end, too (`matmix.train.process.launcher`).
+    While it runs, its ranks are told to stop as `_run` says; an agent that has none yet is ended.
     """
-    mark = new_mark()
-    # In a session of its own, so that Ctrl-C at a terminal reaches this process alone.
-    own = {launcher.VARIABLE: str(os.getpid()), MARK: mark}
-    agent = subprocess.Popen(command, env={**environment, **own}, start_new_session=True)
-    told: set[int] = set()
-    started = False
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = agent.wait(timeout=0.2)
-            break
-        if not requests.asked:
-            continue
-        ranks = list(_ranks(agent.pid))
-        started = started or bool(ranks)
-        if not started:
-            agent.terminate()
-        tell_ranks(ranks, requests, told)
-    end_marked(mark)
-    return code if code >= 0 else 128 - code
+    seen: set[int] = set()
 
+    def ranks(agents: Sequence[subprocess.Popen]) -> list[psutil.Process]:
+        found = [rank for agent in agents for rank in _ranks(agent.pid)]
+        seen.update(rank.pid for rank in found)
+        for agent in agents:
+            if not seen:
+                agent.terminate()
+        return found
 
-def tell_ranks(ranks: Iterable[psutil.Process | subprocess.Popen], requests: StopRequests, told: set[int]) -> None:
-    """Sends what a stop asks for to each of these processes, SIGUSR2 only if it is not among those that were `told`."""
-    for process in ranks:
-        with contextlib.suppress(psutil.Error):
-            if requests.at_once:
-                process.kill()
-            elif process.pid not in told:
-                told.add(process.pid)
-                process.send_signal(signal.SIGUSR2)
-
-
-def new_mark() -> str:
-    """A value of MATMIX_AGENT that no other start has."""
-    return f"{os.getpid()}-{time.time_ns()}"
-
-
-def end_marked(mark: str) -> None:
-    """Kills what bears this mark: an agent or a rank that was killed leaves what it has started."""
-    left = list(_marked(mark))
-    for process in left:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(left, timeout=10)
+    return _run(command, {"": environment}, requests, ranks)
 
 
 def _ranks(agent: int) -> Iterator[psutil.Process]:
@@ -129,22 +96,14 @@ def _ranks(agent: int) -> Iterator[psutil.Process]:
                     yield process
 
 
-def _marked(mark: str) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark:
-                yield process
-
-
 # -- one host, without torchrun ---------------------------------------------------------------------------------------
 
 
 def environment_for(nproc: int, attempt: str) -> dict[str, str]:
     """This process's environment with what the ranks need."""
     environment = {**os.environ, "MATMIX_ATTEMPT": attempt, "PYTHONSAFEPATH": "1"}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # torchrun would set it to 1, with a warning.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    environment.setdefault("OMP_NUM_THREADS", str(threads_of_each(nproc)))
     return environment
 
 
@@ -164,11 +123,9 @@ def run_ranks(
     """Runs `command` once for each rank until all have ended; the exit code of the one that failed first, 128 + n where
     signal n killed it.
 
-    Every rank is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a second Ctrl-C. folder: this user's
-    alone; the file where the ranks meet is made there.
+    The ranks are told to stop as `_run` says. folder: this user's alone; the file where the ranks meet is made there.
     """
-    mark = new_mark()
-    store = folder / f"store-{mark}"
+    store = folder / f"store-{_new_name()}"
     common = {
         **{name: value for name, value in environment.items() if name not in ("MASTER_ADDR", "MASTER_PORT")},
         "WORLD_SIZE": str(nproc),
@@ -176,48 +133,90 @@ def run_ranks(
         "GROUP_RANK": "0",
         STORE_VARIABLE: str(store),
         SECRET_VARIABLE: secrets.token_hex(16),
-        launcher.VARIABLE: str(os.getpid()),
-        MARK: mark,
     }
+    ranks = {f"rank {rank}": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)}
     try:
-        # In sessions of their own, so that Ctrl-C at a terminal reaches this process alone.
-        ranks = [
-            subprocess.Popen(
-                command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True
-            )
-            for rank in range(nproc)
-        ]
-        return _wait(ranks, requests)
+        return _run(command, ranks, requests, lambda running: running)
     finally:
-        end_marked(mark)
         store.unlink(missing_ok=True)
 
 
-def _wait(ranks: Sequence[subprocess.Popen], requests: StopRequests) -> int:
+# -- starting, watching, ending ----------------------------------------------------------------------------------------
+
+
+def _run(
+    command: Sequence[str],
+    environments: Mapping[str, Mapping[str, str]],
+    requests: StopRequests,
+    find_ranks: Callable[[Sequence[subprocess.Popen]], Sequence[psutil.Process | subprocess.Popen]],
+) -> int:
+    """Runs `command` in each of these environments until all have ended; the exit code of the first that failed.
+
+    environments: by the name that a failure is reported by, "" = not reported. find_ranks: the ranks among, or below,
+    the children that run. Every rank is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a second
+    Ctrl-C. When this process dies, however it does, its children and their ranks end, too
+    (`matmix.train.process.launcher`).
+    """
+    mark = _new_name()
+    own = {launcher.VARIABLE: str(os.getpid()), MARK: mark}
     told: set[int] = set()
-    running = dict(enumerate(ranks))
     failed, since = 0, 0.0
-    while running:
-        time.sleep(_LOOK_SECONDS)
-        for rank, process in list(running.items()):
-            if (code := process.poll()) is None:
-                continue
-            del running[rank]
-            if code and not failed:
-                failed, since = code if code > 0 else 128 - code, time.monotonic()
-                _say_failure(rank, process.pid, code)
-                for other in running.values():
-                    other.terminate()
-        if failed and time.monotonic() - since > _GRACE_SECONDS:
-            for process in running.values():
-                process.kill()
-        if requests.asked:
-            tell_ranks(running.values(), requests, told)
+    running: dict[str, subprocess.Popen] = {}
+    try:
+        for name, environment in environments.items():
+            # In a session of its own, so that Ctrl-C at a terminal reaches this process alone.
+            running[name] = subprocess.Popen(command, env={**environment, **own}, start_new_session=True)
+        while running:
+            time.sleep(_LOOK_SECONDS)
+            for name, process in list(running.items()):
+                if (code := process.poll()) is None:
+                    continue
+                del running[name]
+                if code and not failed:
+                    failed, since = say_failure(name, process.pid, code), time.monotonic()
+                    for other in running.values():
+                        other.terminate()
+            if failed and time.monotonic() - since > _GRACE_SECONDS:
+                for process in running.values():
+                    process.kill()
+            if requests.asked:
+                _tell_ranks(find_ranks(list(running.values())), requests, told)
+    finally:
+        _end_marked(mark)
     return failed
 
 
-def _say_failure(rank: int, process: int, code: int) -> None:
-    if code == EXIT_STOPPED:
-        return
-    what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    print(f"matmix: rank {rank} (process {process}) {what}", file=sys.stderr, flush=True)
+def say_failure(name: str, process: int, code: int) -> int:
+    """Prints how a process failed, unless it has no name or stopped as it was told; its exit code, 128 + n where
+    signal n killed it. code: as `subprocess` gives it."""
+    if name and code != EXIT_STOPPED:
+        what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        print(f"matmix: {name} (process {process}) {what}", file=sys.stderr, flush=True)
+    return code if code > 0 else 128 - code
+
+
+def _new_name() -> str:
+    """What no other start on this host is called."""
+    return f"{os.getpid()}-{time.time_ns()}"
+
+
+def _tell_ranks(ranks: Iterable[psutil.Process | subprocess.Popen], requests: StopRequests, told: set[int]) -> None:
+    """Sends what a stop asks for to each of these processes, SIGUSR2 only if it is not among those that were `told`."""
+    for process in ranks:
+        with contextlib.suppress(psutil.Error):
+            if requests.at_once:
+                process.kill()
+            elif process.pid not in told:
+                told.add(process.pid)
+                process.send_signal(signal.SIGUSR2)
+
+
+def _end_marked(mark: str) -> None:
+    """Kills what bears this mark: an agent or a rank that was killed leaves what it has started."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                left.append(process)
+                process.kill()
+    psutil.wait_procs(left, timeout=10)

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matmix.launch.jobs.environment import apply_defaults
+from matmix.launch.jobs.environment import defaults
 from matmix.train.process import console
 from matmix.train.process.begin import begin_training
 from matmix.train.process.console import begin_process, guarded
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _become_rank(arguments: Sequence[str]) -> int:
     os.environ.update(rank_variables(os.environ))
-    apply_defaults()
+    os.environ.update(defaults(os.environ))
     if os.environ.get("RANK", "0") != "0":
         write_output_to(log_path(find_run_dir(arguments), os.environ))
     return 0

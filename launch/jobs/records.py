@@ -6,8 +6,9 @@ import dataclasses
 import json
 import os
 import re
+import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from matmix.data.artifacts import read_json_lines
 
@@ -18,7 +19,7 @@ class Job:
 
     kind: Literal["slurm", "local", "prepare"]
     launch: str  # folder below RUN/launch
-    time: float  # seconds since 1970
+    time: float = dataclasses.field(default_factory=time.time)  # seconds since 1970
     command: list[str]  # as typed
     job: str = ""  # Slurm's number; "" for local runs
     cluster: str = ""  # Slurm's name of it, where it has several
@@ -83,10 +84,14 @@ def _plain(url: str) -> str:
 
 
 def add_job(home: Path, job: Job) -> None:
-    path = home / "launch" / "jobs.jsonl"
+    append_line(home / "launch" / "jobs.jsonl", dataclasses.asdict(job))
+
+
+def append_line(path: Path, values: dict[str, Any]) -> None:
+    """Adds a line of JSON to a file; makes file and folder where they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(dataclasses.asdict(job)) + "\n")
+        file.write(json.dumps(values) + "\n")
 
 
 def read_jobs(home: Path) -> list[Job]:

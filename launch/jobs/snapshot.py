@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matmix.train.run.revision import git
@@ -24,12 +25,13 @@ _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 def new_launch_id(home: Path) -> str:
     """A name for the next launch that sorts by time: 20261122-093000, with -2 and so on if that is taken."""
-    stamp, number = time.strftime("%Y%m%d-%H%M%S"), 1
-    name = stamp
-    while (home / "launch" / name).exists():
-        number += 1
-        name = f"{stamp}-{number}"
-    return name
+    return first_free(time.strftime("%Y%m%d-%H%M%S"), lambda name: (home / "launch" / name).exists())
+
+
+def first_free(name: str, is_taken: Callable[[str], bool], again: str = "-") -> str:
+    """`name`, or the first of `name`-2, `name`-3 ... that is not taken."""
+    names = itertools.chain([name], (f"{name}{again}{number}" for number in itertools.count(2)))
+    return next(found for found in names if not is_taken(found))
 
 
 def take_snapshot(folder: Path) -> None:
@@ -43,21 +45,13 @@ def take_snapshot(folder: Path) -> None:
     (folder / "packages.txt").write_text("".join(f"{line}\n" for line in installed_packages()), encoding="utf-8")
 
 
-def package_folders() -> dict[str, Path]:
-    """Room -> its folder, wherever the package lies: a checkout, site-packages, or an earlier snapshot."""
-    folders = {}
-    for room in ROOMS:
-        spec = importlib.util.find_spec(f"matmix.{room}")
-        assert spec is not None, f"matmix.{room} cannot be found"
-        assert spec.submodule_search_locations, f"matmix.{room} is no package"
-        folders[room] = Path(next(iter(spec.submodule_search_locations)))
-    return folders
-
-
 def copy_code(target: Path) -> None:
-    """The package's sources as target/matmix/<room>, to be used with target on PYTHONPATH."""
-    for room, folder in package_folders().items():
-        shutil.copytree(folder, target / "matmix" / room, ignore=_LEFT_OUT)
+    """The package's sources as target/matmix/<room>, to be used with target on PYTHONPATH; from wherever the package
+    lies: a checkout, site-packages, or an earlier snapshot."""
+    for room in ROOMS:
+        spec = importlib.util.find_spec(f"matmix.{room}")  # imports nothing of it
+        assert spec is not None, f"matmix.{room} cannot be found"
+        shutil.copytree(Path(spec.origin).parent, target / "matmix" / room, ignore=_LEFT_OUT)
 
 
 def describe_revision() -> tuple[str, bytes]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import tyro
@@ -47,10 +47,11 @@ def status_lines(home: Path) -> list[str]:
     lines = [str(home), *(f"  {line}" for job in shown for line in job_lines(job))]
     if earlier := len(jobs) - len(shown):
         lines.append(f"  {'earlier':<12} {earlier} submissions in {home / 'launch' / 'jobs.jsonl'}")
+    logs = f"  logs         {home / 'logs'}"
     if jobs and jobs[-1].kind == "prepare":
-        return [*lines, f"  logs         {home / 'logs'}"]
+        return [*lines, logs]
     active = bool(jobs) and is_active(jobs[-1])
-    runs = runs_of(home, jobs)
+    runs = runs_of(home, jobs[-1]) if jobs else [home]
     if runs == [home]:
         return lines + [f"  {line}" for line in run_lines(home, active=active)]
     names = {run: str(run.relative_to(home)) for run in runs}
@@ -59,18 +60,13 @@ def status_lines(home: Path) -> list[str]:
         f"  {name:<{width}}  {progress(records_folder(run), active=active)}{_last_word(run)}"
         for run, name in names.items()
     ]
-    return [*lines, f"  logs         {home / 'logs'}"]
+    return [*lines, logs]
 
 
-def runs_of(home: Path, jobs: list[Job]) -> list[Path]:
-    """The run directories of the last launch: `home` itself, or those of a sweep in the order of its tasks."""
-    if not jobs or not jobs[-1].tasks:
+def runs_of(home: Path, job: Job) -> list[Path]:
+    """The run directories of a launch: `home` itself, or those of a sweep in the order of its tasks."""
+    if job.kind == "prepare" or not job.tasks:
         return [home]
-    return task_runs(home, jobs[-1])
-
-
-def task_runs(home: Path, job: Job) -> list[Path]:
-    """The run directories of a sweep, in the order of its tasks."""
     tasks = home / "launch" / job.launch / "tasks"
     folders = sorted(tasks.iterdir(), key=lambda folder: int(folder.name))
     return [run_folder(home, read_toml(folder / "config.toml")["run_dir"]) for folder in folders]
@@ -80,7 +76,7 @@ def is_active(job: Job) -> bool:
     """Whether it is queued or running."""
     if job.kind == "local":
         return local_process(job) is not None
-    return any(not state.is_over for state in scheduler.job_states(job.job))
+    return bool(scheduler.active_states(job.job))
 
 
 def job_lines(job: Job) -> list[str]:
@@ -127,8 +123,7 @@ def run_lines(run: Path, *, active: bool) -> list[str]:
         running = active and attempt is attempts[-1] and attempt.code is None
         ended = "running" if running else attempt.reason or describe(attempt.code)
         lines.append(f"attempt      {attempt.attempt}: {ended}{step}")
-    lines.append(f"progress     {progress(at, active=active)}")
-    lines += time_lines(at)
+    lines += [f"progress     {progress(at, active=active)}", *time_lines(last_record(at))]
     if (at / "config.toml").is_file():
         listing = list_checkpoints(at / "checkpoints")
         newest = listing.resumed
@@ -160,16 +155,14 @@ def _last_word(run: Path) -> str:
 
 def progress(run: Path, *, active: bool) -> str:
     """Step, loss and, of a run that is going on, speed and estimated end, from metrics.jsonl."""
-    records = [record for record in read_json_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
-    if not records:
+    if not (last := last_record(run)):
         return "no step reported yet"
-    last, path = records[-1], run / "metrics.jsonl"
     total = read_toml(run / "config.toml").get("steps", 0) if (run / "config.toml").is_file() else 0
     text = f"step {last['step']} of {total}, loss {last['loss']:.4f}"
     summary = RunDirectory(run).read_summary()
     if summary is not None and summary["step"] >= total:
         return f"{text}, finished, validation loss {summary['validation']['loss']:.4f}"
-    text += f", {duration(time.time() - path.stat().st_mtime)} ago"
+    text += f", {duration(time.time() - (run / 'metrics.jsonl').stat().st_mtime)} ago"
     if not active:
         return text
     seconds = last["seconds_per_step"]
@@ -178,10 +171,15 @@ def progress(run: Path, *, active: bool) -> str:
     return f"{text}, {rate}, {duration(left)} to go at that speed"
 
 
-def time_lines(run: Path) -> list[str]:
-    """Where the time of a run went, and how its ranks share the work, from the last record that says so."""
+def last_record(run: Path) -> dict[str, Any]:
+    """The last record of training in metrics.jsonl; {} where there is none."""
     records = [record for record in read_json_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
-    last, lines = records[-1] if records else {}, []
+    return records[-1] if records else {}
+
+
+def time_lines(last: Mapping[str, Any]) -> list[str]:
+    """Where the time of a run went, and how its ranks share the work, as its last record says."""
+    lines = []
     if "goodput/seconds" in last:
         shares = {key.removeprefix("goodput/"): value for key, value in last.items() if key.startswith("goodput/")}
         spent, useful = shares.pop("seconds"), shares.pop("useful", 0.0)

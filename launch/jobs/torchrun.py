@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from matmix.launch.jobs.environment import own_address
+from matmix.launch.jobs.environment import way_to
 from matmix.launch.jobs.processes import (
     StopRequests,
     check_counts,
@@ -28,11 +28,13 @@ from matmix.train.config import RunConfig
 from matmix.train.errors import RendezvousError
 from matmix.train.process.network import wait_for_port
 from matmix.train.recipe import load_config
+from matmix.train.run.outcome import attempt_id
 
 DEFAULT_PORT = 29400
 # Nodes of one start wait this long for each other, so that with all imports a missing one costs less than a minute;
 # torchrun's own 600 s is a long time for a mistyped address.
 _JOIN_SECONDS = 35
+_ENDPOINT = re.compile(r"(?:\[(?P<address>[^\[\]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>[0-9]+))?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class Torchrun:
     node_rank: int | None = None
     """Number of this node, 0 on HOST; without, as the nodes arrive."""
     rdzv_id: str | None = None
-    """Name of this start, the same on all nodes; default: the run's."""
+    """Name under which the nodes meet, the same on all; default: the run's."""
     local_addr: str | None = None
     """This node's address for the others; default: the one that leads to HOST."""
     dry_run: bool = False
@@ -60,51 +62,46 @@ class Torchrun:
         """Runs this node's part; signals make the ranks save. Returns the exit code of the rank that failed first."""
         check_overrides(self, rest, RunConfig)
         check_counts(self, "nproc", "nnodes")
-        endpoint = parse_endpoint(self.rdzv)
+        host, port = parse_endpoint(self.rdzv)
         config = load_config(self.recipe, rest)
         config.micro_batch(self.nnodes * self.nproc)
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank must lie between 0 and {self.nnodes - 1}, got {self.node_rank}")
-        run_id = re.sub(r"[^A-Za-z0-9._-]+", "-", self.rdzv_id or Path(config.run_dir).name).strip(".-") or "run"
-        arguments = [self.recipe, *rest]
-        local_addr = self.local_addr or address_here(endpoint[0])
+        arguments, local_addr = [self.recipe, *rest], self.local_addr or address_here(host)
         if self.nnodes == 1:  # there is nobody to meet: neither an agent nor a store on the network is needed
             print(f"{self.nproc} x {shlex.join(rank_command(arguments))}", flush=True)
-            return 0 if self.dry_run else run_here(arguments, self.nproc, run_id)
-        words = torchrun_words(
-            arguments,
-            nnodes=self.nnodes,
-            nproc=self.nproc,
-            endpoint=endpoint,
-            run_id=run_id,
-            local_addr=local_addr,
-            node_rank=self.node_rank,
-        )
+            return 0 if self.dry_run else run_here(arguments, self.nproc, attempt_id())
+        words = [*self.words(host, port, local_addr, config.run_dir), *arguments]
         print("torchrun " + shlex.join(words), flush=True)
         if self.dry_run:
             return 0
-        if local_addr != endpoint[0] if self.node_rank is None else self.node_rank:
-            wait_for_host(endpoint)
+        if local_addr != host if self.node_rank is None else self.node_rank:
+            wait_for_host(host, port)
         with StopRequests() as requests:
             agent = [sys.executable, "-m", "matmix.launch.jobs.agent", *words]
-            return run_agent(agent, environment_for(self.nproc, run_id), requests)
+            return run_agent(agent, environment_for(self.nproc, attempt_id()), requests)
+
+    def words(self, host: str, port: int, local_addr: str, run_dir: str) -> list[str]:
+        """torchrun's arguments for this node, before those of the ranks."""
+        shown = f"[{host}]" if ":" in host else host
+        run_id = re.sub(r"[^A-Za-z0-9._-]+", "-", self.rdzv_id or Path(run_dir).name).strip(".-") or "run"
+        words = [f"--nnodes={self.nnodes}", f"--nproc-per-node={self.nproc}", "--max-restarts=0", f"--rdzv-id={run_id}"]
+        if self.node_rank is None:
+            conf = f"join_timeout={_JOIN_SECONDS},read_timeout={_JOIN_SECONDS}"
+            words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={shown}:{port}", f"--rdzv-conf={conf}"]
+        else:
+            words += ["--rdzv-backend=static", f"--master-addr={host}", f"--master-port={port}"]
+            words += [f"--node-rank={self.node_rank}", f"--rdzv-conf=timeout={_JOIN_SECONDS}"]
+        return [*words, f"--local-addr={local_addr}", "-m", "matmix.launch.jobs.rank"]
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
     """HOST:PORT, HOST, or [IPv6]:PORT -> (host, port). Raises ValueError."""
-    host, port = text, str(DEFAULT_PORT)
-    if text.startswith("["):
-        host, bracket, rest = text[1:].partition("]")
-        if not bracket or (rest and not rest.startswith(":")):
-            raise ValueError(f"--rdzv takes HOST:PORT or [IPv6 address]:PORT, got {text!r}")
-        port = rest[1:] or port
-    elif text.count(":") == 1:
-        host, port = text.split(":")
-    elif ":" in text:
-        raise ValueError(f"--rdzv: write an IPv6 address in brackets, as in [{text}]:{DEFAULT_PORT}")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"--rdzv takes HOST:PORT with a port between 1 and 65535, got {text!r}")
-    return host, int(port)
+    found = _ENDPOINT.fullmatch(text)
+    port = int(found["port"] or DEFAULT_PORT) if found else 0
+    if found is None or not 0 < port < 65536:
+        raise ValueError(f"--rdzv takes HOST:PORT or [IPv6 address]:PORT with a port between 1 and 65535, got {text!r}")
+    return found["address"] or found["host"], port
 
 
 def address_here(host: str) -> str:
@@ -114,19 +111,16 @@ def address_here(host: str) -> str:
     this node's way to `host` begins. Names of nodes need not resolve. Raises ValueError if `host` does not.
     """
     try:
-        family, _, _, _, target = socket.getaddrinfo(host, DEFAULT_PORT, type=socket.SOCK_DGRAM)[0]
+        own, other = way_to(host)
     except socket.gaierror as error:
         raise ValueError(f"--rdzv: {host} does not resolve here ({error.strerror}); give an address") from None
-    try:
-        own = own_address(family, target)
     except OSError as error:
         raise ValueError(f"--rdzv: there is no way from here to {host} ({error.strerror})") from None
-    return host if ipaddress.ip_address(own) == ipaddress.ip_address(target[0]) else own
+    return host if ipaddress.ip_address(own) == ipaddress.ip_address(other) else own
 
 
-def wait_for_host(endpoint: tuple[str, int], seconds: float = _JOIN_SECONDS) -> None:
+def wait_for_host(host: str, port: int, seconds: float = _JOIN_SECONDS) -> None:
     """Returns when the node where the others meet answers. Raises RendezvousError (one line) if it does not."""
-    host, port = endpoint
     try:
         wait_for_port(host, port, seconds)
     except OSError as error:
@@ -134,26 +128,3 @@ def wait_for_host(endpoint: tuple[str, int], seconds: float = _JOIN_SECONDS) -> 
             f"{host} port {port} did not answer within {seconds:.0f} s ({error.strerror or error}): is the same "
             f"command running on {host}, and does no firewall close the port?"
         ) from None
-
-
-def torchrun_words(
-    rank_arguments: Sequence[str],
-    *,
-    nnodes: int,
-    nproc: int,
-    endpoint: tuple[str, int],
-    run_id: str,
-    local_addr: str,
-    node_rank: int | None = None,
-) -> list[str]:
-    """torchrun's arguments for one node. node_rank: fixes which ranks the node gets; None = as the nodes arrive."""
-    host, port = endpoint
-    shown = f"[{host}]" if ":" in host else host
-    words = [f"--nnodes={nnodes}", f"--nproc-per-node={nproc}", "--max-restarts=0", f"--rdzv-id={run_id}"]
-    if node_rank is None:
-        conf = f"join_timeout={_JOIN_SECONDS},read_timeout={_JOIN_SECONDS}"
-        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={shown}:{port}", f"--rdzv-conf={conf}"]
-    else:
-        words += ["--rdzv-backend=static", f"--master-addr={host}", f"--master-port={port}"]
-        words += [f"--node-rank={node_rank}", f"--rdzv-conf=timeout={_JOIN_SECONDS}"]
-    return [*words, f"--local-addr={local_addr}", "-m", "matmix.launch.jobs.rank", *rank_arguments]

@@ -1,1 +1,1 @@
-"""What a person starts in order to learn something, not to train."""
+"""Tools to study models and machines, not to train: comparisons, pictures, plans, benchmarks, studies."""

@@ -1,4 +1,4 @@
-"""Reading other projects' weights, and writing ours for others."""
+"""Imports models from the checkpoints of other projects, and exports models to transformers."""
 
 from matmix.model.interop.importing.checkpoints import read_checkpoint
 from matmix.model.interop.importing.exported import read_export

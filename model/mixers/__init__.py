@@ -1,4 +1,4 @@
-"""The sequence mixers by name. To add one: write its file, and add its line here."""
+"""The registry of sequence mixers. To add one, write its file and add its line here."""
 
 from matmix.model.mixers.attention.masked import (
     SmaCausal,

@@ -1,4 +1,4 @@
-"""What every sequence mixer offers to blocks, models, trainers and tests."""
+"""The base class of all sequence mixers: the interface that blocks, models, training and tests use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Mixer(nn.Module):
     row_normalized: ClassVar[bool] = False
     """Each row of M is divided by a sum over that row."""
     monitor_limits: ClassVar[dict[str, float]] = {}
-    """Values of `monitor` from which on what follows this mixer is no longer finite, where they are known."""
+    """For values of `monitor`: the limit above which the layers after this mixer overflow, where it is known."""
 
     def __init__(self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float) -> None:
         """
@@ -72,8 +72,8 @@ class Mixer(nn.Module):
             )
 
     def check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
-        """What a mixer of a fixed length calls first in `forward`: ValueError for another length or for packed
-        documents."""
+        """Raises ValueError for another length than max_seqlen, or for packed documents; a mixer of a fixed length
+        calls it first in `forward`."""
         if cu_seqlens is not None:
             raise ValueError(
                 f"{self.name or type(self).__name__} has parameters for sequences of exactly {self.max_seqlen} tokens "
@@ -83,8 +83,8 @@ class Mixer(nn.Module):
         self.check_seqlen(self.config, x.shape[1], self.max_seqlen)
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
-        """Learning rate, clipping and weight decay of its own parameters where they are facts of the mixer: name
-        relative to it -> rule. seqlen: length of the training sequences."""
+        """The learning rate, clipping and weight decay of parameters that are trained differently: name relative to the
+        mixer -> rule. seqlen: length of the training sequences."""
         return {}
 
     @classmethod
@@ -105,7 +105,7 @@ class Mixer(nn.Module):
 
     @classmethod
     def reach(cls, config: Any, causal: bool) -> int | None:
-        """How many tokens away from its own an output sees at most; None = the whole document, or all before it."""
+        """The largest distance between two tokens that the mixer mixes; None = no limit."""
         return None
 
     @classmethod
@@ -145,7 +145,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        """f(x) (B, L, H, P), what M is applied to."""
+        """f(x) (B, L, H, P), the values that M is multiplied with."""
         raise NotImplementedError
 
     def mix(self, matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -157,11 +157,12 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def monitor(self) -> dict[str, torch.Tensor]:
-        """Scalars of the last forward worth watching in training, by name."""
+        """Scalars of the last forward pass to watch in training, by name."""
         return {}
 
     def overflow_advice(self) -> str:
-        """What to do when a value of `monitor` is NaN or infinite, as half a sentence; empty = nothing special."""
+        """Advice for the error message when a value of `monitor` is NaN or infinite, as half a sentence; empty =
+        none."""
         return ""
 
     def initial_state(self, batch_size: int) -> Any:

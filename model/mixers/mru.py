@@ -79,7 +79,8 @@ class MRUConfig:
     """Dropout on the elements of the state matrices."""
 
     def chosen(self, field: str) -> str:
-        """The value of the option input, shift or gate, with "auto" replaced by what it stands for."""
+        """The value of the option input, shift or gate, with "auto" replaced by the value that the construction
+        implies."""
         value = getattr(self, field)
         if value != "auto":
             return value
@@ -278,7 +279,7 @@ class MRU(Mixer):
         return states, final
 
     def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """States (..., H, order, order) -> outputs (..., d_model)."""
+        """Computes outputs (..., d_model) from states (..., H, order, order)."""
         states = mixed.to(x.dtype)
         if self.gate_proj is not None or self.state_size > self.d_model:
             read_out = self.read_out().to(x.dtype)
@@ -308,7 +309,8 @@ class MRU(Mixer):
         cu_seqlens: torch.Tensor | None = None,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs (B, L, d_model) and the last states, by the fused op or its parts; takes note of the norms."""
+        """Returns outputs (B, L, d_model) and the last states, by the fused op or by its parts, and stores the norms of
+        states for `monitor`."""
         inputs, w_up = self.inputs(x, before)
         if self.is_fused(inputs, w_up):
             y, final, self.log_norms = mru_mixer(
@@ -346,11 +348,11 @@ class MRU(Mixer):
         return self.joined(states, weight.new_zeros(batch_size, self.d_model))
 
     def joined(self, states: torch.Tensor, last: torch.Tensor) -> State:
-        """The state that generation carries: the matrices, and with `shift` also the token before."""
+        """Packs the state of generation: the matrices, and with `shift` also the token before."""
         return states if self.shift_share is None else (states, last)
 
     def parted(self, state: State) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The inverse of `joined`: the matrices, and the token before or None."""
+        """Unpacks the state of generation: the matrices, and the token before or None."""
         return (state, None) if isinstance(state, torch.Tensor) else state
 
     def forward_with_state(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:

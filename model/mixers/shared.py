@@ -1,4 +1,4 @@
-"""Pieces that mixers of several kinds share: numbers of heads, gates between tokens, the weight of a norm."""
+"""Functions that several kinds of mixers use: numbers of heads, gates between tokens, the weight of a norm."""
 
 from __future__ import annotations
 

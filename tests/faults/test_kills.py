@@ -157,6 +157,7 @@ def test_kills_in_each_phase_of_a_local_copy(make_run_with_copies, two_ranks):
     assert not list((run.folder / MEMORY).glob("*/*/*"))
 
 
+@pytest.mark.slow
 def test_kills_at_random_times_with_local_copies(make_run_with_copies, two_ranks):
     _kill_until_finished(make_run_with_copies, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=3)
 
@@ -167,6 +168,7 @@ def test_fifty_kills_at_random_times_with_local_copies(make_run_with_copies, two
     _kill_until_finished(make_run_with_copies, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=50)
 
 
+@pytest.mark.slow
 def test_kills_at_random_times(make_run, two_ranks):
     _kill_until_finished(make_run, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=10)
 

@@ -30,6 +30,7 @@ def _survives(make_run, reference: Run, delays: tuple[float, ...]) -> None:
     assert_same(run, reference)
 
 
+@pytest.mark.slow
 def test_torchrun_is_killed_while_its_ranks_import(make_run, two_ranks):
     _survives(make_run, two_ranks, (0.02, 1.0))
 

@@ -1,12 +1,14 @@
 """Silent changes on one rank of a replicated run: steps are skipped on all ranks, copies that differ stop the run or
 send it back, and no checkpoint ever holds them."""
 
+import pytest
 from fault_harness import assert_same
 
 DDP = ("--engine.name", "ddp")
 EVERY = ("--faults.replica-check-every", "1")
 
 
+@pytest.mark.slow
 def test_a_nan_on_one_rank_after_the_reduction_skips_the_step_on_all(make_run):
     run = make_run(*DDP, *EVERY, ranks=2)
     attempt = run.finish(faults=[{"kind": "nan_after_reduction", "step": 7, "rank": 1}])

@@ -81,6 +81,7 @@ def test_in_an_evaluation_on_one_rank_of_two(make_run, two_ranks):
     assert_same(run, two_ranks)
 
 
+@pytest.mark.slow
 def test_in_the_final_evaluation(make_run, one_rank):
     run = make_run()
     run.finish("--stop-step", "20")

@@ -1,5 +1,7 @@
 """A slow rank or reader is named by a run of real processes; the ranks that wait for it are not."""
 
+import pytest
+
 # At such sizes the others' own time is a few milliseconds; what is injected is far above what a busy machine does.
 _OPTIONS = ("--logging.every", "3", "--steps", "24", "--evaluation.every", "0", "--checkpoint.every", "0")
 
@@ -17,6 +19,7 @@ def test_a_rank_that_computes_slowly_is_named(make_run):
         assert last["ranks/collectives_max"] > 0.2
 
 
+@pytest.mark.slow
 def test_a_slow_reader_of_a_rank_above_0_is_named(make_run):
     run = make_run(*_OPTIONS, "--data.workers", "0", ranks=2)
     attempt = run.finish(faults=[{"kind": "slow_reader", "seconds": 0.25, "rank": 1}])

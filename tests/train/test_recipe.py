@@ -59,6 +59,7 @@ def test_keys_may_be_written_with_underscores_or_hyphens(recipe, underscored):
         ("[optimizer]\nlr = 'fast'", ['"optimizer.lr"', "float", "'fast'"]),
         ("steps = 2.5", ['"steps"', "int", "2.5"]),
         ("optimizer = 3", ['"optimizer" is a table']),
+        ("[model]\nlayers = 'mru'", ['"model.layers" is a list', "'mru'"]),
         ("[objective]\nname = 'causal'", ["objective.name", "'causal'", "'causal_lm'", "masked_lm"]),
         ("steps = 0", ["steps must be >= 1"]),
         ("steps = \n", ["not valid TOML", "line 1"]),

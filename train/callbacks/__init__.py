@@ -1,4 +1,4 @@
-"""Side effects of training: what is shown, recorded, watched."""
+"""Callbacks: side effects of training, such as progress, records and pictures."""
 
 from __future__ import annotations
 

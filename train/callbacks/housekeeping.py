@@ -1,4 +1,4 @@
-"""Small services to a run: garbage collection, a look at its launcher, a hint about slow data."""
+"""Small callbacks: garbage collection, a check that the launcher is alive, a hint about slow data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matmix.train.process import launcher, stop
 logger = logging.getLogger(__name__)
 
 MUCH_WAITING = 0.5
-"""The share of an interval from which on waiting for data is worth a line."""
+"""If waiting for data takes more than this share of an interval, a line says so."""
 
 
 class GarbageCollection(Callback):

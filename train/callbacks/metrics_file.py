@@ -84,8 +84,8 @@ class MetricsFile(Callback):
         self._write(run)
 
     def _write(self, run: RunView) -> None:
-        """Drops what comes again and appends what waits, all or nothing. Raises OSError where it cannot: then both
-        are still to be done."""
+        """Drops the records of steps that are done again and appends the new ones, all or nothing. Raises OSError if it
+        cannot; both are then tried again later."""
         if self._stale is not None:
             self._drop_what_comes_again(run, self._stale)
             self._stale = None
@@ -106,7 +106,7 @@ class MetricsFile(Callback):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Stand:
-    """Where a run stands when it begins, or goes back."""
+    """The position of a run when it begins or goes back to a checkpoint."""
 
     step: int
     rewinds: int
@@ -119,7 +119,7 @@ class _Stand:
         return cls(state.step, state.rewinds, state.restores, run.metrics.get("step") == state.step)
 
     def includes(self, record: dict[str, Any]) -> bool:
-        """Whether a record is of what has been done, not of what comes again. Raises, on what is no record."""
+        """Whether a record is of a step that was done before this position. Raises for a line that is no record."""
         happened = {"train": True, "validation": self.evaluated}
         happened["rewind"] = record.get("rewinds", 0) <= self.rewinds
         happened["restore"] = record.get("restores", 0) <= self.restores

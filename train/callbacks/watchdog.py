@@ -130,7 +130,7 @@ class Watchdog(Callback):
 
     @staticmethod
     def _try(action: Callable[..., None], *arguments: Any, seconds: float) -> None:
-        """Waits for an action for so long, and goes on without it."""
+        """Runs an action for at most this long, and goes on without it."""
         thread = threading.Thread(target=action, args=arguments, daemon=True)
         thread.start()
         thread.join(seconds)
@@ -158,7 +158,7 @@ class Watchdog(Callback):
         )
 
     def _place(self) -> str:
-        """Where the main thread is, in a few words."""
+        """The place where the main thread is, in a few words."""
         frame = sys._current_frames().get(self.main_thread)
         if frame is None:
             return "its main thread is gone"

@@ -1,4 +1,4 @@
-"""Files that one node sends to another, over the process group that the ranks have anyway."""
+"""Sends files from one node to another over the process group of the ranks."""
 
 from __future__ import annotations
 

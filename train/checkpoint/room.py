@@ -1,4 +1,5 @@
-"""How much more may be written to a folder, which may lie in memory: there the machine and the job have limits, too."""
+"""How much more may be written to a folder. If the folder lies in memory, the limits of the machine and the job count,
+too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the training loop sees of an engine: one interface over PyTorch's fully_shard and DeepSpeed."""
+"""The interface of an engine to the training loop, the same for PyTorch's fully_shard and DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole training state, tensor by tensor, whatever files it lies in and however it is spread.
+"""A whole training state as single full tensors, independent of the files it lies in and of how it is sharded.
 
 Keys are `model.<name>` for parameters and persistent buffers and `optimizer.<name>.<entry>` for what the optimizer
 keeps of a parameter: its moments, in the parameter's shape, and its counts, numbers.

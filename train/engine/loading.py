@@ -1,4 +1,4 @@
-"""How plain or sharded tensors and their optimizer take up a whole training state."""
+"""Loads a whole training state into plain or sharded tensors and their optimizer."""
 
 from __future__ import annotations
 

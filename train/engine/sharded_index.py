@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint: which tensor lies where, held against the checkpoint's layout.
+"""The index of a sharded checkpoint, which says where each tensor lies; it is checked against the checkpoint's layout.
 
 torch's own index, `.metadata`, is a pickle, and torch believes what it reads there: an entry that is no tensor is
 unpickled without bounds, a name leads to any file, and what no entry covers stays as it was. So `index.json` says the

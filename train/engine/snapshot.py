@@ -1,4 +1,4 @@
-"""What an engine hands over to be written: model and optimizer of one rank, as they were at one step."""
+"""The state of one rank, model and optimizer, as it was at one step, for a save that writes it later."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run would be, found without data and without memory."""
+"""Estimates of a run's size, memory and cost, made without data and without allocating the model."""

@@ -1,4 +1,4 @@
-"""What is measured of a model between steps: one file an evaluator, and its line in `EVALUATORS`."""
+"""Evaluators: measurements of a model between steps. Each is one file and one line in `EVALUATORS`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ EVALUATORS: dict[str, type[Evaluator]] = {
     "mixing": MixingGain,
     "lengths": AccuracyByLength,
 }
-"""Those that every run has where they apply; recipes may name others as "my_package.module:MyEvaluator"."""
+"""The evaluators that every run has where they apply; recipes may name others as "my_package.module:MyEvaluator"."""
 _AT_THE_END = {"lengths"}
-"""Those of them that are due after the last step only, unless a recipe says more."""
+"""Names of those that run after the last step only, unless a recipe says otherwise."""
 
 
 def make_evaluators(config: RunConfig, task: Task) -> list[tuple[Evaluator, int]]:
@@ -70,7 +70,8 @@ def evaluate(
     loader: Loader,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """What these evaluators measure, by name, or None on all ranks where one was interrupted; see `Evaluation`."""
+    """Runs these evaluators and returns their metrics by name, or None on all ranks where a signal interrupted one; see
+    `Evaluation`."""
     evaluation = Evaluation(engine=engine, task=task, loader=loader, interrupted=interrupted)
     metrics: dict[str, float] = {}
     watching = [evaluator for evaluator in evaluators if type(evaluator).observe is not Evaluator.observe]

@@ -1,4 +1,5 @@
-"""What mixing is worth: the loss of a model whose mixers say the same of every token."""
+"""Measures the benefit of mixing: compares the model's loss with that of the model whose mixers give the same output
+for every token."""
 
 from __future__ import annotations
 

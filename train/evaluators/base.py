@@ -1,4 +1,4 @@
-"""What an evaluator is, and one evaluation of a model in training, which those that are due share."""
+"""The base class of evaluators, and one evaluation, which all evaluators that are due share."""
 
 from __future__ import annotations
 
@@ -73,31 +73,33 @@ class Evaluator:
     Options: ClassVar[type] = NoOptions
     """Frozen dataclass of its options; every field has a default."""
     metrics: ClassVar[tuple[Metric, ...]] = ()
-    """What its metrics mean: those that are listed here are shown when they are found and at the end of the run."""
+    """The name, unit and direction of its metrics: those that are listed here are shown after an evaluation and at the
+    end of the run."""
 
     def __init__(self, config: RunConfig, task: Task, options: Any) -> None:
         self.config, self.task, self.options = config, task, options
 
     @classmethod
     def applies(cls, config: RunConfig, task: Task) -> bool:
-        """Whether it can measure anything of such a run."""
+        """Whether there is anything to measure in such a run."""
         return True
 
     def begin(self, evaluation: Evaluation) -> None:
-        """Before the pass."""
+        """Called before the pass over the data."""
 
     def observe(self, batch: Batch, costs: Costs, targets: int) -> None:
-        """A micro-batch of the pass, on the device, with what `Task.costs` says of it and its number of targets."""
+        """Called for each micro-batch of the pass, on the device, with the result of `Task.costs` for it and its number
+        of targets."""
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
-        """The metrics, by name, the same on all ranks."""
+        """Returns the metrics by name, the same on all ranks."""
         raise NotImplementedError
 
     def progress(self, metrics: Mapping[str, float]) -> list[str]:
-        """What it found, in a few words each; metrics: of all evaluators that were due."""
+        """The results in a few words each, for the line of progress; metrics: of all evaluators that were due."""
         return words_on(self.metrics, metrics)
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        """What it found at the end of a run, in sentences."""
+        """The results in sentences, for the end of a run."""
         known = [metric for metric in self.metrics if metric.name in metrics]
         return [f"{metric.title.capitalize()}: {metric.number(metrics[metric.name])}." for metric in known]

@@ -1,4 +1,4 @@
-"""Whether a model uses its context: the loss by how much of a document is known, and in words what that bought."""
+"""Measures whether a model uses its context: the loss by position in the document, and a sentence about it."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def position_metrics(sums: Tensor, seqlen: int) -> dict[str, float]:
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics without NaN and infinities, which would not be numbers of JSON."""
+    """The metrics without NaN and infinities, which JSON cannot hold."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def context_words(metrics: Mapping[str, float]) -> list[str]:
-    """What an evaluation says of the context, in lines for a person."""
+    """The results of an evaluation about context, as lines for a person."""
     parts = []
     if "context_gain" in metrics:
         begin, _, end = [name for name in metrics if name.startswith(PREFIX)][-1].removeprefix(PREFIX).partition("-")

@@ -12,7 +12,7 @@ from matmix.train.tasks.base import Costs
 
 
 class ValidationLoss(Evaluator):
-    """`loss`, the mean over the targets, and what else the task makes of its sums."""
+    """`loss`, the mean over the targets, and the metrics that the task computes from its sums."""
 
     def begin(self, evaluation: Evaluation) -> None:
         size = 1 + len(self.task.recorded)

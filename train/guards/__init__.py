@@ -1,1 +1,1 @@
-"""What sends a run back, or leaves something out, so that it can go on."""
+"""Guards: they stop a run, send it back to a checkpoint or skip data when something goes wrong."""

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class DamagedShards:
-    """What the micro-batches of all ranks say of damaged shards."""
+    """Collects the damaged shards that the micro-batches of all ranks report."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

@@ -91,7 +91,7 @@ class Replicas:
         return self._describe()
 
     def _describe(self) -> str:
-        """The ranks whose tensors are not those of most, in words."""
+        """The ranks whose tensors differ from the majority, in words."""
         engine = self.engine
         parts = {f"{engine.shard_of(engine.rank)}.{name}": tensor for name, tensor in engine.copied_tensors()}
         parts |= {f"all.{name}": tensor for name, tensor in engine.common_tensors()}
@@ -126,8 +126,8 @@ class Replicas:
 
 
 def describe(found: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> str:
-    """Which ranks hold something else than most of those that have it, and what. found: for each rank the fingerprints
-    of its tensors, by "<which ranks have it>.<name>"; nodes: where the ranks are."""
+    """Says which ranks hold other values than the majority, and in which tensors. found: for each rank the fingerprints
+    of its tensors, by "<which ranks have it>.<name>"; nodes: the node of each rank."""
     having = [{key.partition(".")[0] for key in fingerprints} for fingerprints in found]
     odd: dict[int, list[str]] = {}
     unclear: dict[tuple[int, ...], list[str]] = {}

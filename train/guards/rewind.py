@@ -1,4 +1,4 @@
-"""Going back to a checkpoint within a start: what a guard that decides so needs of the run, and how it is done."""
+"""Sends a run back to a checkpoint without a new start, when a guard decides so."""
 
 from __future__ import annotations
 

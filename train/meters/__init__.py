@@ -1,1 +1,1 @@
-"""What is counted while training: time, speed, and what mixers say of themselves."""
+"""Measurements of training itself: time, speed, and the states of mixers."""

@@ -41,12 +41,12 @@ _count = _Count()
 
 
 def begun() -> int:
-    """How many collectives this process has begun."""
+    """The number of collectives that this process has begun."""
     return _count.begun
 
 
 def inside() -> str:
-    """The collective in which the host is, or ""."""
+    """The name of the collective that the host is in, or ""."""
     return _count.inside
 
 
@@ -102,7 +102,7 @@ class CollectiveClock:
 
     @contextlib.contextmanager
     def measure(self, *, sample: bool) -> Iterator[None]:
-        """Around a step. sample: whether the step is one of those that are measured on a GPU."""
+        """Context around a step. sample: whether the step is one of those that are measured on a GPU."""
         cuda = self.device.type == "cuda"
         if cuda and not sample:
             yield

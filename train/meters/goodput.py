@@ -1,7 +1,7 @@
-"""Where the wall-clock time of a run went since its first start: into useful steps, or into what.
+"""Where the wall-clock time of a run went since its first start: into useful steps, waiting for data, saves and so on.
 
-The account is part of the checkpoints. What a start finds in its checkpoint ends at that save; everything since then is
-the price of the restart: steps that are done again, time without a process, and the start itself.
+The account is part of the checkpoints. The account in a checkpoint ends at its save. A start from this checkpoint books
+the time since then as restart: steps that are done again, time without a process, and the start itself.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Goodput:
         self.mark = time.monotonic()
 
     def begin(self, since: float) -> None:
-        """A start without a checkpoint; since: when the run first started, seconds since 1970."""
+        """Begins the account of a run without a checkpoint; since: when the run first started, seconds since 1970."""
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self._lose_since(since, "restarts")
 
     def spend(self, cause: str) -> None:
-        """What passed since the last call went there."""
+        """Books the time since the last call under this cause."""
         now = time.monotonic()
         self.seconds[cause] += now - self.mark
         self.mark = now
 
     def shares(self) -> dict[str, float]:
-        """The share of each cause, and "seconds", of what."""
+        """The share of each cause in the time since the run's first start, and this time as "seconds"."""
         total = sum(self.seconds.values())
         return {"seconds": total, **{cause: spent / max(total, 1e-9) for cause, spent in self.seconds.items()}}
 
@@ -49,7 +49,8 @@ class Goodput:
         return {"seconds": dict(self.seconds), "until": time.time()}
 
     def load_state_dict(self, state: dict[str, Any] | None, lost_to: str) -> None:
-        """lost_to: why the run goes on from this state. None (an older checkpoint): the account begins here."""
+        """lost_to: the cause under which the time since this state was saved is booked. None (an older checkpoint): the
+        account begins now."""
         known = state["seconds"] if state else {}
         self.seconds = {cause: float(known.get(cause, 0.0)) for cause in CAUSES}
         self._lose_since(state["until"] if state else time.time(), lost_to)

@@ -1,4 +1,5 @@
-"""What a model's mixers say of their forward passes (`model.monitor()`), over micro-batches, steps and ranks.
+"""Collects the scalars that a model's mixers report of their forward passes (`model.monitor()`), over micro-batches,
+steps and ranks.
 
 Collecting costs three small operations on the device per micro-batch, however many layers there are, and never waits
 for it: values come to the host, and ranks exchange them, only for a record and after a step that failed.

@@ -63,8 +63,9 @@ class StepRecord:
     goodput: dict[str, float]  # shares of the time since the first start: `goodput.CAUSES`
 
     def numbers(self) -> dict[str, float]:
-        """All that has a value: `means` by their own names, norms of clipping groups under "grad_norm/<group>", what
-        the mixers say under "monitor/blocks.<i>.<name>", others under "ranks/" and "goodput/"."""
+        """All numbers of the record that have a value: `means` by their own names, norms of clipping groups under
+        "grad_norm/<group>", the scalars of mixers under "monitor/blocks.<i>.<name>", others under "ranks/" and
+        "goodput/"."""
         numbers: dict[str, float] = {}
         for key, value in dataclasses.asdict(self).items():
             numbers |= value if key == "means" else {} if value is None else {key: value}
@@ -96,7 +97,7 @@ class Speedometer:
 
     @contextlib.contextmanager
     def stepping(self, *, sample: bool) -> Iterator[None]:
-        """Around a step; sample: whether a record follows."""
+        """Context around a step; sample: whether a record follows."""
         self.begun += 1
         with self.collectives.measure(sample=sample):
             yield
@@ -121,7 +122,7 @@ class Speedometer:
         self.steps += 1
 
     def own_times(self) -> Times:
-        """Of the interval so far, per step: seconds, of which waiting for data, of which in collectives."""
+        """Seconds per step of the interval so far: in all, waiting for data, and in collectives."""
         steps = max(self.begun, 1)
         return (time.perf_counter() - self.began) / steps, self.waited / steps, self.collectives.per_step()
 

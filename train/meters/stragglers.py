@@ -17,10 +17,10 @@ from matmix.train.engine.base import Engine
 FACTOR, SHARE = 1.5, 0.2
 """A rank is slow whose own time is so many times that of the median rank, and exceeds it by this share of a step."""
 RECORDS = 3
-"""So many records in a row, to be named and to be taken back."""
+"""Number of records in a row after which a rank is named, or is said to keep up again."""
 
 Times = tuple[float, float, float]
-"""Of one rank, seconds a step: the whole step, waits for data, time in collectives."""
+"""Seconds per step of one rank: the whole step, waiting for data, collectives."""
 
 
 class Stragglers:
@@ -72,7 +72,7 @@ class Stragglers:
 
 
 def own_times(times: Sequence[Times]) -> list[float]:
-    """Seconds a step that each rank did not spend in collectives."""
+    """Seconds per step that each rank did not spend in collectives."""
     # Exchanges may run beside the computation, so that both together are more than the step.
     return [max(step - collectives, data) for step, data, collectives in times]
 

@@ -1,4 +1,4 @@
-"""What an optimizer is to the rest of training: a torch optimizer that states what it keeps of each parameter."""
+"""The base class of optimizers: a torch optimizer that states what it keeps for each parameter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The groups of parameters that are updated alike: what the shapes say, what mixers state of their own parameters,
-and what the recipe says of them, in this order.
+"""Makes the groups of parameters that are updated alike. Their rules come, in this order, from the shapes of the
+parameters, from mixers for their own parameters, and from the recipe.
 
 By their shapes matrices and embeddings are decayed, and vectors (norms, biases, rates) are not.
 """

@@ -1,1 +1,1 @@
-"""A process of a run: how it begins, meets the others, stays alive, stops and ends."""
+"""One process of a run: how it starts, connects to the others, stays alive, stops and ends."""

@@ -1,4 +1,4 @@
-"""Work that all ranks do together, and whose outcome all of them know: what fails on one rank is raised on all."""
+"""Work that all ranks do together: if it fails on one rank, the error is raised on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process that is going to train does first, before it imports torch."""
+"""The first steps of a process that is going to train, before it imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where compiled kernels are kept: on this node, for this user alone, since whoever can write there can run code."""
+"""Sets where compiled kernels are cached: on this node and for this user alone, because whoever can write there can run
+code."""
 
 from __future__ import annotations
 

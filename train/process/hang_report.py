@@ -1,5 +1,5 @@
-"""Which of the ranks that make no progress is the one that stopped: ranks tell each other through the store where they
-are, for a message that names it and not one that waits for it."""
+"""Finds out which rank has stopped when no rank makes progress: the ranks tell each other through the store where they
+are, so that the message names the rank that stopped and not one that waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When this process last made progress, and at what: written by whoever does the work, read by the watchdog."""
+"""Records when this process last made progress and what it was doing; the watchdog reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that started this rank and watches it: without it nothing would ever end the rank.
+"""Watches the process that started this rank: without it nothing would ever end the rank.
 
 A rank that lives on alone would train unattended, meet the ranks of the next start in its store, and stand in its way.
 So it is killed by the kernel as soon as its launcher dies. From its first step on it saves and stops instead, since

@@ -1,4 +1,4 @@
-"""Waiting for another host. (Standard library only, for launchers.)"""
+"""Waits until another host can be reached. (Standard library only, for launchers.)"""
 
 from __future__ import annotations
 

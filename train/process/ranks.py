@@ -1,4 +1,5 @@
-"""Small text forms of ranks: ranges for people, and Slurm's counts of tasks on nodes; what launchers tell them."""
+"""Ranks as short texts: ranges for people, Slurm's counts of tasks on nodes, and the variables by which launchers tell
+a rank who it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the processes of a run find each other: within a minute, or with the reason why not.
+"""Connects the processes of a run within a minute, or reports why not.
 
 torch's own `env://` waits as long as a collective may take, half an hour here, for a node that never came, and then
 shows a stack of C++ frames. Here every rank announces itself in a TCPStore; rank 0 waits for all of them a short time

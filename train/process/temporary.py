@@ -1,4 +1,4 @@
-"""A folder of its own for what the libraries of a process leave at $TMPDIR, so that killed processes leave nothing.
+"""Gives each process its own folder for temporary files of libraries, so that killed processes leave nothing behind.
 
 Sockets and folders of multiprocessing (pymp-*), torchrun's reports (torchelastic_*) and compilers' files are removed by
 the process that made them, unless it is killed. So each process has a folder of its own, whose lock it and the children

@@ -48,8 +48,8 @@ _made_up = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def attempt_id() -> str:
-    """Name of this start of the run: MATMIX_ATTEMPT, else made from the time and the process's number (rank 0's, once
-    the ranks have met).
+    """Name of this start of the run: MATMIX_ATTEMPT, else made from the time and the process's number. Once the ranks
+    have met it is rank 0's.
 
     Raises ValueError for a name that is no plain file name.
     """
@@ -60,9 +60,12 @@ def attempt_id() -> str:
 
 
 def adopt_attempt(name: str) -> None:
-    """Takes rank 0's name for the attempt, where the environment gives none."""
+    """Takes rank 0's name for the attempt; the launchers of other nodes have given their ranks other ones."""
     global _made_up
-    _made_up = name
+    if os.environ.get(ATTEMPT_VARIABLE):
+        os.environ[ATTEMPT_VARIABLE] = name
+    else:
+        _made_up = name
 
 
 def local_folder(run_dir: str | Path, node: int | str | None = None) -> Path:

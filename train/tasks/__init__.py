@@ -1,4 +1,4 @@
-"""What a model is trained on: one file a task, and its line in `TASKS`."""
+"""Tasks: what a model is trained on. Each task is one file and one line in `TASKS`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
     "masked_lm": MaskedLM,
 }
-"""What `objective.name` may be, besides "my_package.module:MyTask"."""
+"""The names that `objective.name` may have, besides "my_package.module:MyTask"."""
 
 
 def make_task(objective: ObjectiveConfig, model: ModelConfig) -> Task:

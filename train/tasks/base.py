@@ -23,12 +23,12 @@ from matmix.train.tasks.config import ObjectiveConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """What a number of an evaluation means."""
+    """The name, unit and direction of one number of an evaluation."""
 
     name: str
     """Its key in records, such as "masked_accuracy"."""
     title: str
-    """What people call it, as in "masked accuracy"."""
+    """Its name for people, such as "masked accuracy"."""
     unit: str = ""
     """Such as "nats per token"; "%" for shares, which are shown times 100."""
     higher_is_better: bool = False
@@ -69,8 +69,8 @@ class Loss(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What the predictions of a micro-batch cost, without gradients: tensors of one length, whose sums are those of
-    `Loss`; zeros where there is no target."""
+    """The costs of single predictions of a micro-batch, without gradients: tensors of one length, whose sums are those
+    of `Loss`; zeros where there is no target."""
 
     loss: Tensor
     sums: dict[str, Tensor]
@@ -138,7 +138,7 @@ class Task:
 
     @torch.no_grad()
     def costs(self, model: nn.Module, batch: Batch) -> Costs:
-        """As `loss`, by prediction where the task tells them apart."""
+        """Like `loss`, but with a value for each prediction where the task can tell them apart."""
         found = self.loss(model, batch)
         return Costs(found.loss.reshape(1), {name: value.reshape(1) for name, value in found.sums.items()})
 
@@ -150,11 +150,11 @@ class Task:
         return means
 
     def progress(self, metrics: Mapping[str, float]) -> list[str]:
-        """What an evaluation says besides the loss, in a few words each."""
+        """The text that an evaluation adds to the line of progress besides the loss, in a few words each."""
         return words_on(self.metrics, metrics)
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        """What the last evaluation found, in sentences, for the end of a run."""
+        """The results of the last evaluation in sentences, for the end of a run."""
         loss = f"Validation loss {self.loss_metric.number(metrics['loss'])}"
         return [", ".join([loss, *words_on(self.metrics, metrics)]) + "."]
 

@@ -115,7 +115,7 @@ def chunked_linear_cross_entropy(
 
 
 class RowCrossEntropy(NamedTuple):
-    """What each row costs, without gradients. Rows without a target have zeros."""
+    """The cost of each row, without gradients. Rows without a target have zeros."""
 
     loss: Tensor  # (n,) float32, nats
     correct: Tensor  # (n,) float32, 1 where the most likely class is the target

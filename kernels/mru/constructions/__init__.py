@@ -1,4 +1,4 @@
-"""From the elements a projection gives to the state matrices X_t of the MRU.
+"""Makes the state matrices X_t of the MRU from the elements that a projection of the token gives.
 
 Each construction maps zeros to the identity, has a memory-lean backward (its input or its output is kept, nothing in
 between) that can be differentiated again, and works on float32 or float64 with autocast off. Sources: the mru-lm

@@ -1,4 +1,4 @@
-"""A state matrix of the MRU whose products cannot overflow and still forget: an affine map of rows."""
+"""A state matrix of the MRU whose products cannot overflow and can forget: an affine map of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state matrix of the MRU with determinant 1 from two triangles, and the orthogonal matrix near it."""
+"""A state matrix of the MRU with determinant 1, made from two triangles, and the orthogonal matrix near it."""
 
 from __future__ import annotations
 

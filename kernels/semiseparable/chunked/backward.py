@@ -36,15 +36,15 @@ class SideStates(NamedTuple):
     """States of one direction in the backward pass, (M, ngroups, d_state, heads of the group * headdim)."""
 
     entering: Tensor
-    """What enters each chunk."""
+    """The state that enters each chunk."""
     leaving: Tensor
-    """The cotangent of what leaves each chunk."""
+    """The gradient of the state that leaves each chunk."""
     initial: Tensor
-    """The cotangent of the initial state, in the op's shape."""
+    """The gradient of the initial state, in the op's shape."""
 
 
 class SideSums(NamedTuple):
-    """Gradients of one direction while they are gathered, chunk by chunk."""
+    """Gradients of one direction while they are summed, chunk by chunk."""
 
     q: Tensor
     k: Tensor
@@ -280,7 +280,7 @@ def side_gradients(
     sums: SideSums,
     cu_seqlens: Tensor | None,
 ) -> SideGradients:
-    """What was gathered over chunks, back in the shapes and dtypes of the op's arguments."""
+    """Converts the gradients that were summed over chunks to the shapes and dtypes of the op's arguments."""
     layout = setup.layout
     dq = layout.join(sums.q)
     if setup.exclusive:

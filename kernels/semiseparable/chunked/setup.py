@@ -1,4 +1,4 @@
-"""How a scan is cut up: directions, chunks, decays and masks, the same for forward and backward passes."""
+"""Cuts a scan into directions, chunks, decays and masks, in the same way for forward and backward passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 
 
 class ScanSetup(NamedTuple):
-    """What forward and backward passes prepare alike."""
+    """Everything that forward and backward passes prepare in the same way."""
 
     layout: ChunkLayout
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class ScanSetup(NamedTuple):
 
 
 def scan_dtype(v: Tensor) -> torch.dtype:
-    """What sums and states are kept in."""
+    """The dtype of sums and states."""
     return torch.float64 if v.dtype == torch.float64 else torch.float32
 
 
@@ -104,7 +104,7 @@ def set_up_scan(
 
 
 def chunk_blocks(setup: ScanSetup) -> list[slice]:
-    """All chunks, as slices of as many as are worked on at a time."""
+    """All chunks, as slices of as many as are computed at a time."""
     count = setup.layout.rows * setup.layout.per_row
     return [slice(start, min(start + setup.chunks_at_once, count)) for start in range(0, count, setup.chunks_at_once)]
 

@@ -1,4 +1,4 @@
-"""States between chunks: what each chunk adds to them, and their way over all chunks in either direction."""
+"""States between chunks: what each chunk adds to them, and the scan over all chunks in either direction."""
 
 from __future__ import annotations
 

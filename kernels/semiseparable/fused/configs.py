@@ -1,7 +1,7 @@
 """Tile sizes of the scan kernels, chosen from dtype and shapes alone.
 
-There is no tuning at run time: another process could then take other tiles, round differently, and a resumed run
-would leave the curve that it was on. `force_configuration` tries others.
+There is no tuning at run time: another process could choose other tiles and round differently, and a resumed run would
+not give the same losses. `force_configuration` tries others.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ force_configuration = ForcedConfiguration()
 
 
 def configurations() -> tuple[ScanConfig, ...]:
-    """All that the rule can choose."""
+    """All configurations that `choose` can return."""
     return _HALF, _HALF_SHORT, _SINGLE
 
 

@@ -1,6 +1,6 @@
-"""The Triton form of the scans: which kernels run on what, for forward and backward passes.
+"""The Triton form of the scans: launches the kernels of the forward and backward passes.
 
-Nothing here looks at values on the device or waits for it, so that both passes can be captured in a CUDA graph.
+Nothing here reads values from the device or waits for it, so both passes can be captured in a CUDA graph.
 """
 
 from __future__ import annotations

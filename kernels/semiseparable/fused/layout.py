@@ -1,4 +1,4 @@
-"""What all scan kernels share: reading tiles, and the decays inside a chunk.
+"""Functions that all scan kernels share: reading tiles, and the decays inside a chunk.
 
 Exponents are sums of log-decays in units of log 2, added in float64 and, for float32 inputs, split into two
 float32 numbers: a difference of two long sums of strong decays, rounded once, would lose the weak decays between

@@ -1,4 +1,4 @@
-"""Shapes and tiles of one pass of a scan, and how its tensors are handed to kernels."""
+"""Shapes and tiles of one pass of a scan, and the arguments of its kernels."""
 
 from __future__ import annotations
 

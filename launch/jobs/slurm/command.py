@@ -7,9 +7,9 @@ import shlex
 
 import tyro
 
-from matmix.launch.jobs.slurm import prepare as preparations
-from matmix.launch.jobs.slurm import submit as launches
-from matmix.launch.jobs.slurm.options import Profile, SlurmOptions, SlurmWords, slurm_options
+from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
+from matmix.launch.jobs.slurm.prepare import Preparation, plan_preparation
+from matmix.launch.jobs.slurm.submit import Launch, plan_launch
 from matmix.launch.jobs.sweep import parse_sweep
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
@@ -43,40 +43,32 @@ class Slurm:
 
     def run(self, rest: list[str], typed: list[str]) -> int:
         """Submits; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        options = slurm_options(self.profile, self.slurm)
+        plan: Launch | Preparation
         if self.prepare:
-            return self._prepare(rest, typed)
-        if self.parts is not None:
-            raise ValueError("--parts belongs to --prepare, which prepares data; a recipe has no parts")
-        check_overrides(self, rest, RunConfig)
-        points = parse_sweep(self.sweep, self.sweep_file)
-        plan = launches.plan_launch(self.recipe, rest, points, self._options(), typed)
-        script = launches.render_launch(plan)
+            if self.parts is None:
+                raise ValueError("how many parts? matmix launch slurm --prepare --parts N INPUT ... --out DIR")
+            plan = plan_preparation([self.recipe, *rest], self.parts, options, typed)
+        else:
+            if self.parts is not None:
+                raise ValueError("--parts belongs to --prepare, which prepares data; a recipe has no parts")
+            check_overrides(self, rest, RunConfig)
+            plan = plan_launch(self.recipe, rest, parse_sweep(self.sweep, self.sweep_file), options, typed)
+        scripts = plan.scripts()
         if self.dry_run:
-            print(script, end="")
+            print(*scripts.values(), sep="\n", end="")
             return 0
-        job = launches.submit_launch(plan, script)
-        log = shlex.quote(str(plan.home / "logs" / f"slurm-{job.job}")) + ("_*.out" if job.tasks else ".out")
-        what = f"job {job.job}" + (f" ({job.tasks} tasks)" if job.tasks else "")
-        print(f"Submitted {what}: {plan.folder / 'job.sbatch'}")
-        home = shlex.quote(str(plan.home))
+        job = plan.submit(scripts)
+        log = shlex.quote(str(plan.home / "logs" / f"slurm-{job.after or job.job}")) + (
+            "_*.out" if job.tasks else ".out"
+        )
+        if isinstance(plan, Preparation):
+            home, end = shlex.quote(plan.config.out), "Failed parts are made again by: matmix launch resubmit {}"
+            print(f"Submitted {job.tasks} parts as job {job.after}, and job {job.job} that joins them")
+        else:
+            home, end = shlex.quote(str(plan.home)), "End it:     matmix launch cancel {}   (saves first)"
+            what = f"job {job.job}" + (f" ({job.tasks} tasks)" if job.tasks else "")
+            print(f"Submitted {what}: {plan.folder / 'job.sbatch'}")
         print(f"Follow it:  matmix launch status {home}   or   tail -F {log}")
-        print(f"End it:     matmix launch cancel {home}   (saves first)")
+        print(end.format(home))
         return 0
-
-    def _prepare(self, rest: list[str], typed: list[str]) -> int:
-        if self.parts is None:
-            raise ValueError("how many parts? matmix launch slurm --prepare --parts N INPUT ... --out DIR")
-        plan = preparations.plan_preparation([self.recipe, *rest], self.parts, self._options(), typed)
-        scripts = preparations.render_preparation(plan)
-        if self.dry_run:
-            print("\n".join(scripts.values()), end="")
-            return 0
-        parts, merge = preparations.submit_preparation(plan, scripts)
-        print(f"Submitted {self.parts} parts as job {parts.job}, and job {merge.job} that joins them")
-        out, logs = shlex.quote(plan.config.out), shlex.quote(str(plan.home / "logs" / f"slurm-{parts.job}"))
-        print(f"Follow it:  matmix launch status {out}   or   tail -F {logs}_*.out")
-        print(f"Failed parts are made again by: matmix launch resubmit {out}")
-        return 0
-
-    def _options(self) -> SlurmOptions:
-        return slurm_options(self.profile, self.slurm)

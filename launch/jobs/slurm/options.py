@@ -86,10 +86,10 @@ class SlurmOptions:
     """Tasks of a job array that run at once; 0 = as many as fit."""
 
     def __post_init__(self) -> None:
-        for name, low in (("nodes", 1), ("save_seconds", 1)):
-            _require(getattr(self, name) >= low, f"{name} must be at least {low}, got {getattr(self, name)}")
-        for name in ("tasks_per_node", "cpus_per_task", "max_requeues", "array_limit"):
-            _require(getattr(self, name) >= 0, f"{name} must be at least 0, got {getattr(self, name)}")
+        for name, field in FIELDS.items():
+            low = 1 if name in ("nodes", "save_seconds") else 0
+            number = getattr(self, name)
+            _require(field.type != "int" or number >= low, f"{name} must be at least {low}, got {number}")
         _require(
             _GPUS.fullmatch(self.gpus_per_node) is not None,
             f"gpus_per_node should be a number or TYPE:NUMBER, got {self.gpus_per_node!r}",
@@ -256,10 +256,7 @@ def _checked(key: str, value: Any, where: str) -> Any:
             raise ValueError(f"{where}: env should be a table of strings, got {value!r}")
         return {name: str(item) for name, item in value.items()}
     kind, words = _KINDS[str(FIELDS[key].type)]
-    if not isinstance(value, kind) or isinstance(value, bool):
+    fits = isinstance(value, kind) and not isinstance(value, bool)
+    if not fits or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
         raise ValueError(f'{where}: "{key}" should be {words}, got {value!r}')
-    if isinstance(value, list):
-        if not all(isinstance(item, str) for item in value):
-            raise ValueError(f'{where}: "{key}" should be {words}, got {value!r}')
-        return tuple(value)
-    return value
+    return tuple(value) if isinstance(value, list) else value

@@ -7,17 +7,16 @@ alone by `matmix launch resubmit DIR`.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.parts import missing_parts
 from matmix.launch.jobs import snapshot
-from matmix.launch.jobs.records import Job, add_job, preparation_home
-from matmix.launch.jobs.slurm import scheduler
+from matmix.launch.jobs.records import Job, preparation_home
 from matmix.launch.jobs.slurm.options import SlurmOptions
-from matmix.launch.jobs.slurm.script import array_option, directives, job_values, render
+from matmix.launch.jobs.slurm.script import array_option, directives
+from matmix.launch.jobs.slurm.submit import Submission, submit_script
 from matmix.launch.prepare import Prepare
 from matmix.train.arguments import read_verb
 
@@ -25,20 +24,42 @@ _PARTS, _MERGE = "parts.sbatch", "merge.sbatch"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Preparation:
-    """A preparation before anything is written."""
+class Preparation(Submission):
+    """The parts of a preparation as an array, and their merge; `home` lies beside the dataset's folder."""
 
-    home: Path  # beside the dataset's folder
-    launch_id: str
     parts: int
     arguments: tuple[str, ...]  # of `matmix prepare`
     config: PrepareConfig
-    options: SlurmOptions
-    command: tuple[str, ...]
 
-    @property
-    def folder(self) -> Path:
-        return self.home / "launch" / self.launch_id
+    def scripts(self) -> dict[str, str]:
+        """File name -> text, of the parts and of the merge."""
+        out = self.config.out
+        needed = [Path(out).parent, *map(_folder_of, self.config.inputs)]
+        name = self.options.job_name or f"prepare-{Path(out).name}"
+        # A task is one process; the user's template is that of runs.
+        one = {"nodes": 1, "gpus_per_node": "0", "tasks_per_node": 1, "template": ""}
+        own = dataclasses.replace(self.options, **one, job_name=name)
+        # With the dependency of the parts the merge would wait for its own kind.
+        last = dataclasses.replace(own, job_name=f"{name}-merge", dependency="")
+        lines = directives(own, self.home, f"1-{self.parts}")
+        # A merge whose parts have failed is not left in the queue.
+        merge_lines = [*directives(last, self.home), "--kill-on-invalid-dep=yes"]
+        parts, merge = ["prepare", *self.arguments], ["prepare", "--merge", "--out", out]
+        return {
+            _PARTS: self.render("prepare.sbatch", own, needed, lines, words=parts, parts=self.parts),
+            _MERGE: self.render("prepare.sbatch", last, needed, merge_lines, words=merge, parts=0),
+        }
+
+    def write_inputs(self) -> None:
+        """Notes where the dataset is to lie."""
+        (self.folder / "out.txt").write_text(str(Path(self.config.out).absolute()), encoding="utf-8")
+
+    def submit(self, scripts: Mapping[str, str]) -> Job:
+        """Writes and submits parts and merge; the merge, which names the parts. Raises SlurmError or ValueError if
+        Slurm refuses."""
+        self.write(scripts)
+        job = Job(kind="prepare", launch=self.launch_id, command=list(self.command), tasks=self.parts)
+        return _submit_merge(self.home, submit_script(self.home, job, _PARTS))
 
 
 def plan_preparation(
@@ -67,27 +88,6 @@ def plan_preparation(
     )
 
 
-def render_preparation(plan: Preparation) -> dict[str, str]:
-    """Script name -> text, of the parts and of the merge."""
-    options = plan.options
-    needed = [Path(plan.config.out).parent, *map(_folder_of, plan.config.inputs)]
-    scripts = {}
-    for script, array, words in (
-        (_PARTS, f"1-{plan.parts}", ["prepare", *plan.arguments]),
-        (_MERGE, "", ["prepare", "--merge", "--out", plan.config.out]),
-    ):
-        name = f"{options.job_name or 'prepare-' + Path(plan.config.out).name}{'' if array else '-merge'}"
-        own = dataclasses.replace(options, nodes=1, gpus_per_node="0", job_name=name)
-        if not array:  # else it would wait for its own kind
-            own = dataclasses.replace(own, dependency="")
-        lines = directives(own, name=name, ranks_per_node=1, array=array, logs=plan.home / "logs")
-        if not array:
-            lines.append("--kill-on-invalid-dep=yes")  # a merge whose parts have failed is not left in the queue
-        values = job_values(options, plan.command, plan.folder, lines, needed)
-        scripts[script] = render("prepare.sbatch", values | {"words": words, "parts": plan.parts if array else 0})
-    return scripts
-
-
 def _folder_of(path: str) -> Path | str:
     """The folder that an input lies in; inputs may be patterns and bundled corpora."""
     if ":" in path:
@@ -100,44 +100,18 @@ def _folder_of(path: str) -> Path | str:
     return folder
 
 
-def submit_preparation(plan: Preparation, scripts: dict[str, str]) -> tuple[Job, Job]:
-    """Writes the launch and submits parts and merge; both jobs. Raises SlurmError or ValueError if Slurm refuses."""
-    snapshot.take_snapshot(plan.folder)
-    for name, text in scripts.items():
-        (plan.folder / name).write_text(text, encoding="utf-8")
-    (plan.home / "logs").mkdir(exist_ok=True)
-    (plan.folder / "out.txt").write_text(str(Path(plan.config.out).absolute()), encoding="utf-8")
-    job = Job(kind="prepare", launch=plan.launch_id, time=0, command=list(plan.command), tasks=plan.parts)
-    return _submit(plan.home, job, [])
-
-
-def _submit(home: Path, job: Job, options: list[str], *, merge_only: bool = False) -> tuple[Job, Job]:
-    folder = home / "launch" / job.launch
-    parts = dataclasses.replace(job, job="", after="")
-    dependency: list[str] = []
-    if not merge_only:
-        number, cluster = scheduler.submit(str(folder / _PARTS), *options)
-        parts = dataclasses.replace(parts, job=number, cluster=cluster, time=time.time())
-        add_job(home, parts)
-        dependency = [f"--dependency=afterok:{number}"]
-    number, cluster = scheduler.submit(str(folder / _MERGE), *dependency)
-    merge = dataclasses.replace(parts, job=number, cluster=cluster, after=parts.job, time=time.time())
-    add_job(home, merge)
-    return parts, merge
+def _submit_merge(home: Path, parts: Job) -> Job:
+    """Submits the merge, which waits for the job of the parts where that has one."""
+    dependency = [f"--dependency=afterok:{parts.job}"] if parts.job else []
+    return submit_script(home, dataclasses.replace(parts, after=parts.job), _MERGE, *dependency)
 
 
 def resubmit_preparation(home: Path, job: Job) -> Job | None:
-    """Submits the parts that are missing and the merge; the merge's job, None if the dataset is complete.
-
-    Raises ValueError while the merge or parts are queued or running.
-    """
-    for name in filter(None, (job.after, job.job)):
-        active = [state.job for state in scheduler.job_states(name) if not state.is_over]
-        if active:
-            raise ValueError(f"job {', '.join(active)} is still queued or running")
-    out = Path((home / "launch" / job.launch / "out.txt").read_text(encoding="utf-8"))
+    """Submits the parts that are missing and the merge; the merge's job, None if the dataset is complete."""
+    folder, parts = home / "launch" / job.launch, dataclasses.replace(job, job="", after="")
+    out = Path((folder / "out.txt").read_text(encoding="utf-8"))
     if (out / "manifest.json").is_file():
         return None
-    missing = missing_parts(out, job.tasks)
-    options = [array_option(home / "launch" / job.launch / _PARTS, missing)] if missing else []
-    return _submit(home, job, options, merge_only=not missing)[1]
+    if missing := missing_parts(out, job.tasks):
+        parts = submit_script(home, parts, _PARTS, array_option(folder / _PARTS, missing))
+    return _submit_merge(home, parts)

@@ -57,7 +57,7 @@ def submit(script: str, *options: str) -> tuple[str, str]:
     return job, cluster
 
 
-_UNTOLD = ("", "N/A", "(null)")
+_NOT_KNOWN = ("", "N/A", "(null)")
 
 
 def job_states(job: str) -> list[JobState]:
@@ -79,11 +79,15 @@ def job_states(job: str) -> list[JobState]:
         words = line.strip().split("|", 6)
         if len(words) < 7:
             raise SlurmError(f"squeue answered {line!r} about job {job}")
-        told = ["" if word in _UNTOLD else word for word in words]
-        state = JobState(*told)
+        state = JobState(*("" if word in _NOT_KNOWN else word for word in words))
         restarted = int(restarts.get(state.job, "0"))
         found.append(dataclasses.replace(state, restarts=restarted, start_time=state.start_time or "unknown"))
     return sorted(found, key=lambda state: [int(word) for word in re.findall(r"\d+", state.job)])
+
+
+def active_states(job: str) -> list[JobState]:
+    """The states of a job, or of the tasks of an array, that are queued or running."""
+    return [state for state in job_states(job) if not state.is_over]
 
 
 def cancel(job: str) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -70,35 +69,17 @@ def array_option(script: Path, tasks: list[int]) -> str:
     return f"--array={','.join(map(str, tasks))}{percent}{limit}"
 
 
-def job_values(
-    options: SlurmOptions, command: Sequence[str], folder: Path, lines: list[str], needed: Iterable[str | Path]
-) -> dict[str, Any]:
-    """What every template may use. command: as typed; lines: those of #SBATCH; needed: folders, seen in a container."""
-    return {
-        "title": "matmix " + " ".join(shlex.join(command).split()),
-        "directives": lines,
-        "launch": folder,
-        "setup": options.setup,
-        "env": options.env,
-        "python": options.container_python if options.container else sys.executable,
-        "runtime": options.runtime,
-        "container": options.container,
-        "mounts": mounts(needed, options),
-        "gpus": 0,
-    }
-
-
-def directives(options: SlurmOptions, *, name: str, ranks_per_node: int, array: str, logs: Path) -> list[str]:
+def directives(options: SlurmOptions, home: Path, array: str = "") -> list[str]:
     """The #SBATCH lines, without #SBATCH. Raises ValueError for values that they cannot hold.
 
-    name: the job's, where the options give none. array: as in 0-7, "" = no array.
+    home: holds logs/ and names the job where the options do not. array: as in 0-7, "" = no array.
     """
     if array and options.array_limit:
         array += f"%{options.array_limit}"
     lines = {
-        "job-name": options.job_name or name,
+        "job-name": options.job_name or home.name,
         "nodes": options.nodes,
-        "ntasks-per-node": ranks_per_node,
+        "ntasks-per-node": options.ranks_per_node,
         "gres": f"gpu:{options.gpus_per_node}" if options.gpus else "",
         "cpus-per-task": options.cpus_per_task or "",
         "mem": options.mem,
@@ -111,7 +92,7 @@ def directives(options: SlurmOptions, *, name: str, ranks_per_node: int, array: 
         "signal": f"B:USR2@{options.save_seconds}",
         "open-mode": "append",
         "chdir": Path.cwd(),
-        "output": output_pattern(logs, "slurm-%A_%a.out" if array else "slurm-%j.out"),
+        "output": output_pattern(home / "logs", "slurm-%A_%a.out" if array else "slurm-%j.out"),
     }
     found = [f"--{key}={sbatch_value(value)}" for key, value in lines.items() if value != ""]
     return [*found, "--requeue", *map(extra_directive, options.sbatch)]

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matmix.launch.jobs import snapshot
 from matmix.launch.jobs.records import Job, add_job, launch_home, note_url, run_folder
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.options import SlurmOptions
-from matmix.launch.jobs.slurm.script import directives, job_values, render
+from matmix.launch.jobs.slurm.script import directives, mounts, render
 from matmix.launch.jobs.sweep import Point
 from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config, write_config
 from matmix.train.run.directory import RunDirectory
 
+_SCRIPT = "job.sbatch"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """A launch before anything is written: what would run, and where."""
+class Submission:
+    """What goes to Slurm, before anything is written."""
 
-    home: Path  # RUN, or the directory of a sweep or comparison that holds its runs
+    home: Path  # folder with launch/ and logs/
     launch_id: str
-    configs: tuple[RunConfig, ...]  # one, or one for each task of the array
-    is_sweep: bool
     options: SlurmOptions
     command: tuple[str, ...]  # as typed
 
@@ -33,11 +36,82 @@ class Launch:
     def folder(self) -> Path:
         return self.home / "launch" / self.launch_id
 
+    def render(
+        self, template: str, options: SlurmOptions, needed: Iterable[str | Path], lines: Sequence[str], **own: Any
+    ) -> str:
+        """The text of a batch script. needed: folders, seen in a container; lines: those of #SBATCH; own: values of
+        this template, beside those that every template may use."""
+        values = {
+            "title": "matmix " + " ".join(shlex.join(self.command).split()),
+            "directives": lines,
+            "launch": self.folder,
+            "setup": options.setup,
+            "env": options.env,
+            "python": options.container_python if options.container else sys.executable,
+            "runtime": options.runtime,
+            "container": options.container,
+            "mounts": mounts(needed, options),
+            "gpus": options.gpus,
+        }
+        return render(template, values | own, options.template)
+
+    def write(self, scripts: Mapping[str, str]) -> None:
+        """Writes HOME/launch/<id>/, the scripts last, and makes the folder of the logs."""
+        snapshot.take_snapshot(self.folder)
+        self.write_inputs()
+        (self.home / "logs").mkdir(exist_ok=True)
+        for name, text in scripts.items():
+            (self.folder / name).write_text(text, encoding="utf-8")
+
+    def write_inputs(self) -> None:
+        """Writes what the scripts read."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Launch(Submission):
+    """A run, or the runs of a sweep or comparison as an array, whose directories lie below `home`."""
+
+    configs: tuple[RunConfig, ...]  # one, or one for each task of the array
+    is_sweep: bool
+
     @property
     def runs(self) -> list[Path]:
-        if not self.is_sweep:
-            return [self.home]
-        return [run_folder(self.home, config.run_dir) for config in self.configs]
+        return [run_folder(self.home, config.run_dir) for config in self.configs] if self.is_sweep else [self.home]
+
+    def scripts(self) -> dict[str, str]:
+        """File name -> text of the batch script."""
+        lines = directives(self.options, self.home, f"0-{len(self.configs) - 1}" if self.is_sweep else "")
+        data = (path for config in self.configs for path in (config.data.path, config.data.validation_path))
+        text = self.render(
+            "train.sbatch",
+            self.options,
+            [self.home, *data],
+            lines,
+            run=self.runs[0],
+            runs=self.runs if self.is_sweep else [],
+            master_addr=self.options.master_addr,
+            tasks_per_node=self.options.ranks_per_node,
+            max_requeues=self.options.max_requeues,
+        )
+        return {_SCRIPT: text}
+
+    def write_inputs(self) -> None:
+        """Writes the configs."""
+        write_config(self.configs[0], self.folder / "config.toml")
+        for number, (run, config) in enumerate(zip(self.runs, self.configs, strict=True)):
+            note_url(run, config.run_dir)
+            if self.is_sweep:
+                task = self.folder / "tasks" / str(number)
+                task.mkdir(parents=True)
+                write_config(config, task / "config.toml")
+
+    def submit(self, scripts: Mapping[str, str]) -> Job:
+        """Writes and submits; the job as recorded in jobs.jsonl. Raises SlurmError or ValueError if Slurm refuses."""
+        self.write(scripts)
+        tasks = len(self.configs) if self.is_sweep else 0
+        job = Job(kind="slurm", launch=self.launch_id, command=list(self.command), tasks=tasks)
+        return submit_script(self.home, job, _SCRIPT)
 
 
 def plan_launch(
@@ -52,13 +126,12 @@ def plan_launch(
     home = launch_home(base.run_dir)
     if points and (home / "config.toml").is_file():
         raise ValueError(f"{home} is a run; give the sweep a --run-dir of its own, which will hold its runs")
-    if not points:
-        return plan_configs(home, [base], options, command, is_sweep=False)
-    configs = []
-    for point in points:
-        config = load_config(recipe, [*overrides, *point.overrides])
-        configs.append(dataclasses.replace(config, run_dir=f"{base.run_dir.rstrip('/')}/{point.name}"))
-    return plan_configs(home, configs, options, command, is_sweep=True)
+    configs = [base]
+    if points:
+        swept = [load_config(recipe, [*overrides, *point.overrides]) for point in points]
+        names = [f"{base.run_dir.rstrip('/')}/{point.name}" for point in points]
+        configs = [dataclasses.replace(config, run_dir=name) for config, name in zip(swept, names, strict=True)]
+    return plan_configs(home, configs, options, command, is_sweep=bool(points))
 
 
 def plan_configs(
@@ -66,89 +139,39 @@ def plan_configs(
 ) -> Launch:
     """`plan_launch` of configs that are complete: one run, or the tasks of an array, whose run directories lie below
     `home`."""
-    checked = [absolute(config) for config in configs]
-    for config in checked:
-        config.micro_batch(options.nodes * options.ranks_per_node)
-        check_run_directory(config)
     return Launch(
         home=home,
         launch_id=snapshot.new_launch_id(home),
-        configs=tuple(checked),
+        configs=tuple(checked(config, options.nodes * options.ranks_per_node) for config in configs),
         is_sweep=is_sweep,
         options=options,
         command=tuple(command),
     )
 
 
-def absolute(config: RunConfig) -> RunConfig:
-    """The config with an absolute run directory."""
-    if "://" in config.run_dir:
-        return config
-    return dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))
+def checked(config: RunConfig, ranks: int) -> RunConfig:
+    """The config with an absolute run directory.
 
-
-def check_run_directory(config: RunConfig) -> None:
-    """As the run itself will do, but now. Raises ValueError."""
+    Raises ValueError for a global batch that does not divide over the ranks, and for a run directory that belongs to
+    another config, as the run itself would.
+    """
+    if "://" not in config.run_dir:
+        config = dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))
+    config.micro_batch(ranks)
     if "://" in config.run_dir or not (Path(config.run_dir) / "config.toml").is_file():
-        return
-    run = RunDirectory(config.run_dir)
+        return config
+    run, asked = RunDirectory(config.run_dir), config
     if config.model.vocab_size == 0:  # the run has taken it from its data
         model = dataclasses.replace(config.model, vocab_size=run.read_config().model.vocab_size)
-        config = dataclasses.replace(config, model=model)
-    run.check(config)
+        asked = dataclasses.replace(config, model=model)
+    run.check(asked)
+    return config
 
 
-def render_launch(launch: Launch) -> str:
-    """The batch script."""
-    options = launch.options
-    lines = directives(
-        options,
-        name=launch.home.name,
-        ranks_per_node=options.ranks_per_node,
-        array=f"0-{len(launch.configs) - 1}" if launch.is_sweep else "",
-        logs=launch.home / "logs",
-    )
-    data = (path for config in launch.configs for path in (config.data.path, config.data.validation_path))
-    values = job_values(options, launch.command, launch.folder, lines, needed=[launch.home, *data]) | {
-        "run": launch.runs[0],
-        "runs": launch.runs if launch.is_sweep else [],
-        "gpus": options.gpus,
-        "master_addr": options.master_addr,
-        "tasks_per_node": options.ranks_per_node,
-        "max_requeues": options.max_requeues,
-    }
-    return render("train.sbatch", values, options.template)
-
-
-def write_launch(launch: Launch, script: str) -> Path:
-    """Writes RUN/launch/<id>/ (job.sbatch last) and the folders that the job writes to; the script's path."""
-    snapshot.take_snapshot(launch.folder)
-    write_config(launch.configs[0], launch.folder / "config.toml")
-    if launch.is_sweep:
-        for number, config in enumerate(launch.configs):
-            task = launch.folder / "tasks" / str(number)
-            task.mkdir(parents=True)
-            write_config(config, task / "config.toml")
-    for run, config in zip(launch.runs, launch.configs, strict=True):
-        note_url(run, config.run_dir)
-    (launch.home / "logs").mkdir(exist_ok=True)
-    path = launch.folder / "job.sbatch"
-    path.write_text(script, encoding="utf-8")
-    return path
-
-
-def submit_launch(launch: Launch, script: str) -> Job:
-    """Writes and submits; the job as recorded in jobs.jsonl. Raises SlurmError or ValueError if Slurm refuses."""
-    path = write_launch(launch, script)
-    job, cluster = scheduler.submit(str(path))
-    record = Job(
-        kind="slurm",
-        launch=launch.launch_id,
-        time=time.time(),
-        command=list(launch.command),
-        job=job,
-        cluster=cluster,
-        tasks=len(launch.configs) if launch.is_sweep else 0,
-    )
-    add_job(launch.home, record)
-    return record
+def submit_script(home: Path, job: Job, script: str, *options: str) -> Job:
+    """Submits a script of the job's launch; the job with its new number, as recorded in jobs.jsonl. Raises SlurmError
+    or ValueError if Slurm refuses."""
+    number, cluster = scheduler.submit(str(home / "launch" / job.launch / script), *options)
+    submitted = dataclasses.replace(job, job=number, cluster=cluster, time=time.time())
+    add_job(home, submitted)
+    return submitted

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import tyro
 
+from matmix.launch.jobs.environment import cores
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
 from matmix.launch.lab.compare.config import Comparison, keep_recipe
-from matmix.launch.lab.compare.processes import cores, listening
+from matmix.launch.lab.compare.processes import listening
 from matmix.launch.lab.compare.runs import Task
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
@@ -124,13 +125,13 @@ def _submit(comparison: Comparison, tasks: list[Task], given: Compare, command: 
         return EXIT_OK
     home = launch_home(str(comparison.home))
     plan = slurm.plan_configs(home, waiting, slurm_options(given.profile, given.slurm_options), command, is_sweep=True)
-    script = slurm.render_launch(plan)
+    scripts = plan.scripts()
     if given.dry_run:
-        print(script, end="")
+        print(*scripts.values(), end="")
         return EXIT_OK
     print(plan_text(comparison))
     keep_recipe(comparison)
-    job = slurm.submit_launch(plan, script)
+    job = plan.submit(scripts)
     print(f"Submitted job {job.job} ({job.tasks} tasks): {plan.folder / 'job.sbatch'}")
     print(f"Follow it:     matmix launch status {shlex.quote(str(home))}")
     print("Tabulate it:   the same recipe and overrides with --report in place of --slurm and its options")

@@ -14,20 +14,16 @@ from typing import Any
 
 import torch
 
+from matmix.launch.jobs.environment import threads_of_each
 from matmix.train.process import launcher, stop
 
 _inside = False
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def threads(parallel: int = 1) -> int:
     """Threads of each of so many processes at a time: the user's OMP_NUM_THREADS, else a share of the cores."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else max(1, cores() // parallel)
+    return int(given) if given.isdecimal() and int(given) else threads_of_each(parallel)
 
 
 def start(module: str, argument: Path, *, parallel: int = 1, device: str = "", **options: Any) -> subprocess.Popen:

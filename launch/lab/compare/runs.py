@@ -13,7 +13,7 @@ import difflib
 import logging
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,7 +30,6 @@ from matmix.train.words import duration
 
 logger = logging.getLogger(__name__)
 
-Tell = Callable[[str], None]
 _LOOK_SECONDS = 0.2
 _SHOWN_LINES = 5
 

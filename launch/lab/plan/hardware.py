@@ -1,4 +1,4 @@
-"""What a plan must know of a cluster: vendors' figures for GPUs, and one's own file for everything else."""
+"""The hardware of a plan: vendors' figures for GPUs, and a file of your own for everything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `matmix show-mixer` shows: a trained model or a recipe's initial weights, and a text as its tokens."""
+"""Loads what `matmix show-mixer` shows: a trained model or a recipe's initial weights, and a text as its tokens."""
 
 from __future__ import annotations
 

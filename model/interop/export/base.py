@@ -1,4 +1,4 @@
-"""What the transformers classes of language models and encoders share."""
+"""The base class of the transformers classes of language models and encoders."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""One self-contained module from many: the definitions that some names need, gathered from the real sources.
+"""Writes one self-contained Python module with the given classes and functions and everything of this project that they
+need.
 
-An exported model must run where matmix is not installed. Its modelling file is therefore not a second
-implementation but the sources themselves, cut down to what the model needs: definitions are followed from
-name to name through the project's imports, and written one module after the other in an order in which
-imports come first. Nothing is renamed, which is why top-level names must be unique among the modules that
-meet in a bundle (asserted).
+An exported model must run where matmix is not installed. Its modelling file is not a second implementation: it consists
+of the definitions of the real sources that the model needs. They are found by following every name through the
+project's imports, and are written one module after the other, imported modules first. Nothing is renamed, so the
+top-level names of all these modules must be unique (asserted).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Write a model as a directory: one that transformers loads by itself, without matmix, where there is a form for it."""
+"""Writes a model as a directory that transformers loads without matmix, if there are classes for its architecture;
+other architectures are written as weights and configuration."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class MatmixEncoderBase(MatmixPreTrainedModel):
         self.post_init()
 
     def add_head(self) -> None:
-        """Make what stands on top of `self.model`."""
+        """Creates the layers on top of `self.model`."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embeddings.word

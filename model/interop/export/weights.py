@@ -1,4 +1,4 @@
-"""Weights as safetensors files of bounded size, written while they stream in."""
+"""Writes weights as safetensors files of bounded size, one tensor at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Hydra and mru-lm as (our configuration, our state)."""
+"""Reads whole Hydra and mru-lm models from checkpoints, as a configuration and a state of this project."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _fitted(
 
 
 def _check_size(name: str, value: Any, tensors: int) -> None:
-    """Raise ValueError for a size that the weights cannot have: all those layers would be built before that shows."""
+    """Raises ValueError for a size that the weights cannot have, before a model of that size is built."""
     try:
         size = len(value) if isinstance(value, list | tuple) else int(value)
     except (TypeError, ValueError, OverflowError):
@@ -157,8 +157,8 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def strip_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without what wrappers put before every name (compile, DDP, Composer), and without golden files'
-    "state."."""
+    """Removes the prefixes that wrappers add to every name (compile, DDP, Composer), and the "state." of golden
+    files."""
     while True:
         for prefix in ("_orig_mod.", "module.", "model.", "state."):
             if any(name.startswith(prefix) for name in state):

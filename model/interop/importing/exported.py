@@ -1,4 +1,4 @@
-"""Exports of this project, read back as models."""
+"""Reads exports of this project back as models."""
 
 from __future__ import annotations
 

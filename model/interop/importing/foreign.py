@@ -1,6 +1,7 @@
-"""Files of checkpoints that others made: JSON, names of weight files, tensors. Every error is one line, no code runs.
+"""Reads the files of checkpoints that others made: JSON, names of weight files, tensors. Every error is one line, and
+nothing in a file is executed.
 
-(`matmix.data.artifacts` does the same for data and runs; the rooms of models and data do not know each other.)
+(`matmix.data.artifacts` does the same for data and runs; `model` and `data` do not import each other.)
 """
 
 from __future__ import annotations

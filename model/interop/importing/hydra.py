@@ -66,7 +66,7 @@ def hydra_layer_layout(values: Mapping[str, Any]) -> tuple[int, HydraConfig, Lay
 
 
 def mixer_names(options: HydraConfig) -> list[str]:
-    """Parameters of one layer; ours are named like theirs."""
+    """Names of the parameters of one layer; ours are the same."""
     names = list(_MIXER_PARAMETERS)
     if options.conv_bias:
         names.append("conv1d.bias")
@@ -151,8 +151,7 @@ def hydra_mlm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any
 
 
 def hydra_mlm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What the shapes of a state say about its configuration, for checkpoints that come without one (ngroups
-    1)."""
+    """The configuration that the shapes of a state imply, for checkpoints without one (ngroups 1)."""
     prefix = "bert.encoder.layer.0.layer.mixer."
     needed = ("bert.embeddings.word_embeddings.weight", prefix + "norm.weight", prefix + "A_log")
     needed += (prefix + "conv1d.weight",)

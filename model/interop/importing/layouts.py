@@ -1,7 +1,7 @@
-"""How other projects name, shape and configure what this one holds: the common part.
+"""The common part of all importers: what other projects call the parameters and options of a model.
 
-A layout says which model a foreign configuration means and which foreign parameter each of our parameters is.
-No parameter is fused or split on the way: loading is renaming, and gradients carry over the same way.
+A layout says which of our models a foreign configuration describes, and the foreign name of each of our parameters. No
+parameter is fused or split: a checkpoint is loaded by renaming only, and the same names hold for gradients.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def rename_state(
 
 
 def is_tied(layout_kind: str, state: Mapping[str, torch.Tensor], output: str, embedding: str) -> bool:
-    """Whether the output projection is the embedding: absent, or equal to it."""
+    """Whether the output projection is the embedding: it is missing in the checkpoint, or equal to the embedding."""
     if output not in state or embedding not in state:
         return True
     if state[output].shape != state[embedding].shape:

@@ -39,7 +39,7 @@ _SCALAR = "matrix_mixer.bias"
 
 
 class ScalarAsVector:
-    """For the one parameter that is a number without dimensions there and has one entry here."""
+    """A module with one parameter of one entry that is a scalar without dimensions in the original code."""
 
     def reference_gradients(self) -> dict[str, torch.Tensor]:
         """As `FromReference.reference_gradients`, with that number's gradient in its shape there."""

@@ -171,7 +171,7 @@ def construction_of(
 
 
 def mru_lm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What the shapes of a state say about its configuration, for checkpoints that come without one."""
+    """The configuration that the shapes of a state imply, for checkpoints without one."""
     downs = [tensor for name, tensor in state.items() if name.endswith("state_matrices_down")]
     embedding = state.get("wte.weight", state.get("lm_head_weights"))
     if embedding is None or not downs or downs[0].dim() != 3:

@@ -1,4 +1,4 @@
-"""Models of the papers' own code, as modules of this project."""
+"""Builds modules of this project from the weights of the papers' own code."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class MaskedAttentionConfig:
 
 
 class MaskedAttention(Mixer):
-    """Projections, heads and norm, which all masks share."""
+    """The projections, heads and norm that all masks share."""
 
     Config = MaskedAttentionConfig
 

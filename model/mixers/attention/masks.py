@@ -42,7 +42,8 @@ def fourier_mask(length: int, like: Tensor) -> Tensor:
 
 
 def toeplitz_spectrum(alpha: Tensor, length: int) -> Tensor:
-    """What `toeplitz_mask_product` multiplies with: the transform of the circulant matrix that L is a corner of."""
+    """The spectrum that `toeplitz_mask_product` multiplies with: the transform of the circulant matrix that L is a
+    corner of."""
     points = transform_length(length)
     middle = alpha.shape[-1] // 2
     alpha = alpha.to(torch.promote_types(alpha.dtype, torch.float32))

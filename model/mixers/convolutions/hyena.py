@@ -200,8 +200,8 @@ class Hyena(Mixer):
         return self.out_proj(mixed.squeeze(-1))
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the short convolution has yet to see, zeros (batch_size, d_conv - 1, 3 d_model), and the products x1 v
-        of all tokens so far, none (batch_size, 0, d_model)."""
+        """The state before the first token: the last inputs of the short convolution, zeros (batch_size, d_conv - 1, 3
+        d_model), and the products x1 v of all tokens so far, empty (batch_size, 0, d_model)."""
         weight = self.in_proj.weight
         return (
             weight.new_zeros(batch_size, self.config.d_conv - 1, 3 * self.d_model),

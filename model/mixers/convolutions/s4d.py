@@ -153,7 +153,7 @@ class S4D(Mixer):
         return self.finish(self.mixed(x, cu_seqlens), x)
 
     def finish(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """gelu, projection and gated linear unit of (B, L, d_model)."""
+        """Applies gelu, the projection and the gated linear unit to (B, L, d_model)."""
         return F.glu(self.out_proj(F.gelu(mixed.to(x.dtype))), dim=-1)
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""The block of the matrix mixers without a matrix, a control: what its short convolution and gate do by themselves.
+"""The block of the matrix mixers without a matrix: only its short convolution mixes tokens. It is a control in
+comparisons.
 
-A comparison of mixers with a convolution in front shows by it what the matrices add.
+The difference between a mixer with a convolution in front and this block shows what the mixer's matrix adds.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from matmix.kernels.precision import outside_autocast
 
 
 class ChunkMaps(NamedTuple):
-    """What M chunks of C tokens do to the states H that enter them."""
+    """The affine maps by which M chunks of C tokens change the states H that enter them."""
 
     reads: Tensor
     """(M, heads, C, N): outputs are reads H + local."""

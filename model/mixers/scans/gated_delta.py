@@ -46,7 +46,7 @@ class GatedDeltaConfig:
 
 
 class DeltaParts(NamedTuple):
-    """What the recurrence takes, (B, L, heads, ...), and the gate of its output."""
+    """The inputs of the recurrence, (B, L, heads, ...), and the gate of its output."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -128,7 +128,7 @@ class GatedDelta(Mixer):
         return 2.0 * (projections + conv_dim * config.d_conv + nheads * (within + across))
 
     def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> DeltaParts:
-        """All that the recurrence takes, from x (B, L, d_model)."""
+        """Computes all inputs of the recurrence from x (B, L, d_model)."""
         z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
         return self.split_heads(self.convolve(qkv, cu_seqlens), z, *scalars)
 
@@ -140,7 +140,7 @@ class GatedDelta(Mixer):
     def split_heads(
         self, qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor | None = None
     ) -> DeltaParts:
-        """From the convolved q k v and the other sections of in_proj."""
+        """Splits the convolved q k v and the other sections of in_proj into the inputs of the recurrence."""
         keys = self.nheads * self.config.qk_dim
         q, k, v = (part.unflatten(-1, (self.nheads, -1)) for part in qkv.split([keys, keys, self.d_inner], -1))
         # In float32, as is all that follows: bfloat16 would round the decay of long memories to 1.

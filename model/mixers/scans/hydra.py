@@ -124,12 +124,13 @@ class Hydra(BidirectionalScanBlock):
 
 
 def save_scan_only(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Of what runs inside a checkpoint keep the scan's output: it costs most to compute again."""
+    """The rule of selective activation checkpointing: keeps the output of the scan, which costs most to compute again,
+    and recomputes the rest."""
     # By name: an exported model that runs without the package has no such op and computes the scan again too.
     kept = str(op) == "matmix.quasiseparable_scan.default"
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keep_scan_output() -> Any:
-    """The contexts of a checkpoint that recomputes all but the scan."""
+    """Creates the contexts of a checkpoint that recomputes everything except the scan."""
     return create_selective_checkpoint_contexts(save_scan_only)

@@ -27,7 +27,7 @@ class LinearAttentionConfig:
     nheads: int = 0
     """Number of heads; 0 means d_model / headdim."""
     feature_map: Literal["elu", "silu", "none"] = "elu"
-    """What is applied to queries and keys: elu(x) + 1, silu(x), or nothing."""
+    """The feature map of queries and keys: elu(x) + 1, silu(x), or the identity."""
     normalize: bool = True
     """Divide each output by the sum of its row of M; needs feature_map = "elu", which keeps all entries positive.
     Without it outputs grow with the length."""

@@ -29,7 +29,7 @@ from matmix.model.mixers.shared import check_heads, exact_linear, head_count
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LionConfig:
-    """What all variants of LION have."""
+    """The options that all variants of LION share."""
 
     headdim: int = 64
     """Channels per head."""
@@ -38,12 +38,13 @@ class LionConfig:
     qkv_bias: bool = False
     """Biases in the projection to queries, keys and values."""
     form: Literal["auto", "attention", "chunked", "recurrent"] = "auto"
-    """How it is computed, to the same result: attention is quadratic in the length, chunked (auto) linear, and
-    recurrent goes token by token with states of constant size, for inference."""
+    """How the result is computed; all three give the same: attention is quadratic in the length, chunked (auto) linear,
+    and recurrent goes token by token with states of constant size, for inference."""
     eps: float = 1e-6
     """Added to the sums that rows are divided by."""
     feature_map: Literal["elu", "silu", "silu_norm"] = "silu_norm"
-    """What makes queries and keys positive: elu(x) + 1, silu(x) + 1/2, or the latter divided by its length."""
+    """The feature map that makes queries and keys positive: elu(x) + 1, silu(x) + 1/2, or the latter divided by its
+    length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,8 @@ class LionLitConfig(LionConfig):
     """Options of LION without gates."""
 
     feature_map: Literal["elu", "silu", "silu_norm"] = "elu"
-    """What makes queries and keys positive: elu(x) + 1, silu(x) + 1/2, or the latter divided by its length."""
+    """The feature map that makes queries and keys positive: elu(x) + 1, silu(x) + 1/2, or the latter divided by its
+    length."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +143,7 @@ class LionLit(Mixer):
         return self.proj(y.flatten(-2))
 
     def direction_state(self, batch_size: int) -> LionState:
-        """What either direction of the recurrent form starts from."""
+        """The initial state of one direction of the recurrent form."""
         headdim = self.config.headdim
         return empty_lion_state(batch_size, self.nheads, headdim, headdim, self.proj.weight)
 

@@ -93,7 +93,7 @@ def lion_chunked(
 
 
 class LionState(NamedTuple):
-    """What one direction carries from token to token, in float32 at least."""
+    """The state that one direction carries from token to token, in float32 at least."""
 
     products: Tensor
     """S (B, H, N, P): sum of k v^T over the tokens so far, decayed."""

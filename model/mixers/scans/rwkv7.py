@@ -37,15 +37,15 @@ class RWKV7Config:
 
 
 class RWKV7Parts(NamedTuple):
-    """What the recurrence takes, (B, L, heads, headdim), and the gate of its output."""
+    """The inputs of the recurrence, (B, L, heads, headdim), and the gate of its output."""
 
     r: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     a: torch.Tensor
-    """What is erased is read with it: the normalised removal key, kappa_hat."""
+    """The normalised removal key, kappa_hat: what is erased from the state is first read with it."""
     b: torch.Tensor
-    """What is erased is written with it: -rate * kappa_hat."""
+    """-rate * kappa_hat: what is erased is written to the state with it."""
     log_decay: torch.Tensor
     gate: torch.Tensor
     """(B, L, d_model)"""
@@ -202,7 +202,7 @@ class RWKV7(Mixer):
 
 
 def shift_init(power: float) -> InitRule:
-    """How much of the token before each channel starts with: 1 - (i / d_model)^power."""
+    """The initial share of the token before in each channel: 1 - (i / d_model)^power."""
     return lambda shape, generator: 1 - (torch.arange(shape[0]) / shape[0]) ** power
 
 

@@ -1,1 +1,1 @@
-"""Mixers whose matrix is of one structured class, one block for all of them (Hydra, section 3)."""
+"""Mixers with a matrix of one structured class each, all in the same block (arXiv 2407.09941, section 3)."""

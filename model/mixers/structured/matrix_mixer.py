@@ -1,5 +1,5 @@
-"""The block that the matrix mixers share (arXiv 2407.09941, section 3): all but the matrix itself is the same for each,
-so that a comparison of them compares matrices.
+"""The block that the matrix mixers share (arXiv 2407.09941, section 3). Everything except the matrix is the same for
+all of them, so that a comparison of them compares matrices.
 
 Parameters have the names and shapes of the authors' module; those of the matrix are below `matrix_mixer`.
 """

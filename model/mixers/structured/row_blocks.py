@@ -1,4 +1,5 @@
-"""Products with matrices whose entries are sums of functions of a query and a key, a block of rows at a time."""
+"""Multiplies with matrices whose entries are sums of functions of a query and a key, one block of rows at a time,
+without storing the whole matrix."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Softmax attention in the shared block of the matrix mixers (arXiv 2407.09941): the same comparison as the other
-matrices get, where `attention` is the usual layer."""
+"""Softmax attention in the shared block of the matrix mixers (arXiv 2407.09941), for comparison with the other matrices
+in that block. The usual attention layer is `attention`."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_only_whole_global_batches_count_as_used(small):
     assert torch.equal(next(iter(loader)).input_ids, next(iter(again)).input_ids)
 
 
-@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+@pytest.mark.parametrize("start", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_workers_started_in_other_ways(small, data, tmp_path, start):
     options = {"masking": MaskingConfig(), "micro": 8}
     expected = global_digests([loader_of(small, **options)], 3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compare import on_triton, packed, rmse_ratio, run
 from mru_inputs import FUSED, mixer_inputs
+from nightly import each_value_once
 from triton_on_cpu import PoisonedTorch
 
 from matmix.kernels import mru_mixer, mru_step
@@ -63,9 +64,11 @@ def test_a_long_sequence(interpreter, construction):
     assert_matches(interpreter, mixer_inputs(1000, construction, batch=1, heads=2), construction=construction)
 
 
-@pytest.mark.parametrize("construction", FUSED)
-@pytest.mark.parametrize(("order", "heads", "width"), [(4, 1, 4), (4, 5, 7), (8, 3, 1), (16, 2, 16), (8, 2, 12)])
-def test_orders_heads_and_widths_that_do_not_fill_a_tile(interpreter, short, construction, order, heads, width):
+@pytest.mark.parametrize(
+    ("construction", "shape"), each_value_once(FUSED, [(4, 1, 4), (4, 5, 7), (8, 3, 1), (16, 2, 16), (8, 2, 12)])
+)
+def test_orders_heads_and_widths_that_do_not_fill_a_tile(interpreter, short, construction, shape):
+    order, heads, width = shape
     inputs = mixer_inputs(11, construction, order=order, heads=heads, width=width)
     assert_matches(interpreter, inputs, construction=construction, return_final_state=True)
 
@@ -87,9 +90,10 @@ def test_packed_chunks(interpreter, short, construction):
     assert_matches(interpreter, inputs, **options)
 
 
-@pytest.mark.parametrize("construction", FUSED)
-@pytest.mark.parametrize("lengths", [[1, 5, 14, 3, 0, 6], [1] * 9, [0, 17, 0, 1, 0], [19, 1]])
 @pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize(
+    ("construction", "lengths"), each_value_once(FUSED, [[1, 5, 14, 3, 0, 6], [1] * 9, [0, 17, 0, 1, 0], [19, 1]])
+)
 def test_packed_documents(interpreter, short, construction, lengths, states):
     inputs = mixer_inputs(sum(lengths), construction, batch=1, heads=2, states=len(lengths) if states else 0)
     options = {"cu_seqlens": packed(lengths), "return_final_state": True, "construction": construction}

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from compare import packed, run
+from nightly import each_value_once
 from scans import DTYPES, check, on
 from test_quasiseparable import FORMS, make_for
 from test_semiseparable import make
@@ -30,8 +31,9 @@ def tiles_for(device, config):
     return config, torch.float32 if config.itemsize == 4 else torch.bfloat16
 
 
-@pytest.mark.parametrize("form", ["hydra", "lion", "unshifted product"])
-@pytest.mark.parametrize("config", fused.configurations())
+@pytest.mark.parametrize(
+    ("form", "config"), each_value_once(["hydra", "lion", "unshifted product"], fused.configurations())
+)
 def test_every_configuration(interpreter, config, form):
     """Full and odd widths, with chunks that the row fills and not; blocks of d_state and headdim."""
     config, dtype = tiles_for(interpreter, config)
@@ -72,8 +74,7 @@ def test_chunks(interpreter, chunk, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("programs", [1, 8, 512])
-@pytest.mark.parametrize("form", ["hydra", "lion", "unshifted both"])
+@pytest.mark.parametrize(("form", "programs"), each_value_once(["hydra", "lion", "unshifted both"], [8, 512, 1]))
 def test_heads_of_a_program(interpreter, launched, monkeypatch, form, programs, dtype):
     """One, some or all heads of a group in a program; parts of the gradients of q and k are summed afterwards."""
     monkeypatch.setattr(scan, "PROGRAMS", programs)
@@ -118,8 +119,12 @@ def expanded(tensors):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", [split_projection, heads_first, innermost_apart, expanded])
-@pytest.mark.parametrize("form", ["causal", "hydra", "unshifted both", "lion"])
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    each_value_once(
+        ["hydra", "causal", "unshifted both", "lion"], [split_projection, heads_first, innermost_apart, expanded]
+    ),
+)
 def test_layouts(interpreter, form, layout, dtype):
     options = {"kind": "head", "diagonal": "head"} if layout is expanded else {}
     shape = {"batch": 2, "heads": 2, "groups": 2} | options

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from matmix.launch.cli import main
-from matmix.launch.jobs.torchrun import address_here, parse_endpoint, torchrun_words, wait_for_host
+from matmix.launch.jobs.torchrun import Torchrun, address_here, parse_endpoint, wait_for_host
 from matmix.train.errors import RendezvousError
 
 # A rank that takes a second to save (a minute where the folder says so), as if it were torch's worker: named in its
@@ -149,10 +149,10 @@ def test_the_node_that_is_named_uses_the_name_it_is_known_by():
 
 
 def test_ipv6_and_fixed_ranks():
-    words = torchrun_words(["r"], nnodes=2, nproc=4, endpoint=("::1", 29401), run_id="a", local_addr="::1")
+    words = Torchrun(nnodes=2, nproc=4, rdzv="").words("::1", 29401, "::1", "runs/a")
     assert "--rdzv-endpoint=[::1]:29401" in words
-    assert words[-3:] == ["-m", "matmix.launch.jobs.rank", "r"]
-    fixed = torchrun_words(["r"], nnodes=2, nproc=4, endpoint=("n", 1), run_id="a", local_addr="n", node_rank=1)
+    assert words[-2:] == ["-m", "matmix.launch.jobs.rank"]
+    fixed = Torchrun(nnodes=2, nproc=4, rdzv="", node_rank=1).words("n", 1, "n", "runs/a")
     assert {"--node-rank=1", "--master-addr=n", "--master-port=1", "--rdzv-backend=static"} <= set(fixed)
 
 
@@ -161,9 +161,9 @@ def test_a_host_that_does_not_answer_is_named():
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
         with pytest.raises(RendezvousError, match=f"127.0.0.1 port {port} did not answer .*refused"):
-            wait_for_host(("127.0.0.1", port), seconds=0.5)
+            wait_for_host("127.0.0.1", port, seconds=0.5)
         unused.listen()
-        wait_for_host(("127.0.0.1", port), seconds=5)
+        wait_for_host("127.0.0.1", port, seconds=5)
 
 
 def test_the_command_of_a_node_is_printed(capsys):
@@ -175,3 +175,23 @@ def test_the_command_of_a_node_is_printed(capsys):
     assert printed.endswith("-m matmix.launch.jobs.rank debug_mru --run-dir 'runs/a b'\n")
     assert main(["launch", "torchrun", "debug_mru", "--nnodes", "3", *words[2:]]) == 2
     assert "does not divide" in capsys.readouterr().err
+
+
+# Prints the name that the ranks of a start are given, in place of starting them.
+NAMER = """
+import sys
+from matmix.launch.cli import main
+from matmix.launch.jobs import torchrun
+torchrun.run_here = lambda arguments, nproc, attempt: print(attempt)
+torchrun.run_agent = lambda command, environment, requests: print(environment["MATMIX_ATTEMPT"])
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("nnodes", ["1", "2"])
+def test_each_start_has_a_name_of_its_own(nnodes, tmp_path):
+    words = ["launch", "torchrun", "debug_mru", "--nnodes", nnodes, "--nproc", "1", "--rdzv", "127.0.0.1"]
+    words += ["--rdzv-id", "same", "--run-dir", str(tmp_path)]
+    starts = [subprocess.check_output([sys.executable, "-c", NAMER, *words], text=True) for _ in range(2)]
+    first, second = (printed.splitlines()[-1] for printed in starts)
+    assert first != second

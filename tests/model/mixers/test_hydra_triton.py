@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from module_results import assert_close, results, rounding
+from nightly import each_value_once, nightly
 from triton_on_cpu import names
 
 from matmix.model.mixers.scans import hydra
@@ -29,9 +30,10 @@ def on_triton(interpreter, monkeypatch):
     return turn
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("cu_seqlens", [None, PACKED], ids=["rows", "packed"])
-@pytest.mark.parametrize("options", [{}, {"learnable_init_states": True, "ngroups": 2, "bias": True}])
+@pytest.mark.parametrize(
+    ("options", "cu_seqlens", "recompute"),
+    each_value_once([{}, {"learnable_init_states": True, "ngroups": 2, "bias": True}], [None, PACKED], [False, True]),
+)
 def test_layer(on_triton, launched, randomize, options, cu_seqlens, recompute):
     config = HydraConfig(headdim=16, d_state=8, recompute=recompute, **options)
     layer = randomize(Hydra(16, config, causal=False, max_seqlen=64, output_std=0.02))
@@ -45,7 +47,7 @@ def test_layer(on_triton, launched, randomize, options, cu_seqlens, recompute):
     assert (names(launched).count("mix"), names(launched).count("pair_gradients")) == (2, 1)
 
 
-@pytest.mark.parametrize("how", ["padded", "packed", "recompute", "full", "op"])
+@pytest.mark.parametrize("how", ["padded", "packed", nightly("recompute"), nightly("full"), nightly("op")])
 def test_encoder(on_triton, launched, small_model, how):
     """Two layers; with masks of padding, packed documents, and everything that computes activations again."""
     config = HydraConfig(headdim=16, d_state=4, recompute=how == "recompute")
@@ -65,6 +67,7 @@ def test_encoder(on_triton, launched, small_model, how):
     assert names(launched).count("mix") == 2 * (3 if how == "full" else 2)
 
 
+@pytest.mark.slow
 def test_long_documents_pass_states_in_spans(on_triton, launched, randomize):
     """As pretraining packs them, with the smallest chunks."""
     config = HydraConfig(headdim=4, d_state=3, expand=1, chunk_size=16)

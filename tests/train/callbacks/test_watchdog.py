@@ -10,23 +10,22 @@ from matmix.train.run.outcome import ATTEMPT_VARIABLE
 
 
 @pytest.fixture
-def trainer(tmp_path, monkeypatch):
+def run(tmp_path, monkeypatch):
     monkeypatch.setenv(ATTEMPT_VARIABLE, "7.0")
-    engine = SimpleNamespace(rank=0, world_size=2)
-    return SimpleNamespace(engine=engine, run=SimpleNamespace(path=tmp_path))
+    return SimpleNamespace(engine=SimpleNamespace(rank=0, world_size=2), path=tmp_path)
 
 
-def test_stacks_of_an_earlier_start_are_not_counted(trainer, tmp_path):
+def test_stacks_of_an_earlier_start_are_not_counted(run, tmp_path):
     earlier = [stacks_path(tmp_path, "7.0", rank) for rank in range(4)]  # under the same name, with more ranks
     earlier[0].parent.mkdir(parents=True)
     for path in earlier:
         path.write_text("stacks")
         os.utime(path, (1, 1))
     watchdog = Watchdog(minutes=5)
-    watchdog.on_start(trainer)
+    watchdog.on_start(run)
     try:
         assert watchdog._dumped() == 0
         earlier[1].write_text("stacks")  # rank 1 of this start
         assert watchdog._dumped() == 1
     finally:
-        watchdog.on_end(trainer)
+        watchdog.on_end(run)

@@ -8,6 +8,7 @@ import shutil
 import threading
 
 import pytest
+from nightly import nightly
 from object_store import running_store
 from runs import losses, records, run_recipe, weights
 
@@ -122,7 +123,7 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, os.unlink, lambda path: os.truncate(path, 10)])
+@pytest.mark.parametrize("damage", [flip_a_bit, nightly(os.unlink), nightly(lambda path: os.truncate(path, 10))])
 def test_damaged_copies_are_not_used(damage, start, straight, at_once, tmp_path):
     """Each of its files in turn; the checkpoint before it is."""
     start(kill=7)

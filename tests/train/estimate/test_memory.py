@@ -63,6 +63,7 @@ def check(found) -> None:
     assert low * 0.9 <= found.planned <= high * 1.1, f"{found.title}: {found.planned:.3g} of {found.measured:.3g}"
 
 
+@pytest.mark.slow
 def test_a_process_takes_what_is_planned(recipe):
     check(compare("attention", [recipe("attention"), "--engine.activation-checkpointing", "full"]))
 

@@ -83,7 +83,7 @@ def test_a_run_that_was_started_twice_says_where_its_time_went(dataset, tmp_path
     assert lost[1] > lost[0] + 1.0
     assert last["goodput/evaluation"] > 0
     assert last["goodput/saves"] > 0
-    [line] = time_lines(path)
+    [line] = time_lines(last)
     assert line.startswith("goodput      ")
     assert "in useful steps; lost: restarts " in line
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from matmix.train import command, loop
+from matmix.train import entry, loop
 from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.process import stop
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
-from matmix.train.run.outcome import Attempt, attempt_id, outcomes_folder, read_last_step, read_outcomes
+from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id, outcomes_folder, read_last_step, read_outcomes
 from matmix.train.tasks.token_prediction import TokenPrediction
 
 
@@ -24,7 +24,7 @@ def start(dataset, tmp_path, monkeypatch):
 
         monkeypatch.setattr(loop.Trainer, "train_step", step)
         options = ["--data.path", dataset, "--run-dir", str(tmp_path / "run"), "--device", "cpu", *overrides]
-        return command.main(["debug_mru", *options])
+        return entry.main(["debug_mru", *options])
 
     return start
 
@@ -140,3 +140,9 @@ def test_the_name_of_an_attempt_is_a_file_name(name, monkeypatch):
     monkeypatch.setenv("MATMIX_ATTEMPT", name)
     with pytest.raises(ValueError, match="MATMIX_ATTEMPT"):
         attempt_id()
+
+
+def test_ranks_whose_launchers_named_the_start_differently_take_rank_zeros_name(monkeypatch):
+    monkeypatch.setenv("MATMIX_ATTEMPT", "second-node")
+    adopt_attempt("first-node")
+    assert attempt_id() == "first-node"

@@ -1,4 +1,4 @@
-"""Takes up a full state in DeepSpeed's partitions (ZeRO 1 to 3), at any number of ranks.
+"""Loads a full state into DeepSpeed's partitions (ZeRO 1 to 3), at any number of ranks.
 
 In float32 the weights of the forward pass and those that the optimizer updates are equal, so that filling the
 former and copying is exact. The moments are laid out like the weights: one flat tensor for each group of the

@@ -15,9 +15,10 @@ from comparisons import ENTRIES, TINY, VARIANTS
 from runs import records
 
 from matmix.launch.cli import main
+from matmix.launch.jobs.records import Job
 from matmix.launch.jobs.slurm.options import SlurmOptions
-from matmix.launch.jobs.slurm.submit import plan_configs, render_launch, write_launch
-from matmix.launch.jobs.status import task_runs
+from matmix.launch.jobs.slurm.submit import plan_configs
+from matmix.launch.jobs.status import runs_of
 from matmix.launch.lab.compare import speed
 from matmix.launch.lab.compare.config import read_comparison
 from matmix.launch.lab.compare.report import write_report
@@ -350,7 +351,9 @@ def test_the_runs_as_a_job_array(recipe, dataset, tmp_path, monkeypatch, capsys)
 
     # What the tasks of the array are given, and where its status is looked for.
     plan = plan_configs(home, [task.config for task in tasks], SlurmOptions(tasks_per_node=2), command, is_sweep=True)
-    write_launch(plan, render_launch(plan))
+    plan.write(plan.scripts())
     for number, task in enumerate(tasks):
         assert load_config(str(plan.folder / "tasks" / str(number) / "config.toml")) == task.config
-    assert task_runs(home, SimpleNamespace(launch=plan.launch_id)) == [task.run.path for task in tasks]
+    assert runs_of(home, Job(kind="slurm", launch=plan.launch_id, command=[], tasks=len(tasks))) == [
+        task.run.path for task in tasks
+    ]
