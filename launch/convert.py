@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from matmix.data.storage.files import sync_directory
@@ -26,7 +25,6 @@ def convert_run(
     *,
     step: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    tell: Callable[[str], None] = print,
 ) -> Path:
     """Write a new run with one checkpoint of another: weights, moments, step counts, random generators, position in
     the data, whichever engine wrote them.
@@ -37,7 +35,6 @@ def convert_run(
         run_dir: the run, a folder or a URL; its newest valid checkpoint is taken, or that of `step`.
         out_dir: must not exist, or be empty; appears whole or not at all.
         max_file_bytes: size at which another file is begun; a larger tensor has a file of its own.
-        tell: called with lines for the user.
     Returns: the new checkpoint. Raises FileNotFoundError or ValueError (one line).
     """
     if is_url(str(out_dir)):
@@ -64,7 +61,7 @@ def convert_run(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    tell(f"Converted {source.name} of {run_dir} to {out}; `matmix train {out}` goes on from there.")
+    print(f"Converted {source.name} of {run_dir} to {out}; `matmix train {out}` goes on from there.")
     return RunDirectory(out).checkpoints / source.name
 
 

@@ -4,7 +4,7 @@ loads."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -73,7 +73,6 @@ def export_run(
     step: int | None = None,
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 10**9,
-    tell: Callable[[str], None] = print,
 ) -> Path:
     """Write the weights of a run as a directory that transformers loads without matmix, or, for an architecture that
     transformers has no form for, as weights and configuration.
@@ -83,7 +82,6 @@ def export_run(
         out_dir: must not exist, or be empty; appears whole or not at all.
         dtype: "float32", "bfloat16" or "float16".
         max_shard_bytes: largest size of a file of weights, and what bounds the memory this needs.
-        tell: called with lines for the user.
     Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
     """
     check_target(Path(out_dir))
@@ -102,18 +100,18 @@ def export_run(
         max_shard_bytes=max_shard_bytes,
         notes=f"Trained for {step_of(checkpoint.name):,} steps with matmix.",
     )
-    tell(f"Exported {checkpoint.name} of {run_dir} to {out} ({_size(out)}).")
+    print(f"Exported {checkpoint.name} of {run_dir} to {out} ({_size(out)}).")
     return out
 
 
-def import_reference(kind: str, file: str | Path, out_dir: str | Path, *, tell: Callable[[str], None] = print) -> Path:
+def import_reference(kind: str, file: str | Path, out_dir: str | Path) -> Path:
     """Turn a checkpoint of another project into a directory that transformers loads without matmix.
 
     Args:
         kind: "hydra" or "mru-lm".
         file: the checkpoint, a file or a directory. A tokenizer.json or tokenizer.model next to the weights
             is taken along; without one the export has no tokenizer.
-        out_dir, tell: as for `export_run`.
+        out_dir: as for `export_run`.
     Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
     """
     check_target(Path(out_dir))
@@ -133,11 +131,11 @@ def import_reference(kind: str, file: str | Path, out_dir: str | Path, *, tell: 
         notes=f"Converted from a {kind} checkpoint by matmix.",
     )
     what = "without a tokenizer" if tokenizer is None else "with its tokenizer"
-    tell(f"Imported {file} to {out} ({_size(out)}), {what}.")
+    print(f"Imported {file} to {out} ({_size(out)}), {what}.")
     return out
 
 
-def check_export(directory: str | Path, tell: Callable[[str], None] = print) -> None:
+def check_export(directory: str | Path) -> None:
     """Compare every file of an export with the hash that it was written with.
 
     Raises FileNotFoundError where there is no export, ValueError (one line) that names the first file that is missing,
@@ -161,7 +159,7 @@ def check_export(directory: str | Path, tell: Callable[[str], None] = print) -> 
             raise ValueError(f"{directory} lacks {name}")
         if sha256(path) != value:
             raise ValueError(f"{path} is not as it was written: its SHA-256 differs; export again")
-    tell(f"{directory}: {len(listed)} files ({_size(directory)}), all as they were written.")
+    print(f"{directory}: {len(listed)} files ({_size(directory)}), all as they were written.")
 
 
 def _size(directory: Path) -> str:

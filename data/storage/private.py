@@ -7,11 +7,13 @@ access for its user alone, and one that is there already is looked at before it 
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
-import sys
 import tempfile
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def private_folder(path: str | Path, *, close: bool = False) -> Path:
@@ -62,7 +64,7 @@ def standard_folder(path: str | Path) -> Path:
             own = next((other for other in known if not _problem(other)), None)
             own = own or Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=base))
             if os.environ.get("RANK", "0") == "0":
-                print(f"warning: {reason}; {own} is used in its place", file=sys.stderr, flush=True)
+                logger.warning(f"{reason}; {own} is used in its place")
             return own
     raise reason
 

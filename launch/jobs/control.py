@@ -20,8 +20,6 @@ from matmix.launch.jobs.slurm.script import array_option
 from matmix.launch.jobs.slurm.submit import submit_script
 from matmix.launch.jobs.status import Home, local_process, runs_of
 
-Tell = Callable[[str], None]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cancel:
@@ -64,15 +62,15 @@ def last_job(home: Path) -> Job:
 # -- cancel -----------------------------------------------------------------------------------------------------------
 
 
-def cancel(home: Path, grace: float, tell: Tell = print) -> bool:
+def cancel(home: Path, grace: float) -> bool:
     """Tells all jobs of `home` to save, waits up to `grace` seconds, then ends them; False if one had to be ended.
 
     Jobs that wait in the queue are removed at once, and none of them is requeued.
     """
     last = last_job(home)
-    waiting = _tell_process(last, tell) if last.kind == "local" else _tell_slurm(home, tell)
+    waiting = _tell_process(last) if last.kind == "local" else _tell_slurm(home)
     for name in waiting:
-        tell(f"{name}: told to save and end, waiting up to {grace:.0f} s")
+        print(f"{name}: told to save and end, waiting up to {grace:.0f} s")
     deadline, left = time.monotonic() + grace, waiting
     while left and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -80,9 +78,9 @@ def cancel(home: Path, grace: float, tell: Tell = print) -> bool:
     for name, job in waiting.items():
         if name in left:
             job.end()
-            tell(f"{name}: not saved within {grace:.0f} s, ended")
+            print(f"{name}: not saved within {grace:.0f} s, ended")
         else:
-            tell(f"{name}: ended by itself")
+            print(f"{name}: ended by itself")
     return not left
 
 
@@ -94,7 +92,7 @@ class _Stopping:
     end: Callable[[], None]
 
 
-def _tell_slurm(home: Path, tell: Tell) -> dict[str, _Stopping]:
+def _tell_slurm(home: Path) -> dict[str, _Stopping]:
     found, waiting = False, {}
     for job in read_jobs(home):
         states = scheduler.active_states(job.job) if job.job else []
@@ -108,9 +106,9 @@ def _tell_slurm(home: Path, tell: Tell) -> dict[str, _Stopping]:
                 waiting[f"job {state.job}"] = _Stopping(is_running, functools.partial(scheduler.cancel, state.job))
             else:
                 scheduler.cancel(state.job)
-                tell(f"job {state.job}: cancelled while {state.state.lower()}")
+                print(f"job {state.job}: cancelled while {state.state.lower()}")
     if not found:
-        tell("no job is queued or running")
+        print("no job is queued or running")
     return waiting
 
 
@@ -120,12 +118,12 @@ def _mark(home: Path, job: Job, name: str) -> None:
         attempts.mark_cancelled(run, f"{job.job}_{number}" if job.tasks else name)
 
 
-def _tell_process(job: Job, tell: Tell) -> dict[str, _Stopping]:
+def _tell_process(job: Job) -> dict[str, _Stopping]:
     if job.host != socket.gethostname():
         raise ValueError(f"this run was started on {job.host}: cancel it there")
     process = local_process(job)
     if process is None:
-        tell("it is not running")
+        print("it is not running")
         return {}
     process.send_signal(signal.SIGTERM)
     # Its ranks end with it.

@@ -45,9 +45,11 @@ def output_of(source, **options) -> str:
 
 
 @pytest.mark.parametrize("kind", ["language_model", "encoder"])
-def test_a_run_becomes_an_export(kind, request, tmp_path):
-    run_dir, told = request.getfixturevalue(kind), []
-    out = export_run(run_dir, tmp_path / "out", tell=told.append)
+def test_a_run_becomes_an_export(kind, request, tmp_path, capsys):
+    run_dir = request.getfixturevalue(kind)
+    capsys.readouterr()
+    out = export_run(run_dir, tmp_path / "out")
+    told = capsys.readouterr().out.splitlines()
     assert len(told) == 1
     assert "Exported step-0000000" in told[0]
     auto_class = AutoModelForCausalLM if kind == "language_model" else AutoModelForMaskedLM
@@ -62,7 +64,7 @@ def test_a_run_becomes_an_export(kind, request, tmp_path):
 
 
 def test_exports_put_the_special_tokens_of_the_training_around_text(language_model, encoder, tmp_path):
-    special = Tokenizer.load(export_run(encoder, tmp_path / "encoder", tell=print)).special
+    special = Tokenizer.load(export_run(encoder, tmp_path / "encoder")).special
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "encoder")
     plain = tokenizer("the king", add_special_tokens=False)["input_ids"]
     assert tokenizer("the king")["input_ids"] == [special["cls"], *plain, special["sep"]]
@@ -71,7 +73,7 @@ def test_exports_put_the_special_tokens_of_the_training_around_text(language_mod
     assert pair["token_type_ids"] == [0] * (len(plain) + 2) + [1] * (len(plain) + 1)
     assert (tokenizer.padding_side, tokenizer.mask_token_id) == ("right", special["mask"])
     # The language model was trained on documents that start with <s> and end with </s>.
-    export_run(language_model, tmp_path / "lm", tell=print)
+    export_run(language_model, tmp_path / "lm")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "lm")
     assert tokenizer("the king")["input_ids"] == [special["bos"], *plain]
     assert (tokenizer.padding_side, tokenizer.eos_token_id) == ("left", special["eos"])
@@ -84,8 +86,8 @@ def test_exports_put_the_special_tokens_of_the_training_around_text(language_mod
 
 
 def test_a_step_can_be_chosen(language_model, tmp_path):
-    early = load_file(export_run(language_model, tmp_path / "2", step=2, tell=print) / "model.safetensors")
-    late = load_file(export_run(language_model, tmp_path / "4", tell=print) / "model.safetensors")
+    early = load_file(export_run(language_model, tmp_path / "2", step=2) / "model.safetensors")
+    late = load_file(export_run(language_model, tmp_path / "4") / "model.safetensors")
     assert any(not torch.equal(early[name], late[name]) for name in late)
     assert "4 steps" in (tmp_path / "4" / "README.md").read_text()
     with pytest.raises(ValueError, match="no checkpoint of step 3; there are: 2, 4"):
@@ -93,7 +95,7 @@ def test_a_step_can_be_chosen(language_model, tmp_path):
 
 
 def test_bfloat16(language_model, tmp_path):
-    out = export_run(language_model, tmp_path / "out", dtype="bfloat16", tell=print)
+    out = export_run(language_model, tmp_path / "out", dtype="bfloat16")
     tensors = load_file(out / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
@@ -136,7 +138,7 @@ def read_golden(name: str) -> tuple[dict, dict, dict]:
 def test_other_projects_checkpoints_become_exports(kind, golden, tmp_path):
     state, tensors, metadata = read_golden(golden)
     save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "theirs.safetensors", metadata)
-    out = import_reference(kind, tmp_path / "theirs.safetensors", tmp_path / "out", tell=print)
+    out = import_reference(kind, tmp_path / "theirs.safetensors", tmp_path / "out")
     auto_class = AutoModelForMaskedLM if kind == "hydra" else AutoModelForCausalLM
     model, info = auto_class.from_pretrained(out, trust_remote_code=True, output_loading_info=True)
     assert not any(info.values())
@@ -157,7 +159,7 @@ def test_an_imported_checkpoint_brings_its_tokenizer(tmp_path, tokenizer):
     theirs.add_special_tokens(names[:3])
     theirs.save(str(tmp_path / "tokenizer.json"))
     save_file({key: value.contiguous() for key, value in state.items()}, tmp_path / "model.safetensors", metadata)
-    out = import_reference("mru-lm", tmp_path, tmp_path / "out", tell=print)
+    out = import_reference("mru-lm", tmp_path, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(out)("a cat").input_ids == theirs.encode("a cat").ids
     assert output_of(out, prompt="a cat", max_new_tokens=4, temperature=0.0).startswith("a cat")
 
@@ -192,14 +194,14 @@ def test_generation_carries_state_and_is_that_of_the_whole_text(language_model):
 
 
 def test_runs_and_their_exports_generate_the_same(language_model, encoder, tmp_path):
-    export_run(language_model, tmp_path / "lm", tell=print)
+    export_run(language_model, tmp_path / "lm")
     options = {"prompt": "the king\n", "max_new_tokens": 20, "seed": 3}
     text = output_of(language_model, **options)
     assert text.startswith("the king\n")
     assert text == output_of(tmp_path / "lm", **options)
     assert text != output_of(language_model, **{**options, "seed": 4})
     assert text == output_of(language_model, **options)
-    export_run(encoder, tmp_path / "encoder", tell=print)
+    export_run(encoder, tmp_path / "encoder")
     options = {"prompt": "the <mask> speaks to <mask> crown"}
     assert output_of(encoder, **options) == output_of(tmp_path / "encoder", **options)
 
@@ -249,7 +251,7 @@ def test_generate_mistakes(language_model, encoder, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ValueError, match="is not an export of matmix"):
         generate(tmp_path)
-    out = export_run(language_model, tmp_path / "out", tell=print)
+    out = export_run(language_model, tmp_path / "out")
     with pytest.raises(ValueError, match="is an export, which has no steps"):
         generate(out, step=2)
     (out / "model.safetensors").unlink()

@@ -80,26 +80,26 @@ class Compare:
 
 
 def _train(comparison: Comparison, tasks: list[Task], given: Compare) -> int:
-    def tell(text: str) -> None:
+    def say(text: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that was closed: the runs are saved nevertheless
             print(text, flush=True)
 
     check_data(tasks)
     with listening():
-        tell(plan_text(comparison) + "\n")
+        say(plan_text(comparison) + "\n")
         keep_recipe(comparison)
-        ended = run_tasks(tasks, given.parallel, tell)
+        ended = run_tasks(tasks, given.parallel)
         if ended.stopped:
-            tell("Stopped; what was running is saved. The same command goes on from there.")
+            say("Stopped; what was running is saved. The same command goes on from there.")
             return EXIT_STOPPED
         busy = any(failure.is_busy for failure in ended.failures)  # and takes the cores that speed is measured on
         unwanted = given.no_speed or given.only or busy
-        if (given.speed or not (unwanted or is_measured(comparison))) and not measure_all(comparison, tell):
-            tell("Stopped while speed was measured; no run was going on. The same command goes on from there.")
+        if (given.speed or not (unwanted or is_measured(comparison))) and not measure_all(comparison):
+            say("Stopped while speed was measured; no run was going on. The same command goes on from there.")
             return EXIT_STOPPED
-    tell("\n" + write_report(comparison))
+    say("\n" + write_report(comparison))
     if ended.failures:
-        tell("\n" + describe_failures(ended.failures))
+        say("\n" + describe_failures(ended.failures))
     if all(failure.is_busy for failure in ended.failures):
         return EXIT_STOPPED if busy else EXIT_OK
     return EXIT_FAILED

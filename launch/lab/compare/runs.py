@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,7 +28,8 @@ from matmix.train.recipe import write_config
 from matmix.train.run.directory import RunDirectory
 from matmix.train.words import duration
 
-Tell = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
 _LOOK_SECONDS = 0.2
 _SHOWN_LINES = 5
 
@@ -139,7 +141,7 @@ def check_data(tasks: Sequence[Task]) -> None:
         raise missing[0]
 
 
-def run_tasks(tasks: Sequence[Task], parallel: int, tell: Tell = print) -> Ended:
+def run_tasks(tasks: Sequence[Task], parallel: int) -> Ended:
     """Trains what is not finished, `parallel` runs at a time; a failure does not keep the others from running.
 
     Within `listening` the signals SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 go on to the runs, which save and end; a
@@ -147,7 +149,7 @@ def run_tasks(tasks: Sequence[Task], parallel: int, tell: Tell = print) -> Ended
     """
     waiting = [task for task in tasks if not task.is_finished()]
     if len(waiting) < len(tasks):
-        tell(f"{len(tasks) - len(waiting)} of {len(tasks)} runs are finished already")
+        logger.info(f"{len(tasks) - len(waiting)} of {len(tasks)} runs are finished already")
     running: list[_Process] = []
     failures: list[Failure] = []
     clock = progress.Clock(parallel)
@@ -157,7 +159,7 @@ def run_tasks(tasks: Sequence[Task], parallel: int, tell: Tell = print) -> Ended
             while waiting and len(running) < parallel and not stop.received():
                 place = min(set(range(parallel)) - {process.place for process in running})
                 running.append(_Process(waiting.pop(0), place, parallel))
-                tell(f"{running[-1].task.title}: started; what it prints: {running[-1].task.log}")
+                logger.info(f"{running[-1].task.title}: started; what it prints: {running[-1].task.log}")
             if stop.received():
                 waiting = []
                 for process in running:
@@ -168,14 +170,14 @@ def run_tasks(tasks: Sequence[Task], parallel: int, tell: Tell = print) -> Ended
                 left = clock.left([other.seconds for other in running], len(waiting))
                 failure = process.close()
                 if failure is None:
-                    tell(_finished_line(process.task, process.seconds, left))
+                    logger.info(_finished_line(process.task, process.seconds, left))
                 elif not (stop.received() and failure.code == EXIT_STOPPED):
                     failures.append(failure)
-                    tell(f"{failure.words}; about {left} left")
+                    logger.info(f"{failure.words}; about {left} left")
             if running and time.monotonic() - told >= progress.EVERY_SECONDS:
                 told = time.monotonic()
                 done = len(tasks) - len(waiting) - len(running) - len(failures)
-                tell(_progress_line([process.task for process in running], done, len(tasks)))
+                logger.info(_progress_line([process.task for process in running], done, len(tasks)))
             time.sleep(_LOOK_SECONDS if running else 0)
     finally:
         for process in running:  # something went wrong here, or Ctrl-C came twice

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -28,13 +29,14 @@ from matmix.launch.lab.benchmarks.measuring.timing import peak_memory
 from matmix.launch.lab.benchmarks.training.memory import prepare, random_batch
 from matmix.launch.lab.compare.config import Comparison, Entry
 from matmix.launch.lab.compare.processes import start, threads
-from matmix.launch.lab.compare.runs import Tell
 from matmix.train.config import RunConfig
 from matmix.train.engine import build_engine
 from matmix.train.process import stop
 from matmix.train.process.console import begin_process, guarded
 from matmix.train.process.distributed import Distributed, choose_device
 from matmix.train.recipe import config_to_dict, load_config, write_config
+
+logger = logging.getLogger(__name__)
 
 ROUNDS = 3
 WARM_UP = 3
@@ -124,7 +126,7 @@ def is_measured(comparison: Comparison) -> bool:
     return len(current_rows(first)) == len(first.entries)
 
 
-def measure_all(comparison: Comparison, tell: Tell = print) -> bool:
+def measure_all(comparison: Comparison) -> bool:
     """Measures all entries, with variants those of the first, and writes speed.json, where rows of entries that the
     recipe no longer has are kept.
 
@@ -146,8 +148,8 @@ def measure_all(comparison: Comparison, tell: Tell = print) -> bool:
                 if isinstance(result, dict):
                     found[entry.name].append(result)
                 else:
-                    tell(f"speed of {entry.name}: not measured: {result}")
-        tell(f"speed: round {number} of {ROUNDS} done")
+                    logger.info(f"speed of {entry.name}: not measured: {result}")
+        logger.info(f"speed: round {number} of {ROUNDS} done")
     entries, machine = read_speed(comparison.home), _machine(comparison.entries[0])
     for entry in comparison.entries:
         rounds = found[entry.name]

@@ -50,7 +50,7 @@ class ShowMixer:
         self.draw(rest)
         return 0
 
-    def draw(self, overrides: Sequence[str] = (), tell: Callable[[str], object] = print) -> list[Path]:
+    def draw(self, overrides: Sequence[str] = ()) -> list[Path]:
         """Draws M of every head, one PNG a layer, and tells the ranks.
 
         A page that was made from another text, or otherwise, stays: the new one gets -2 to its name. Mixers of a fixed
@@ -58,7 +58,6 @@ class ShowMixer:
 
         Args:
             overrides: changes of a recipe, such as ("--model.layers", "hydra").
-            tell: takes a line for the user.
         Returns: the pictures. Raises FileNotFoundError or ValueError (one line).
         """
         is_model = is_url(self.recipe) or Path(self.recipe).is_dir()
@@ -71,20 +70,23 @@ class ShowMixer:
         folder = Path("pictures", subject.name) if self.out is None else Path(self.out)
         fixed, length = subject.model.config.fixed_length_mixers(), subject.model.config.max_seqlen
         if self.max_tokens not in (None, length) and fixed:
-            tell(f"--max-tokens {self.max_tokens} does not apply: {' and '.join(fixed)} takes exactly {length} tokens")
+            names = " and ".join(fixed)
+            print(f"--max-tokens {self.max_tokens} does not apply: {names} takes exactly {length} tokens")
         paths = []
         for layer, matrices in mixer_matrices(subject.model, subject.ids, chosen):
             page, words = _page(subject, layer, matrices, self.max_heads)
             name = f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
             paths.append(draw_page(page, folder / name))
-            tell(f"{paths[-1]}: {words}")
+            print(f"{paths[-1]}: {words}")
         if not is_model:
             words = shlex.join([self.recipe, *overrides])
-            tell(f"Next: matmix train {words}, then matmix show-mixer RUN for what it learns")
+            print(f"Next: matmix train {words}, then matmix show-mixer RUN for what it learns")
         elif subject.label == "export":  # which has no steps
-            tell("Next: the same with another text")
+            print("Next: the same with another text")
         else:
-            tell(f"Next: matmix show-mixer {self.recipe} --step N for how it came about, or the same with another text")
+            print(
+                f"Next: matmix show-mixer {self.recipe} --step N for how it came about, or the same with another text"
+            )
         return paths
 
     def _check(self, is_model: bool, overrides: Sequence[str]) -> None:

@@ -43,9 +43,9 @@ def at_once(monkeypatch):
     begin = CheckpointManager.begin_copy
 
     def begin_and_wait(self, *arguments):
-        self.wait(arguments[-1])
+        self.wait()
         begin(self, *arguments)
-        self.wait(arguments[-1])
+        self.wait()
 
     monkeypatch.setattr(CheckpointManager, "begin_copy", begin_and_wait)
 
@@ -274,7 +274,7 @@ def test_a_run_at_a_url(elsewhere, dataset, tmp_path, straight, monkeypatch, cap
         begin = CheckpointManager.begin_copy
 
         def begin_and_wait(self, *arguments):
-            self.wait(arguments[-1])
+            self.wait()
             begin(self, *arguments)
 
         monkeypatch.setattr(CheckpointManager, "begin_copy", begin_and_wait)

@@ -363,9 +363,9 @@ def test_generate_and_export_fetch_and_hash_only_what_holds_weights_and_that_onc
     real = files.sha256
     monkeypatch.setattr(files, "sha256", lambda path: hashed.append(path.name) or real(path))
     run_recipe("debug_mru", dataset, url, *STEPS)
-    convert_run(straight, tmp_path / "converted", tell=print)
+    convert_run(straight, tmp_path / "converted")
     for run in (straight, tmp_path / "converted", url):
-        for use in (load_source, lambda run: export_run(run, tmp_path / uuid.uuid4().hex, tell=print)):
+        for use in (load_source, lambda run: export_run(run, tmp_path / uuid.uuid4().hex)):
             shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
             remote._readings.clear()
             hashed.clear()

@@ -202,7 +202,7 @@ def test_speed_is_measured_in_the_first_variant(compared, monkeypatch):
 
     monkeypatch.setattr(speed, "_in_a_process", measure)
     assert not speed.is_measured(comparison)
-    assert speed.measure_all(comparison, lambda text: None)
+    assert speed.measure_all(comparison)
     assert speed.is_measured(comparison)
     assert measured == ["attention/short-rows", "Hydra-2-x/short-rows"] * 3
     _, short, deep = write_report(comparison).split("## ")

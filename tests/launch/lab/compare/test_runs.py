@@ -64,7 +64,7 @@ def _compare_with_a_stop_and_a_failure(folder, dataset) -> SimpleNamespace:
     long = tasks["attention", 0]
     waiter = threading.Thread(target=_stop_after_records, args=(long.run.path / "metrics.jsonl",))
     waiter.start()
-    ended = run_tasks([long], 1, lambda text: None)
+    ended = run_tasks([long], 1)
     waiter.join()
     stop.forget()
     stopped_at = records(long.run.path)[-1]["step"]
@@ -101,7 +101,7 @@ def _stop_after_records(path) -> None:
 
 def _captured(arguments: list[str], output: list[str]) -> int:
     text = io.StringIO()
-    with contextlib.redirect_stdout(text):
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
         code = main(arguments)
     output.append(text.getvalue())
     return code
@@ -277,7 +277,7 @@ def test_speed_is_the_median_of_rounds_that_take_turns(recipe, dataset, tmp_path
 
     monkeypatch.setattr(speed, "_in_a_process", measured)
     assert not speed.is_measured(comparison)
-    speed.measure_all(comparison, lambda text: None)
+    speed.measure_all(comparison)
     assert order == ["attention", "Hydra-2-x"] * 3
     assert speed.is_measured(comparison)
     found = {result.entry.name: result for result in collect(comparison)}
@@ -293,14 +293,14 @@ def test_speed_is_the_median_of_rounds_that_take_turns(recipe, dataset, tmp_path
     assert not speed.is_measured(other)
     assert collect(other)[0].tokens_per_second is None
     monkeypatch.setattr(speed, "_in_a_process", lambda path: {"tokens_per_second": 1, "peak_bytes": 1})
-    assert speed.measure_all(other, lambda text: None)
+    assert speed.measure_all(other)
     assert set(speed.read_speed(comparison.home)) == {first.name, second.name}
 
     # A signal ends the measurement, and what was measured before stays.
     before = speed.speed_path(comparison.home).read_text()
     monkeypatch.setattr(speed, "_in_a_process", lambda path: stop.request() or "stopped")
     try:
-        assert not speed.measure_all(comparison, lambda text: None)
+        assert not speed.measure_all(comparison)
     finally:
         stop.forget()
     assert speed.speed_path(comparison.home).read_text() == before

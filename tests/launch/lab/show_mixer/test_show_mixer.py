@@ -49,9 +49,9 @@ def png_size(path) -> tuple[int, int]:
     return struct.unpack(">II", raw[16:24])
 
 
-def test_every_mixing_layer_of_a_run_gets_a_page(run, tmp_path):
-    lines: list[str] = []
-    paths = ShowMixer(recipe=run, text=TEXT, out=str(tmp_path / "pages")).draw(tell=lines.append)
+def test_every_mixing_layer_of_a_run_gets_a_page(run, tmp_path, capsys):
+    paths = ShowMixer(recipe=run, text=TEXT, out=str(tmp_path / "pages")).draw()
+    lines = capsys.readouterr().out.splitlines()
     assert [path.name for path in paths] == ["layer-00-hydra-step-2.png", "layer-01-attention-step-2.png"]
     assert sorted(paths) == sorted((tmp_path / "pages").iterdir())
     (width, height), (_, other_height) = map(png_size, paths)
@@ -118,7 +118,7 @@ def test_a_recipe_shows_its_initial_weights_without_any_data(tmp_path):
     assert fresh("debug_mru", "né", None, [*overrides, "--model.vocab-size", "100"]).ids == [10, 95, 69]
 
 
-def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full(tmp_path):
+def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full(tmp_path, capsys):
     fixed = next(name for name, mixer in MIXERS.items() if mixer.fixed_length and mixer.bidirectional_form)
     overrides = ["--model.layers", fixed, "--model.max-seqlen", "16", "--data.seqlen", "16", "--data.packing", "rows"]
     overrides += [f"--model.mixers.{fixed.replace('_', '-')}.headdim", "8"] * hasattr(MIXERS[fixed].Config(), "headdim")
@@ -129,9 +129,9 @@ def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full(tmp_path):
     (_, matrix) = next(mixer_matrices(subject.model, subject.ids, [0]))
     assert matrix.shape[-2:] == (16, 16)
     assert len(fresh("debug_hydra", "abcde" * 9, None, [*overrides, "--data.path", "nowhere"]).ids) == 16
-    lines: list[str] = []
     verb = ShowMixer(recipe="debug_hydra", text="abcde", out=str(tmp_path), layers=(0,), max_tokens=5, max_heads=1)
-    verb.draw([*overrides, "--data.path", "nowhere"], lines.append)
+    verb.draw([*overrides, "--data.path", "nowhere"])
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"--max-tokens 5 does not apply: {fixed} takes exactly 16 tokens"
 
 
