@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from types import TracebackType
 
 from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -42,10 +45,4 @@ class ProgressReport:
             self._bar.update(done_bytes - self._bar.n)
         elif now - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = now
-            say(f"{self.label}: {100 * done_bytes / self.total:.0f} %, {speed}")
-
-
-def say(line: str) -> None:
-    """A line on stderr, above a progress bar if there is one."""
-    tqdm.write(line, file=sys.stderr)
-    sys.stderr.flush()
+            logger.info(f"{self.label}: {100 * done_bytes / self.total:.0f} %, {speed}")

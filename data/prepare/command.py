@@ -10,6 +10,7 @@ again.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -31,10 +32,12 @@ from matmix.data.prepare.report import MalformedError, check_malformed, check_sp
 from matmix.data.prepare.sources import Chunk, Position, Source, find_sources
 from matmix.data.prepare.tokenizer import copied_tokenizer, train_tokenizer
 from matmix.data.prepare.workspace import SPLITS, Progress, Workspace, fingerprint, write_histogram
-from matmix.data.progress import ProgressReport, say
+from matmix.data.progress import ProgressReport
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["MalformedError", "PrepareConfig", "prepare"]
 
@@ -99,7 +102,7 @@ def read_input(config: PrepareConfig) -> tuple[list[Source], Tokenizer | None, d
     """The input files, the tokenizer if one is given, and the fingerprint of the whole preparation."""
     sources, ignored = find_sources(config.inputs)
     if ignored:
-        say(f"passed over {len(ignored)} files that are no .txt, .jsonl or .parquet, such as {ignored[0]}")
+        logger.info(f"passed over {len(ignored)} files that are no .txt, .jsonl or .parquet, such as {ignored[0]}")
     given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     return sources, given, fingerprint(config, sources, given.sha256 if given else "")
 
@@ -124,7 +127,7 @@ def _fill(
                 workspace.discard()
             raise
         except KeyboardInterrupt:
-            say(f"stopped; run the same command again to continue in {workspace.out}")
+            logger.info(f"stopped; run the same command again to continue in {workspace.out}")
             raise
     return True
 
@@ -145,7 +148,7 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
     histogram = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     progress = workspace.restore(writers, histogram, share.start)
     if progress.records:
-        say(f"continuing after {sum(w.documents for w in writers.values()):,} documents")
+        logger.info(f"continuing after {sum(w.documents for w in writers.values()):,} documents")
     worker = (tokenizer.path, dtype, config.read_options(), config.validation_fraction)
     chunks = read_chunks(share.name(sources), config.read_options(), progress.position, share.stop)
     bytes_before = np.cumsum([0, *(s.bytes for s in sources), 0])

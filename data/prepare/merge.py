@@ -7,6 +7,7 @@ which shard goes where follows from the parts.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import shutil
@@ -33,10 +34,11 @@ from matmix.data.prepare.workspace import (
     read_histogram,
     write_histogram,
 )
-from matmix.data.progress import say
 from matmix.data.splits.writer import write_indices
 from matmix.data.storage.files import sha256_of, sync_directory, write_atomic
 from matmix.data.storage.urls import refuse_secrets
+
+logger = logging.getLogger(__name__)
 
 _BOM_BYTES = 3
 
@@ -98,7 +100,7 @@ def merge(config: MergeConfig) -> Manifest | None:
         if config.dry_run:
             print("all parts are finished and fit together: they can be joined", flush=True)
             return None
-        say(f"joining {of} parts in {parts.out}")
+        logger.info(f"joining {of} parts in {parts.out}")
         # A disk that is full is met here, before any shard has moved.
         write_histogram(parts.out, sum(part.histogram() for part in found))
         tokenizer.save(parts.out / "tokenizer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from matmix.data.prepare.readers import read_chunks
 from matmix.data.prepare.report import check_malformed, empty_sentence
 from matmix.data.prepare.sources import Position, Source
 from matmix.data.prepare.workspace import Progress
-from matmix.data.progress import say
 from matmix.data.tokenizer import Tokenizer, train_sentencepiece
+
+logger = logging.getLogger(__name__)
 
 
 def copied_tokenizer(folder: Path) -> Tokenizer | None:
@@ -30,7 +32,7 @@ def train_tokenizer(config: PrepareConfig, sources: Sequence[Source], scratch: P
     if not texts:
         check_malformed(met, 0)
         raise ValueError(empty_sentence(sources))
-    say(
+    logger.info(
         f"training a {config.model_type} tokenizer of {config.vocab_size:,} ids on "
         f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB of text from {len(sources)} "
         f"{'file' if len(sources) == 1 else 'files'}"

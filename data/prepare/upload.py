@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 from dataclasses import replace
@@ -14,8 +15,9 @@ from matmix.data.prepare.command import prepare, read_input
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.report import print_summary
 from matmix.data.prepare.workspace import compare_preparations, parse_object
-from matmix.data.progress import say
 from matmix.data.storage.remote import RemoteError, RemoteFolder, scratch_folder
+
+logger = logging.getLogger(__name__)
 
 # At the URL while an upload is not finished: whose it is.
 _UNFINISHED = ".prepare.json"
@@ -33,13 +35,13 @@ def prepare_to_url(config: PrepareConfig) -> Manifest:
         print_summary(manifest, remote.url, "earlier, with the same input and options: nothing to do")
         return manifest
     folder = scratch_folder("prepare", remote.url)
-    say(f"preparing in {folder}, to be uploaded to {remote.url}")
+    logger.info(f"preparing in {folder}, to be uploaded to {remote.url}")
     started = time.monotonic()
     manifest = prepare(replace(config, out=str(folder)), summary=False)
     try:
         _upload(folder, remote, wanted)
     except RemoteError:
-        say(f"the prepared dataset is kept in {folder}: the same command goes on with the upload")
+        logger.info(f"the prepared dataset is kept in {folder}: the same command goes on with the upload")
         raise
     shutil.rmtree(folder, ignore_errors=True)
     print_summary(manifest, remote.url, f"in {time.monotonic() - started:.0f} s, with its upload")
@@ -67,7 +69,7 @@ def _upload(folder: Path, remote: RemoteFolder, wanted: dict[str, Any]) -> None:
     there = remote.sizes()
     missing = [name for name, size in files.items() if there.get(name) != size]
     megabytes = sum(files[name] for name in missing) / 1e6
-    say(f"uploading {len(missing)} of {len(files)} files ({megabytes:,.1f} MB) to {remote.url}")
+    logger.info(f"uploading {len(missing)} of {len(files)} files ({megabytes:,.1f} MB) to {remote.url}")
     remote.upload_all(folder, missing)
     there = remote.sizes()
     for name, size in files.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,9 +28,10 @@ from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.documents import Malformed
 from matmix.data.prepare.sources import Position, Source
-from matmix.data.progress import say
 from matmix.data.splits.writer import DamagedPreparationError, SplitWriter
 from matmix.data.storage.files import write_atomic
+
+logger = logging.getLogger(__name__)
 
 WORK_NAME = ".prepare"
 # Raise it when the same options give other bytes than before.
@@ -104,10 +106,10 @@ def locked(folder: Path, busy: str, *, wait: bool = False) -> Iterator[None]:
     except filelock.Timeout:
         if not wait:
             raise ValueError(busy) from None
-        say(busy)
+        logger.info(busy)
         lock.acquire()
     except (OSError, NotImplementedError):
-        say(f"{folder} lies on a file system without locks: going on without")
+        logger.info(f"{folder} lies on a file system without locks: going on without")
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ the same path can never meet an old cache.
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import tempfile
@@ -23,13 +24,14 @@ from filelock import FileLock
 from matmix.data.artifacts import artifact_path
 from matmix.data.formats.base import DamagedShard, ShardInfo
 from matmix.data.manifest import Manifest
-from matmix.data.progress import say
 from matmix.data.storage.cache import read_note, write_note
 from matmix.data.storage.fetch import decompress, download
 from matmix.data.storage.files import sha256_of, sync_directory, sync_file
 from matmix.data.storage.private import check_named, is_own, private_folder
 from matmix.data.storage.remote import FileTooLarge, RemoteError, is_url
 from matmix.data.storage.urls import refuse_secrets
+
+logger = logging.getLogger(__name__)
 
 _HEADER = 4096
 # Of what a dataset has beside its shards, where its size does not follow from the manifest.
@@ -165,7 +167,7 @@ class Storage:
                 return target
             self._publish(name, lambda part: self._fill(part, split, shard, compressed))
             if there:
-                say(f"{target} was damaged in the data cache, or could not be checked: it was made again")
+                logger.warning(f"{target} was damaged in the data cache, or could not be checked: it was made again")
         return target
 
     def _is_good_copy(self, copy: Path, shard: ShardInfo, compressed: bool) -> bool:

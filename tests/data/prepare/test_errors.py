@@ -132,14 +132,14 @@ def test_output_of_another_preparation(tmp_path, corpus):
     fails(options(tmp_path), "holds another preparation .other inputs")
 
 
-def test_unfinished_output_of_another_preparation(tmp_path, corpus, monkeypatch, capfd):
+def test_unfinished_output_of_another_preparation(tmp_path, corpus, monkeypatch, told):
     def stopped(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "_write", stopped)
     with pytest.raises(KeyboardInterrupt):
         prepare(options(tmp_path))
-    assert "stopped; run the same command again to continue" in capfd.readouterr().err
+    assert "stopped; run the same command again to continue" in told[-1]
     monkeypatch.undo()
     fails(options(tmp_path, format="webdataset"), "format 'mds' there, 'webdataset' here")
     prepare(options(tmp_path))

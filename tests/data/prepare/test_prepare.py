@@ -290,11 +290,11 @@ def test_without_validation_split(tmp_path, texts):
     assert not (tmp_path / "out" / "validation").exists()
 
 
-def test_tokenizer_sample_is_bounded(tmp_path, capfd):
+def test_tokenizer_sample_is_bounded(tmp_path, told):
     write_jsonl(tmp_path / "in" / "1.jsonl", corpus(300))
     write_jsonl(tmp_path / "in" / "2.jsonl", ["zzzz " * 2000])
     prepare(options(tmp_path, inputs=(str(tmp_path / "in"),), sample_megabytes=0.02, vocab_size=300))
-    assert "on 0.0 MB of text from 2 files" in capfd.readouterr().err
+    assert "on 0.0 MB of text from 2 files" in told[0]
     tokenizer = Tokenizer.load(tmp_path / "out")
     assert any("zz" in tokenizer.piece(i) for i in range(300))
 
@@ -302,7 +302,8 @@ def test_tokenizer_sample_is_bounded(tmp_path, capfd):
 def test_cli_of_the_options_and_plain_progress(tmp_path, texts):
     """The options make a command line, and progress without a terminal is plain lines."""
     program = (
-        "import sys, tyro, matmix.data.prepare.command as p, matmix.data.progress as r;"
+        "import logging, tyro, matmix.data.prepare.command as p, matmix.data.progress as r;"
+        "logging.basicConfig(level='INFO');"
         "r._SECONDS_BETWEEN_LINES = 0; p.prepare(tyro.cli(p.PrepareConfig))"
     )
     call = [

@@ -84,15 +84,15 @@ def test_stopped_at_any_write(tmp_path, monkeypatch, kind, step):
         assert contents(tmp_path / f"{number}") == expected
 
 
-def test_continuing_does_not_start_again(tmp_path, monkeypatch, capfd):
+def test_continuing_does_not_start_again(tmp_path, monkeypatch, told):
     write_corpus(tmp_path / "in.jsonl", 60)
     interrupt_at(monkeypatch, 12)
     with pytest.raises(Interruption):
         prepare(options(tmp_path, "out"))
-    capfd.readouterr()
+    told.clear()
     monkeypatch.undo()
     prepare(options(tmp_path, "out"))
-    message = capfd.readouterr().err
+    message = "\n".join(told)
     assert "training" not in message
     assert int(message.split("continuing after ")[1].split()[0]) > 0
 
@@ -110,9 +110,11 @@ def test_same_again_does_nothing(tmp_path, capfd):
 
 
 PROGRAM = """
+import logging
 import sys
 from matmix.data.prepare import command as prepare, readers
 if __name__ == "__main__":
+    logging.basicConfig(level="INFO", format="%(message)s")
     prepare.STATE_SECONDS, prepare.STATE_SHARE, readers.CHUNK_BYTES = 0, float("inf"), 20_000
     prepare.prepare(prepare.PrepareConfig(
         inputs=(sys.argv[1],), out=sys.argv[2], vocab_size=300, validation_fraction=0.3,
