@@ -305,5 +305,7 @@ def _flags(verb: Any) -> set[str]:
 
 def _unknown_option(word: str, known: Collection[str], advice: str = "") -> ValueError:
     key = word.lstrip("-").split("=", 1)[0].replace("_", "-")
+    if key in known:
+        return ValueError(f'"--{key}" is no option: give its value as a word of its own{advice}')
     near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
     return ValueError(f'unknown option "--{key}"; the nearest known one is "--{near}"{advice}')
