@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from matmix.data.artifacts import read_json_lines
 from matmix.train.config import RunConfig
 from matmix.train.errors import RunFailure
 from matmix.train.process.console import exit_code, guarded, is_expected, one_line
@@ -18,6 +21,7 @@ from matmix.train.run.remote import push_outcome
 
 if TYPE_CHECKING:
     from matmix.train.loop import Result
+    from matmix.train.tasks.base import Metric
 
 
 def train_recipe(recipe: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
@@ -85,7 +89,9 @@ def _closing_words(config: RunConfig, result: Result) -> str:
         lines.append(f"Unigram entropy of the corpus {result.unigram_entropy:.4f} nats per token.")
     for evaluator, _ in others:
         lines += evaluator.summary(metrics)
-    if (run := RunDirectory(config.run_dir)).curves.is_file():
+    run = RunDirectory(config.run_dir)
+    lines += earlier_best(run.path, [config.task().loss_metric, *config.task().metrics], metrics)
+    if run.curves.is_file():
         lines.append(f"Curves: {run.where}/{run.curves.name}")
     export = f"matmix export {config.run_dir} --out DIR"
     if not config.model.model_class.tokens:
@@ -95,3 +101,26 @@ def _closing_words(config: RunConfig, result: Result) -> str:
         look = "show-mixer {} --text TEXT" if config.model.fixed_length_mixers() else "generate {} --prompt TEXT"
         lines.append(f"Next: matmix {look.format(config.run_dir)}, or {export}")
     return "\n".join(lines)
+
+
+def earlier_best(run: Path, known: Sequence[Metric], metrics: Mapping[str, float]) -> list[str]:
+    """A line about those of the `known` metrics that an earlier evaluation of the run found better than the last one,
+    as where a model has begun to learn its data by heart; [] where there is none.
+
+    metrics: what the last evaluation found.
+    """
+    records = [record for record in read_json_lines(run / "metrics.jsonl") if record.get("kind") == "validation"]
+    found = []
+    for metric in known:
+        values = {
+            record.get("step"): value
+            for record in records
+            if isinstance(value := record.get(metric.name), float) and math.isfinite(value)
+        }
+        if not values or metric.name not in metrics:
+            continue
+        sign = -1 if metric.higher_is_better else 1
+        step = min(values, key=lambda step: sign * values[step])
+        if sign * values[step] < sign * metrics[metric.name]:
+            found.append(f"{metric.words(values[step])} at step {step}")
+    return [f"Better before: validation {', '.join(found)}."] if found else []
