@@ -29,7 +29,7 @@ from tyro.constructors import StructFieldSpec
 from matmix.train.arguments import Options
 from matmix.train.recipe import read_toml
 
-_GPUS = re.compile(r"(?:([A-Za-z0-9_.-]+):)?(\d+)")
+_GPUS = re.compile(r"([A-Za-z0-9_.-]+:)?\d+")
 _TIME = re.compile(r"|\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _RUNTIME = re.compile("|pyxis|apptainer")
 # Options whose values have a form, and that in words.
@@ -114,9 +114,7 @@ class SlurmOptions:
     @property
     def gpus(self) -> int:
         """GPUs of a node."""
-        match = _GPUS.fullmatch(self.gpus_per_node)
-        assert match is not None
-        return int(match[2])
+        return int(self.gpus_per_node.rpartition(":")[2])
 
     @property
     def ranks_per_node(self) -> int:

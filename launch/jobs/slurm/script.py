@@ -22,13 +22,9 @@ def render(template: str, values: dict[str, Any], replacement: str = "") -> str:
     Templates have the filters `sh` (a word of the shell) and `sbatch` (a value after #SBATCH --key=). Raises ValueError
     naming template and line where it cannot be rendered, for example for a name that does not exist.
     """
-    if replacement and not Path(replacement).is_file():
-        raise FileNotFoundError(f"template not found: {replacement}")
-    source = (
-        Path(replacement)
-        if replacement
-        else Path(str(resources.files("matmix.launch.jobs.slurm.templates"))) / template
-    )
+    source = Path(replacement or str(resources.files("matmix.launch.jobs.slurm.templates") / template))
+    if not source.is_file():
+        raise FileNotFoundError(f"template not found: {source}")
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -51,8 +47,7 @@ def sbatch_value(value: Any) -> str:
         raise ValueError(f"an option of sbatch cannot hold a line break: {text!r}")
     if _PLAIN.fullmatch(text):
         return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def output_pattern(path: Path, pattern: str) -> str:
