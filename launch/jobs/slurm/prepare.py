@@ -92,12 +92,8 @@ def _folder_of(path: str) -> Path | str:
     """The folder that an input lies in; inputs may be patterns and bundled corpora."""
     if ":" in path:
         return ""
-    folder = Path(path)
-    while any(letter in folder.name for letter in "*?[") or not folder.is_dir():
-        if folder == folder.parent:
-            break
-        folder = folder.parent
-    return folder
+    parents = (Path(path), *Path(path).parents)
+    return next((at for at in parents if at.is_dir() and not any(letter in at.name for letter in "*?[")), parents[-1])
 
 
 def _submit_merge(home: Path, parts: Job) -> Job:

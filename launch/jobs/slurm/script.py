@@ -77,12 +77,7 @@ def directives(options: SlurmOptions, home: Path, array: str = "") -> list[str]:
         "ntasks-per-node": options.ranks_per_node,
         "gres": f"gpu:{options.gpus_per_node}" if options.gpus else "",
         "cpus-per-task": options.cpus_per_task or "",
-        "mem": options.mem,
-        "partition": options.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "time": options.time,
-        "dependency": options.dependency,
+        **{key: getattr(options, key) for key in ("mem", "partition", "account", "qos", "time", "dependency")},
         "array": array,
         "signal": f"B:USR2@{options.save_seconds}",
         "open-mode": "append",
@@ -97,9 +92,8 @@ def extra_directive(text: str) -> str:
     """An --sbatch-option, with or without its dashes, as it stands after #SBATCH."""
     key, equals, value = text.strip().lstrip("-").partition("=")
     if not key or not key.replace("-", "").isalnum():
-        raise ValueError(
-            f"--sbatch-option takes an option of sbatch such as exclusive or constraint=h100, got {text!r}"
-        )
+        examples = "exclusive or constraint=h100"
+        raise ValueError(f"--sbatch-option takes an option of sbatch such as {examples}, got {text!r}")
     return f"--{key}={sbatch_value(value)}" if equals else f"--{key}"
 
 

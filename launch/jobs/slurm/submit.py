@@ -126,12 +126,11 @@ def plan_launch(
     home = launch_home(base.run_dir)
     if points and (home / "config.toml").is_file():
         raise ValueError(f"{home} is a run; give the sweep a --run-dir of its own, which will hold its runs")
-    configs = [base]
-    if points:
-        swept = [load_config(recipe, [*overrides, *point.overrides]) for point in points]
-        names = [f"{base.run_dir.rstrip('/')}/{point.name}" for point in points]
-        configs = [dataclasses.replace(config, run_dir=name) for config, name in zip(swept, names, strict=True)]
-    return plan_configs(home, configs, options, command, is_sweep=bool(points))
+    configs = []
+    for point in points:
+        swept = load_config(recipe, [*overrides, *point.overrides])
+        configs.append(dataclasses.replace(swept, run_dir=f"{base.run_dir.rstrip('/')}/{point.name}"))
+    return plan_configs(home, configs or [base], options, command, is_sweep=bool(points))
 
 
 def plan_configs(
@@ -155,16 +154,15 @@ def checked(config: RunConfig, ranks: int) -> RunConfig:
     Raises ValueError for a global batch that does not divide over the ranks, and for a run directory that belongs to
     another config, as the run itself would.
     """
-    if "://" not in config.run_dir:
-        config = dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))
     config.micro_batch(ranks)
-    if "://" in config.run_dir or not (Path(config.run_dir) / "config.toml").is_file():
+    if "://" in config.run_dir:
         return config
-    run, asked = RunDirectory(config.run_dir), config
-    if config.model.vocab_size == 0:  # the run has taken it from its data
-        model = dataclasses.replace(config.model, vocab_size=run.read_config().model.vocab_size)
-        asked = dataclasses.replace(config, model=model)
-    run.check(asked)
+    config = dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))
+    run = RunDirectory(config.run_dir)
+    if (Path(config.run_dir) / "config.toml").is_file():
+        # Where it is 0, the run has taken it from its data.
+        vocab_size = config.model.vocab_size or run.read_config().model.vocab_size
+        run.check(dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size)))
     return config
 
 
