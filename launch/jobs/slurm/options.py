@@ -127,9 +127,8 @@ class SlurmOptions:
     @property
     def runtime(self) -> str:
         """ "" without a container, else pyxis or apptainer."""
-        if not self.container:
-            return ""
-        return self.container_runtime or ("apptainer" if self.container.endswith(".sif") else "pyxis")
+        usual = "apptainer" if self.container.endswith(".sif") else "pyxis"
+        return self.container and (self.container_runtime or usual)
 
 
 def _seconds(limit: str) -> int | None:

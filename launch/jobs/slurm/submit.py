@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import sys
 import time
@@ -23,14 +24,18 @@ from matmix.train.run.directory import RunDirectory
 _SCRIPT = "job.sbatch"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
     """What goes to Slurm, before anything is written."""
 
     home: Path  # folder with launch/ and logs/
-    launch_id: str
     options: SlurmOptions
     command: tuple[str, ...]  # as typed
+
+    @functools.cached_property
+    def launch_id(self) -> str:
+        """A name that no launch from `home` has."""
+        return snapshot.new_launch_id(self.home)
 
     @property
     def folder(self) -> Path:
@@ -68,7 +73,7 @@ class Submission:
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch(Submission):
     """A run, or the runs of a sweep or comparison as an array, whose directories lie below `home`."""
 
@@ -138,14 +143,8 @@ def plan_configs(
 ) -> Launch:
     """`plan_launch` of configs that are complete: one run, or the tasks of an array, whose run directories lie below
     `home`."""
-    return Launch(
-        home=home,
-        launch_id=snapshot.new_launch_id(home),
-        configs=tuple(checked(config, options.nodes * options.ranks_per_node) for config in configs),
-        is_sweep=is_sweep,
-        options=options,
-        command=tuple(command),
-    )
+    whole = tuple(checked(config, options.nodes * options.ranks_per_node) for config in configs)
+    return Launch(home=home, options=options, command=tuple(command), configs=whole, is_sweep=is_sweep)
 
 
 def checked(config: RunConfig, ranks: int) -> RunConfig:
