@@ -7,7 +7,6 @@ The arguments are torchrun's own. The exit code is that of the rank that failed 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -50,27 +49,22 @@ def main(arguments: list[str] | None = None) -> int:
         return say_failure(f"rank {rank}", failure.pid, failure.exitcode)
     except SignalException as error:
         return 128 + int(error.sigval)
-    except RendezvousTimeoutError:
-        return _say_missing(options, "not all came in time")
     except (RendezvousError, DistError) as error:
-        return _say_missing(options, str(error))
+        reason = "not all came in time" if isinstance(error, RendezvousTimeoutError) else " ".join(str(error).split())
+        where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+        print(
+            f"matmix: error: the {options.nnodes} nodes did not meet at {where}: {reason}; is the same command running "
+            f"on every node, and can each reach that address?",
+            file=sys.stderr,
+            flush=True,
+        )
+        return EXIT_FAILED
     return 0
 
 
 def _use_own_folder() -> int:
     temporary.use_own_folder()
     return 0
-
-
-def _say_missing(options: argparse.Namespace, reason: str) -> int:
-    where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
-    print(
-        f"matmix: error: the {options.nnodes} nodes did not meet at {where}: {' '.join(reason.split())}; is the same "
-        f"command running on every node, and can each reach that address?",
-        file=sys.stderr,
-        flush=True,
-    )
-    return EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -106,9 +106,8 @@ def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQU
         return Decision(False, "finished")
     if last.stopped:
         saved = "stopped and saved" if last.code == EXIT_STOPPED else f"told to stop, {describe(last.code)}"
-        if (
-            times := in_a_row(attempts, lambda attempt: attempt.stopped and attempt.code != EXIT_STOPPED)
-        ) > MAX_UNSAVED:
+        times = in_a_row(attempts, lambda attempt: attempt.stopped and attempt.code != EXIT_STOPPED)
+        if times > MAX_UNSAVED:
             return Decision(False, f"{saved}; {times} times in a row it was told to stop and had saved nothing new")
         return Decision(True, f"{saved}: goes on from its newest checkpoint")
     why = last.reason or describe(last.code)
@@ -116,8 +115,7 @@ def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQU
     # file system, is a failure like others.
     if last.code == EXIT_INTERRUPTED or (last.code == EXIT_USER and last.step is None):
         return Decision(False, f"{why}: starting again would not help")
-    before = _failure_before(attempts)
-    if last.step is not None and before is not None and before.step == last.step:
+    if _fails_again(attempts):
         return Decision(False, f"step {last.step} failed twice in a row ({why}): starting again would not help")
     failures = in_a_row(attempts, lambda attempt: attempt.failed)
     if failures > max_requeues:
@@ -126,14 +124,15 @@ def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQU
     return Decision(True, f"{why}: restart {failures} of at most {max_requeues} without getting further")
 
 
-def _failure_before(attempts: Sequence[PastAttempt]) -> PastAttempt | None:
-    """The failure before the last attempt, unless the run has gone past its step since."""
-    for number in range(len(attempts) - 2, -1, -1):
-        if attempts[number].failed:
-            later = [attempt.step for attempt in attempts[number + 1 :] if attempt.step is not None]
-            step = attempts[number].step
-            return None if step is not None and any(other > step for other in later) else attempts[number]
-    return None
+def _fails_again(attempts: Sequence[PastAttempt]) -> bool:
+    """Whether the run's failure before the last was at the same step, and no attempt since has gone past it."""
+    *earlier, last = attempts
+    for attempt in reversed(earlier if last.step is not None else []):
+        if attempt.failed:
+            return attempt.step == last.step
+        if attempt.step is not None and attempt.step > last.step:
+            break
+    return False
 
 
 def in_a_row(attempts: Sequence[PastAttempt], counts: Callable[[PastAttempt], bool]) -> int:
@@ -160,22 +159,22 @@ def read_attempts(run: Path) -> list[PastAttempt]:
         if isinstance(line.get("attempt"), str):
             lines.setdefault(line["attempt"], {}).update(line)
     known = {field.name for field in dataclasses.fields(PastAttempt)}
-    found = []
-    for name, values in lines.items():
-        attempt = PastAttempt(**{key: value for key, value in values.items() if key in known})
-        found.append(attempt if "code" in values else collect(run, name, None))
-    return found
+    return [
+        PastAttempt(**{key: values[key] for key in known & values.keys()})
+        if "code" in values
+        else collect(run, name, None)
+        for name, values in lines.items()
+    ]
 
 
 def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> PastAttempt:
     """What the ranks of an attempt wrote about its end, or `code` where they wrote nothing."""
     run = local_folder(read_url(run) or run, 0)  # where rank 0 writes
     outcomes = read_outcomes(run, name)
-    chosen = _telling(outcomes)
     saved = [outcome.saved_step for outcome in outcomes.values() if outcome.saved_step is not None]
     reason = describe(code)
-    if chosen is not None:
-        rank, outcome = chosen
+    if outcomes:
+        rank, outcome = _telling(outcomes)
         code = outcome.code
         reason = f"rank {rank} on {outcome.host}: {outcome.reason}" if rank else outcome.reason
     return PastAttempt(
@@ -183,17 +182,17 @@ def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) 
         code=code,
         reason=reason,
         step=read_last_step(run, name),
-        saved_step=max(saved, default=None) if saved else newest_saved(run),
+        saved_step=max(saved) if saved else newest_saved(run),
         signalled=signalled,
     )
 
 
-def _telling(outcomes: dict[int, Outcome]) -> tuple[int, Outcome] | None:
+def _telling(outcomes: dict[int, Outcome]) -> tuple[int, Outcome]:
     """Rank 0's outcome where it is a good end, else the first failure in time: the others followed from it."""
     if 0 in outcomes and outcomes[0].code in (EXIT_OK, EXIT_STOPPED):
         return 0, outcomes[0]
     # A mistake of the user is found by all ranks; what one rank alone has met, such as a full disk, explains the rest.
-    return min(outcomes.items(), key=lambda item: (item[1].code != EXIT_USER, item[1].time), default=None)
+    return min(outcomes.items(), key=lambda item: (item[1].code != EXIT_USER, item[1].time))
 
 
 def job_of(attempt: str) -> str:
@@ -242,22 +241,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; prints the decision in one line. Exit code 0 = start again, 10 = finished, 11 = do not."""
     parser = argparse.ArgumentParser(prog="python -m matmix.launch.jobs.attempts")
     parser.add_argument("run", type=Path)
-    parser.add_argument("--attempt", required=True)
+    parser.add_argument("--attempt", dest="name", required=True)
     parser.add_argument("--code", type=int, required=True)
     parser.add_argument("--max-requeues", type=int, default=DEFAULT_MAX_REQUEUES)
     parser.add_argument("--signalled", action="store_true")
-    parser.add_argument("--ending", action="store_true")
-    options = parser.parse_args(arguments)
-    attempt, decision = conclude(
-        options.run,
-        options.attempt,
-        options.code,
-        max_requeues=options.max_requeues,
-        signalled=options.signalled,
-        ending="the job was cancelled, or Slurm itself starts it again" if options.ending else "",
-    )
+    ending = "the job was cancelled, or Slurm itself starts it again"
+    parser.add_argument("--ending", action="store_const", const=ending, default="")
+    attempt, decision = conclude(**vars(parser.parse_args(arguments)))  # the options are its parameters
     verdict = "starting again" if decision.again else "not started again from here"
-    print(f"attempt {options.attempt}: {verdict}: {decision.why}", flush=True)
+    print(f"attempt {attempt.attempt}: {verdict}: {decision.why}", flush=True)
     if attempt.finished:
         return FINISHED
     return AGAIN if decision.again else ENOUGH

@@ -61,6 +61,9 @@ def last_job(home: Path) -> Job:
 
 # -- cancel -----------------------------------------------------------------------------------------------------------
 
+# Of a job or process that was told to save and end: whether it is running still, and what ends it.
+_Stopping = tuple[Callable[[], object], Callable[[], None]]
+
 
 def cancel(home: Path, grace: float) -> bool:
     """Tells all jobs of `home` to save, waits up to `grace` seconds, then ends them; False if one had to be ended.
@@ -74,22 +77,14 @@ def cancel(home: Path, grace: float) -> bool:
     deadline, left = time.monotonic() + grace, waiting
     while left and time.monotonic() < deadline:
         time.sleep(0.5)
-        left = {name: job for name, job in left.items() if job.is_running()}
-    for name, job in waiting.items():
+        left = {name: job for name, job in left.items() if job[0]()}
+    for name, (_, end) in waiting.items():
         if name in left:
-            job.end()
+            end()
             print(f"{name}: not saved within {grace:.0f} s, ended")
         else:
             print(f"{name}: ended by itself")
     return not left
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Stopping:
-    """A job or process that was told to save and end."""
-
-    is_running: Callable[[], object]
-    end: Callable[[], None]
 
 
 def _tell_slurm(home: Path) -> dict[str, _Stopping]:
@@ -102,8 +97,8 @@ def _tell_slurm(home: Path) -> dict[str, _Stopping]:
         for state in states:
             if state.state == "RUNNING" and job.kind == "slurm":
                 scheduler.signal_batch(state.job, "USR2")
-                is_running = functools.partial(scheduler.active_states, state.job)
-                waiting[f"job {state.job}"] = _Stopping(is_running, functools.partial(scheduler.cancel, state.job))
+                active, end = scheduler.active_states, scheduler.cancel
+                waiting[f"job {state.job}"] = functools.partial(active, state.job), functools.partial(end, state.job)
             else:
                 scheduler.cancel(state.job)
                 print(f"job {state.job}: cancelled while {state.state.lower()}")
@@ -127,7 +122,7 @@ def _tell_process(job: Job) -> dict[str, _Stopping]:
         return {}
     process.send_signal(signal.SIGTERM)
     # Its ranks end with it.
-    return {f"process {job.pid}": _Stopping(lambda: local_process(job), process.kill)}
+    return {f"process {job.pid}": (lambda: local_process(job), process.kill)}
 
 
 # -- resubmit ---------------------------------------------------------------------------------------------------------
@@ -143,18 +138,13 @@ def resubmit(home: Path, job: Job) -> Job | None:
         raise ValueError(f"job {', '.join(active)} is still queued or running; matmix launch cancel {home} ends it")
     if job.kind == "prepare":
         return resubmit_preparation(home, job)
-    runs = runs_of(home, job)
-    open_tasks = [number for number, run in enumerate(runs) if not is_finished(run)]
+    # A run is finished where its last attempt is.
+    last_attempts = [attempts.read_attempts(run)[-1:] for run in runs_of(home, job)]
+    open_tasks = [number for number, last in enumerate(last_attempts) if not any(attempt.finished for attempt in last)]
     if not open_tasks:
         return None
     options = [array_option(home / "launch" / job.launch / "job.sbatch", open_tasks)] if job.tasks else []
     return submit_script(home, job, "job.sbatch", *options)
-
-
-def is_finished(run: Path) -> bool:
-    """Whether the last attempt of a run reached its end."""
-    found = attempts.read_attempts(run)
-    return bool(found) and found[-1].finished
 
 
 def resubmit_local(home: Path, job: Job) -> int:

@@ -73,7 +73,5 @@ def interface_towards(host: str) -> str | None:
         own, _ = way_to(host)
     except OSError:
         return None
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address.split("%")[0] == own for address in addresses):
-            return name
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, all_of in interfaces if any(one.address.split("%")[0] == own for one in all_of)), None)

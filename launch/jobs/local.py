@@ -69,17 +69,13 @@ def _command(folder: Path) -> list[str]:
     return rank_command([str(folder / "config.toml")])
 
 
-def _new_name(home: Path, launch: str) -> str:
-    """What the attempts from now on are called: the launch's name, with -again-2 and so on where it is run again."""
-    used = {attempts.job_of(attempt.attempt) for attempt in attempts.read_attempts(home)}
-    return snapshot.first_free(launch, used.__contains__, "-again-")
-
-
 def run_local(home: Path, job: Job) -> int:
     """Attempts until the run has finished, stopped, or failed once too often; returns the exit code of the last."""
     folder, own = home / "launch" / job.launch, make_own_folder()
     print(f"{job.nproc} x {shlex.join(_command(folder))}", flush=True)
-    start = _new_name(home, job.launch)
+    # Attempts are called after the launch, with -again-2 and so on where it is run again.
+    used = {attempts.job_of(attempt.attempt) for attempt in attempts.read_attempts(home)}
+    start = snapshot.first_free(job.launch, used.__contains__, "-again-")
     with StopRequests() as requests:
         for number in itertools.count():
             name = f"{start}.{number}"

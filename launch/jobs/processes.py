@@ -101,10 +101,9 @@ def _ranks(agent: int) -> Iterator[psutil.Process]:
 
 def environment_for(nproc: int, attempt: str) -> dict[str, str]:
     """This process's environment with what the ranks need."""
-    environment = {**os.environ, "MATMIX_ATTEMPT": attempt, "PYTHONSAFEPATH": "1"}
-    # torchrun would set it to 1, with a warning.
-    environment.setdefault("OMP_NUM_THREADS", str(threads_of_each(nproc)))
-    return environment
+    # torchrun would set the number of threads to 1, with a warning.
+    threads = {"OMP_NUM_THREADS": str(threads_of_each(nproc))}
+    return {**threads, **os.environ, "MATMIX_ATTEMPT": attempt, "PYTHONSAFEPATH": "1"}
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:

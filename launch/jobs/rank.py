@@ -6,6 +6,7 @@ Slurm's), the environment's defaults, where its output goes. Then it is `matmix 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -61,12 +62,11 @@ def find_run_dir(arguments: Sequence[str]) -> str:
     if recipe.is_dir():
         return str(recipe)
     if recipe.is_file():
-        try:
-            named = tomllib.loads(recipe.read_text(encoding="utf-8")).get("run_dir", "")
-        except (ValueError, OSError, RecursionError):
-            named = ""  # `matmix train` reads it again and says what is wrong
-        if isinstance(named, str) and named:
-            return named
+        # Where it cannot be read, `matmix train` says what is wrong.
+        with contextlib.suppress(ValueError, OSError, RecursionError):
+            named = tomllib.loads(recipe.read_text(encoding="utf-8")).get("run_dir")
+            if isinstance(named, str) and named:
+                return named
     return f"runs/{recipe.stem}"
 
 

@@ -55,7 +55,7 @@ def launch_home(run_dir: str) -> Path:
     Absolute, with symbolic links as they are: on clusters /home/user may lie elsewhere on other nodes.
     """
     if "://" in run_dir:
-        return Path.cwd() / "runs" / _plain(run_dir)
+        return Path.cwd() / "runs" / re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.partition("://")[2]).strip("-")
     return Path(os.path.abspath(run_dir))
 
 
@@ -77,10 +77,6 @@ def read_url(home: Path) -> str | None:
     """The URL of a run in an object store, None for any other."""
     path = home / "launch" / "url.txt"
     return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-def _plain(url: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", url.partition("://")[2]).strip("-")
 
 
 def add_job(home: Path, job: Job) -> None:

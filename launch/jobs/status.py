@@ -54,12 +54,10 @@ def status_lines(home: Path) -> list[str]:
     runs = runs_of(home, jobs[-1]) if jobs else [home]
     if runs == [home]:
         return lines + [f"  {line}" for line in run_lines(home, active=active)]
-    names = {run: str(run.relative_to(home)) for run in runs}
-    width = max(map(len, names.values()), default=0)
-    lines += [
-        f"  {name:<{width}}  {progress(records_folder(run), active=active)}{_last_word(run)}"
-        for run, name in names.items()
-    ]
+    names = [str(run.relative_to(home)) for run in runs]
+    for run, name in zip(runs, names, strict=True):
+        done = progress(records_folder(run), active=active)
+        lines.append(f"  {name:<{max(map(len, names))}}  {done}{_last_word(run)}")
     return [*lines, logs]
 
 
@@ -116,9 +114,9 @@ def local_process(job: Job) -> psutil.Process | None:
 def run_lines(run: Path, *, active: bool) -> list[str]:
     """Attempts, progress, checkpoint and logs of one run. active: its job is queued or running."""
     lines = []
-    attempts = read_attempts(run)
+    attempts = read_attempts(run)[-_SHOWN:]
     at, place = records_folder(run), read_url(run) or run
-    for attempt in attempts[-_SHOWN:]:
+    for attempt in attempts:
         step = f", began step {attempt.step}" if attempt.step is not None else ""
         running = active and attempt is attempts[-1] and attempt.code is None
         ended = "running" if running else attempt.reason or describe(attempt.code)
@@ -147,10 +145,9 @@ def records_folder(run: Path) -> Path:
 
 
 def _last_word(run: Path) -> str:
-    attempts = read_attempts(run)
-    if not attempts or attempts[-1].finished or attempts[-1].code is None:
-        return ""
-    return f"; last attempt: {attempts[-1].reason}"
+    # Of a run that is going on or has finished, its progress says enough.
+    last = [attempt for attempt in read_attempts(run)[-1:] if not attempt.finished and attempt.code is not None]
+    return "".join(f"; last attempt: {attempt.reason}" for attempt in last)
 
 
 def progress(run: Path, *, active: bool) -> str:
@@ -166,9 +163,8 @@ def progress(run: Path, *, active: bool) -> str:
     if not active:
         return text
     seconds = last["seconds_per_step"]
-    left = seconds * (total - last["step"])
     rate = f"{1 / seconds:.3g} steps/s" if seconds > 0 else "speed unknown"
-    return f"{text}, {rate}, {duration(left)} to go at that speed"
+    return f"{text}, {rate}, {duration(seconds * (total - last['step']))} to go at that speed"
 
 
 def last_record(run: Path) -> dict[str, Any]:

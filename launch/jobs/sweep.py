@@ -33,9 +33,7 @@ def parse_sweep(axes: Sequence[str], file: str | None = None) -> list[Point]:
     file: TOML with a list of tables `[[run]]`, dotted keys or tables of overrides, and optionally `name`.
     Raises ValueError for what cannot be read, and for two runs that would have the same name.
     """
-    rows: list[tuple[str, dict[str, str]]] = []
-    if file:
-        rows = _read_rows(Path(file))
+    rows = _read_rows(Path(file)) if file else []
     values = [_axis(axis) for axis in axes]
     keys = [key for key, _ in values]
     if len(set(keys)) < len(keys):
@@ -85,10 +83,8 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
     for key, value in table.items():
         if isinstance(value, dict):
             flat |= _flatten(value, f"{prefix}{key}.")
-        elif isinstance(value, list):
-            flat[prefix + key] = " ".join(map(str, value))
         else:
-            flat[prefix + key] = str(value)
+            flat[prefix + key] = " ".join(map(str, value if isinstance(value, list) else [value]))
     return flat
 
 
@@ -104,11 +100,9 @@ def _readable(overrides: dict[str, str]) -> str:
     names = {}
     for key in overrides:
         words = key.split(".")
-        for count in range(1, len(words) + 1):
-            short = ".".join(words[-count:])
-            if sum(other == short or other.endswith("." + short) for other in overrides) == 1:
-                break
-        names[key] = short
+        endings = (".".join(words[-count:]) for count in range(1, len(words)))
+        alone = (short for short in endings if sum(f".{other}".endswith(f".{short}") for other in overrides) == 1)
+        names[key] = next(alone, key)
     return ",".join(f"{names[key]}={value}" for key, value in overrides.items())
 
 

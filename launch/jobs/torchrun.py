@@ -15,14 +15,7 @@ from typing import Annotated
 import tyro
 
 from matmix.launch.jobs.environment import way_to
-from matmix.launch.jobs.processes import (
-    StopRequests,
-    check_counts,
-    environment_for,
-    rank_command,
-    run_agent,
-    run_here,
-)
+from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_agent, run_here
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
 from matmix.train.errors import RendezvousError

@@ -29,8 +29,15 @@ from tyro.constructors import StructFieldSpec
 from matmix.train.arguments import Options
 from matmix.train.recipe import read_toml
 
-_TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
-_GPUS = re.compile(r"(?:([A-Za-z0-9_.-]+):)?(\d+)")
+_GPUS = re.compile(r"([A-Za-z0-9_.-]+:)?\d+")
+_TIME = re.compile(r"|\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_RUNTIME = re.compile("|pyxis|apptainer")
+# Options whose values have a form, and that in words.
+_PATTERNS = {
+    "gpus_per_node": (_GPUS, "a number or TYPE:NUMBER"),
+    "time": (_TIME, "like 24:00:00, 2-12:00 or minutes"),
+    "container_runtime": (_RUNTIME, "pyxis or apptainer"),
+}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -89,51 +96,39 @@ class SlurmOptions:
         for name, field in FIELDS.items():
             low = 1 if name in ("nodes", "save_seconds") else 0
             number = getattr(self, name)
-            _require(field.type != "int" or number >= low, f"{name} must be at least {low}, got {number}")
-        _require(
-            _GPUS.fullmatch(self.gpus_per_node) is not None,
-            f"gpus_per_node should be a number or TYPE:NUMBER, got {self.gpus_per_node!r}",
-        )
-        _require(
-            not self.time or _TIME.fullmatch(self.time) is not None,
-            f"time should be like 24:00:00, 2-12:00 or minutes, got {self.time!r}",
-        )
+            if field.type == "int" and number < low:
+                raise ValueError(f"{name} must be at least {low}, got {number}")
+        for name, (pattern, words) in _PATTERNS.items():
+            if not pattern.fullmatch(getattr(self, name)):
+                raise ValueError(f"{name} should be {words}, got {getattr(self, name)!r}")
         limit = _seconds(self.time)
-        _require(
-            limit is None or limit > self.save_seconds,
-            f"time {self.time} must be longer than save_seconds = {self.save_seconds}: the run would be told to save "
-            f"as soon as it begins, again and again",
-        )
-        _require(
-            self.container_runtime in ("", "pyxis", "apptainer"),
-            f"container_runtime should be pyxis or apptainer, got {self.container_runtime!r}",
-        )
+        if limit is not None and limit <= self.save_seconds:
+            raise ValueError(
+                f"time {self.time} must be longer than save_seconds = {self.save_seconds}: the run would be told to "
+                f"save as soon as it begins, again and again"
+            )
         for name in self.env:
-            _require(_VARIABLE.fullmatch(name) is not None, f"env: {name!r} cannot be the name of a variable")
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"env: {name!r} cannot be the name of a variable")
 
     @property
     def gpus(self) -> int:
         """GPUs of a node."""
-        match = _GPUS.fullmatch(self.gpus_per_node)
-        assert match is not None
-        return int(match[2])
+        return int(self.gpus_per_node.rpartition(":")[2])
 
     @property
     def ranks_per_node(self) -> int:
         """Raises ValueError where neither GPUs nor tasks are given."""
-        ranks = self.tasks_per_node or self.gpus
-        _require(
-            ranks > 0,
-            "how many ranks on a node? Give --gpus-per-node N or, without GPUs, --tasks-per-node N (also in a profile)",
-        )
-        return ranks
+        if ranks := self.tasks_per_node or self.gpus:
+            return ranks
+        where = "--gpus-per-node N or, without GPUs, --tasks-per-node N (also in a profile)"
+        raise ValueError(f"how many ranks on a node? Give {where}")
 
     @property
     def runtime(self) -> str:
         """ "" without a container, else pyxis or apptainer."""
-        if not self.container:
-            return ""
-        return self.container_runtime or ("apptainer" if self.container.endswith(".sif") else "pyxis")
+        usual = "apptainer" if self.container.endswith(".sif") else "pyxis"
+        return self.container and (self.container_runtime or usual)
 
 
 def _seconds(limit: str) -> int | None:
@@ -147,11 +142,6 @@ def _seconds(limit: str) -> int | None:
         fields = [0, *fields]
     hours, minutes, seconds = [*fields, 0, 0][:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(SlurmOptions)}

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.parts import missing_parts
-from matmix.launch.jobs import snapshot
 from matmix.launch.jobs.records import Job, preparation_home
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.script import array_option, directives
@@ -23,7 +22,7 @@ from matmix.train.arguments import read_verb
 _PARTS, _MERGE = "parts.sbatch", "merge.sbatch"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Preparation(Submission):
     """The parts of a preparation as an array, and their merge; `home` lies beside the dataset's folder."""
 
@@ -76,28 +75,16 @@ def plan_preparation(
     config = verb.config()
     if "://" in config.out:
         raise ValueError(f"parts are made in a folder that all nodes share, not at a URL such as {config.out}")
-    home = preparation_home(config.out)
-    return Preparation(
-        home=home,
-        launch_id=snapshot.new_launch_id(home),
-        parts=parts,
-        arguments=tuple(arguments),
-        config=config,
-        options=options,
-        command=tuple(command),
-    )
+    home, words = preparation_home(config.out), tuple(arguments)
+    return Preparation(home=home, options=options, command=tuple(command), parts=parts, arguments=words, config=config)
 
 
 def _folder_of(path: str) -> Path | str:
     """The folder that an input lies in; inputs may be patterns and bundled corpora."""
     if ":" in path:
         return ""
-    folder = Path(path)
-    while any(letter in folder.name for letter in "*?[") or not folder.is_dir():
-        if folder == folder.parent:
-            break
-        folder = folder.parent
-    return folder
+    parents = (Path(path), *Path(path).parents)
+    return next((at for at in parents if at.is_dir() and not any(letter in at.name for letter in "*?[")), parents[-1])
 
 
 def _submit_merge(home: Path, parts: Job) -> Job:

@@ -22,13 +22,9 @@ def render(template: str, values: dict[str, Any], replacement: str = "") -> str:
     Templates have the filters `sh` (a word of the shell) and `sbatch` (a value after #SBATCH --key=). Raises ValueError
     naming template and line where it cannot be rendered, for example for a name that does not exist.
     """
-    if replacement and not Path(replacement).is_file():
-        raise FileNotFoundError(f"template not found: {replacement}")
-    source = (
-        Path(replacement)
-        if replacement
-        else Path(str(resources.files("matmix.launch.jobs.slurm.templates"))) / template
-    )
+    source = Path(replacement or str(resources.files("matmix.launch.jobs.slurm.templates") / template))
+    if not source.is_file():
+        raise FileNotFoundError(f"template not found: {source}")
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -51,8 +47,7 @@ def sbatch_value(value: Any) -> str:
         raise ValueError(f"an option of sbatch cannot hold a line break: {text!r}")
     if _PLAIN.fullmatch(text):
         return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def output_pattern(path: Path, pattern: str) -> str:
@@ -82,12 +77,7 @@ def directives(options: SlurmOptions, home: Path, array: str = "") -> list[str]:
         "ntasks-per-node": options.ranks_per_node,
         "gres": f"gpu:{options.gpus_per_node}" if options.gpus else "",
         "cpus-per-task": options.cpus_per_task or "",
-        "mem": options.mem,
-        "partition": options.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "time": options.time,
-        "dependency": options.dependency,
+        **{key: getattr(options, key) for key in ("mem", "partition", "account", "qos", "time", "dependency")},
         "array": array,
         "signal": f"B:USR2@{options.save_seconds}",
         "open-mode": "append",
@@ -102,9 +92,8 @@ def extra_directive(text: str) -> str:
     """An --sbatch-option, with or without its dashes, as it stands after #SBATCH."""
     key, equals, value = text.strip().lstrip("-").partition("=")
     if not key or not key.replace("-", "").isalnum():
-        raise ValueError(
-            f"--sbatch-option takes an option of sbatch such as exclusive or constraint=h100, got {text!r}"
-        )
+        examples = "exclusive or constraint=h100"
+        raise ValueError(f"--sbatch-option takes an option of sbatch such as {examples}, got {text!r}")
     return f"--{key}={sbatch_value(value)}" if equals else f"--{key}"
 
 

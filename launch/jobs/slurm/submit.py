@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import sys
 import time
@@ -23,14 +24,18 @@ from matmix.train.run.directory import RunDirectory
 _SCRIPT = "job.sbatch"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
     """What goes to Slurm, before anything is written."""
 
     home: Path  # folder with launch/ and logs/
-    launch_id: str
     options: SlurmOptions
     command: tuple[str, ...]  # as typed
+
+    @functools.cached_property
+    def launch_id(self) -> str:
+        """A name that no launch from `home` has."""
+        return snapshot.new_launch_id(self.home)
 
     @property
     def folder(self) -> Path:
@@ -68,7 +73,7 @@ class Submission:
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch(Submission):
     """A run, or the runs of a sweep or comparison as an array, whose directories lie below `home`."""
 
@@ -126,12 +131,11 @@ def plan_launch(
     home = launch_home(base.run_dir)
     if points and (home / "config.toml").is_file():
         raise ValueError(f"{home} is a run; give the sweep a --run-dir of its own, which will hold its runs")
-    configs = [base]
-    if points:
-        swept = [load_config(recipe, [*overrides, *point.overrides]) for point in points]
-        names = [f"{base.run_dir.rstrip('/')}/{point.name}" for point in points]
-        configs = [dataclasses.replace(config, run_dir=name) for config, name in zip(swept, names, strict=True)]
-    return plan_configs(home, configs, options, command, is_sweep=bool(points))
+    configs = []
+    for point in points:
+        swept = load_config(recipe, [*overrides, *point.overrides])
+        configs.append(dataclasses.replace(swept, run_dir=f"{base.run_dir.rstrip('/')}/{point.name}"))
+    return plan_configs(home, configs or [base], options, command, is_sweep=bool(points))
 
 
 def plan_configs(
@@ -139,14 +143,8 @@ def plan_configs(
 ) -> Launch:
     """`plan_launch` of configs that are complete: one run, or the tasks of an array, whose run directories lie below
     `home`."""
-    return Launch(
-        home=home,
-        launch_id=snapshot.new_launch_id(home),
-        configs=tuple(checked(config, options.nodes * options.ranks_per_node) for config in configs),
-        is_sweep=is_sweep,
-        options=options,
-        command=tuple(command),
-    )
+    whole = tuple(checked(config, options.nodes * options.ranks_per_node) for config in configs)
+    return Launch(home=home, options=options, command=tuple(command), configs=whole, is_sweep=is_sweep)
 
 
 def checked(config: RunConfig, ranks: int) -> RunConfig:
@@ -155,16 +153,15 @@ def checked(config: RunConfig, ranks: int) -> RunConfig:
     Raises ValueError for a global batch that does not divide over the ranks, and for a run directory that belongs to
     another config, as the run itself would.
     """
-    if "://" not in config.run_dir:
-        config = dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))
     config.micro_batch(ranks)
-    if "://" in config.run_dir or not (Path(config.run_dir) / "config.toml").is_file():
+    if "://" in config.run_dir:
         return config
-    run, asked = RunDirectory(config.run_dir), config
-    if config.model.vocab_size == 0:  # the run has taken it from its data
-        model = dataclasses.replace(config.model, vocab_size=run.read_config().model.vocab_size)
-        asked = dataclasses.replace(config, model=model)
-    run.check(asked)
+    config = dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))
+    run = RunDirectory(config.run_dir)
+    if (Path(config.run_dir) / "config.toml").is_file():
+        # Where it is 0, the run has taken it from its data.
+        vocab_size = config.model.vocab_size or run.read_config().model.vocab_size
+        run.check(dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size)))
     return config
 
 
