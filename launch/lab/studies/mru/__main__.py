@@ -14,7 +14,7 @@ import tyro
 
 from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.benchmarks.measuring.environment import environment
-from matmix.launch.lab.studies.mru import beyond, grid, growth, pictures, speed, tables
+from matmix.launch.lab.studies.mru import grid, growth, pictures, speed, tables
 from matmix.launch.lab.studies.mru.grid import Result, Results
 from matmix.launch.lab.studies.mru.variants import MRU_VARIANTS, VARIANTS
 from matmix.train.arguments import parse_arguments
@@ -104,7 +104,7 @@ class Study:
             facts = {"variant": name, "rate": best[grid.FOLLOWED, name]["rate"]}
             key = grid.run_key(grid.FOLLOWED, name, facts["rate"], 0)
             weights = results.weights(key)
-            _measure(results, "beyond", key, lambda w=weights, f=facts: {**f, **beyond.beyond(w, self.plays)})
+            _measure(results, "beyond", key, lambda w=weights, f=facts: {**f, **growth.beyond(w, self.plays)})
 
     def speed(self, results: Results) -> None:
         """Times of layers, measured again each time: they belong beside those of the same minutes."""
