@@ -195,12 +195,10 @@ def _unseen(head: Head) -> np.ndarray:
 
 def _name_axes(axes: Any, labels: list[str], named: bool, left: bool, lowest: bool) -> None:
     axes.tick_params(length=2, width=0.5, color=_PALE, labelcolor=_INK, labelsize=6.5, pad=2)
+    axes.tick_params(labelleft=left, labelbottom=lowest)
     if named:
-        places = range(len(labels))
-        axes.set_yticks(places, labels if left else [])
-        axes.set_xticks(places, labels if lowest else [], rotation=90)
-    else:
-        axes.tick_params(labelleft=left, labelbottom=lowest)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_xticks(range(len(labels)), labels, rotation=90)
     if left:
         axes.set_ylabel("output", fontsize=8, color=_PALE, labelpad=3)
     if lowest:
