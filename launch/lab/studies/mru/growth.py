@@ -93,13 +93,13 @@ def beyond(weights: Path, data: str) -> dict[str, Any]:
     model = build_model(model_config_from_dict(saved["model"]))
     model.load_state_dict(saved["state"])
     model.eval()
-    tokens = tuple(range(BIN, LENGTH + 1, BIN))
+    ends = tuple(range(BIN, LENGTH + 1, BIN))
     norms: list[list[float | None]] = []
     overflows: list[int | None] = []
 
     def look(mixer: MRU, inputs: tuple[Tensor, ...]) -> None:
         states, _ = mixer.mixed(mixer.elements(inputs[0]))
-        norms.append(curve(states, tokens)["largest"])
+        norms.append(curve(states, ends)["largest"])
         overflows.append(overflow(states))
 
     for module in model.modules():
@@ -108,7 +108,7 @@ def beyond(weights: Path, data: str) -> dict[str, Any]:
     rows = documents(data, saved["tokenizer"])
     losses = torch.stack([F.cross_entropy(model(x)[0].float(), y[0], reduction="none") for x, y in rows]).mean(0)
     return {
-        "tokens": tokens,
+        "tokens": ends,
         "loss": [finite(value, 4) for value in losses.view(-1, BIN).mean(1).tolist()],
         "start": finite(float(losses[:64].mean()), 4),
         "last_quarter": finite(float(losses[-LENGTH // 4 :].mean()), 4),
@@ -125,7 +125,8 @@ def documents(data: str, tokenizer_sha256: str) -> list[tuple[Tensor, Tensor]]:
         config, split="validation", global_batch_size=1, micro_batch_size=1, rank=0, world_size=1, seed=0, masking=None,
         one_pass=True, tokenizer_sha256=tokenizer_sha256,
     )  # fmt: skip
-    with contextlib.closing(loader):  # nothing predicts where a document begins
+    with contextlib.closing(loader):
+        # Nothing predicts where a document begins.
         whole = ((batch.input_ids, batch.labels) for batch in loader if bool((batch.labels != IGNORED).all()))
         found = list(itertools.islice(whole, ROWS))
     if not found:
