@@ -29,7 +29,6 @@ COLOURS = {
     ATTENTION: "#000000",
     NONE: "#8c8c8c",
 }
-OTHER_COLOUR = "#555555"
 
 DRAWN: dict[str, str] = {
     "affine, chunked, gate and shift": "-",
@@ -51,7 +50,7 @@ def pictures(found: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _colour(variant: str) -> str:
-    return COLOURS.get(variant.partition(",")[0], OTHER_COLOUR)
+    return COLOURS.get(variant.partition(",")[0], "#555555")
 
 
 def _style(variant: str) -> dict[str, Any]:
@@ -91,9 +90,8 @@ def draw_training(found: dict[str, Any]) -> Any:
     figure, (axes,) = panels((11, 5.8), 1, len(names))
     for one, name in zip(axes, names, strict=True):
         shown: list[float] = []
-        for variant in DRAWN:
-            if (run := best.get((name, variant))) is None:
-                continue
+        for variant in (variant for variant in DRAWN if (name, variant) in best):
+            run = best[name, variant]
             values = [math.nan if value is None else value for value in run["curve"]]
             steps = [min(CURVE * (place + 1), run["steps"]) for place in range(len(values))]
             one.plot(steps, values, **{**_style(variant), "label": f"{variant} ({run['rate']:g})"})
@@ -147,9 +145,8 @@ def draw_beyond(found: dict[str, Any]) -> Any:
     """Losses and largest log-norms of a few trained models along texts far longer than their training's."""
     figure, ((left, right),) = panels((11, 5.2), 1, 2)
     by_variant = {result["variant"]: result for result in found["beyond"].values()}
-    for variant in DRAWN:
-        if (result := by_variant.get(variant)) is None:
-            continue
+    for variant in filter(by_variant.get, DRAWN):
+        result = by_variant[variant]
         tokens = result["tokens"]
         values = [math.nan if value is None else value for value in result["loss"]]
         left.plot([token - BIN / 2 for token in tokens], values, **_style(variant))
