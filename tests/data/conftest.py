@@ -165,9 +165,14 @@ def small(tmp_path_factory, data) -> Path:
 
 
 FORMATS = [("mds", None), ("mds", "zstd"), ("webdataset", None), ("webdataset", "zstd")]
+NIGHTLY = [("mds", "zstd"), ("webdataset", None)]
 
 
-@pytest.fixture(scope="session", params=FORMATS, ids=lambda p: f"{p[0]}-{p[1] or 'plain'}")
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(form, marks=pytest.mark.slow) if form in NIGHTLY else form for form in FORMATS],
+    ids=lambda p: f"{p[0]}-{p[1] or 'plain'}",
+)
 def any_format(request, tmp_path_factory, data) -> Path:
     """The documents of `small`, in each way of storing them."""
     folder = tmp_path_factory.mktemp("any")

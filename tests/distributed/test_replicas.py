@@ -3,6 +3,7 @@
 import pytest
 import replica_scenario
 from harness import run_distributed
+from nightly import nightly
 from scenarios import ENGINES
 
 HSDP = {"name": "fsdp2", "replicate": 2}
@@ -19,12 +20,13 @@ def _assert_skipped_together(found):
             assert run["same_norms"], name
 
 
-def test_a_nan_on_one_rank_after_the_reduction_skips_the_step_on_all():
-    nan = float("nan")
-    _assert_skipped_together(run_distributed(replica_scenario.changes_after_reduction, 2, arguments=(ENGINES, nan)))
-    for ruled in (False, True):
-        arguments = (ON_FOUR, nan, ruled)
-        _assert_skipped_together(run_distributed(replica_scenario.changes_after_reduction, 4, arguments=arguments))
+@pytest.mark.parametrize(
+    ("ranks", "engines", "ruled"),
+    [(2, ENGINES, True), nightly(2, ENGINES, False), nightly(4, ON_FOUR, False), nightly(4, ON_FOUR, True)],
+)
+def test_a_nan_on_one_rank_after_the_reduction_skips_the_step_on_all(ranks, engines, ruled):
+    arguments = (engines, float("nan"), ruled)
+    _assert_skipped_together(run_distributed(replica_scenario.changes_after_reduction, ranks, arguments=arguments))
 
 
 def test_a_gradient_that_differs_on_one_copy_is_seen_in_that_step():

@@ -103,6 +103,7 @@ def test_bad_steps_leave_no_trace(on_two_ranks):
             assert history == clean, name
 
 
+@pytest.mark.slow
 def test_resuming_on_fewer_ranks_without_rules_and_with_them_again(on_two_ranks, tmp_path):
     """From 2 ranks to 1: the run goes on; and the same moments come to engines whose groups are others, also where a
     checkpoint was written before there were rules."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nightly import nightly
 
 MATMIX = Path(sys.executable).with_name("matmix")
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -24,8 +25,8 @@ def _run(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProces
 @pytest.mark.parametrize(
     ("recipe", "shards"),
     [
-        ("debug_mru", "mds"),
         ("debug_hydra", "webdataset"),
+        pytest.param("debug_mru", "mds", marks=pytest.mark.slow),
         pytest.param("debug_mru", "webdataset", marks=pytest.mark.slow),
         pytest.param("debug_hydra", "mds", marks=pytest.mark.slow),
     ],
@@ -72,9 +73,9 @@ def test_torchrun_on_two_processes_equals_one(dataset, tmp_path):
     [
         (["train", "no_such_recipe"], "recipe not found: no_such_recipe"),
         (["train", "debug_mru", "--data.path", "nowhere"], "nowhere"),
-        (["export", "nowhere", "--out", "out"], "nowhere"),
-        (["generate", "nowhere"], "nowhere"),
-        (["import", "--from", "hydra", "nowhere.safetensors", "out"], "nowhere.safetensors"),
+        nightly(["export", "nowhere", "--out", "out"], "nowhere"),
+        nightly(["generate", "nowhere"], "nowhere"),
+        nightly(["import", "--from", "hydra", "nowhere.safetensors", "out"], "nowhere.safetensors"),
         (["prepare", "nowhere.txt", "--out", "data"], "nowhere.txt"),
     ],
 )

@@ -6,17 +6,17 @@ import pytest
 _OPTIONS = ("--logging.every", "3", "--steps", "24", "--evaluation.every", "0", "--checkpoint.every", "0")
 
 
-def test_a_rank_that_computes_slowly_is_named(make_run):
-    for engine in ("ddp", "fsdp2"):
-        run = make_run(*_OPTIONS, "--engine.name", engine, ranks=2)
-        attempt = run.finish(faults=[{"kind": "slow_steps", "first": 4, "last": 24, "seconds": 0.25, "rank": 1}])
-        text = attempt.text()
-        assert text.count("the other ranks wait for rank 1, which needs ") == 1, text
-        assert "wait for rank 0" not in text
-        last = run.records()[-1]
-        assert last["ranks/slowest"] == 1
-        assert last["ranks/own_max"] > 0.25 > last["ranks/collectives_min"]
-        assert last["ranks/collectives_max"] > 0.2
+@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+def test_a_rank_that_computes_slowly_is_named(make_run, engine):
+    run = make_run(*_OPTIONS, "--engine.name", engine, ranks=2)
+    attempt = run.finish(faults=[{"kind": "slow_steps", "first": 4, "last": 24, "seconds": 0.25, "rank": 1}])
+    text = attempt.text()
+    assert text.count("the other ranks wait for rank 1, which needs ") == 1, text
+    assert "wait for rank 0" not in text
+    last = run.records()[-1]
+    assert last["ranks/slowest"] == 1
+    assert last["ranks/own_max"] > 0.25 > last["ranks/collectives_min"]
+    assert last["ranks/collectives_max"] > 0.2
 
 
 @pytest.mark.slow

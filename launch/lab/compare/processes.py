@@ -59,4 +59,4 @@ def listening() -> Iterator[None]:
             if before is not signal.SIG_IGN:
                 signal.signal(signal.SIGHUP, lambda number, _frame: stop.request(number))
                 stack.callback(signal.signal, signal.SIGHUP, signal.SIG_DFL if before is None else before)
-                yield
+        yield

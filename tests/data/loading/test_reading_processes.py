@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from nightly import nightly
 
 PROGRAM = """
 import sys, time
@@ -70,7 +71,7 @@ class Reader:
         assert not alive
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@pytest.mark.parametrize("start", [nightly("fork"), nightly("spawn"), "forkserver"])
 def test_signals_to_every_process_and_a_kill_of_the_parent(tmp_path, small, start):
     reader = Reader(tmp_path, small, start)
     try:

@@ -49,9 +49,7 @@ def often(forms, lengths, always, briefly):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("form", "seqlen"), often([CAUSAL, *FORMS], LENGTHS[:-1], ("hydra", "unshifted both"), (2, 65))
-)
+@pytest.mark.parametrize(("form", "seqlen"), often([CAUSAL, *FORMS], LENGTHS[:-1], ("hydra",), (65,)))
 def test_lengths(interpreter, form, seqlen, dtype):
     gradients = "none" if dtype == torch.bfloat16 and seqlen <= 2 else "all"
     shape = SMALL if seqlen > 2 else {"batch": 2, "heads": 2, "groups": 2}
@@ -99,9 +97,7 @@ def test_one_direction_without_decay(interpreter, form, which, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("form", "scales"), often([CAUSAL, *FORMS], [(0, 0), (0, 1), (1, 0)], ("hydra", "unshifted both", "lion"), [(0, 0)])
-)
+@pytest.mark.parametrize(("form", "scales"), often([CAUSAL, *FORMS], [(0, 0), (0, 1), (1, 0)], ("hydra",), [(0, 0)]))
 def test_scales(interpreter, form, scales, dtype):
     """Input scales of none, or one direction; no diagonal where there are none."""
     options = {"scales": scales, "diagonal": "token" if any(scales) else None}
@@ -133,7 +129,7 @@ def test_groups_and_large_steps(interpreter, form, groups, dtype):
         [CAUSAL, "hydra", "unshifted both", "lion"],
         [(16, 16), (16, 128), (128, 16), (128, 128), (32, 64), (64, 32), (5, 70), (70, 20), (20, 5), (1, 1)],
         [CAUSAL],
-        [(16, 128), (70, 20), (1, 1)],
+        [(70, 20)],
     ),
 )
 def test_widths(interpreter, form, widths, dtype):
@@ -162,7 +158,7 @@ def test_gradient_of_the_final_state_alone(interpreter):
 
 
 @settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # which set things that are the same for all examples

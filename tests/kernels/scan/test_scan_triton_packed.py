@@ -26,7 +26,7 @@ def cases():
     for form in FORMS:
         for name, lengths in DOCUMENTS.items():
             for states in (False, True):
-                often = form == "hydra" or (form in MAIN and name == "uneven") or (name == "empty" and states)
+                often = form == "hydra" or (name == "empty" and states)
                 yield nightly(form, lengths, states, condition=not often)
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly import nightly
 
 from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, CONSTRUCTIONS, state_elements
 from matmix.model import build_model, initialize
@@ -55,7 +56,7 @@ def _generated(model, ids):
     return torch.stack(steps, dim=1)
 
 
-@pytest.mark.parametrize("construction", BOUNDED_CONSTRUCTIONS)
+@pytest.mark.parametrize("construction", [BOUNDED_CONSTRUCTIONS[0], *map(nightly, BOUNDED_CONSTRUCTIONS[1:])])
 def test_512_generated_tokens_equal_the_parallel_form(small_config, small_model, construction):
     mru, ids = MRUConfig(order=4, construction=construction, decay=True), torch.randint(61, (1, 512))
     model = build_model(small_config(mru=mru))
