@@ -6,10 +6,11 @@ which numerical ranks need.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -78,36 +79,32 @@ class ShowMixer:
             name = f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
             paths.append(draw_page(page, folder / name))
             print(f"{paths[-1]}: {words}")
+        again = "the same with another text"
         if not is_model:
             words = shlex.join([self.recipe, *overrides])
-            print(f"Next: matmix train {words}, then matmix show-mixer RUN for what it learns")
-        elif subject.label == "export":  # which has no steps
-            print("Next: the same with another text")
-        else:
-            print(
-                f"Next: matmix show-mixer {self.recipe} --step N for how it came about, or the same with another text"
-            )
+            again = f"matmix train {words}, then matmix show-mixer RUN for what it learns"
+        elif subject.label != "export":  # which has no steps
+            again = f"matmix show-mixer {self.recipe} --step N for how it came about, or {again}"
+        print(f"Next: {again}")
         return paths
 
     def _check(self, is_model: bool, overrides: Sequence[str]) -> None:
         """Raises ValueError (one line) for options that cannot be. is_model: the source is no recipe."""
-        if not self.text.strip():
-            raise ValueError(
-                "the text is empty; give the words to show the mixers with, as in --text 'to be or not to be'"
-            )
-        if self.max_tokens is not None and self.max_tokens < 3:
-            raise ValueError(f"max_tokens must be 3 or more, got {self.max_tokens}")
-        if self.max_heads < 1:
-            raise ValueError(f"max_heads must be 1 or more, got {self.max_heads}")
-        if is_model and overrides:
-            raise ValueError(
-                f"{self.recipe} is a trained model, of which nothing can be changed: {' '.join(overrides)}"
-            )
-        if not is_model and self.step is not None:
-            raise ValueError(f"{self.recipe} is a recipe, which has no steps to choose from; leave step out")
-        for path in () if self.out is None else (Path(self.out), *Path(self.out).parents):
-            if path.is_file():
-                raise ValueError(f"--out {self.out}: {path} is a file; name a folder for the pages")
+        given = () if self.out is None else (Path(self.out), *Path(self.out).parents)
+        file = next(filter(Path.is_file, given), None)
+        empty, few = not self.text.strip(), self.max_tokens is not None and self.max_tokens < 3
+        changed, stepped = is_model and overrides, not is_model and self.step is not None
+        problems = {
+            "the text is empty; give the words to show the mixers with, as in --text 'to be or not to be'": empty,
+            f"max_tokens must be 3 or more, got {self.max_tokens}": few,
+            f"max_heads must be 1 or more, got {self.max_heads}": self.max_heads < 1,
+            f"{self.recipe} is a trained model, of which nothing can be changed: {' '.join(overrides)}": changed,
+            f"{self.recipe} is a recipe, which has no steps to choose from; leave step out": stepped,
+            f"--out {self.out}: {file} is a file; name a folder for the pages": file is not None,
+        }
+        for problem, found in problems.items():
+            if found:
+                raise ValueError(problem)
         if not is_url(self.recipe):
             check_no_comparison(self.recipe)
 
@@ -134,20 +131,15 @@ def mixer_matrices(model: Backbone, ids: Sequence[int], layers: Sequence[int]) -
     Raises ValueError where M is not finite.
     """
     inputs: dict[int, torch.Tensor] = {}
-
-    def record(layer: int) -> Callable[..., None]:
-        return lambda _mixer, arguments: inputs.update({layer: arguments[0]})
-
-    handles = [model.blocks[layer].mixer.register_forward_pre_hook(record(layer)) for layer in layers]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            mixer = model.blocks[layer].mixer
+            hook = mixer.register_forward_pre_hook(lambda _, x, layer=layer: inputs.update({layer: x[0]}))
+            hooks.callback(hook.remove)
         model(torch.tensor([ids]), readout=lambda *_: None)
-    finally:
-        for handle in handles:
-            handle.remove()
     for layer in layers:
         mixer = copy.deepcopy(model.blocks[layer].mixer).double()
-        x = inputs.pop(layer).double()
-        matrix = mixer.matrix(x)[0]
+        matrix = mixer.matrix(inputs.pop(layer).double())[0]
         if not matrix.isfinite().all():
             raise ValueError(f"M of layer {layer} ({mixer.name}) is not finite: the weights have diverged")
         yield layer, matrix
@@ -177,17 +169,10 @@ def as_head(matrix: torch.Tensor, name: str, skip: bool = False) -> Head:
     middle = length // 2 * order
     rank = numerical_rank(matrix)
     if skip:
-        identity = torch.eye(len(matrix), dtype=matrix.dtype)
-        rank = numerical_rank(matrix - identity, float(torch.linalg.matrix_norm(matrix, 2)))
-    return Head(
-        name=name,
-        matrix=matrix.numpy(),
-        tokens=length,
-        rank=rank,
-        skip=skip,
-        below=numerical_rank(matrix[middle:, :middle]),
-        above=numerical_rank(matrix[:middle, middle:]),
-    )
+        largest = float(torch.linalg.matrix_norm(matrix, 2))
+        rank = numerical_rank(matrix - torch.eye(len(matrix), dtype=matrix.dtype), largest)
+    below, above = numerical_rank(matrix[middle:, :middle]), numerical_rank(matrix[:middle, middle:])
+    return Head(name, matrix.numpy(), length, rank, skip, below, above)
 
 
 def choose_heads(matrices: torch.Tensor, most: int, word: str = "head") -> list[tuple[int, str]]:
@@ -237,17 +222,9 @@ def _page(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) 
         notes.append("M is the same for every text.")
     title = f"layer {layer}: {mixer.name}"
     subtitle = f"{subject.where}, {subject.state}, {len(subject.ids)} tokens, {what}"
-    page = Page(
-        title=title,
-        subtitle=subtitle,
-        text=subject.text,
-        description="\n".join((title, subtitle, *subject.overrides, subject.text)),
-        notes=notes,
-        heads=heads,
-        pieces=subject.pieces,
-    )
+    description = "\n".join((title, subtitle, *subject.overrides, subject.text))
+    page = Page(title, subtitle, subject.text, notes, heads, subject.pieces, description)
     ranks = [head.rank for head in heads]
-    span = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
+    span = " to ".join(map(str, sorted({min(ranks), max(ranks)}))) + (" + I" if skip else "")
     below, above = max(head.below for head in heads), max(head.above for head in heads)
-    span += " + I" if skip else ""
     return page, f"{what}, rank {span} of {len(heads[0].matrix)}, blocks at most {below} / {above}"

@@ -51,16 +51,18 @@ class Head:
     def signed(self) -> bool:
         return bool((self.matrix < 0).any())
 
+    @property
+    def later(self) -> np.ndarray:
+        """(n, n): whether an entry belongs to an input after its output."""
+        token = np.arange(len(self.matrix)) * self.tokens // len(self.matrix)
+        return token[None, :] > token[:, None]
+
     def colour_range(self) -> tuple[float, float, float]:
         """The entries at which the colours begin and end, and the largest size on the diagonal, which often outshines
         all others: what a token keeps of itself."""
-        token = np.arange(len(self.matrix)) * self.tokens // len(self.matrix)
-        own = token[:, None] == token[None, :]
-        diagonal, others = np.abs(self.matrix[own]), np.abs(self.matrix[~own])
-        others, most = others[others > 0], float(diagonal.max())
-        if not others.size:
-            others = np.full(1, most or 1.0)
-        low, high = np.quantile(others, (1 - ROBUST, ROBUST)).tolist()
+        own, sizes = ~(self.later | self.later.T), np.abs(self.matrix)
+        others, most = sizes[~own & (sizes > 0)], float(sizes[own].max())
+        low, high = np.quantile(others if others.size else [most or 1.0], (1 - ROBUST, ROBUST)).tolist()
         if self.signed:
             return -high, high, most
         # Weights that are nearly alike, as those of attention without training, differ visibly all the same.
@@ -84,67 +86,43 @@ class Page:
 
     def words(self) -> list[str]:
         """The paragraphs above the panels."""
-        text = " ".join(self.text.split())
-        short = text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…"
-        return [f"Text: {short}", *self.notes]
+        return [f"Text: {_begin(' '.join(self.text.split()), MOST_LETTERS)}", *self.notes]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+def _begin(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 class _Layout:
-    """Sizes in inches."""
+    """Sizes of a page in inches, and the lines of text above and below its panels."""
 
-    columns: int
-    rows: int
-    side: float  # of a panel
-    labels: float  # room for the tokens' names, left and below; 0 = axes are numbered
-    header: float
-    footer: float
-    gap: float = 0.22
-    above: float = 0.52  # a panel's title
-    margin: float = 0.35
+    gap = 0.22
+    above = 0.52  # a panel's title
+    margin = 0.35
 
-    @classmethod
-    def of(cls, page: Page, labels: list[str]) -> _Layout:
-        count, tokens = len(page.heads), len(page.pieces)
-        columns = _COLUMNS.get(count, 4)
-        side = {1: 5.2, 2: 4.2, 3: 3.4}.get(columns, 2.7)
-        room = 0.0
-        if tokens <= MOST_LABELS:
-            side = max(side, 0.13 * tokens)
-            room = 0.12 + 0.066 * max(map(len, labels))
-        width = columns * side
-        notes = sum(len(textwrap.wrap(note, _letters(width))) for note in page.words())
-        text = len(textwrap.wrap(_EXPLAINED, _letters(width)))
-        return cls(columns, -(-count // columns), side, room, 0.62 + 0.17 * notes, 0.85 + 0.15 * text)
-
-    @property
-    def left(self) -> float:
-        return self.margin + 0.2 + (self.labels or 0.3)
-
-    @property
-    def below(self) -> float:
-        """What stands below the lowest panel of a column."""
-        return 0.2 + (self.labels or 0.25)
-
-    @property
-    def width(self) -> float:
-        return self.left + self.columns * (self.side + self.gap) + self.margin - self.gap
-
-    @property
-    def height(self) -> float:
-        return self.margin + self.header + self.rows * (self.above + self.side) + self.below + self.footer
+    def __init__(self, page: Page, labels: list[str]) -> None:
+        self.columns = _COLUMNS.get(len(page.heads), 4)
+        self.side = {1: 5.2, 2: 4.2, 3: 3.4}.get(self.columns, 2.7)  # of a panel
+        self.named = len(labels) <= MOST_LABELS  # else axes are numbered
+        left, below = 0.3, 0.25  # of the panels
+        if self.named:
+            self.side = max(self.side, 0.13 * len(labels))
+            left = below = 0.12 + 0.066 * max(map(len, labels))
+        letters = max(40, int(self.columns * self.side / 0.055))  # that fit into a line of small text
+        self.notes = [line for note in page.words() for line in textwrap.wrap(note, letters)]
+        self.footer = textwrap.wrap(_EXPLAINED, letters)
+        self.left, self.top = self.margin + 0.2 + left, self.margin + 0.62 + 0.17 * len(self.notes)
+        rows = -(-len(page.heads) // self.columns)
+        self.width = self.left + self.columns * (self.side + self.gap) + self.margin - self.gap
+        panels = rows * (self.above + self.side) + 0.2 + below
+        self.height = self.top + panels + 0.85 + 0.15 * len(self.footer)
 
     def panel(self, number: int) -> tuple[float, float, float, float]:
         """Place of a panel in fractions of the page."""
         row, column = divmod(number, self.columns)
         x = self.left + column * (self.side + self.gap)
-        y = self.height - self.margin - self.header - (row + 1) * (self.above + self.side)
+        y = self.height - self.top - (row + 1) * (self.above + self.side)
         return x / self.width, y / self.height, self.side / self.width, self.side / self.height
-
-
-def _letters(inches: float) -> int:
-    """How many letters of a small text fit."""
-    return max(40, int(inches / 0.055))
 
 
 def draw_page(page: Page, path: Path) -> Path:
@@ -156,8 +134,8 @@ def draw_page(page: Page, path: Path) -> Path:
     import matplotlib as mpl  # only who draws needs it
     from matplotlib.figure import Figure
 
-    labels = _readable(page.pieces)
-    layout = _Layout.of(page, labels)
+    labels = [_readable(piece) for piece in page.pieces]
+    layout = _Layout(page, labels)
     style = {"font.family": "DejaVu Sans", "axes.edgecolor": _PALE, "axes.linewidth": 0.6}
     with mpl.rc_context({**style, "text.parse_math": False}):  # a $ in a text is a $
         figure = Figure(figsize=(layout.width, layout.height), dpi=_DPI, facecolor="white")
@@ -165,7 +143,7 @@ def draw_page(page: Page, path: Path) -> Path:
             axes = figure.add_axes(layout.panel(number))
             _draw_head(axes, head)
             lowest = number + layout.columns >= len(page.heads)
-            _name_axes(axes, labels, layout.labels > 0, number % layout.columns == 0, lowest)
+            _name_axes(axes, labels, layout.named, number % layout.columns == 0, lowest)
         _write_header(figure, page, layout)
         _write_footer(figure, page, layout)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -181,12 +159,12 @@ def _free(path: Path, description: str) -> Path:
 
 def _description(path: Path) -> str | None:
     """What a PNG was made from; None where that is not known."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         with Image.open(path) as image:
             return image.info.get("Description")
-    except (OSError, UnidentifiedImageError):
+    except OSError:
         return None
 
 
@@ -195,14 +173,8 @@ def _draw_head(axes: Any, head: Head) -> None:
 
     low, high, diagonal = head.colour_range()
     colours = colormaps[_SIGNED if head.signed else _POSITIVE].with_extremes(bad=_UNSEEN)
-    axes.imshow(
-        np.ma.array(head.matrix, mask=_unseen(head)),
-        cmap=colours,
-        vmin=low,
-        vmax=high,
-        # Whatever the size of the matrix, axes count tokens.
-        extent=(-0.5, head.tokens - 0.5, head.tokens - 0.5, -0.5),
-    )
+    extent = (-0.5, head.tokens - 0.5, head.tokens - 0.5, -0.5)  # whatever the size of the matrix, axes count tokens
+    axes.imshow(np.ma.array(head.matrix, mask=_unseen(head)), cmap=colours, vmin=low, vmax=high, extent=extent)
     middle = head.tokens // 2 - 0.5
     for line in (axes.axvline, axes.axhline):
         line(middle, color=_INK, linewidth=0.6, alpha=0.35, dashes=(4, 4))
@@ -217,37 +189,29 @@ def _draw_head(axes: Any, head: Head) -> None:
 
 def _unseen(head: Head) -> np.ndarray:
     """Where M is zero by its form: all above the diagonal, or all below it."""
-    token = np.arange(len(head.matrix)) * head.tokens // len(head.matrix)
-    later = token[None, :] > token[:, None]
-    mask = np.zeros(head.matrix.shape, dtype=bool)
-    for half in (later, later.T):
-        if not head.matrix[half].any():
-            mask |= half
-    return mask
+    empty = [half for half in (head.later, head.later.T) if not head.matrix[half].any()]
+    return np.any([np.zeros_like(head.later), *empty], axis=0)
 
 
 def _name_axes(axes: Any, labels: list[str], named: bool, left: bool, lowest: bool) -> None:
     axes.tick_params(length=2, width=0.5, color=_PALE, labelcolor=_INK, labelsize=6.5, pad=2)
+    axes.tick_params(labelleft=left, labelbottom=lowest)
     if named:
-        places = range(len(labels))
-        axes.set_yticks(places, labels if left else [])
-        axes.set_xticks(places, labels if lowest else [], rotation=90)
-    else:
-        axes.tick_params(labelleft=left, labelbottom=lowest)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_xticks(range(len(labels)), labels, rotation=90)
     if left:
         axes.set_ylabel("output", fontsize=8, color=_PALE, labelpad=3)
     if lowest:
         axes.set_xlabel("input", fontsize=8, color=_PALE, labelpad=3)
 
 
-def _readable(pieces: list[str]) -> list[str]:
-    """Names of tokens on one line each, in letters that the font has."""
+def _readable(piece: str) -> str:
+    """A token's name on one line, in letters that the font has."""
     # What byte-level tokenizers call a space and a line break, and sentencepiece a byte.
-    names = [piece.replace("Ġ", "▁").replace("Ċ", "\n") for piece in pieces]
-    names = [re.sub(r"^<0x([2-7].)>$", lambda found: chr(int(found[1], 16)), name) for name in names]
-    names = [name.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "▁") for name in names]
-    names = [name if len(name) <= 14 else f"{name[:13]}…" for name in names]
-    return [_drawable(name) for name in names]
+    name = piece.translate(str.maketrans("ĠĊ", "▁\n"))
+    name = re.sub(r"^<0x([2-7].)>$", lambda found: chr(int(found[1], 16)), name)
+    name = name.translate(str.maketrans({"\n": "\\n", "\t": "\\t", " ": "▁"}))
+    return _drawable(_begin(name, 14))
 
 
 def _drawable(text: str) -> str:
@@ -262,15 +226,13 @@ def _write_header(figure: Any, page: Page, layout: _Layout) -> None:
     x, y = layout.margin / layout.width, 1 - layout.margin / layout.height
     figure.text(x, y, page.title, fontsize=15, fontweight="bold", color=_INK, va="top")
     figure.text(x, y - 0.32 / layout.height, _drawable(page.subtitle), fontsize=9.5, color=_PALE, va="top")
-    width = _letters(layout.columns * layout.side)
-    notes = [_drawable(line) for note in page.words() for line in textwrap.wrap(note, width)]
-    figure.text(x, y - 0.54 / layout.height, "\n".join(notes), fontsize=8, color=_INK, va="top", linespacing=1.35)
+    notes = "\n".join(map(_drawable, layout.notes))
+    figure.text(x, y - 0.54 / layout.height, notes, fontsize=8, color=_INK, va="top", linespacing=1.35)
 
 
 def _write_footer(figure: Any, page: Page, layout: _Layout) -> None:
     """The keys of the colours that are on the page, and what the words mean."""
-    text = textwrap.fill(_EXPLAINED, _letters(layout.columns * layout.side))
-    x, y = layout.margin, layout.margin + 0.15 * (text.count("\n") + 1) + 0.3
+    x, y = layout.margin, layout.margin + 0.15 * len(layout.footer) + 0.3
     for signed, colours, ticks in ((True, _SIGNED, ["−", "0", "+"]), (False, _POSITIVE, ["least", "most"])):
         if any(head.signed == signed for head in page.heads):
             axes = figure.add_axes((x / layout.width, y / layout.height, 1.5 / layout.width, 0.11 / layout.height))
@@ -282,4 +244,4 @@ def _write_footer(figure: Any, page: Page, layout: _Layout) -> None:
             axes.tick_params(length=2, width=0.5, color=_PALE, labelcolor=_PALE, labelsize=7, pad=2)
             x += 1.9
     place = layout.margin / layout.width, layout.margin / layout.height
-    figure.text(*place, text, fontsize=7, color=_PALE, va="bottom", linespacing=1.35)
+    figure.text(*place, "\n".join(layout.footer), fontsize=7, color=_PALE, va="bottom", linespacing=1.35)

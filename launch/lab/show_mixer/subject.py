@@ -61,25 +61,24 @@ def trained(source: str, text: str, step: int | None, max_tokens: int | None) ->
 def check_no_comparison(source: str) -> None:
     """Raises ValueError (one line) for a comparison, which has no weights of its own: its folder, an entry's folder in
     it, or its recipe."""
-    path = Path(source)
+    path, several = Path(source), f"{source} is a comparison of several models; "
     if path.is_dir():
-        home = path if not any((path / name).is_file() for name in ("config.toml", "config.json")) else None
+        trained_here = any((path / name).is_file() for name in ("config.toml", "config.json"))
+        runs = [] if trained_here else _runs_in(path)
     else:
         try:
             recipe = find_recipe(source)
         except FileNotFoundError:
             return
-        values = read_toml(recipe)
-        home = Path(values.get("run_dir") or f"runs/{recipe.stem}") if "comparison" in values else None
-        if home is not None and not _runs_in(home):
-            raise ValueError(
-                f"{source} is a comparison of several models; once they are trained (matmix compare {source}) choose a "
-                f"run of them, {home}/ENTRY/seed-N"
-            )
-    runs = _runs_in(home) if home is not None else []
+        if "comparison" not in (values := read_toml(recipe)):
+            return
+        home = Path(values.get("run_dir") or f"runs/{recipe.stem}")
+        if not (runs := _runs_in(home)):
+            once = f"once they are trained (matmix compare {source}) choose a run of them, {home}/ENTRY/seed-N"
+            raise ValueError(several + once)
     if runs:
         others = f" or one of the {len(runs) - 1} beside it" if len(runs) > 1 else ""
-        raise ValueError(f"{source} is a comparison of several models; choose a run of them: {runs[0]}{others}")
+        raise ValueError(f"{several}choose a run of them: {runs[0]}{others}")
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -112,25 +111,22 @@ def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[st
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no run at {source}, and {error}") from None
     config = load_config(source, list(overrides))
-    found = _dataset_tokenizer(config)
-    fast, mask, needed = found or (None, None, BYTES)
+    fast, mask, needed = _dataset_tokenizer(config) or (None, None, BYTES)
     vocab_size = config.model.vocab_size or -(-needed // 64) * 64  # as training takes it from the data
     if fast is not None and vocab_size < needed:
         raise ValueError(f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {needed} pieces")
-    model = build_model(dataclasses.replace(config.model, vocab_size=vocab_size))
+    model = build_model(dataclasses.replace(config.model, vocab_size=vocab_size)).eval()
     initialize(model, config.seed)
     if fast is not None:
         ids, notes = _encode(model, fast, mask, text, max_tokens)
         pieces = _pieces(fast, ids)
     else:
-        raw = text.encode()
-        limit = _limit(model, max_tokens)
-        ids, notes = _fill(model, [byte % vocab_size for byte in raw[:limit]])
-        pieces = [bytes([byte]).decode("ascii", errors="replace") for byte in _repeated(list(raw[:limit]), len(ids))]
+        raw, notes = _fill(model, list(text.encode()[: _limit(model, max_tokens)]))
+        ids = [byte % vocab_size for byte in raw]
+        pieces = [bytes([byte]).decode("ascii", errors="replace") for byte in raw]
         where = config.data.path or "the recipe's data path"
         notes = [f"Tokens are the bytes of the text, modulo the vocabulary: there is no dataset at {where}.", *notes]
-    state, label = "initial weights", "initial"
-    return Subject(name, source, state, label, model.eval(), text, ids, pieces, notes, tuple(overrides))
+    return Subject(name, source, "initial weights", "initial", model, text, ids, pieces, notes, tuple(overrides))
 
 
 def _dataset_tokenizer(config: RunConfig) -> tuple[FastTokenizer, int | None, int] | None:
@@ -158,9 +154,9 @@ def _dataset_tokenizer(config: RunConfig) -> tuple[FastTokenizer, int | None, in
 def _limit(model: Backbone, max_tokens: int | None) -> int:
     """How many tokens of a text to take at most."""
     config = model.config
-    limit = MOST_TOKENS if max_tokens is None else max_tokens
     if config.fixed_length_mixers():
         return config.max_seqlen
+    limit = MOST_TOKENS if max_tokens is None else max_tokens
     return min(limit, config.max_seqlen) if not config.causal and config.position_embeddings else limit
 
 
@@ -173,8 +169,7 @@ def _encode(
     tokenizer.no_truncation()
     whole = len(tokenizer.encode(text).ids)
     tokenizer.enable_truncation(_limit(model, max_tokens))  # keeps the special token at the end, as training does
-    ids = tokenizer.encode(text).ids
-    ids, notes = _fill(model, ids)
+    ids, notes = _fill(model, tokenizer.encode(text).ids)
     if whole > len(ids):
         notes.insert(0, f"The first {len(ids)} of {whole} tokens.")
     return ids, notes
@@ -187,12 +182,8 @@ def _fill(model: Backbone, ids: list[int]) -> tuple[list[int], list[str]]:
         raise ValueError("the text has fewer than 2 tokens, which there is nothing to mix of; give a longer one")
     if not fixed or len(ids) == length:
         return ids, []
-    names = " and ".join(fixed)
-    return _repeated(ids, length), [f"The text is repeated until it fills the {length} tokens that {names} needs."]
-
-
-def _repeated(items: list, length: int) -> list:
-    return (items * -(-length // len(items)))[:length]
+    note = f"The text is repeated until it fills the {length} tokens that {' and '.join(fixed)} needs."
+    return (ids * -(-length // len(ids)))[:length], [note]
 
 
 def _pieces(tokenizer: FastTokenizer, ids: list[int]) -> list[str]:

@@ -14,7 +14,7 @@ import tyro
 
 from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.benchmarks.measuring.environment import environment
-from matmix.launch.lab.studies.mru import beyond, grid, growth, pictures, speed, tables
+from matmix.launch.lab.studies.mru import grid, growth, pictures, speed, tables
 from matmix.launch.lab.studies.mru.grid import Result, Results
 from matmix.launch.lab.studies.mru.variants import MRU_VARIANTS, VARIANTS
 from matmix.train.arguments import parse_arguments
@@ -103,8 +103,7 @@ class Study:
         for name in grid.share([name for name in self.names if (grid.FOLLOWED, name) in best], self.place):
             facts = {"variant": name, "rate": best[grid.FOLLOWED, name]["rate"]}
             key = grid.run_key(grid.FOLLOWED, name, facts["rate"], 0)
-            weights = results.weights(key)
-            _measure(results, "beyond", key, lambda w=weights, f=facts: {**f, **beyond.beyond(w, self.plays)})
+            _measure(results, "beyond", key, lambda k=key, f=facts: f | growth.beyond(results.weights(k), self.plays))
 
     def speed(self, results: Results) -> None:
         """Times of layers, measured again each time: they belong beside those of the same minutes."""
@@ -135,13 +134,12 @@ def record_of(found: dict[str, Any]) -> dict[str, Any]:
     """The record that is committed: all results, with curves for the runs that are drawn only, and with losses by
     position for the best run of each variant only."""
     best = grid.best_runs(found[grid.PART]).values()
-    runs = []
-    for result in found[grid.PART].values():
-        left_out = () if result in best else ("position_loss",)
-        if result not in best or result["variant"] not in pictures.DRAWN:
-            left_out += ("curve",)
-        runs.append({name: value for name, value in result.items() if name not in left_out})
-    return {"environment": environment(), **found, grid.PART: runs}
+
+    def kept(result: Result) -> Result:
+        keep = {"position_loss": result in best, "curve": result in best and result["variant"] in pictures.DRAWN}
+        return {name: value for name, value in result.items() if keep.get(name, True)}
+
+    return {"environment": environment(), **found, grid.PART: [kept(result) for result in found[grid.PART].values()]}
 
 
 def main(arguments: list[str]) -> int:

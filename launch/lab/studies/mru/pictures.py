@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
 import torch
 
 from matmix.launch.lab.figures import panels, png_of
-from matmix.launch.lab.studies.mru.beyond import BIN
 from matmix.launch.lab.studies.mru.grid import PART, best_runs
+from matmix.launch.lab.studies.mru.growth import BIN
 from matmix.launch.lab.studies.mru.runs import CURVE
 from matmix.launch.lab.studies.mru.tables import datasets, ranked, seeds_of
 from matmix.launch.lab.studies.mru.variants import ATTENTION, NONE
@@ -30,7 +29,6 @@ COLOURS = {
     ATTENTION: "#000000",
     NONE: "#8c8c8c",
 }
-OTHER_COLOUR = "#555555"
 
 DRAWN: dict[str, str] = {
     "affine, chunked, gate and shift": "-",
@@ -47,17 +45,12 @@ DRAWN: dict[str, str] = {
 
 def pictures(found: dict[str, Any]) -> dict[str, bytes]:
     """Name -> PNG of those for which there are results. found: part -> results by key."""
-    draws: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
-        "losses": (PART, draw_losses),
-        "training": (PART, draw_training),
-        "growth": ("growth", draw_growth),
-        "beyond": ("beyond", draw_beyond),
-    }
-    return {name: png_of(draw(found)) for name, (part, draw) in draws.items() if found[part]}
+    draws = {"losses": draw_losses, "training": draw_training, "growth": draw_growth, "beyond": draw_beyond}
+    return {name: png_of(draw(found)) for name, draw in draws.items() if found[name if name in found else PART]}
 
 
 def _colour(variant: str) -> str:
-    return COLOURS.get(variant.partition(",")[0], OTHER_COLOUR)
+    return COLOURS.get(variant.partition(",")[0], "#555555")
 
 
 def _style(variant: str) -> dict[str, Any]:
@@ -82,11 +75,9 @@ def draw_losses(found: dict[str, Any]) -> Any:
             if (run := best.get((name, control))) is not None:
                 mean = fmean(filter(math.isfinite, seeds_of(found, run)))
                 one.axvline(mean, color="black", linewidth=1, linestyle=line, label=control)
-        one.set_title(name)
-        one.set_xlabel("validation loss, each seed (nats per token)")
+        one.set(title=name, xlabel="validation loss, each seed (nats per token)")
     drawn = {line.get_label(): line for one in axes for line in one.get_lines()}
-    lines = [drawn[control] for control in (NONE, ATTENTION) if control in drawn]
-    if lines:
+    if lines := [drawn[control] for control in (NONE, ATTENTION) if control in drawn]:
         figure.legend(handles=lines, fontsize=9, loc="outside lower center", ncols=2)
     axes[0].set_yticks(range(len(order)), order, fontsize=9)
     axes[0].set_ylim(len(order) - 0.5, -0.5)
@@ -99,18 +90,15 @@ def draw_training(found: dict[str, Any]) -> Any:
     figure, (axes,) = panels((11, 5.8), 1, len(names))
     for one, name in zip(axes, names, strict=True):
         shown: list[float] = []
-        for variant in DRAWN:
-            if (run := best.get((name, variant))) is None:
-                continue
+        for variant in (variant for variant in DRAWN if (name, variant) in best):
+            run = best[name, variant]
             values = [math.nan if value is None else value for value in run["curve"]]
             steps = [min(CURVE * (place + 1), run["steps"]) for place in range(len(values))]
             one.plot(steps, values, **{**_style(variant), "label": f"{variant} ({run['rate']:g})"})
             shown += [value for value in values[len(values) // 8 :] if math.isfinite(value)]
         if shown:  # the first steps are alike, and far above
             one.set_ylim(min(shown) - 0.05, max(shown) + 0.05)
-        one.set_title(name)
-        one.set_xlabel("step")
-        one.set_ylabel(f"training loss, mean of {CURVE} steps (nats per token)")
+        one.set(title=name, xlabel="step", ylabel=f"training loss, mean of {CURVE} steps (nats per token)")
         if one.has_data():
             title = {"title": "variant (best learning rate)", "title_fontsize": 8}
             one.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, **title)
@@ -133,7 +121,9 @@ def _to_the_limit(tokens: list[int], values: list[float | None]) -> tuple[list[i
 
 def draw_growth(found: dict[str, Any]) -> Any:
     """Along random tokens, a panel for each size of the elements but 0."""
-    stds = [std for std in next(iter(found["growth"].values()))["sizes"] if std != "0"]
+    first = next(iter(found["growth"].values()))
+    stds, last = [std for std in first["sizes"] if std != "0"], first["tokens"][-1]
+    ticks = [tick for tick in (1, 8, 64, 512, 8192) if tick <= last]
     figure, (axes,) = panels((11, 5.2), 1, len(stds), sharey=True)
     for one, std in zip(axes, stds, strict=True):
         for name, result in found["growth"].items():
@@ -143,12 +133,9 @@ def draw_growth(found: dict[str, Any]) -> Any:
         _limits(one, "mean log-norm of the states")
         one.label_outer()
         one.set_xscale("log", base=2)
-        last = next(iter(found["growth"].values()))["tokens"][-1]
-        one.set_xlim(1, last)
-        one.set_ylim(top=LIMIT + 10)
-        ticks = [tick for tick in (1, 8, 64, 512, 8192) if tick <= last]
         one.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        one.set_xlabel("position (tokens)")
+        one.set(xlim=(1, last), xlabel="position (tokens)")
+        one.set_ylim(top=LIMIT + 10)
         one.set_title(f"untrained layer, elements of std {std}", fontsize=10)
     figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=4)
     return figure
@@ -158,9 +145,8 @@ def draw_beyond(found: dict[str, Any]) -> Any:
     """Losses and largest log-norms of a few trained models along texts far longer than their training's."""
     figure, ((left, right),) = panels((11, 5.2), 1, 2)
     by_variant = {result["variant"]: result for result in found["beyond"].values()}
-    for variant in DRAWN:
-        if (result := by_variant.get(variant)) is None:
-            continue
+    for variant in filter(by_variant.get, DRAWN):
+        result = by_variant[variant]
         tokens = result["tokens"]
         values = [math.nan if value is None else value for value in result["loss"]]
         left.plot([token - BIN / 2 for token in tokens], values, **_style(variant))

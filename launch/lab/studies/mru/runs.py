@@ -80,13 +80,11 @@ def run(config: RunConfig, weights: Path | None = None) -> dict[str, Any]:
             model = model_config_to_dict(trainer.config.model)
             sha256 = trainer.loader.tokenizer.sha256
             torch.save({"model": model, "state": trainer.engine.module.state_dict(), "tokenizer": sha256}, weights)
-        gains = ("context_gain", "mixing_gain", "bits_per_byte")
+        single = ("loss", "context_gain", "mixing_gain", "bits_per_byte")
+        positions = {name.removeprefix(PREFIX): finite(metrics[name]) for name in metrics if name.startswith(PREFIX)}
         return {
-            "loss": finite(metrics.get("loss")),
-            **{name: finite(metrics.get(name)) for name in gains},
-            "position_loss": {
-                name.removeprefix(PREFIX): finite(value) for name, value in metrics.items() if name.startswith(PREFIX)
-            },
+            **{name: finite(metrics.get(name)) for name in single},
+            "position_loss": positions,
             "parameters": count_parameters(trainer.config.model),
             "steps": config.steps,
             "first_nan": watch.bad[0] if watch.bad else None,

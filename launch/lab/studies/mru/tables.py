@@ -85,6 +85,7 @@ def table_of_grid(found: dict[str, Any], data: str) -> str:
         shown = chosen or first[0]
         losses = seeds_of(found, shown)
         gain = spread(seeds_of(found, control)).mean - spread(losses).mean if control else math.nan
+        nans = [f"step {run['first_nan']} at {run['rate']:g}" for run in first if run["first_nan"]]
         row = {
             "variant": variant,
             "parameters": f"{shown['parameters']:,}",
@@ -93,22 +94,20 @@ def table_of_grid(found: dict[str, Any], data: str) -> str:
             f"gain over {NONE}": "" if math.isnan(gain) else number(gain),
             "context gain": number(shown["context_gain"]),
             "mixing gain": number(shown["mixing_gain"]),
-            "first NaN (seed 0)": ", ".join(
-                f"step {run['first_nan']} at {run['rate']:g}" for run in first if run["first_nan"]
-            )
-            or "none",
+            "first NaN (seed 0)": ", ".join(nans) or "none",
             "largest log-norm in training": number(shown["log_norm_max"], 1),
             f"seed 0 at {' / '.join(f'{rate:g}' for rate in RATES)}": " / ".join(number(loss_of(run)) for run in first),
         }
         if beyond:
-            text = beyond_text(beyond[variant]) if variant in beyond else ""
-            row["loss beyond training length (largest log-norm there)"] = text
+            row["loss beyond training length (largest log-norm there)"] = beyond_text(beyond.get(variant))
         rows.append(row)
     return table(rows)
 
 
-def beyond_text(result: Result) -> str:
-    """The loss of the last quarter, and the largest log-norm of any state on the way."""
+def beyond_text(result: Result | None) -> str:
+    """The loss of the last quarter, and the largest log-norm of any state on the way; empty without a result."""
+    if result is None:
+        return ""
     if result["overflow"] is not None:
         return f"NaN (overflow at token {result['overflow']:,})"
     norms, loss = result["log_norm_max"], result["last_quarter"]
@@ -129,9 +128,8 @@ def table_of_growth(found: dict[str, Any]) -> str:
         for std, curve in result["sizes"].items():
             last, overflow = curve["mean"][-1], curve["overflow"]
             text = "overflow of the norm" if last is None else number(last, 2)
-            row[f"mean log-norm at {LENGTH:,}, elements of std {std}"] = (
-                text if overflow is None else f"overflow at token {overflow:,}"
-            )
+            text = text if overflow is None else f"overflow at token {overflow:,}"
+            row[f"mean log-norm at {LENGTH:,}, elements of std {std}"] = text
         rows.append(row)
     return table(rows)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,9 @@ def peer(name: str, **options: Any) -> dict[str, Any]:
 
 def _forms(construction: str) -> dict[str, dict[str, Any]]:
     """The four forms that every construction is tried in."""
-    chunked = {"input": "chunked"}
     return {
-        f"{construction}, chunked": mru(construction, **chunked),
-        f"{construction}, chunked, gate and shift": mru(construction, **chunked, gate="silu", shift="blend"),
+        f"{construction}, chunked": mru(construction, input="chunked"),
+        f"{construction}, chunked, gate and shift": mru(construction, input="chunked", gate="silu", shift="blend"),
         f"{construction}, dense, rule": mru(construction, input="dense", rule=True),
         f"{construction}, dense, no rule": mru(construction, input="dense"),
     }
@@ -88,11 +87,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Name -> overrides."""
 
 
-def base() -> dict[str, Any]:
-    """The recipe that variants override."""
-    return read_toml(Path(str(resources.files("matmix.launch.lab.studies.mru") / "base.toml")))
-
-
 def configs(data: str, overrides: Mapping[str, Any]) -> dict[str, RunConfig]:
     """Variant -> its config on a dataset, but for learning rate, seed and run directory, all with as many parameters as
     attention.
@@ -100,13 +94,10 @@ def configs(data: str, overrides: Mapping[str, Any]) -> dict[str, RunConfig]:
     overrides: put into all, such as other steps. Raises FileNotFoundError and ValueError (one line) for data that
     cannot be read, and for a variant that cannot have so many parameters.
     """
-    values = merged(merged(base(), {"data": {"path": data}}), overrides)
+    values = merged(merged(read_toml(Path(__file__).with_name("base.toml")), {"data": {"path": data}}), overrides)
     found = {name: config_from_dict(merged(values, changes), f'variant "{name}"') for name, changes in VARIANTS.items()}
-    loader = make_loader(found[ATTENTION], "train", 0, 1)
-    try:
+    with contextlib.closing(make_loader(found[ATTENTION], "train", 0, 1)) as loader:
         found = {name: with_data_facts(config, loader) for name, config in found.items()}
-    finally:
-        loader.close()
     target = count_parameters(found[ATTENTION].model)
     return {name: equalised(name, config, target) for name, config in found.items()}
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from matmix.launch.lab.studies.mru import beyond, growth, speed
+from matmix.launch.lab.studies.mru import growth, speed
 from matmix.launch.lab.studies.mru.__main__ import main
 from matmix.launch.lab.studies.mru.grid import FOLLOWED, Results, best_runs, run_key, share
 from matmix.launch.lab.studies.mru.variants import MRU_VARIANTS, RATES, VARIANTS, configs
@@ -45,10 +45,9 @@ def test_the_rule_is_the_one_that_the_mru_states(dataset):
 
 def test_a_grid_is_run_once_and_reported(study, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    for module in (beyond, growth):
-        monkeypatch.setattr(module, "LENGTH", 128)
-    monkeypatch.setattr(beyond, "BIN", 64)
-    monkeypatch.setattr(beyond, "documents", lambda data, sha256: _documents(data, sha256))
+    monkeypatch.setattr(growth, "LENGTH", 128)
+    monkeypatch.setattr(growth, "BIN", 64)
+    monkeypatch.setattr(growth, "documents", lambda data, sha256: _documents(data, sha256))
     monkeypatch.setattr(growth, "CASES", {name: growth.CASES[name] for name in ("ldu, dense", "affine, chunked")})
     monkeypatch.setattr(speed, "CASES", {"affine, dense": speed.CASES["affine, dense"]})
     for name, value in {"BATCH": 1, "SEQLEN": 16, "WIDTH": 64}.items():
@@ -114,12 +113,12 @@ def test_long_stretches_lie_within_one_document(dataset, monkeypatch):
     from matmix.data.tokenizer import Tokenizer
 
     sha256 = Tokenizer.load(f"{dataset}/tokenizer").sha256
-    monkeypatch.setattr(beyond, "LENGTH", 16)
-    found = beyond.documents(dataset, sha256)
+    monkeypatch.setattr(growth, "LENGTH", 16)
+    found = growth.documents(dataset, sha256)
     assert all(ids.shape == labels.shape == (1, 16) for ids, labels in found)
-    monkeypatch.setattr(beyond, "LENGTH", 500)
+    monkeypatch.setattr(growth, "LENGTH", 500)
     with pytest.raises(ValueError, match="no document"):
-        beyond.documents(dataset, sha256)
+        growth.documents(dataset, sha256)
 
 
 @pytest.mark.parametrize(
