@@ -61,8 +61,7 @@ class RemoteCheckpoints(CheckpointManager):
             self.lease.check()
             self.sync.publish(step)
 
-        if step in self._uploaded:
-            self._uploaded.remove(step)
+        self._uploaded = [uploaded for uploaded in self._uploaded if uploaded != step]
         agree(begin, here=self._is_first(), group=group)
         agree(push, here=self._folder().leads, group=group)
         agree(finish, here=self._is_first(), group=group)
