@@ -31,7 +31,7 @@ import psutil
 
 from matmix.data.storage.remote import RemoteFolder
 from matmix.train.errors import RunFailure
-from matmix.train.run.lock import describe_owner, is_earlier_attempt, this_process
+from matmix.train.run.lock import describe_owner, in_use, is_earlier_attempt, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Lease:
         time.sleep(SETTLE_SECONDS)
         _, found = self._newest()
         if found.get("token") != self._content["token"]:
-            raise self._in_use(found)
+            raise in_use(self.remote.url, found.get("owner", {}))
         with contextlib.suppress(OSError):  # only the newest counts
             self.remote.remove(sorted({*self._names()} - {_name(self.starts)}))
         self._ended.clear()
@@ -123,13 +123,7 @@ class Lease:
             if not now.get("held"):
                 return
             if (now["token"], now["renewals"]) != (found["token"], found["renewals"]):
-                raise self._in_use(now)
-
-    def _in_use(self, found: dict[str, Any]) -> ValueError:
-        return ValueError(
-            f"run_dir {self.remote.url} is in use by another job ({describe_owner(found.get('owner', {}))}); wait for "
-            f"it to end or cancel it, or choose another --run-dir"
-        )
+                raise in_use(self.remote.url, now.get("owner", {}))
 
     def _renew(self) -> None:
         while self._taken_by is None and not self._ended.wait(RENEWAL_SECONDS):
@@ -152,11 +146,9 @@ class Lease:
     def _newest(self) -> tuple[int, dict[str, Any]]:
         """How often the run was started, and what the last start's lease says, {} where that cannot be read."""
         name = max(self._names(), default=BEFORE)
-        raw = self.remote.read(name)
-        try:
-            found = {} if raw is None else dict(json.loads(raw))
-        except (ValueError, TypeError):
-            found = {}
+        raw, found = self.remote.read(name), {}
+        with contextlib.suppress(ValueError, TypeError):
+            found = dict(json.loads(raw or "{}"))
         return (found.get("starts", 0) if name == BEFORE else int(Path(name).stem)), found
 
     def _names(self) -> list[str]:
