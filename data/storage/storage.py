@@ -122,17 +122,21 @@ class Storage:
     def check_shard(self, split: str, shard: ShardInfo) -> None:
         """Cheap check, without reading it, that a local shard is there and whole (remote ones: when
         fetched)."""
-        if self.remote:
-            return
-        stored = artifact_path(self.path, f"{split}/{shard.file}", self.path, nested=True)
-        if not stored.is_file():
-            raise FileNotFoundError(f"{self.path}: shard {split}/{shard.file} is missing; prepare the data again")
-        size = stored.stat().st_size
-        if size != shard.bytes:
-            raise DamagedShard(
-                f"{self.path}: shard {split}/{shard.file}",
-                f"has {size} bytes instead of {shard.bytes}, it is truncated or was changed; prepare the data again",
-            )
+        if not self.remote:
+            self._local_shard(split, shard, verify=False)
+
+    def _local_shard(self, split: str, shard: ShardInfo, verify: bool = True) -> Path:
+        """Path of a shard of a local dataset, as it is stored there; verify: its bytes are read, too."""
+        where = f"{self.path}: shard {split}/{shard.file}"
+        path = artifact_path(self.path, f"{split}/{shard.file}", self.path, nested=True)
+        if not path.is_file():
+            raise FileNotFoundError(f"{where} is missing; prepare the data again")
+        if (size := path.stat().st_size) != shard.bytes:
+            what = f"has {size} bytes instead of {shard.bytes}, it is truncated or was changed"
+            raise DamagedShard(where, f"{what}; prepare the data again")
+        if verify and sha256_of(path) != shard.sha256:
+            raise DamagedShard(where, _OTHER_HASH)
+        return path
 
     def shard(self, split: str, shard: ShardInfo, *, verify: bool = True) -> Path:
         """Local path of the uncompressed shard, downloaded and decompressed if need be.
@@ -150,14 +154,6 @@ class Storage:
             lambda path: not verify or self._is_good_copy(path, shard, compressed),
             lambda part: self._fill(part, split, shard, compressed),
         )
-
-    def _local_shard(self, split: str, shard: ShardInfo, verify: bool = True) -> Path:
-        """Path of a shard, as it was stored, of a local dataset."""
-        self.check_shard(split, shard)
-        path = artifact_path(self.path, f"{split}/{shard.file}", self.path, nested=True)
-        if verify and sha256_of(path) != shard.sha256:
-            raise DamagedShard(f"{self.path}: shard {split}/{shard.file}", _OTHER_HASH)
-        return path
 
     def _cached(self, name: str, is_good: Callable[[Path], bool], fill: Callable[[Path], object]) -> Path:
         """Path of a file in the cache, made by `fill` where it is not there or not good."""
