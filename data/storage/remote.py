@@ -8,6 +8,7 @@ its own files, and nothing here reads, shows or stores them.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -92,9 +93,7 @@ def persist(action: Callable[[], Result], what: str, *, patient: bool = True) ->
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception(lambda error: patient and _may_pass(error)),
         wait=tenacity.wait_exponential_jitter(initial=0.2, max=15, jitter=0.2),
-        stop=tenacity.stop_all(
-            tenacity.stop_after_attempt(_LEAST_ATTEMPTS), tenacity.stop_after_delay(max(seconds, 0.001))
-        ),
+        stop=tenacity.stop_after_attempt(_LEAST_ATTEMPTS) & tenacity.stop_after_delay(max(seconds, 0.001)),
         reraise=True,
     )
     try:
@@ -171,17 +170,15 @@ class RemoteFolder:
             files = {name[start:]: info for name, info in found.items() if info["type"] == "file"}
             return {name: int(info["size"] or 0) for name, info in files.items() if _stays_below(name)}
 
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return self._do("list", prefix, look)
-        except FileNotFoundError:
-            return {}
+        return {}
 
     def read(self, name: str) -> bytes | None:
         """A small file's content; None where there is no such file."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return self._do("read", name, lambda client, path: client.cat_file(path))
-        except FileNotFoundError:
-            return None
+        return None
 
     def download(self, name: str, target: Path, largest: int | None = None) -> None:
         """Fetches a file; `target` appears whole or not at all.
@@ -248,10 +245,8 @@ class RemoteFolder:
     def remove(self, names: Iterable[str]) -> None:
         """Removes files, in the order given; those that are not there are passed over."""
         for name in names:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._do("remove", name, lambda client, path: client.rm_file(path))
-            except FileNotFoundError:
-                continue
 
     # -- many files --------------------------------------------------------------------------------------
 
@@ -290,5 +285,4 @@ def _each(names: Iterable[str], action: Callable[[str], object], done: Callable[
         done(name)
 
     with ThreadPoolExecutor(_CONCURRENT, thread_name_prefix="matmix-remote") as pool:
-        for _ in pool.map(one, names):
-            pass
+        list(pool.map(one, names))  # raises what one of them did

@@ -72,9 +72,8 @@ class Storage:
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", path.rstrip("/").rsplit("/", 1)[-1]) or "data"
         self._cache_is_named = bool(cache_dir)
         self.cache = _cache_root(path, self.remote, cache_dir) / f"{stem}-{self.digest[:16]}"
-        if self.remote and not (self.cache / "manifest.json").exists():
-            with self._lock("manifest.json"):
-                self._publish("manifest.json", lambda part: part.write_bytes(raw))
+        if self.remote:
+            self._cached("manifest.json", lambda path: True, lambda part: part.write_bytes(raw))
 
     @property
     def root(self) -> Path:
@@ -87,31 +86,24 @@ class Storage:
         Raises FileNotFoundError if it is missing, ValueError if it is not the file that the manifest means.
         """
         target = artifact_path(self.root, name, self.path, nested=True)
-        known = name in self._checked or name not in self._digests
-        if target.exists() and (known or self._is_the_file(name, target)):
-            return target
-        if not self.remote:
-            if not target.exists():
-                raise FileNotFoundError(f"{self.path}: {name} is missing; prepare the data again")
+
+        def is_good(path: Path) -> bool:  # hashed once in a process
+            if name not in self._checked and _has_digest(path, self._digests.get(name)):
+                self._checked.add(name)
+            return name in self._checked
+
+        if self.remote:
+            return self._cached(name, is_good, lambda part: self._download_file(name, part))
+        if not target.exists():
+            raise FileNotFoundError(f"{self.path}: {name} is missing; prepare the data again")
+        if not is_good(target):
             raise ValueError(f"{self.path}: {name} {_OTHER_HASH}")
-        with self._lock(name):
-            if not target.exists() or not (known or self._is_the_file(name, target)):
-                self._publish(name, lambda part: self._download_file(name, part))
         return target
 
-    def _is_the_file(self, name: str, path: Path) -> bool:
-        """Whether the file has the digest that the manifest has for it; asked once in a process."""
-        if sha256_of(path) != self._digests[name]:
-            return False
-        self._checked.add(name)
-        return True
-
     def _download_file(self, name: str, target: Path) -> None:
-        self._download(name, target, self._largest(name))
-        if name in self._digests and not self._is_the_file(name, target):
-            self._download(name, target, self._largest(name))
-            if not self._is_the_file(name, target):
-                raise ValueError(f"{self.path}: {name} {_OTHER_HASH}")
+        if not self._download(name, target, self._largest(name), self._digests.get(name)):
+            raise ValueError(f"{self.path}: {name} {_OTHER_HASH}")
+        self._checked.add(name)
 
     def _largest(self, name: str) -> int:
         """Bytes that a file beside the shards may have."""
@@ -130,17 +122,21 @@ class Storage:
     def check_shard(self, split: str, shard: ShardInfo) -> None:
         """Cheap check, without reading it, that a local shard is there and whole (remote ones: when
         fetched)."""
-        if self.remote:
-            return
-        stored = artifact_path(self.path, f"{split}/{shard.file}", self.path, nested=True)
-        if not stored.is_file():
-            raise FileNotFoundError(f"{self.path}: shard {split}/{shard.file} is missing; prepare the data again")
-        size = stored.stat().st_size
-        if size != shard.bytes:
-            raise DamagedShard(
-                f"{self.path}: shard {split}/{shard.file}",
-                f"has {size} bytes instead of {shard.bytes}, it is truncated or was changed; prepare the data again",
-            )
+        if not self.remote:
+            self._local_shard(split, shard, verify=False)
+
+    def _local_shard(self, split: str, shard: ShardInfo, verify: bool = True) -> Path:
+        """Path of a shard of a local dataset, as it is stored there; verify: its bytes are read, too."""
+        where = f"{self.path}: shard {split}/{shard.file}"
+        path = artifact_path(self.path, f"{split}/{shard.file}", self.path, nested=True)
+        if not path.is_file():
+            raise FileNotFoundError(f"{where} is missing; prepare the data again")
+        if (size := path.stat().st_size) != shard.bytes:
+            what = f"has {size} bytes instead of {shard.bytes}, it is truncated or was changed"
+            raise DamagedShard(where, f"{what}; prepare the data again")
+        if verify and sha256_of(path) != shard.sha256:
+            raise DamagedShard(where, _OTHER_HASH)
+        return path
 
     def shard(self, split: str, shard: ShardInfo, *, verify: bool = True) -> Path:
         """Local path of the uncompressed shard, downloaded and decompressed if need be.
@@ -152,20 +148,23 @@ class Storage:
         stored = f"{split}/{shard.file}"
         compressed = self.manifest.compression is not None
         if not self.remote and not compressed:
-            self.check_shard(split, shard)
-            path = artifact_path(self.path, stored, self.path, nested=True)
-            if verify:
-                self._check_hash(path, shard, stored)
-            return path
-        name = f"{split}/{Path(shard.file).stem}" if compressed else stored
+            return self._local_shard(split, shard, verify)
+        return self._cached(
+            f"{split}/{Path(shard.file).stem}" if compressed else stored,
+            lambda path: not verify or self._is_good_copy(path, shard, compressed),
+            lambda part: self._fill(part, split, shard, compressed),
+        )
+
+    def _cached(self, name: str, is_good: Callable[[Path], bool], fill: Callable[[Path], object]) -> Path:
+        """Path of a file in the cache, made by `fill` where it is not there or not good."""
         target = artifact_path(self.cache, name, self.path, nested=True)
-        if target.exists() and (not verify or self._is_good_copy(target, shard, compressed)):
+        if target.exists() and is_good(target):
             return target
         with self._lock(name):
             there = target.exists()
-            if there and (not verify or self._is_good_copy(target, shard, compressed)):
+            if there and is_good(target):
                 return target
-            self._publish(name, lambda part: self._fill(part, split, shard, compressed))
+            self._publish(name, fill)
             if there:
                 logger.warning(f"{target} was damaged in the data cache, or could not be checked: it was made again")
         return target
@@ -180,14 +179,9 @@ class Storage:
     def _fill(self, part: Path, split: str, shard: ShardInfo, compressed: bool) -> None:
         stored = f"{split}/{shard.file}"
         if not compressed:
-            self._download_shard(stored, part, shard)
-            return
+            return self._download_shard(stored, part, shard)
         if not self.remote:
-            self.check_shard(split, shard)
-            source = artifact_path(self.path, stored, self.path, nested=True)
-            self._check_hash(source, shard, stored)
-            self._decompress(source, part, shard, stored)
-            return
+            return self._decompress(self._local_shard(split, shard), part, shard, stored)
         source = part.with_name(part.name + ".source")
         try:
             self._download_shard(stored, source, shard)
@@ -197,14 +191,11 @@ class Storage:
 
     def _download_shard(self, stored: str, target: Path, shard: ShardInfo) -> None:
         try:
-            self._download(stored, target, shard.bytes)
-            self._check_hash(target, shard, stored)
+            problem = "" if self._download(stored, target, shard.bytes, shard.sha256) else _OTHER_HASH
         except FileTooLarge as error:
-            raise DamagedShard(f"{self.path}: shard {stored}", f"is damaged: {error}") from None
-        except DamagedShard:
-            # Damaged on the way, or where it lies? A second copy tells.
-            self._download(stored, target, shard.bytes)
-            self._check_hash(target, shard, stored)
+            problem = f"is damaged: {error}"
+        if problem:
+            raise DamagedShard(f"{self.path}: shard {stored}", problem)
 
     def _decompress(self, source: Path, part: Path, shard: ShardInfo, stored: str) -> None:
         largest = shard.largest_raw_size(self.manifest.dtype)
@@ -217,10 +208,6 @@ class Storage:
             raise DamagedShard(where, f"decompresses to other bytes than its manifest says; {_FETCH_AGAIN}")
         if shard.raw_sha256 is None:
             write_note(part.with_name(part.name.rpartition(".part-")[0]), shard, digest)
-
-    def _check_hash(self, path: Path, shard: ShardInfo, stored: str) -> None:
-        if sha256_of(path) != shard.sha256:
-            raise DamagedShard(f"{self.path}: shard {stored}", _OTHER_HASH)
 
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[None]:
@@ -255,17 +242,28 @@ class Storage:
         finally:
             part.unlink(missing_ok=True)
 
-    def _download(self, name: str, target: Path, largest: int = _LARGEST_FILE) -> None:
-        download(f"{self.path.rstrip('/')}/{name}", target, largest)
+    def _download(self, name: str, target: Path, largest: int, digest: str | None) -> bool:
+        """Whether the file has this digest, if one is given. Where it has not, a second copy tells if it was damaged on
+        the way or is where it lies."""
+        for _ in range(2):
+            download(f"{self.path.rstrip('/')}/{name}", target, largest)
+            if _has_digest(target, digest):
+                return True
+        return False
 
     def _read_remote_manifest(self) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "manifest.json"
             try:
-                self._download("manifest.json", target)
+                self._download("manifest.json", target, _LARGEST_FILE, None)
             except FileNotFoundError:
                 raise FileNotFoundError(f"there is no prepared dataset at {self.path}: no manifest.json") from None
             return target.read_bytes()
+
+
+def _has_digest(path: Path, digest: str | None) -> bool:
+    """Whether a file has a SHA-256, if there is one that it should have."""
+    return digest is None or sha256_of(path) == digest
 
 
 def _cache_root(path: str, remote: bool, cache_dir: str) -> Path:

@@ -13,7 +13,7 @@ from matmix.data.storage.urls import has_secret
 from matmix.launch.cli import main
 from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config, read_toml
-from matmix.train.run.remote import local_outline, local_run
+from matmix.train.run.remote import fetch_run, local_outline
 
 SECRET = "hunter2+abc"
 WITH_SECRETS = [
@@ -63,7 +63,7 @@ def test_every_option_refuses_it_without_repeating_it(url, tmp_path):
         assert "hunter2" not in str(raised.value)
         assert "\n" not in str(raised.value)
     if "::" not in url:  # where a URL of a run is known by its beginning
-        for use in (RemoteFolder, local_run, local_outline, load_config):
+        for use in (RemoteFolder, fetch_run, local_outline, load_config):
             with pytest.raises(ValueError, match="may not hold a password") as raised:
                 use(url)
             assert "hunter2" not in str(raised.value)

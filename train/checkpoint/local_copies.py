@@ -70,7 +70,7 @@ class LocalCopies:
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", run.rstrip("/").rsplit("/", 1)[-1])[:64]
         self._of_run = self._base / f"{stem}-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
         self.folder = self._of_run  # of this node, once `_open` has looked who else is here
-        self._node = FolderGroup.of_node()
+        self._node, self._is_first = FolderGroup.of_node(), rank_and_world_size()[0] == 0
         self._leaders: list[int] = []  # the rank that leads each node, in order of the nodes' numbers
         self._number = 0  # of this node in that order
         self._start = ""
@@ -86,7 +86,7 @@ class LocalCopies:
         ranks need to load it. None if there is none; a line of warning names one that is not whole."""
         if self.off or not self._open():
             return None
-        kept = from_rank_zero(self._read_record() if self._is_first() else [])
+        kept = from_rank_zero(self._read_record() if self._is_first else [])
         found = self._find(kept, after) if self._node.leads else {}
         everywhere = gather_objects({step: said for step, (said, _) in found.items()})
         for step in sorted({step for part in everywhere for step in part}, reverse=True):
@@ -144,10 +144,8 @@ class LocalCopies:
         shards = set(engine.shards(files)) if fits else set()
         self._fetch(path, files, held, [files.keys() - shards] * len(held))
         if shards:
-            wanted: list[set[str]] = [set() for _ in held]
-            for number, part in gather_objects((self._number, engine.shards_to_load(path, layout))):
-                wanted[number] |= part
-            self._fetch(path, files, held, wanted)
+            wanted = self._by_node(engine.shards_to_load(path, layout))
+            self._fetch(path, files, held, [set().union(*parts) for parts in wanted])
         there = (path / MANIFEST).is_file()
         agree(lambda: write_atomic(path / MANIFEST, raw), here=self._node.leads and not there)
 
@@ -181,22 +179,17 @@ class LocalCopies:
         the reading."""
         good = []
         for name in names[self._node.index :: self._node.count]:
-            try:
+            with contextlib.suppress(OSError, ValueError):  # cannot be read, or is a link: not held
                 if matches(artifact_path(path, name, path, nested=True), files[name]):
                     good.append(name)
-            except (OSError, ValueError):  # cannot be read, or is a link: not held
-                continue
-        held: list[set[str]] = [set() for _ in self._leaders]
-        for number, part in gather_objects((self._number, good)):
-            held[number].update(part)
-        return held
+        return [set().union(*parts) for parts in self._by_node(good)]
 
     def follow(self, origin: Path | None) -> None:
         """The run goes on from the checkpoint `origin`, or from its beginning: no copy but that one, if it is one,
         counts from now on, and those on this node are removed."""
         kept = origin if origin is not None and origin.parent == self.folder else None
         if self.off or not self._open():
-            if self._is_first():
+            if self._is_first:
                 self.record.unlink(missing_ok=True)
             if self._node.leads and self._of_run.is_dir() and is_own(self._base):
                 shutil.rmtree(self._of_run, ignore_errors=True)
@@ -205,7 +198,7 @@ class LocalCopies:
         before = None if kept is None else [read_manifest(kept)["extra"][START], step_of(kept.name)]
         record = json.dumps({"name": self._start, "origin": before}) + "\n"
         try:
-            agree(lambda: write_atomic(self.record, record), here=self._is_first())
+            agree(lambda: write_atomic(self.record, record), here=self._is_first)
         except OSError as error:
             self.give_up(f"{self.record} cannot be written ({complaint(error)})")
         if self._node.leads:
@@ -215,7 +208,7 @@ class LocalCopies:
         """Removes the copies of a run that has saved all it did."""
         if not self._leaders:  # there never were any
             return
-        if self._is_first():
+        if self._is_first:
             self.record.unlink(missing_ok=True)
         gather_objects(None)  # not before: copies that are there in part only would cost the next start a warning
         if self._node.leads:
@@ -233,9 +226,7 @@ class LocalCopies:
     def has_room(self, size: int) -> bool:
         """Whether every node has room for two copies, the one that is there and the next; else there are none from now
         on, and a line says so. size: bytes that this rank writes."""
-        sizes = [0] * len(self._leaders)
-        for number, part in gather_objects((self._number, size)):
-            sizes[number] += part
+        sizes = [sum(parts) for parts in self._by_node(size)]
         if self._shares:
             sizes = [own + sizes[number - 1] for number, own in enumerate(sizes)]
         if max(sizes) <= self._room_for:
@@ -285,9 +276,10 @@ class LocalCopies:
 
     # -- nodes -------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _is_first() -> bool:
-        return rank_and_world_size()[0] == 0
+    def _by_node(self, value: Any) -> list[list[Any]]:
+        """What the ranks of each node say, in the order of `_leaders`."""
+        everywhere = gather_objects((self._number, value))
+        return [[said for of, said in everywhere if of == number] for number in range(len(self._leaders))]
 
     @property
     def _shares(self) -> bool:

@@ -44,17 +44,15 @@ def _left_of_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path(
     except OSError:
         return
     for line in lines:
-        _, _, rest = line.partition(":")
-        kinds, _, path = rest.partition(":")
+        _, kinds, path = line.split(":", 2)
         if kinds not in _FILES:
             continue
         top = root / kinds
         group = top / path.lstrip("/")
         for place in (group, *group.parents):
-            if place != top and top not in place.parents:
+            if not place.is_relative_to(top):
                 break
-            left = _left(place, *_FILES[kinds])
-            if left is not None:
+            if (left := _left(place, *_FILES[kinds])) is not None:
                 yield left
 
 

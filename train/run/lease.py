@@ -23,12 +23,15 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from matmix.data.storage.remote import RemoteFolder
 from matmix.train.errors import RunFailure
-from matmix.train.run.lock import describe_owner, is_earlier_attempt, this_process
+from matmix.train.run.lock import describe_owner, in_use, is_earlier_attempt, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +79,13 @@ class Lease:
             "starts": self.starts,
         }
         with contextlib.suppress(FileExistsError):  # of another job, or ours: the answer to the first try may be lost
-            self.remote.create(_name(self.starts), self._encoded())
+            self._send(self.remote.create)
         time.sleep(SETTLE_SECONDS)
         _, found = self._newest()
         if found.get("token") != self._content["token"]:
-            raise self._in_use(found)
+            raise in_use(self.remote.url, found.get("owner", {}))
         with contextlib.suppress(OSError):  # only the newest counts
-            self.remote.remove([name for name in self._names() if name != _name(self.starts)])
+            self.remote.remove(sorted({*self._names()} - {_name(self.starts)}))
         self._ended.clear()
         self._renewing = threading.Thread(target=self._renew, name="lease of the run", daemon=True)
         self._renewing.start()
@@ -102,20 +105,17 @@ class Lease:
             return
         self._renewing.join()
         self._renewing = None
-        try:
+        with contextlib.suppress(OSError):  # it lapses by itself
             if self._find_other() is None:
                 self._content["held"] = False
-                self.remote.write(_name(self.starts), self._encoded())
-        except OSError:
-            pass  # it lapses by itself
+                self._send(self.remote.write)
         self._content = {}
 
     def _watch(self, found: dict[str, Any]) -> None:
         """Returns once nothing was renewed for long enough; raises ValueError as soon as something is."""
         owner = describe_owner(found["owner"])
-        logger.info(
-            f"{self.remote.url} was held by another job ({owner}): looking for {LAPSE_SECONDS:.0f} s if it is gone"
-        )
+        looking = f"looking for {LAPSE_SECONDS:.0f} s if it is gone"
+        logger.info(f"{self.remote.url} was held by another job ({owner}): {looking}")
         end = time.monotonic() + LAPSE_SECONDS
         while time.monotonic() < end:
             time.sleep(min(1.0, LAPSE_SECONDS / 10))
@@ -123,24 +123,15 @@ class Lease:
             if not now.get("held"):
                 return
             if (now["token"], now["renewals"]) != (found["token"], found["renewals"]):
-                raise self._in_use(now)
-
-    def _in_use(self, found: dict[str, Any]) -> ValueError:
-        return ValueError(
-            f"run_dir {self.remote.url} is in use by another job ({describe_owner(found.get('owner', {}))}); wait for "
-            f"it to end or cancel it, or choose another --run-dir"
-        )
+                raise in_use(self.remote.url, now.get("owner", {}))
 
     def _renew(self) -> None:
-        while not self._ended.wait(RENEWAL_SECONDS):
-            try:
+        while self._taken_by is None and not self._ended.wait(RENEWAL_SECONDS):
+            with contextlib.suppress(OSError):  # a store that is away is asked again; others may take the run meanwhile
                 self._taken_by = self._find_other()
-                if self._taken_by is not None:
-                    return
-                self._content["renewals"] += 1
-                self.remote.write(_name(self.starts), self._encoded())
-            except OSError:
-                continue  # a store that is away is asked again; meanwhile others may take the run
+                if self._taken_by is None:
+                    self._content["renewals"] += 1
+                    self._send(self.remote.write)
 
     def _find_other(self) -> dict[str, Any] | None:
         """The lease of another job that has taken the run, if there is one.
@@ -155,18 +146,16 @@ class Lease:
     def _newest(self) -> tuple[int, dict[str, Any]]:
         """How often the run was started, and what the last start's lease says, {} where that cannot be read."""
         name = max(self._names(), default=BEFORE)
-        raw = self.remote.read(name)
-        try:
-            found = {} if raw is None else dict(json.loads(raw))
-        except (ValueError, TypeError):
-            found = {}
+        raw, found = self.remote.read(name), {}
+        with contextlib.suppress(ValueError, TypeError):
+            found = dict(json.loads(raw or "{}"))
         return (found.get("starts", 0) if name == BEFORE else int(Path(name).stem)), found
 
     def _names(self) -> list[str]:
         return [name for name in self.remote.sizes(FOLDER) if _NAME.fullmatch(name)]
 
-    def _encoded(self) -> bytes:
-        return json.dumps(self._content).encode()
+    def _send(self, put: Callable[[str, bytes], None]) -> None:
+        put(_name(self.starts), json.dumps(self._content).encode())
 
 
 def _name(starts: int) -> str:
@@ -182,14 +171,6 @@ def _process_space() -> str:
 
 
 def _is_gone(owner: dict[str, Any]) -> bool:
-    if is_earlier_attempt(owner):
-        return True
-    if not owner.get("space") or owner["space"] != _process_space() or owner.get("host") != socket.gethostname():
-        return False
-    try:
-        os.kill(int(owner["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, ValueError, TypeError):
-        return False
-    return False
+    place, here = (owner.get("space"), owner.get("host")), (_process_space(), socket.gethostname())
+    was_here = bool(owner.get("space")) and place == here and isinstance(owner.get("pid"), int)
+    return is_earlier_attempt(owner) or (was_here and not psutil.pid_exists(owner["pid"]))

@@ -66,10 +66,7 @@ class RunLock:
             owner = self.owner()
             if not is_earlier_attempt(owner) or time.monotonic() > deadline:
                 self.release()
-                raise ValueError(
-                    f"run_dir {self.path.parent} is in use by another job ({describe_owner(owner)}); wait for it to "
-                    f"end or cancel it, or choose another --run-dir"
-                )
+                raise in_use(self.path.parent, owner)
             if not waiting:
                 waiting = True
                 logger.info(
@@ -118,6 +115,12 @@ def describe_owner(owner: dict[str, Any]) -> str:
         f"host {owner.get('host')}, process {owner.get('pid')}{job}, attempt {owner.get('attempt')}, "
         f"since {owner.get('since')}"
     )
+
+
+def in_use(run_dir: str | Path, owner: dict[str, Any]) -> ValueError:
+    """What those are told who want a run that another job has."""
+    what = f"run_dir {run_dir} is in use by another job ({describe_owner(owner)})"
+    return ValueError(f"{what}; wait for it to end or cancel it, or choose another --run-dir")
 
 
 def _forget_in_child() -> None:

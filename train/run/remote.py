@@ -135,11 +135,6 @@ def _read(url: str, use: str) -> _Reading:
     return reading
 
 
-def local_run(run: str | Path, *, step: int | None = None) -> Path:
-    """A run directory to read from: `run` itself, or for a URL a copy of it with one checkpoint, as `fetch_run`."""
-    return fetch_run(run, step=step)[0]
-
-
 def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = False) -> tuple[Path, Path | None]:
     """A run directory to read from, which is `run` itself or for a URL a copy, and in a copy its checkpoint, if there
     is one: it is whole.
@@ -170,7 +165,7 @@ def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = 
 
 
 def local_outline(run: str | Path, *, whole: bool = False) -> Path:
-    """As `local_run`, but with all checkpoints: their manifests, and files without content that have the right sizes.
+    """As `fetch_run`, but with all checkpoints: their manifests, and files without content that have the right sizes.
 
     whole: with their content, damaged as it may be.
     """

@@ -25,6 +25,7 @@ class RemoteCheckpoints(CheckpointManager):
         base."""
         super().__init__(sync.folder / "checkpoints", **options)
         self.sync, self.lease, self.up_to_date = sync, lease, up_to_date
+        self._is_first = rank_and_world_size()[0] == 0
         self._uploaded: list[int] = []  # valid at the URL, as far as is known; the same on all ranks
 
     @property
@@ -39,10 +40,6 @@ class RemoteCheckpoints(CheckpointManager):
 
     def _folder(self) -> FolderGroup:
         return FolderGroup.of_node()
-
-    @staticmethod
-    def _is_first() -> bool:
-        return rank_and_world_size()[0] == 0
 
     # -- saving ------------------------------------------------------------------------------------------
 
@@ -61,11 +58,10 @@ class RemoteCheckpoints(CheckpointManager):
             self.lease.check()
             self.sync.publish(step)
 
-        if step in self._uploaded:
-            self._uploaded.remove(step)
-        agree(begin, here=self._is_first(), group=group)
+        self._uploaded = [uploaded for uploaded in self._uploaded if uploaded != step]
+        agree(begin, here=self._is_first, group=group)
         agree(push, here=self._folder().leads, group=group)
-        agree(finish, here=self._is_first(), group=group)
+        agree(finish, here=self._is_first, group=group)
         self._uploaded = sorted([*self._uploaded, step])
         kept = {step, *self._uploaded[-self.keep_last :]}
         self._uploaded = [s for s in self._uploaded if s in kept or self._stays_for_ever(s)]
@@ -76,7 +72,7 @@ class RemoteCheckpoints(CheckpointManager):
     def _prune(self, written: int) -> None:
         """Leaves the newest here, and at the URL what `_uploaded` says."""
         self._remove_all_but({written, *self._uploaded[-self.keep_last :]})
-        if self._is_first():
+        if self._is_first:
             try:
                 self.sync.remove_all_but({*self._uploaded, written})
             except OSError as error:
@@ -86,7 +82,7 @@ class RemoteCheckpoints(CheckpointManager):
 
     def _steps_to_try(self) -> list[int]:
         """Those at the URL. A checkpoint that the last start wrote but could not upload is uploaded first."""
-        steps = agree(self.sync.remote_steps, here=self._is_first())[0]
+        steps = agree(self.sync.remote_steps, here=self._is_first)[0]
         unsent = self._find_unsent(max(steps, default=-1))
         if unsent is not None:
             try:

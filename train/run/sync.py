@@ -96,14 +96,13 @@ class RunSync:
         found: dict[str, tuple[int, int]] = {}
         for path in self.folder.rglob("*"):
             name = path.relative_to(self.folder).as_posix()
-            if name.startswith(f"{CHECKPOINTS}/") or _OWN.fullmatch(name) or not path.is_file():
-                continue
-            if self.first or _OF_RANKS.fullmatch(name):
+            is_record = not name.startswith(f"{CHECKPOINTS}/") and not _OWN.fullmatch(name)
+            if is_record and (self.first or _OF_RANKS.fullmatch(name)) and path.is_file():
                 state = path.stat()
                 found[name] = (state.st_size, state.st_mtime_ns)
-        changed = [name for name, state in found.items() if self._sent.get(name) != state]
+        changed = dict(found.items() - self._sent.items())
         self.remote.upload_all(self.folder, changed)
-        self._sent.update((name, found[name]) for name in changed)
+        self._sent.update(changed)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -129,8 +128,7 @@ class RunSync:
 
     def _by_step(self) -> list[tuple[str, int]]:
         """Name and step of every file of the checkpoints at the URL."""
-        parts = ((name, name.split("/")) for name in self.remote.sizes(CHECKPOINTS))
-        steps = ((name, step_of(split[1])) for name, split in parts if len(split) > 2)
+        steps = [(name, step_of(name.split("/")[1])) for name in self.remote.sizes(CHECKPOINTS) if name.count("/") > 1]
         return [(name, step) for name, step in steps if step is not None]
 
     def withdraw(self, step: int) -> None:

@@ -20,7 +20,7 @@ from saved_weights import read_weights
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.run import lease, remote, remote_checkpoints
 from matmix.train.run.outcome import local_folder
-from matmix.train.run.remote import local_outline, local_run
+from matmix.train.run.remote import fetch_run, local_outline
 from matmix.train.run.sync import RunSync
 
 STEPS = ("--steps", "12", "--checkpoint.every", "4", "--logging.every", "1", "--evaluation.every", "0")
@@ -67,7 +67,7 @@ def steps_at(store) -> list[str]:
 
 
 def weights_at(url: str, step: int) -> dict:
-    return dict(read_weights(CheckpointManager(local_run(url) / "checkpoints").path(step)))
+    return dict(read_weights(CheckpointManager(fetch_run(url)[0] / "checkpoints").path(step)))
 
 
 def test_a_run_goes_on_elsewhere_as_if_nothing_had_happened(store, url, dataset, tmp_path, straight, capsys):
@@ -331,15 +331,15 @@ def contents(folder) -> dict[str, bytes]:
 def test_what_somebody_reads_stays_as_it_is_whatever_others_read(store, url, dataset, tmp_path):
     """Listings, other checkpoints and other processes leave a copy alone for as long as its reader runs."""
     run_recipe("debug_mru", dataset, url, *STEPS)
-    own = local_run(url, step=8)
+    own = fetch_run(url, step=8)[0]
     checkpoint = own / "checkpoints" / "step-00000008"
     before = contents(checkpoint)
     assert local_outline(url) != own
-    assert (local_run(url, step=12) / "checkpoints" / "step-00000012").is_dir()
+    assert (fetch_run(url, step=12)[0] / "checkpoints" / "step-00000012").is_dir()
     assert contents(checkpoint) == before
     program = (
-        "import sys; from matmix.train.run.remote import local_outline, local_run; url = sys.argv[1];"
-        "local_outline(url); print(local_run(url, step=12))"
+        "import sys; from matmix.train.run.remote import fetch_run, local_outline; url = sys.argv[1];"
+        "local_outline(url); print(fetch_run(url, step=12)[0])"
     )
     environment = {**os.environ, **store.environment(), "MATMIX_SCRATCH": str(tmp_path / "scratch")}
     found = subprocess.run(
