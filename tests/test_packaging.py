@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from nightly import nightly
 from paths import ROOT
 
 ROOMS = ("kernels", "model", "data", "train", "launch")
@@ -79,7 +80,7 @@ def test_help_needs_no_data(words, tmp_path):
     assert "usage:" in run.stdout
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", ["bash", nightly("zsh"), nightly("fish")])
 def test_a_shell_can_complete_verbs_and_options(shell, tmp_path):
     matmix, script = Path(sys.executable).with_name("matmix"), tmp_path / "completion"
     words = [str(matmix), "--tyro-write-completion", shell, str(script)]

@@ -35,6 +35,7 @@ progress = false
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_read_and_score_what_one_does(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)

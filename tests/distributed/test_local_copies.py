@@ -45,6 +45,7 @@ STORY = [
         pytest.param("fsdp2", 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_lost_node_loses_nothing(engine, ranks, dataset, tmp_path):
     """Nor does a damaged copy, where the neighbour has another; what no node has any more is not used."""
     common = ["--data.path", dataset, "--device", "cpu", "--steps", "20", "--checkpoint.every", "5", *ENGINES[engine]]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import scenarios
 from harness import run_distributed
+from nightly import nightly
 from saved_weights import read_weights
 
 STEPS = 4
@@ -31,7 +32,8 @@ def history(run_dir):
     return [(line["loss"], line["grad_norm"], line["tokens"]) for line in steps], validation[-1]["loss"]
 
 
-def test_loop_on_any_engine_and_number_of_ranks(dataset, tmp_path):
+@pytest.mark.parametrize("more", [(2,), nightly((2, 4))], ids=str)
+def test_loop_on_any_engine_and_number_of_ranks(dataset, tmp_path, more):
     zero3 = ["--engine.name", "deepspeed", "--engine.zero-stage", "3"]
     recompute = ["--engine.activation-checkpointing", "selective", "--engine.selective-by", "op"]
     planned = {
@@ -40,14 +42,14 @@ def test_loop_on_any_engine_and_number_of_ranks(dataset, tmp_path):
         4: runs(dataset, tmp_path / "4", {"hsdp": ["--engine.replicate", "2"]}),
     }
     scenarios.train_recipes(list(planned[1].values()))
-    for ranks in (2, 4):
+    for ranks in more:
         run_distributed(scenarios.train_recipes, ranks, arguments=(list(planned[ranks].values()),))
     for recipe in RECIPES:
         reference = tmp_path / "1" / f"{recipe}-plain"
         steps, validation = history(reference)
         assert len(steps) == STEPS
         weights = dict(read_weights(reference / "checkpoints" / f"step-{STEPS:08d}"))
-        for run_dir in (Path(path) for ranks in (2, 4) for path, (name, _) in planned[ranks].items() if name == recipe):
+        for run_dir in (Path(path) for ranks in more for path, (name, _) in planned[ranks].items() if name == recipe):
             found, found_validation = history(run_dir)
             for step, (got, want) in enumerate(zip(found, steps, strict=True)):
                 assert got == pytest.approx(want, rel=2e-4), (run_dir.name, step)

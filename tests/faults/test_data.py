@@ -37,6 +37,7 @@ def damage_in(run):
     return [record["damaged"] for record in run.records()]
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_ends_the_run_or_is_left_out_and_counted(make_run, damaged):
     path, names = damaged
     options = ("--data.path", str(path), "--data.workers", "1", "--data.shuffle", "False")

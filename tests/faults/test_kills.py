@@ -179,6 +179,7 @@ def test_a_hundred_kills_at_random_times(make_run, two_ranks):
     _kill_until_finished(make_run, two_ranks, seed=random.SystemRandom().randrange(2**32), kills=100)
 
 
+@pytest.mark.slow
 def test_a_kill_before_the_last_checkpoints_were_cleared(make_run, two_ranks):
     """What the end of the run would have removed the next start removes."""
     run = make_run(ranks=2)

@@ -55,7 +55,8 @@ def test_two_jobs_on_one_run_directory(make_run, one_rank):
     assert_same(run, one_rank)
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
 def test_nan_gradients_on_one_rank(make_run, two_ranks, engine):
     """All ranks skip the step. (A skipped step changes the weights that follow, so there is another curve.)"""
     fault, options = {"kind": "nan_gradients", "step": 8, "rank": 1}, ("--engine.name", engine)

@@ -34,6 +34,7 @@ def test_a_changed_weight_stops_the_run_and_the_next_start_goes_on(make_run, two
     assert_same(run, two_copies)
 
 
+@pytest.mark.slow
 def test_a_changed_weight_sends_the_run_back(make_run, two_copies):
     run = make_run(*DDP, *EVERY, "--faults.on-replica-difference", "restore", ranks=2)
     attempt = run.finish(faults=[{"kind": "flip_a_bit", "step": 13, "rank": 1, "once": True}])

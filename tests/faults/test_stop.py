@@ -48,6 +48,7 @@ def test_between_steps_on_one_rank_of_two(make_run, two_ranks):
     assert_same(run, two_ranks)
 
 
+@pytest.mark.slow
 def test_while_the_parts_of_the_run_are_made(make_run, one_rank):
     run = make_run()
     stop_at(run, {"kind": "pause_in", "function": f"{LOOP}:make_loader"}, signal.SIGTERM)
@@ -122,6 +123,7 @@ def test_to_every_process_of_the_run(number, make_run, one_rank):
     assert_same(run, one_rank)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_leaves_at_once(make_run, one_rank):
     run = make_run()
     attempt = run.start(faults=[{"kind": "hang", "step": 7, "markers": True}])
@@ -157,6 +159,7 @@ runpy.run_module("matmix.train", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow
 def test_during_imports(make_run, one_rank, tmp_path):
     run = make_run()
     process = subprocess.Popen(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compare import packed, rmse_ratio
 from mru_inputs import FUSED, mixer_inputs
+from nightly import each_value_once, nightly
 from test_quasiseparable import make
 from test_semiseparable import make as make_causal
 
@@ -49,8 +50,7 @@ def assert_close(op, definition, inputs, device, tolerance=5e-3, op_options=None
     assert all(error <= tolerance for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("shift", [True, False])
-@pytest.mark.parametrize("kind", ["token", "strong", "mixed", "none"])
+@pytest.mark.parametrize(("kind", "shift"), each_value_once(["token", "strong", "mixed", "none"], [True, False]))
 def test_bidirectional_scan(interpreter, shift, kind):
     assert_close(
         quasiseparable_scan, quasiseparable_definition, make(200, kind=kind, **SIZES), interpreter, shift=shift
@@ -69,7 +69,7 @@ def test_lion(interpreter):
     assert_close(quasiseparable_scan, quasiseparable_definition, inputs, interpreter, **form)
 
 
-@pytest.mark.parametrize("chunk_size", [16, 64, 128])
+@pytest.mark.parametrize("chunk_size", [nightly(16), 64, nightly(128)])
 def test_packed_documents_with_states(interpreter, chunk_size):
     inputs = make(203, states=5, **SIZES | {"d_state": 20, "headdim": 70})
     options = {"op_options": {"chunk_size": chunk_size}, "cu_seqlens": packed([1, 5, 64, 3, 130])}

@@ -9,6 +9,7 @@ import compare
 import pytest
 import torch
 from compare import on_triton, packed, rmse_ratio, run
+from nightly import each_value_once
 from paths import GOLDEN
 from safetensors.torch import load_file
 from test_matrix_product import make
@@ -55,9 +56,10 @@ def test_a_long_sequence(interpreter):
     assert_matches(interpreter, make(1000, order=8, heads=2, batch=1))
 
 
-@pytest.mark.parametrize("lengths", [[1, 5, 64, 3, 0, 30], [1] * 9, [0, 70, 0, 1, 0], [100, 1]])
-@pytest.mark.parametrize("states", [False, True])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "states", "reverse"),
+    each_value_once([[1, 5, 64, 3, 0, 30], [1] * 9, [0, 70, 0, 1, 0], [100, 1]], [False, True], [False, True]),
+)
 def test_packed_documents(interpreter, monkeypatch, lengths, states, reverse):
     monkeypatch.setattr(fused, "CHUNK", 4)
     inputs = make(sum(lengths), batch=1, heads=2, states=len(lengths) if states else 0)

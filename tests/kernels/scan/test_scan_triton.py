@@ -89,8 +89,9 @@ def test_decays(interpreter, form, kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("which", ["forward", "backward"])
-@pytest.mark.parametrize("form", ["hydra", "unshifted", "both", "lion"])
+@pytest.mark.parametrize(
+    ("form", "which"), each_value_once(["hydra", "unshifted", "both", "lion"], ["forward", "backward"])
+)
 def test_one_direction_without_decay(interpreter, form, which, dtype):
     inputs = make_for(form, 70, **SMALL) | {f"log_decay_{which}": None}
     check(interpreter, quasiseparable_scan, inputs, dtype, **FORMS[form])

@@ -126,6 +126,7 @@ def test_a_command_measures_prints_writes_and_draws(command, no_peers, tmp_path,
     assert "DIFFERS" not in table
 
 
+@pytest.mark.slow
 def test_the_cpu_command_compares_time_and_memory(tmp_path, capsys):
     out, picture = tmp_path / "cpu.json", tmp_path / "cpu.png"
     words = [
