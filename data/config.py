@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from matmix.data.examples.config import ExamplesConfig
 from matmix.data.storage.urls import refuse_secrets
 from matmix.data.synthetic import SyntheticConfig, make_task
 
@@ -23,6 +24,8 @@ class DataConfig:
     (any scale)."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """A generated task instead of `path` or `mixture`."""
+    examples: ExamplesConfig = field(default_factory=ExamplesConfig)
+    """Files of labelled examples instead of `path` or `mixture`, to fine-tune on."""
     validation_path: str = ""
     """Prepared dataset whose validation split is used instead of that of `path` or `mixture`."""
     seqlen: int = 1024
@@ -78,6 +81,8 @@ class DataConfig:
             raise ValueError(f"data.cache_gigabytes must be 0 or more, got {self.cache_gigabytes}")
         if self.workers < 0:
             raise ValueError(f"data.workers must be 0 or more, got {self.workers}")
+        if self.examples.train:
+            self._refuse_other_data("data.examples.train")
         if self.synthetic.task:
             self._check_synthetic()
         choices = {
@@ -90,13 +95,15 @@ class DataConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"data.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
 
+    def _refuse_other_data(self, name: str, hint: str = "") -> None:
+        for other in ("path", "mixture", "validation_path"):
+            if getattr(self, other):
+                raise ValueError(f"data.{other} and {name} are both given: keep one of them{hint}")
+
     def _check_synthetic(self) -> None:
-        for name in ("path", "mixture", "validation_path"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"data.{name} and data.synthetic.task are both given: keep one of them "
-                    '(data.synthetic.task = "" generates nothing)'
-                )
+        if self.examples.train:
+            raise ValueError("data.examples.train and data.synthetic.task are both given: keep one of them")
+        self._refuse_other_data("data.synthetic.task", ' (data.synthetic.task = "" generates nothing)')
         if self.packing != "rows":
             raise ValueError(
                 f'the samples of data.synthetic.task are rows of one document each: set data.packing = "rows", '

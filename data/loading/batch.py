@@ -21,7 +21,8 @@ class Batch:
     """(B, L, ...), what the model reads: token ids int64 (B, L), or for example values float32 (B, L, channels)."""
     labels: torch.Tensor
     """int64 (B, L): the token to predict at each position (for causal models already shifted), -100 = none; or float32
-    (B, L, ...): the values to predict, NaN = none."""
+    (B, L, ...): the values to predict, NaN = none. Labelled examples have (n, ...) for n outputs, which may be those of
+    documents."""
     cu_seqlens: torch.Tensor | None
     """int32 (ndocs + 1,): borders of the documents over the flattened B * L tokens, from 0 to B * L. A
     row begins a new one; padding behind the last token of a row counts as a document of its own."""
@@ -37,6 +38,10 @@ class Batch:
     """Rows that are padding because a shard they need cannot be used."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Those shards: name -> what is wrong with it, in one line."""
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Further inputs of the model by name, (B, L, ...), such as token_type_ids."""
+    examples: torch.Tensor | None = None
+    """int64 (n,): of labelled examples, the number of the one that each output belongs to, -1 = none."""
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -45,7 +50,8 @@ class Batch:
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: change(v) for k, v in values.items() if isinstance(v, torch.Tensor)})
+        changed = {k: change(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **changed, extra={k: change(v) for k, v in self.extra.items()})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))

@@ -1,7 +1,7 @@
 """What a loader tells about its data besides the batches."""
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -87,4 +87,16 @@ class GeneratedFacts:
         return TaskTokenizer(self.task)
 
 
-DataFacts = PreparedFacts | GeneratedFacts
+class DataFacts(Protocol):
+    """What a loader knows about data of any kind; None where there is no such thing."""
+
+    bytes_per_target: float | None
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def token_histogram(self) -> np.ndarray | None: ...
+
+    @property
+    def tokenizer(self) -> "Tokenizer | TaskTokenizer | None": ...

@@ -20,7 +20,7 @@ has the same number of micro-batches and every token counts once.
 import math
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -48,6 +48,18 @@ from matmix.data.synthetic import make_task
 
 if TYPE_CHECKING:
     from matmix.data.tokenizer import Tokenizer
+
+
+class Rows(Protocol):
+    """What makes micro-batches from the numbers of their samples."""
+
+    limit: int | None
+    """Samples of one pass; None = without end."""
+
+    @property
+    def samples_per_epoch(self) -> int: ...
+
+    def __getitems__(self, samples: list[int]) -> Batch | Failure: ...
 
 
 class _Plan:
@@ -83,7 +95,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: MicroBatches | GeneratedRows,
+        dataset: Rows,
         facts: DataFacts,
         config: DataConfig,
         *,

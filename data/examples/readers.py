@@ -1,0 +1,180 @@
+"""Reads the columns of example files: .tsv, .csv, .jsonl, .parquet, and folders of text files by class."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from matmix.data.artifacts import errors_in_one_line, one_line, parse_json
+from matmix.data.examples.config import ExamplesConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some columns of a file, by what they are to the task."""
+
+    path: Path
+    columns: Mapping[str, Sequence[Any]]
+    lines: Sequence[int]
+    """Number of each row in the file, from 1 on, for errors."""
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def where(self, row: int) -> str:
+        """The row as errors name it."""
+        return f"{self.path}, row {self.lines[row]}"
+
+    @property
+    def digest(self) -> str:
+        """Of all that the rows hold, whatever the path they lie at."""
+        digest = hashlib.sha256()
+        for name, values in sorted(self.columns.items()):
+            digest.update(repr((name, list(values))).encode())
+        return digest.hexdigest()[:16]
+
+
+@errors_in_one_line(csv.Error, pyarrow.ArrowException)
+def read_rows(path: str, config: ExamplesConfig, needed: Sequence[str], optional: Sequence[str] = ()) -> Rows:
+    """The columns that `config.columns` gives to the names in `needed`, and to those in `optional` that the file has.
+
+    Raises FileNotFoundError where there is no such file, ValueError (one line) for one that cannot be read, is empty or
+    lacks a column.
+    """
+    names = {role: config.columns.get(role, role) for role in (*needed, *optional)}
+    for role in config.columns:
+        if role not in names:
+            raise ValueError(f"data.examples.columns names {role}, which this task does not read: {', '.join(names)}")
+    if not Path(path).exists():
+        raise FileNotFoundError(f"examples not found: {path}")
+    options = (tuple(names.items()), frozenset(needed), config.header, config.skip_malformed)
+    return _read(Path(path), Path(path).stat().st_mtime_ns, *options)
+
+
+@functools.lru_cache(maxsize=8)  # training reads a file for its rows, validation for its labels
+def _read(
+    path: Path,
+    changed: int,
+    names: tuple[tuple[str, str], ...],
+    needed: frozenset[str],
+    header: bool,
+    skip_malformed: bool,
+) -> Rows:
+    """changed: when the file was, so that a newer one is read again."""
+    kind = "" if path.is_dir() else path.suffix
+    if kind not in _READERS:
+        known = ", ".join(filter(None, _READERS))
+        raise ValueError(f"{path} is no file of examples: give {known}, or a folder with a folder for each class")
+    there, records = _READERS[kind](path, header, skip_malformed)
+    found = {}
+    for role, name in names:
+        parts = [part.strip() for part in name.split(",")]
+        if missing := [part for part in parts if part not in there]:
+            if role not in needed:
+                continue
+            has = ", ".join(there) or "none"
+            hint = f'columns = {{{role} = "..."}} in [data.examples] says which one holds it'
+            raise ValueError(f'{path} has no column "{missing[0]}" (it has {has}); {hint}')
+        found[role] = parts
+    columns: dict[str, list[Any]] = {role: [] for role in found}
+    lines = []
+    for line, record in records:
+        lines.append(line)
+        for role, parts in found.items():
+            values = [record.get(part) for part in parts]
+            if values[0] is None and role in needed:
+                raise ValueError(f"{path}, row {line}: no {parts[0]}")
+            columns[role].append(values[0] if len(parts) == 1 else values)
+    if not lines:
+        raise ValueError(f"{path} holds no examples")
+    return Rows(path, columns, lines)
+
+
+_Records = tuple[Sequence[str], Iterator[tuple[int, Mapping[str, Any]]]]
+"""Names of the columns, and number and fields of each row."""
+
+
+def _delimited(delimiter: str) -> Callable[[Path, bool, bool], _Records]:
+    """.csv has quotes, .tsv has none: a quotation mark in it is one."""
+
+    def read(path: Path, header: bool, skip_malformed: bool) -> _Records:
+        csv.field_size_limit(sys.maxsize)
+        quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+        lines = csv.reader(_text_lines(path), delimiter=delimiter, quoting=quoting)
+        first = next(lines, None)
+        if first is None:
+            raise ValueError(f"{path} is empty")
+        names = first if header else [str(number) for number in range(len(first))]
+
+        def records() -> Iterator[tuple[int, Mapping[str, Any]]]:
+            if not header:
+                yield lines.line_num, dict(zip(names, first, strict=True))
+            for fields in lines:
+                if len(fields) == len(names):
+                    yield lines.line_num, dict(zip(names, fields, strict=True))
+                elif fields and not skip_malformed:
+                    raise ValueError(
+                        f"{path}, row {lines.line_num}: {len(fields)} fields instead of {len(names)}; mend it, or set "
+                        "data.examples.skip_malformed = true"
+                    )
+
+        return names, records()
+
+    return read
+
+
+def _text_lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            yield from file
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error})") from None
+
+
+def _jsonl(path: Path, header: bool, skip_malformed: bool) -> _Records:
+    found = []
+    for number, line in enumerate(_text_lines(path), start=1):
+        if line.strip():
+            record = parse_json(line, f"{path}, row {number}")
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, row {number}: not a JSON object")
+            found.append((number, record))
+    if not found:
+        raise ValueError(f"{path} is empty")
+    return list(dict.fromkeys(name for _, record in found for name in record)), iter(found)
+
+
+def _parquet(path: Path, header: bool, skip_malformed: bool) -> _Records:
+    try:
+        table = pyarrow.parquet.ParquetFile(path).read()
+        return table.column_names, enumerate(table.to_pylist(), start=1)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is no parquet file, or it is damaged ({one_line(str(error).strip())})") from None
+
+
+def _folder(path: Path, header: bool, skip_malformed: bool) -> _Records:
+    classes = sorted(entry for entry in path.iterdir() if entry.is_dir())
+    files = [(entry.name, file) for entry in classes for file in sorted(entry.iterdir()) if file.is_file()]
+    records = (
+        (number, {"text": "".join(_text_lines(file)), "label": name}) for number, (name, file) in enumerate(files, 1)
+    )
+    return ("text", "label"), records
+
+
+_READERS: dict[str, Callable[[Path, bool, bool], _Records]] = {
+    ".tsv": _delimited("\t"),
+    ".csv": _delimited(","),
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+    "": _folder,
+}
+"""Suffix -> reader; "" = a folder."""

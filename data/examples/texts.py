@@ -1,0 +1,152 @@
+"""Texts and pairs of texts with one label each: a class, several classes, a value, or none."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from matmix.data.examples.base import Example, Examples
+from matmix.data.examples.config import ExamplesConfig
+from matmix.data.examples.encoding import Document, Encoder
+from matmix.data.examples.labels import Classes, as_list, read_number
+from matmix.data.labels import IGNORED
+
+
+class Texts(Examples):
+    """Texts, or pairs of them where there is a column for the second ones. What a label is subclasses say."""
+
+    optional = ("pair",)
+
+    def __getitem__(self, number: int) -> Example:
+        return Example((self.document(number),), self.label(number))
+
+    def document(self, number: int) -> Document:
+        """The text or the pair."""
+        texts = [str(text) for name in ("text", "pair") if (text := self.cell(name, number)) is not None]
+        return self.encoder.document(self.encoder.tokens(texts), self.rows.where(number))
+
+    def label(self, number: int) -> np.ndarray:
+        """(1, ...)"""
+        raise NotImplementedError
+
+
+class ClassTexts(Texts):
+    """With one class each: labels (1,)."""
+
+    def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
+        super().__init__(config, encoder, split)
+        self.classes = Classes(config.labels) if config.labels else Classes.found(self.training_labels)
+        self.outputs = len(self.classes)
+        for number, value in enumerate(self.rows.columns.get("label", ())):
+            if value is not None:
+                self.classes.number(value, partial(self.rows.where, number))
+
+    def label(self, number: int) -> np.ndarray:
+        value = self.cell("label", number)
+        if value is None:
+            return self.nothing
+        return np.array([self.classes.number(value, partial(self.rows.where, number))], np.int64)
+
+
+class MultiLabelTexts(Texts):
+    """With any number of classes each, in a list or divided by commas: labels (1, classes), 0 or 1."""
+
+    def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
+        super().__init__(config, encoder, split)
+        names = [name for cell in self.training_labels for name in as_list(cell, ",")] if not config.labels else []
+        self.classes = Classes(config.labels) if config.labels else Classes.found(names)
+        self.outputs = len(self.classes)
+        for number in range(len(self)):
+            self.label(number)
+
+    def label(self, number: int) -> np.ndarray:
+        cell = self.cell("label", number)
+        if cell is None:
+            return self.nothing
+        found = np.zeros((1, len(self.classes)), np.float32)
+        for value in as_list(cell, ","):
+            found[0, self.classes.number(value, partial(self.rows.where, number))] = 1
+        return found
+
+    @property
+    def nothing(self) -> np.ndarray:
+        return np.full((1, len(self.classes)), np.nan, np.float32)
+
+
+class ValueTexts(Texts):
+    """With a value each, or several where several columns are named: labels (1, values)."""
+
+    def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
+        super().__init__(config, encoder, split)
+        first = self.training_labels[0]
+        self.outputs = len(first) if isinstance(first, list) else 1
+        for number in range(len(self)):
+            self.label(number)
+
+    def label(self, number: int) -> np.ndarray:
+        cell = self.cell("label", number)
+        if cell is None:
+            return self.nothing
+        where = self.rows.where(number)
+        values = [read_number(value, where) for value in (cell if isinstance(cell, list) else [cell])]
+        if len(values) != self.outputs:
+            raise ValueError(f"{where}: {len(values)} values instead of {self.outputs}")
+        return np.array([values], np.float32)
+
+    @property
+    def nothing(self) -> np.ndarray:
+        return np.full((1, self.outputs or 1), np.nan, np.float32)
+
+
+class TextPairs(Examples):
+    """Pairs of texts that belong together, each a document of its own; a label, where there is one, says how similar
+    they are: labels (1,), 0 for a pair that counts."""
+
+    needed = ("text", "pair")
+    labelled = False
+    documents = 2
+
+    def __getitem__(self, number: int) -> Example:
+        where = self.rows.where(number)
+        texts = self.encoder.tokens([str(self.cell(name, number)) for name in self.needed])
+        return Example(tuple(self.encoder.document([part], where) for part in texts), np.zeros(1, np.int64))
+
+    @property
+    def similarities(self) -> list[float] | None:
+        """The label of every pair, or None."""
+        labels = self.rows.columns.get("label")
+        if labels is None:
+            return None
+        return [read_number(value, self.rows.where(number)) for number, value in enumerate(labels)]
+
+
+class Choices(Examples):
+    """A text and several ways to go on, of which one is right: each choice is a document, with the text before it.
+    Labels (1,): the number of the right one, from 0 on."""
+
+    needed = ("text", "choices")
+
+    def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
+        super().__init__(config, encoder, split)
+        self.documents, self.outputs = len(self.rows.columns["choices"][0]), 1
+        for number, choices in enumerate(self.rows.columns["choices"]):
+            if not isinstance(choices, list) or len(choices) != self.documents or self.documents < 2:
+                raise ValueError(f"{self.rows.where(number)}: not a list of {max(self.documents, 2)} choices")
+            self._label(number)
+
+    def __getitem__(self, number: int) -> Example:
+        where = self.rows.where(number)
+        text, *choices = self.encoder.tokens([str(self.cell("text", number)), *map(str, self.cell("choices", number))])
+        return Example(tuple(self.encoder.document([text, choice], where) for choice in choices), self._label(number))
+
+    def _label(self, number: int) -> np.ndarray:
+        cell = self.cell("label", number)
+        if cell is None:
+            return np.full(1, IGNORED, np.int64)
+        value = read_number(cell, self.rows.where(number))
+        if value not in range(self.documents):
+            raise ValueError(
+                f"{self.rows.where(number)}: label {cell} is none of the choices 0 to {self.documents - 1}"
+            )
+        return np.array([int(value)], np.int64)

@@ -1,0 +1,125 @@
+"""From labelled examples to micro-batches: the same sequence of global batches on any ranks and workers.
+
+Sample n of the training split is example p[n mod N] of epoch n div N, where N is the number of examples and p a
+permutation drawn from (seed, epoch). Evaluation reads the examples in order, and fills the last global batch with ones
+that have no number, no label and one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from matmix.data.examples.base import Example, Examples
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.micro_batches import Failure
+from matmix.data.rng import EXAMPLES, generator
+
+
+class ExampleRows(Dataset):
+    """As `MicroBatches`: an item is a whole micro-batch. packing: that of `DataConfig`; shuffle: anew in every
+    epoch; token_types: batches come with them."""
+
+    def __init__(
+        self,
+        examples: Examples,
+        *,
+        packing: str,
+        seqlen: int,
+        seed: int,
+        shuffle: bool,
+        one_pass: bool,
+        token_types: bool,
+    ) -> None:
+        self.examples = examples
+        self.packing = packing
+        self.seqlen = seqlen
+        self.seed = seed
+        self.shuffle = shuffle
+        self.limit = len(examples) if one_pass else None
+        self.token_types = token_types
+        self._permutation = lru_cache(maxsize=2)(self._draw)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "_permutation"}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._permutation = lru_cache(maxsize=2)(self._draw)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self.examples)
+
+    def _draw(self, epoch: int) -> np.ndarray:
+        return generator(self.seed, epoch, EXAMPLES, 0).permutation(len(self.examples))
+
+    def example_of(self, sample: int) -> int:
+        """The number of the example that is sample `sample`; -1 = it fills up the last batch."""
+        if self.limit is not None and sample >= self.limit:
+            return -1
+        epoch, slot = divmod(sample, len(self.examples))
+        return int(self._permutation(epoch)[slot]) if self.shuffle else slot
+
+    def __getitems__(self, samples: list[int]) -> Batch | Failure:
+        try:
+            numbers = [self.example_of(sample) for sample in samples]
+            found = [None if number < 0 else self.examples[number] for number in numbers]
+            return self._batch(found, numbers)
+        except (ValueError, OSError) as error:
+            return Failure(error)
+
+    def _batch(self, found: Sequence[Example | None], numbers: Sequence[int]) -> Batch:
+        filler = Example((self.examples.encoder.padding,) * self.examples.documents, self.examples.nothing)
+        documents = [document for example in found for document in (example or filler).documents]
+        lengths = np.array([len(document.ids) for document in documents])
+        longest = int(lengths.max())
+        if self.packing == "concat":
+            borders = np.append(0, lengths.cumsum())
+            starts, shape = borders[:-1], (1, int(borders[-1]))
+        else:
+            width = self.seqlen if self.packing == "rows" else longest
+            starts, shape = np.arange(len(documents)) * width, (len(documents), width)
+        ids = np.full(shape, self.examples.encoder.pad_id, np.int64)
+        types = np.zeros(shape, np.int64)
+        for start, document in zip(starts, documents, strict=True):
+            ids.reshape(-1)[start : start + len(document.ids)] = document.ids
+            types.reshape(-1)[start : start + len(document.ids)] = document.types
+        cu_seqlens = attention_mask = None
+        if self.packing == "concat":
+            cu_seqlens = torch.from_numpy(borders.astype(np.int32))
+        elif self.packing == "document":
+            attention_mask = torch.from_numpy(np.arange(width) < lengths[:, None])
+        labels, owners, select = _targets(found, numbers, starts[:: self.examples.documents], self.examples)
+        return Batch(
+            inputs=torch.from_numpy(ids),
+            labels=torch.from_numpy(labels),
+            cu_seqlens=cu_seqlens,
+            attention_mask=attention_mask,
+            max_seqlen=self.seqlen if self.packing == "rows" else longest,
+            select=select,
+            n_tokens=sum(len(document.ids) for example in found if example for document in example.documents),
+            extra={"token_type_ids": torch.from_numpy(types)} if self.token_types else {},
+            examples=torch.from_numpy(owners),
+        )
+
+
+def _targets(
+    found: Sequence[Example | None], numbers: Sequence[int], starts: np.ndarray, examples: Examples
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor | None]:
+    """Labels, the number of the example that each output belongs to, and the positions of the outputs, where they are
+    not one for each document."""
+    nothing = examples.nothing
+    if not examples.by_position:
+        labels = [nothing if example is None else example.labels for example in found]
+        return np.concatenate(labels), np.repeat(np.array(numbers, np.int64), examples.documents), None
+    real = [(example, number, start) for example, number, start in zip(found, numbers, starts, strict=True) if example]
+    labels = [nothing[:0], *(example.labels for example, _, _ in real)]
+    counts = [len(example.positions) for example, _, _ in real]
+    owners = np.repeat(np.array([number for _, number, _ in real], np.int64), counts)
+    positions = [np.zeros(0, np.int64), *(start + example.positions for example, _, start in real)]
+    return np.concatenate(labels), owners, torch.from_numpy(np.concatenate(positions))
