@@ -3,6 +3,9 @@
 A name in a manifest may come from anybody: it is looked up here, and nothing is imported for it.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from matmix.data.formats.base import ShardFormat
 from matmix.data.formats.mds import Mds
 from matmix.data.formats.webdataset import WebDataset
@@ -13,7 +16,8 @@ FORMATS: dict[str, type[ShardFormat]] = {
 }
 
 
-def make_format(name: str, *, dtype: str, compression: str, megabytes: float, prefix: str = "") -> ShardFormat:
-    """The format that `--format`, `--compression` and `--shard-megabytes` ask for. prefix: see `ShardFormat`."""
-    packed = None if compression == "none" else "zstd"
-    return FORMATS[name](dtype=dtype, compression=packed, size_limit=int(megabytes * (1 << 20)), prefix=prefix)
+def make_format(options: Mapping[str, Any], dtype: str, prefix: str = "") -> ShardFormat:
+    """The format that the options format, compression and shard_megabytes ask for. prefix: see `ShardFormat`."""
+    packed = None if options["compression"] == "none" else "zstd"
+    size_limit = int(options["shard_megabytes"] * (1 << 20))
+    return FORMATS[options["format"]](dtype=dtype, compression=packed, size_limit=size_limit, prefix=prefix)

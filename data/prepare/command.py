@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,13 +26,12 @@ from matmix.data.prepare.cuts import find_cuts
 from matmix.data.prepare.parts import Parts, Share, write_spans
 from matmix.data.prepare.pool import Tokenized, tokenize_in_order
 from matmix.data.prepare.readers import read_chunks
-from matmix.data.prepare.report import MalformedError, check_malformed, check_splits, make_manifest, print_summary
+from matmix.data.prepare.report import MalformedError, check_malformed, check_splits, print_summary, write_manifest
 from matmix.data.prepare.sources import Chunk, Position, Source, find_sources
 from matmix.data.prepare.tokenizer import copied_tokenizer, train_tokenizer
 from matmix.data.prepare.workspace import SPLITS, Progress, Workspace, fingerprint, write_histogram
 from matmix.data.progress import ProgressReport
 from matmix.data.splits.writer import SplitWriter
-from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,29 +54,24 @@ def prepare(config: PrepareConfig, *, summary: bool = True) -> Manifest:
     Raises FileNotFoundError and ValueError (one line each) for what a user can mend; nothing that was there
     before is touched then. Raises RuntimeError if a tokenising process was killed.
     """
-    sources, given, wanted = read_input(config)
+    sources, make_tokenizer, wanted = read_input(config)
     workspace, tokenizer = Workspace(config.out, wanted), None
     share = Share(number=0, start=Position(), stop=Position(source=len(sources)))
     when = "earlier, with the same input and options: nothing to do"
-    with tempfile.TemporaryDirectory() as scratch:
-
-        def make_tokenizer() -> Tokenizer:
-            return given or train_tokenizer(config, sources, Path(scratch))
-
-        if config.share is not None and not (workspace.out / MANIFEST_NAME).exists():
-            parts, (number, of) = Parts(config.out), config.share
-            tokenizer = parts.begin(config, wanted, sources, make_tokenizer)
-            share = parts.share(number, of, lambda: find_cuts(sources, config.read_options(), of))
-            workspace = Workspace(str(parts.part(number, of)), {**wanted, "part": config.part})
-        status = workspace.check()
-        if status == "unfinished":
-            tokenizer = copied_tokenizer(workspace.out) or tokenizer
-        if status != "finished":
-            # Made before the folder is, so that an error in the input leaves none behind.
-            tokenizer = tokenizer or make_tokenizer()
-            started = time.monotonic()
-            if _fill(workspace, config, sources, tokenizer, share, is_new=status == "new"):
-                when = f"in {time.monotonic() - started:.0f} s"
+    if config.share is not None and not (workspace.out / MANIFEST_NAME).exists():
+        parts, (number, of) = Parts(config.out), config.share
+        tokenizer = parts.begin(config, wanted, sources, make_tokenizer)
+        share = parts.share(number, of, lambda: find_cuts(sources, config, of))
+        workspace = Workspace(str(parts.part(number, of)), {**wanted, "part": config.part})
+    status = workspace.check()
+    if status == "unfinished":
+        tokenizer = copied_tokenizer(workspace.out) or tokenizer
+    if status != "finished":
+        # Made before the folder is, so that an error in the input leaves none behind.
+        tokenizer = tokenizer or make_tokenizer()
+        started = time.monotonic()
+        if _fill(workspace, config, sources, tokenizer, share, is_new=status == "new"):
+            when = f"in {time.monotonic() - started:.0f} s"
     manifest = Manifest.load(workspace.out)
     workspace.clear_work()
     if summary:
@@ -89,22 +81,21 @@ def prepare(config: PrepareConfig, *, summary: bool = True) -> Manifest:
 
 def prepare_tokenizer(config: PrepareConfig) -> Tokenizer:
     """Make the tokenizer that all parts of `config.out` will share, unless it is there. Raises as `prepare`."""
-    sources, given, wanted = read_input(config)
+    sources, make_tokenizer, wanted = read_input(config)
     workspace = Workspace(config.out, wanted)
     if (workspace.out / MANIFEST_NAME).exists() and workspace.check() == "finished":
         return Tokenizer.load(workspace.out)
-    with tempfile.TemporaryDirectory() as scratch:
-        make = partial(train_tokenizer, config, sources, Path(scratch))
-        return Parts(config.out).begin(config, wanted, sources, lambda: given or make())
+    return Parts(config.out).begin(config, wanted, sources, make_tokenizer)
 
 
-def read_input(config: PrepareConfig) -> tuple[list[Source], Tokenizer | None, dict[str, Any]]:
-    """The input files, the tokenizer if one is given, and the fingerprint of the whole preparation."""
+def read_input(config: PrepareConfig) -> tuple[list[Source], Callable[[], Tokenizer], dict[str, Any]]:
+    """The input files, what gives or trains the tokenizer, and the fingerprint of the whole preparation."""
     sources, ignored = find_sources(config.inputs)
     if ignored:
         logger.info(f"passed over {len(ignored)} files that are no .txt, .jsonl or .parquet, such as {ignored[0]}")
     given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
-    return sources, given, fingerprint(config, sources, given.sha256 if given else "")
+    wanted = fingerprint(config, sources, given.sha256 if given else "")
+    return sources, lambda: given or train_tokenizer(config, sources), wanted
 
 
 def _fill(
@@ -117,13 +108,10 @@ def _fill(
                 return False
             if copied_tokenizer(workspace.out) is None:
                 tokenizer.save(workspace.out / "tokenizer")
-            manifest = _write(config, sources, workspace, share)
-            write_atomic(workspace.out / MANIFEST_NAME, manifest.to_json().encode())
-        except MalformedError:
-            raise
-        except (ValueError, FileNotFoundError):
+            _write(config, sources, workspace, share)
+        except (ValueError, FileNotFoundError) as error:
             # With other text or options this would be another preparation: nothing here could be used again.
-            if is_new:
+            if is_new and not isinstance(error, MalformedError):
                 workspace.discard()
             raise
         except KeyboardInterrupt:
@@ -132,25 +120,19 @@ def _fill(
     return True
 
 
-def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, share: Share) -> Manifest:
-    """All shards (of a share of the input) and everything else but the manifest, which is returned."""
+def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, share: Share) -> None:
+    """All shards (of a share of the input) and everything else, the manifest last."""
     tokenizer = Tokenizer.load(workspace.out)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    shard_format = make_format(
-        config.format,
-        dtype=dtype,
-        compression=config.compression,
-        megabytes=config.shard_megabytes,
-        prefix=f"{share.number:05}-" if share.number else "",
-    )
+    shard_format = make_format(workspace.wanted, dtype, prefix=f"{share.number:05}-" if share.number else "")
     splits = SPLITS if config.validation_fraction else SPLITS[:1]
     writers = {name: SplitWriter(shard_format, workspace.out / name, workspace.work / name) for name in splits}
     histogram = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     progress = workspace.restore(writers, histogram, share.start)
     if progress.records:
         logger.info(f"continuing after {sum(w.documents for w in writers.values()):,} documents")
-    worker = (tokenizer.path, dtype, config.read_options(), config.validation_fraction)
-    chunks = read_chunks(share.name(sources), config.read_options(), progress.position, share.stop)
+    worker = (tokenizer.path, dtype, config, config.validation_fraction)
+    chunks = read_chunks(share.name(sources), config, progress.position, share.stop)
     bytes_before = np.cumsum([0, *(s.bytes for s in sources), 0])
     # Of a compressed file it is known only how much of the disk was read, not where on the disk a position lies.
     begin, end = (int(bytes_before[p.source]) + p.offset for p in (share.start, share.stop))
@@ -174,8 +156,7 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
                 pause = max(STATE_SECONDS, (saved - now) / STATE_SHARE)
     if not share.number:
         check_malformed(progress, config.max_malformed)
-        documents = {name: writer.documents for name, writer in writers.items()}
-        check_splits(documents, sources, config.validation_fraction)
+        check_splits(writers, sources, config.validation_fraction)
     elif hopeless:
         check_malformed(progress, 0)
     workspace.save(progress, writers, histogram)
@@ -185,7 +166,7 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
     if share.number:
         write_spans(workspace.out, progress.spans)
     splits = {name: SplitInfo.of(writer.shards, writer.text_bytes) for name, writer in writers.items()}
-    return make_manifest(workspace.out, workspace.wanted, sources, tokenizer, shard_format, splits, progress)
+    write_manifest(workspace.out, workspace.wanted, sources, tokenizer, shard_format, splits, progress)
 
 
 def _processes(config: PrepareConfig, input_bytes: int) -> int:

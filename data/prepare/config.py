@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from matmix.data.formats import FORMATS
 from matmix.data.prepare.documents import ReadOptions
 from matmix.data.storage.urls import refuse_secrets
 
-# These say how to go about it, not what comes out.
-_WITHOUT_EFFECT_ON_CONTENTS = (
-    *("inputs", "out", "tokenizer", "processes", "max_line_megabytes", "max_malformed", "part", "tokenizer_only"),
-)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareConfig:
+class PrepareConfig(ReadOptions):
     """Text files to shards of tokens."""
 
     inputs: tuple[str, ...]
@@ -28,17 +23,6 @@ class PrepareConfig:
     out: str
     """Folder or URL (s3://, ...) for the dataset. An unfinished one of the same options is continued, any other is
     left alone."""
-    text_field: str = "text"
-    """Field of .jsonl objects, or column of .parquet files, that holds the text."""
-    text_documents: Literal["file", "paragraph", "line", "separator"] = "file"
-    """What is a document in .txt files: the whole file, what stands between blank lines, a line, or what
-    stands between lines that consist of the document separator."""
-    document_separator: str = "<|endoftext|>"
-    """The line between two documents of a .txt file, for --text-documents separator."""
-    max_document_chars: int = 0
-    """Cut longer documents into pieces of at most so many characters, between paragraphs, lines or words
-    where possible; the pieces are documents of their own. 0: never."""
-
     tokenizer: str = ""
     """An existing sentencepiece .model, tokenizer.json, or folder with one of them. Empty: train a
     sentencepiece model on the text."""
@@ -65,9 +49,6 @@ class PrepareConfig:
     """Share of the documents that go to the validation split. Which ones is decided by a hash of their text,
     so equal documents never stand on both sides. 0: no validation split."""
 
-    max_line_megabytes: float = 64.0
-    """Longest line, paragraph or value of a .parquet column that is read; a longer one is an error. It bounds the
-    memory that a file can ask for, also a small compressed one."""
     max_malformed: float = 0.01
     """Share of the lines (or rows) that may be malformed: not JSON, without the text field, or not text."""
     part: str = ""
@@ -113,10 +94,8 @@ class PrepareConfig:
     @property
     def share(self) -> tuple[int, int] | None:
         """(k, n) of part k/n; None without one."""
-        numbers = re.fullmatch(r"(\d+)/(\d+)", self.part)
-        if numbers is None:
-            return None
-        k, n = map(int, numbers.groups())
+        found = re.fullmatch(r"(\d+)/(\d+)", self.part)
+        k, n = map(int, found.groups()) if found else (0, 0)
         return (k, n) if 1 <= k <= n else None
 
     def arguments(self) -> list[str]:
@@ -127,10 +106,3 @@ class PrepareConfig:
             if field.name not in ("inputs", "out", "part", "tokenizer_only") and value != field.default:
                 flags += [f"--{field.name.replace('_', '-')}", str(value)]
         return [*self.inputs, *flags]
-
-    def read_options(self) -> ReadOptions:
-        return ReadOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ReadOptions)})
-
-    def contents(self) -> dict[str, Any]:
-        """The options that decide what is written, in JSON's types."""
-        return {k: v for k, v in asdict(self).items() if k not in _WITHOUT_EFFECT_ON_CONTENTS}

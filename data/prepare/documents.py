@@ -12,13 +12,21 @@ from matmix.data.prepare.sources import Chunk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """How records become documents (the fields are those of PrepareConfig)."""
+    """How records become documents."""
 
     text_field: str = "text"
+    """Field of .jsonl objects, or column of .parquet files, that holds the text."""
     text_documents: Literal["file", "paragraph", "line", "separator"] = "file"
+    """What is a document in .txt files: the whole file, what stands between blank lines, a line, or what
+    stands between lines that consist of the document separator."""
     document_separator: str = "<|endoftext|>"
+    """The line between two documents of a .txt file, for --text-documents separator."""
     max_document_chars: int = 0
+    """Cut longer documents into pieces of at most so many characters, between paragraphs, lines or words
+    where possible; the pieces are documents of their own. 0: never."""
     max_line_megabytes: float = 64.0
+    """Longest line, paragraph or value of a .parquet column that is read; a longer one is an error. It bounds the
+    memory that a file can ask for, also a small compressed one."""
 
     @property
     def longest_line(self) -> int:
@@ -47,24 +55,16 @@ def documents_of(chunk: Chunk, options: ReadOptions) -> Iterator[str | Malformed
             found, line = _text_of_bytes(record, chunk, options, line), line + record.count(b"\n")
         else:
             found, line = _checked(record, f"column {options.text_field!r}", line), line + 1
-        if found is None:
-            continue
         if isinstance(found, Malformed):
             yield found
-        elif not found.strip():
-            yield ""
-        elif options.max_document_chars:
-            for piece in split_text(found, options.max_document_chars):
-                yield piece if piece.strip() else ""
-        else:
-            yield found
+        elif found is not None:
+            longest = options.max_document_chars
+            pieces = split_text(found, longest) if longest and found.strip() else [found]
+            yield from (piece if piece.strip() else "" for piece in pieces)
 
 
 def _text_of_bytes(raw: bytes, chunk: Chunk, options: ReadOptions, line: int) -> str | Malformed | None:
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(not_utf8(chunk.source.name, raw, error, line)) from None
+    text = decode(raw, chunk.source.name, line)
     if chunk.source.kind == "jsonl":
         return _text_of_json(text, options.text_field, line) if text.strip() else None
     text = text.replace("\r\n", "\n")
@@ -99,14 +99,17 @@ def _checked(value: object, name: str, line: int) -> str | Malformed:
     return value
 
 
-def not_utf8(name: str, raw: bytes, error: UnicodeDecodeError, first_line: int) -> str:
-    """The sentence for bytes that are no UTF-8; `raw` begins with line `first_line` of the file."""
-    line = first_line + raw.count(b"\n", 0, error.start)
-    column = error.start - raw.rfind(b"\n", 0, error.start)
-    return (
-        f"{name} is not UTF-8: line {line}, byte {column} of the line is 0x{raw[error.start]:02x}; "
-        "convert the file (for example with iconv)"
-    )
+def decode(raw: bytes, name: str, first_line: int) -> str:
+    """The text of bytes that begin with line `first_line` of a file. Raises ValueError where they are no UTF-8."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = first_line + raw.count(b"\n", 0, error.start)
+        column = error.start - raw.rfind(b"\n", 0, error.start)
+        raise ValueError(
+            f"{name} is not UTF-8: line {line}, byte {column} of the line is 0x{raw[error.start]:02x}; "
+            "convert the file (for example with iconv)"
+        ) from None
 
 
 def split_text(text: str, max_chars: int) -> list[str]:
@@ -119,13 +122,9 @@ def split_text(text: str, max_chars: int) -> list[str]:
     start = 0
     while len(text) - start > max_chars:
         window = text[start : start + max_chars]
-        cut = max_chars
-        for mark in ("\n\n", "\n", " "):
-            found = window.rfind(mark) + len(mark)
-            if found >= max(len(mark), max_chars / 4):
-                cut = found
-                break
-        pieces.append(text[start : start + cut])
+        ends = ((window.rfind(mark) + len(mark), len(mark)) for mark in ("\n\n", "\n", " "))
+        cut = next((end for end, least in ends if end >= max(least, max_chars / 4)), max_chars)
+        pieces.append(window[:cut])
         start += cut
     if start < len(text) or not pieces:
         pieces.append(text[start:])

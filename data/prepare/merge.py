@@ -22,9 +22,9 @@ from matmix.data.artifacts import errors_in_one_line
 from matmix.data.formats import make_format
 from matmix.data.formats.base import Shard, ShardFormat
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
-from matmix.data.prepare.parts import MERGING_NAME, Parts, Share, read_spans
+from matmix.data.prepare.parts import MERGING_NAME, Parts, Share, missing_parts, read_spans
 from matmix.data.prepare.readers import rows_of
-from matmix.data.prepare.report import check_malformed, check_splits, make_manifest, print_summary
+from matmix.data.prepare.report import check_malformed, check_splits, print_summary, write_manifest
 from matmix.data.prepare.sources import Source, find_sources
 from matmix.data.prepare.workspace import (
     KEPT_EXAMPLES,
@@ -70,39 +70,34 @@ def merge(config: MergeConfig) -> Manifest | None:
         shutil.rmtree(parts.folder, ignore_errors=True)
         print_summary(manifest, parts.out, "earlier: nothing to do")
         return manifest
-    facts = parts.facts()
+    facts, of = parts.facts(), len(parts.cuts()) - 1
+    missing = missing_parts(parts.out, of)
     if config.dry_run:
-        print(parts_table(parts), flush=True)
-        if parts.missing():
+        print(parts_table(parts, of, missing), flush=True)
+        if missing:
             return None
-    if missing := parts.missing():
-        raise ValueError(_missing_sentence(parts, missing, facts["arguments"]))
+    if missing:
+        raise ValueError(_missing_sentence(parts, of, missing, facts["arguments"]))
     with locked(parts.folder, f"another process is at work in {parts.folder} right now"):
-        of = parts.count
         found = [check_part(parts, number, of, facts) for number in range(1, of + 1)]
         sources = check_input(facts)
         for part in found:
             check_tiling(part, sources)
         tokenizer, options = parts.tokenizer(), facts["options"]
-        shard_format = make_format(
-            options["format"],
-            dtype=found[0].manifest.dtype,
-            compression=options["compression"],
-            megabytes=options["shard_megabytes"],
-        )
+        shard_format = make_format(options, found[0].manifest.dtype)
         shards, moves = plan_moves(parts, found, shard_format)
         bytes_of = {name: sum(p.manifest.splits[name].bytes for p in found) for name in shards}
         splits = {name: SplitInfo.of(shards[name], bytes_of[name]) for name in shards}
         progress = add_up(found, sources)
         check_malformed(progress, config.max_malformed)
-        documents = {name: split.documents for name, split in splits.items()}
-        check_splits(documents, sources, options["validation_fraction"])
+        check_splits(splits, sources, options["validation_fraction"])
         if config.dry_run:
             print("all parts are finished and fit together: they can be joined", flush=True)
             return None
         logger.info(f"joining {of} parts in {parts.out}")
         # A disk that is full is met here, before any shard has moved.
-        write_histogram(parts.out, sum(part.histogram() for part in found))
+        histograms = (read_histogram(part.folder, part.manifest.tokenizer.vocab_size) for part in found)
+        write_histogram(parts.out, sum(histograms))
         tokenizer.save(parts.out / "tokenizer")
         for name in shards:
             (parts.out / name).mkdir(exist_ok=True)
@@ -114,29 +109,26 @@ def merge(config: MergeConfig) -> Manifest | None:
                 os.replace(source, target)
         for name in shards:
             sync_directory(parts.out / name)
-        manifest = make_manifest(parts.out, options, sources, tokenizer, shard_format, splits, progress)
-        write_atomic(parts.out / MANIFEST_NAME, manifest.to_json().encode())
+        manifest = write_manifest(parts.out, options, sources, tokenizer, shard_format, splits, progress)
     shutil.rmtree(parts.folder, ignore_errors=True)
     print_summary(manifest, parts.out, f"from {of} parts")
     return manifest
 
 
-def parts_table(parts: Parts) -> str:
+def parts_table(parts: Parts, of: int, missing: list[int]) -> str:
     """The state of each part, a line each: finished with how many documents, begun, or not begun."""
-    of = parts.count
-    missing, lines = set(parts.missing()), []
+    lines, unfinished = [], set(missing)
     for number in range(1, of + 1):
         folder = parts.part(number, of)
         state = "begun, not finished" if folder.exists() else "not begun"
-        if number not in missing:
+        if number not in unfinished:
             counts = [f"{split.documents:,} in {name}" for name, split in Manifest.load(folder).splits.items()]
             state = f"finished, documents: {', '.join(counts)}"
         lines.append(f"part {number}/{of}  {state}")
     return "\n".join(lines)
 
 
-def _missing_sentence(parts: Parts, missing: list[int], arguments: list[str]) -> str:
-    of = parts.count
+def _missing_sentence(parts: Parts, of: int, missing: list[int], arguments: list[str]) -> str:
     command = shlex.join(["matmix", "prepare", *arguments, "--out", str(parts.out), "--part", f"{missing[0]}/{of}"])
     names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
     kind = "part is" if len(missing) == 1 else "parts are"
@@ -152,9 +144,6 @@ class Part:
     manifest: Manifest
     spans: list[list[int]]
     """As in `Progress`."""
-
-    def histogram(self) -> np.ndarray:
-        return read_histogram(self.folder, self.manifest.tokenizer.vocab_size)
 
     def lengths(self, split: str) -> np.ndarray:
         path = self.folder / split / "lengths.npy"
@@ -191,9 +180,9 @@ def add_up(found: list[Part], sources: list[Source]) -> Progress:
     total, lines = Progress(), [0] * len(sources)
     for part in found:
         met, first = part.manifest.malformed, part.share.start.source
-        entered = part.share.name_of(sources[first].name) if first < len(sources) else None
+        named = part.share.name(sources)
         for example in met["examples"][: KEPT_EXAMPLES - len(total.examples)]:
-            if example["file"] == entered:
+            if first < len(sources) and named[first] is not sources[first] and example["file"] == named[first].name:
                 example = {**example, "file": sources[first].name, "line": example["line"] + lines[first]}
             total.examples.append(example)
         total.records += met["records"]

@@ -42,12 +42,8 @@ class Share:
         there."""
         renamed, first = list(sources), self.start.source
         if self.start.offset and sources[first].kind != "parquet":
-            renamed[first] = replace(sources[first], name=self.name_of(sources[first].name))
+            renamed[first] = replace(sources[first], name=f"{sources[first].name} from byte {self.start.offset:,}")
         return renamed
-
-    def name_of(self, name: str) -> str:
-        """What the file that this part enters in the middle is called in messages."""
-        return f"{name} from byte {self.start.offset:,}"
 
 
 def write_spans(folder: Path, spans: list[list[int]]) -> None:
@@ -91,8 +87,8 @@ def missing_parts(out: str | Path, parts: int) -> list[int]:
     folder = Path(out).expanduser()
     if (folder / MANIFEST_NAME).is_file():
         return []
-    paths = {number: folder / PARTS_NAME / _name(number, parts) for number in range(1, parts + 1)}
-    return [number for number, path in paths.items() if not (path / MANIFEST_NAME).is_file()]
+    folder, numbers = folder / PARTS_NAME, range(1, parts + 1)
+    return [number for number in numbers if not (folder / _name(number, parts) / MANIFEST_NAME).is_file()]
 
 
 def _name(number: int, of: int) -> str:
@@ -182,15 +178,6 @@ class Parts:
         """Where each part begins, and the end of the last. Raises as `facts`."""
         cuts = self._read("cuts.json", _check_cuts)["cuts"]
         return [Position(source=source, offset=offset) for source, offset in cuts]
-
-    @property
-    def count(self) -> int:
-        """How many parts there are. Raises as `facts`."""
-        return len(self.cuts()) - 1
-
-    def missing(self) -> list[int]:
-        """As `missing_parts`. Raises as `facts`."""
-        return missing_parts(self.out, self.count)
 
     def _write_once(self, name: str, doing: str, make: Callable[[], dict[str, Any]], indent: int | None = None) -> None:
         """Write a file unless it is there, one process at a time. doing: what another process may be at."""

@@ -45,40 +45,25 @@ class Tokenized:
     empty: int
 
 
-class ChunkTokenizer:
-    """Turns a chunk into tokens; made once in each process."""
-
-    def __init__(self, tokenizer: Path, dtype: str, options: ReadOptions, validation_fraction: float) -> None:
-        self.tokenizer = Tokenizer.load(tokenizer)
-        self.dtype = dtype
-        self.options = options
-        self.threshold = int(validation_fraction * 2**64)
-
-    def __call__(self, chunk: Chunk) -> Tokenized:
-        texts: list[str] = []
-        malformed: list[Malformed] = []
-        empty = 0
-        for found in documents_of(chunk, self.options):
-            if isinstance(found, Malformed):
-                malformed.append(found)
-            elif found:
-                texts.append(found)
-            else:
-                empty += 1
-        ids = self.tokenizer.encode_batch(texts)
-        # A normalising tokenizer may leave nothing of a document.
-        kept = [i for i, tokens in enumerate(ids) if tokens]
-        raw = [texts[i].encode("utf-8") for i in kept]
-        return Tokenized(
-            tokens=np.fromiter((t for i in kept for t in ids[i]), self.dtype),
-            lengths=np.fromiter((len(ids[i]) for i in kept), np.int64, len(kept)),
-            text_bytes=np.fromiter((len(r) for r in raw), np.int64, len(kept)),
-            validation=np.fromiter((_hash(r) < self.threshold for r in raw), bool, len(kept)),
-            records=sum(not isinstance(r, bytes) or bool(r.strip()) for r in chunk.records),
-            malformed=len(malformed),
-            examples=malformed[:_MOST_EXAMPLES],
-            empty=empty + len(texts) - len(kept),
-        )
+def tokenize(chunk: Chunk, tokenizer: Tokenizer, dtype: str, options: ReadOptions, fraction: float) -> Tokenized:
+    """Turn a chunk into tokens. fraction: share of the documents that go to the validation split."""
+    found = list(documents_of(chunk, options))
+    malformed = [one for one in found if isinstance(one, Malformed)]
+    texts = [one for one in found if isinstance(one, str) and one]
+    # A normalising tokenizer may leave nothing of a document.
+    encoded = zip(texts, tokenizer.encode_batch(texts), strict=True)
+    kept = [(text.encode("utf-8"), tokens) for text, tokens in encoded if tokens]
+    threshold = int(fraction * 2**64)
+    return Tokenized(
+        tokens=np.fromiter((token for _, tokens in kept for token in tokens), dtype),
+        lengths=np.fromiter((len(tokens) for _, tokens in kept), np.int64, len(kept)),
+        text_bytes=np.fromiter((len(raw) for raw, _ in kept), np.int64, len(kept)),
+        validation=np.fromiter((_hash(raw) < threshold for raw, _ in kept), bool, len(kept)),
+        records=sum(not isinstance(r, bytes) or bool(r.strip()) for r in chunk.records),
+        malformed=len(malformed),
+        examples=malformed[:_MOST_EXAMPLES],
+        empty=len(found) - len(malformed) - len(kept),
+    )
 
 
 def _hash(raw: bytes) -> int:
@@ -91,14 +76,14 @@ def tokenize_in_order(
     """Tokenise chunks; results come in the order of the chunks, with few chunks in flight.
 
     Args:
-        worker: arguments of `ChunkTokenizer`.
+        worker: arguments of `tokenize` after the chunk, with the path of the tokenizer in its place.
 
     Raises ValueError as reading does, RuntimeError when a process was killed.
     """
     if processes == 1:
-        tokenize = ChunkTokenizer(*worker)
+        tokenizer = Tokenizer.load(worker[0])
         for chunk in chunks:
-            yield chunk, tokenize(chunk)
+            yield chunk, tokenize(chunk, tokenizer, *worker[1:])
         return
     # Forking a process that runs threads (torch, tqdm, the tokenizers library) may lock up; spawning does
     # not.
@@ -121,7 +106,7 @@ def tokenize_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-_worker: ChunkTokenizer | None = None
+_worker: tuple[Tokenizer, str, ReadOptions, float] | None = None
 
 
 def _start(worker: tuple[Path, str, ReadOptions, float]) -> None:
@@ -130,9 +115,9 @@ def _start(worker: tuple[Path, str, ReadOptions, float]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=follow_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = ChunkTokenizer(*worker)
+    _worker = (Tokenizer.load(worker[0]), *worker[1:])
 
 
 def _tokenize(chunk: Chunk) -> Tokenized:
     assert _worker is not None
-    return _worker(chunk)
+    return tokenize(chunk, *_worker)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from matmix.data.artifacts import one_line
-from matmix.data.prepare.documents import ReadOptions, not_utf8, split_text
+from matmix.data.prepare.documents import ReadOptions, decode, split_text
 from matmix.data.prepare.sources import Chunk, Position, Source
 
 if TYPE_CHECKING:
@@ -252,8 +252,4 @@ def _whole_file(lines: Iterable[bytes], source: Source, max_chars: int, line: in
 
 
 def _pieces(raw: bytes, source: Source, max_chars: int, line: int) -> list[bytes]:
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(not_utf8(source.name, raw, error, line)) from None
-    return [piece.encode("utf-8") for piece in split_text(text, max_chars)]
+    return [piece.encode("utf-8") for piece in split_text(decode(raw, source.name, line), max_chars)]

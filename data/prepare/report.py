@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.formats.base import ShardFormat
-from matmix.data.manifest import Manifest, SplitInfo, TokenizerInfo, unigram_entropy
+from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo, TokenizerInfo, unigram_entropy
 from matmix.data.prepare.sources import Source
 from matmix.data.prepare.workspace import HISTOGRAM_NAME, Progress, read_histogram
-from matmix.data.storage.files import sha256_of
+from matmix.data.splits.writer import SplitWriter
+from matmix.data.storage.files import sha256_of, write_atomic
 from matmix.data.tokenizer import Tokenizer
 
 
@@ -28,17 +29,18 @@ def check_malformed(met: Progress, most: float) -> None:
         )
 
 
-def check_splits(documents: Mapping[str, int], sources: Sequence[Source], validation_fraction: float) -> None:
-    """Raises ValueError if a split has no documents. documents: their number in each split."""
-    total = sum(documents.values())
+def check_splits(
+    splits: Mapping[str, SplitInfo | SplitWriter], sources: Sequence[Source], validation_fraction: float
+) -> None:
+    """Raises ValueError if a split has no documents."""
+    total = sum(split.documents for split in splits.values())
     if not total:
         raise ValueError(empty_sentence(sources))
-    for name, count in documents.items():
-        if not count:
+    for name, split in splits.items():
+        if not split.documents:
             raise ValueError(
                 f"the {name} split got none of the {total:,} documents at a validation fraction of "
-                f"{validation_fraction}; change the fraction, or cut documents with "
-                "--max-document-chars"
+                f"{validation_fraction}; change the fraction, or cut documents with --max-document-chars"
             )
 
 
@@ -47,7 +49,7 @@ def empty_sentence(sources: Sequence[Source]) -> str:
     return f"the corpus is empty: there is no text in {where}"
 
 
-def make_manifest(
+def write_manifest(
     out: Path,
     options: dict[str, Any],
     sources: Sequence[Source],
@@ -56,12 +58,12 @@ def make_manifest(
     splits: dict[str, SplitInfo],
     progress: Progress,
 ) -> Manifest:
-    """The manifest of the dataset whose other files lie in `out`. options: what `fingerprint` gave."""
+    """Complete the dataset whose other files lie in `out`. options: what `fingerprint` gave."""
     by_source = [0] * len(sources)
     for source, *_, documents in progress.spans:
         by_source[source] += documents
     names = [HISTOGRAM_NAME, *(f"{split}/{name}" for split in splits for name in ("lengths.npy", "index.json"))]
-    return Manifest(
+    manifest = Manifest(
         format=options["format"],
         compression=shard_format.compression,
         dtype=shard_format.dtype.name,
@@ -84,6 +86,8 @@ def make_manifest(
         options=options,
         files={name: sha256_of(out / name) for name in names},
     )
+    write_atomic(out / MANIFEST_NAME, manifest.to_json().encode())
+    return manifest
 
 
 def print_summary(manifest: Manifest, out: Path | str, when: str) -> None:
@@ -105,8 +109,7 @@ def print_summary(manifest: Manifest, out: Path | str, when: str) -> None:
         lines += [f"              {e['file']}, line {e['line']}: {e['reason']}" for e in bad["examples"][:5]]
     if manifest.empty_documents:
         lines.append(f"  empty       {manifest.empty_documents:,} documents without text were left out")
+    step = f"next: matmix train RECIPE.toml --data.path {out}"
     if "part" in manifest.options:
-        lines.append(f"next, when all parts are finished: matmix prepare --merge --out {Path(out).parent.parent}")
-    else:
-        lines.append(f"next: matmix train RECIPE.toml --data.path {out}")
-    print("\n".join(lines), flush=True)
+        step = f"next, when all parts are finished: matmix prepare --merge --out {Path(out).parent.parent}"
+    print(*lines, step, sep="\n", flush=True)

@@ -105,41 +105,34 @@ def find_sources(inputs: Sequence[str]) -> tuple[list[Source], list[str]]:
     sources: dict[str, Source] = {}
     ignored: list[str] = []
     for item in inputs:
-        for path in _expand(item, ignored):
-            kind, compression = _kind_of(path)
-            assert kind is not None
-            name = item if item.startswith("bundled:") else str(path)
-            source = Source(name, str(path), kind, compression, path.stat().st_size)
-            sources.setdefault(str(path.resolve()), source)
+        kinds = {path: _kind_of(path) for path in _expand(item)}
+        ignored += [str(path) for path, kind in kinds.items() if kind is None]
+        if not any(kinds.values()):
+            is_file = Path(item).expanduser().is_file()
+            what = "has a suffix that cannot be read" if is_file else "holds no file that can be read"
+            raise ValueError(f"{item} {what}; give .txt or .jsonl files (also .gz, .xz, .zst) or .parquet files")
+        for path, kind in kinds.items():
+            if kind is not None:
+                name = item if item.startswith("bundled:") else str(path)
+                sources.setdefault(str(path.resolve()), Source(name, str(path), *kind, path.stat().st_size))
     return list(sources.values()), ignored
 
 
-def _expand(item: str, ignored: list[str]) -> list[Path]:
+def _expand(item: str) -> list[Path]:
+    """All files that an argument means, whatever their suffix."""
     if item.startswith("bundled:"):
         return [bundled_path(item.removeprefix("bundled:"))]
     path = Path(item).expanduser()
-    if path.is_file():
-        if _kind_of(path)[0] is None:
-            raise ValueError(f"{path} has a suffix that cannot be read; {_readable()}")
-        return [path]
-    if path.is_dir():
-        candidates = [path]
-    elif path.exists():
+    candidates = [path]
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path} is neither a file nor a folder")
-    elif glob.has_magic(item):
+    if not path.exists():
+        if not glob.has_magic(item):
+            raise FileNotFoundError(f"data path {path} does not exist")
         candidates = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
         if not candidates:
             raise FileNotFoundError(f"no file matches the pattern {item}")
-    else:
-        raise FileNotFoundError(f"data path {path} does not exist")
-    files: list[Path] = []
-    for candidate in candidates:
-        files += _walk(candidate) if candidate.is_dir() else [candidate]
-    readable = [file for file in files if _kind_of(file)[0] is not None]
-    ignored += [str(file) for file in files if _kind_of(file)[0] is None]
-    if not readable:
-        raise ValueError(f"{item} holds no file that can be read; {_readable()}")
-    return readable
+    return [file for found in candidates for file in (_walk(found) if found.is_dir() else [found])]
 
 
 def _walk(folder: Path) -> list[Path]:
@@ -148,16 +141,13 @@ def _walk(folder: Path) -> list[Path]:
     return sorted(path for path in paths if not path.is_dir())
 
 
-def _kind_of(path: Path) -> tuple[Literal["txt", "jsonl", "parquet"] | None, str]:
+def _kind_of(path: Path) -> tuple[Literal["txt", "jsonl", "parquet"], str] | None:
+    """Kind and compression of a file by its name; None where it cannot be read."""
     suffix, compression = path.suffix.lower(), ""
     if suffix in COMPRESSIONS:
         compression, suffix = suffix, Path(path.stem).suffix.lower()
     kind = SUFFIXES.get(suffix)
-    return (None, "") if kind == "parquet" and compression else (kind, compression)
-
-
-def _readable() -> str:
-    return "give .txt or .jsonl files (also .gz, .xz, .zst) or .parquet files"
+    return None if kind is None or (kind == "parquet" and compression) else (kind, compression)
 
 
 def _decompressed(raw: io.BufferedReader, compression: str, offset: int) -> io.BufferedReader:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.documents import Malformed, documents_of
 from matmix.data.prepare.readers import read_chunks
 from matmix.data.prepare.report import check_malformed, empty_sentence
-from matmix.data.prepare.sources import Position, Source
+from matmix.data.prepare.sources import Source
 from matmix.data.prepare.workspace import Progress
 from matmix.data.tokenizer import Tokenizer, train_sentencepiece
 
@@ -25,8 +27,8 @@ def copied_tokenizer(folder: Path) -> Tokenizer | None:
     return None
 
 
-def train_tokenizer(config: PrepareConfig, sources: Sequence[Source], scratch: Path) -> Tokenizer:
-    """Train one on the beginning of every source and keep it in `scratch`. Raises ValueError if there is no text."""
+def train_tokenizer(config: PrepareConfig, sources: Sequence[Source]) -> Tokenizer:
+    """Train one on the beginning of every source. Raises ValueError if there is no text."""
     met = Progress()
     texts = list(_sample(config, sources, met))
     if not texts:
@@ -37,15 +39,10 @@ def train_tokenizer(config: PrepareConfig, sources: Sequence[Source], scratch: P
         f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB of text from {len(sources)} "
         f"{'file' if len(sources) == 1 else 'files'}"
     )
-    return train_sentencepiece(
-        texts,
-        scratch / "tokenizer.model",
-        vocab_size=config.vocab_size,
-        model_type=config.model_type,
-        byte_fallback=config.byte_fallback,
-        normalization=config.normalization,
-        character_coverage=config.character_coverage,
-    )
+    with tempfile.TemporaryDirectory() as scratch:
+        names = ("vocab_size", "model_type", "byte_fallback", "normalization", "character_coverage")
+        options = {name: getattr(config, name) for name in names}
+        return train_sentencepiece(texts, Path(scratch) / "tokenizer.model", **options)
 
 
 def _sample(config: PrepareConfig, sources: Sequence[Source], met: Progress) -> Iterator[str]:
@@ -53,24 +50,18 @@ def _sample(config: PrepareConfig, sources: Sequence[Source], met: Progress) -> 
     what a short one leaves over goes to the later ones. The last document is cut to fit. What is malformed is
     counted in `met`."""
     budget, bytes_left = int(config.sample_megabytes * 1e6), sum(s.bytes for s in sources)
-    for index, source in enumerate(sources):
+    for source in sources:
         share = budget * source.bytes // max(1, bytes_left)
         bytes_left -= source.bytes
-        for text in _documents(sources[: index + 1], index, config, met):
+        chunks = read_chunks([source], config)
+        for found in itertools.chain.from_iterable(documents_of(chunk, config) for chunk in chunks):
+            if isinstance(found, Malformed):
+                met.add_malformed(source.name, [found], 1)
+                met.records += 1
+                continue
             if share <= 0:
                 break
-            raw = text.encode("utf-8")[:share]
+            raw = found.encode("utf-8")[:share]
             share, budget = share - len(raw), budget - len(raw)
             if kept := raw.decode("utf-8", errors="ignore"):
                 yield kept
-
-
-def _documents(sources: Sequence[Source], first: int, config: PrepareConfig, met: Progress) -> Iterator[str]:
-    options = config.read_options()
-    for chunk in read_chunks(sources, options, Position(source=first)):
-        for found in documents_of(chunk, options):
-            if isinstance(found, Malformed):
-                met.add_malformed(chunk.source.name, [found], 1)
-                met.records += 1
-            else:
-                yield found

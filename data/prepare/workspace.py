@@ -41,6 +41,10 @@ SPLITS = ("train", "validation")
 HISTOGRAM_NAME = "token_histogram.npy"
 PARTS_NAME = "parts"
 PART_NAME = "part.json"
+# These say how to go about it, not what comes out.
+_WITHOUT_EFFECT_ON_CONTENTS = (
+    *("inputs", "out", "tokenizer", "processes", "max_line_megabytes", "max_malformed", "part", "tokenizer_only"),
+)
 _OF_TRAINED_TOKENIZERS = (
     *("vocab_size", "model_type", "byte_fallback", "character_coverage", "normalization", "sample_megabytes"),
 )
@@ -69,12 +73,9 @@ class Progress:
 
 def fingerprint(config: PrepareConfig, sources: Sequence[Source], tokenizer_sha256: str) -> dict[str, Any]:
     """What makes two preparations the same. Input files count by name, size and digest, not by folder."""
-    options = config.contents()
-    if tokenizer_sha256:
-        for name in _OF_TRAINED_TOKENIZERS:
-            del options[name]
+    left_out = (*_WITHOUT_EFFECT_ON_CONTENTS, *(_OF_TRAINED_TOKENIZERS if tokenizer_sha256 else ()))
     wanted = {
-        **options,
+        **{name: value for name, value in asdict(config).items() if name not in left_out},
         "tokenizer": tokenizer_sha256 or "trained",
         "inputs": [[Path(s.path).name, s.bytes, s.digest()] for s in sources],
         "contents_version": CONTENTS_VERSION,
@@ -84,17 +85,17 @@ def fingerprint(config: PrepareConfig, sources: Sequence[Source], tokenizer_sha2
 
 def compare_preparations(where: str | Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raises ValueError, with the differences, if what is at `where` is not the wanted preparation."""
-    if found == wanted:
-        return
-    differences = []
-    for name in sorted(found.keys() | wanted.keys()):
-        there, here = found.get(name), wanted.get(name)
-        if there != here:
-            short = name in ("inputs", "contents_version")
-            differences.append(f"other {name}" if short else f"{name} {there!r} there, {here!r} here")
-    raise ValueError(
-        f"{where} holds another preparation ({'; '.join(differences)}); choose another output folder or delete that one"
+    differences = "; ".join(
+        f"other {name}"
+        if name in ("inputs", "contents_version")
+        else f"{name} {found.get(name)!r} there, {wanted.get(name)!r} here"
+        for name in sorted(found.keys() | wanted.keys())
+        if found.get(name) != wanted.get(name)
     )
+    if found != wanted:
+        raise ValueError(
+            f"{where} holds another preparation ({differences}); choose another output folder or delete that one"
+        )
 
 
 @contextlib.contextmanager

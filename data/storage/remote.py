@@ -230,15 +230,12 @@ class RemoteFolder:
         def put(client: Any, path: str) -> None:
             if _is_local(client):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path, "xb") as file:
-                    file.write(content)
-            else:
-                try:
-                    client.pipe_file(path, content, mode="create")
-                except OSError as error:
-                    if _status(error) == _PRECONDITION_FAILED:  # not every store says which condition it was
-                        raise FileExistsError(path) from error
-                    raise
+            try:
+                client.pipe_file(path, content, mode="create")
+            except OSError as error:
+                if _status(error) == _PRECONDITION_FAILED:  # not every store says which condition it was
+                    raise FileExistsError(path) from error
+                raise
 
         self._do("write", name, put)
 

@@ -10,13 +10,12 @@ wait. The cache folder of a dataset carries the digest of its manifest, so that 
 the same path can never meet an old cache.
 """
 
-import contextlib
 import hashlib
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
@@ -88,22 +87,22 @@ class Storage:
         target = artifact_path(self.root, name, self.path, nested=True)
 
         def is_good(path: Path) -> bool:  # hashed once in a process
-            if name not in self._checked and _has_digest(path, self._digests.get(name)):
+            if name not in self._checked and self._digests.get(name) in (None, sha256_of(path)):
                 self._checked.add(name)
             return name in self._checked
 
+        def fetch(part: Path) -> None:
+            self._checked.discard(name)
+            if not self._download(name, part, self._largest(name), is_good):
+                raise ValueError(f"{self.path}: {name} {_OTHER_HASH}")
+
         if self.remote:
-            return self._cached(name, is_good, lambda part: self._download_file(name, part))
+            return self._cached(name, is_good, fetch)
         if not target.exists():
             raise FileNotFoundError(f"{self.path}: {name} is missing; prepare the data again")
         if not is_good(target):
             raise ValueError(f"{self.path}: {name} {_OTHER_HASH}")
         return target
-
-    def _download_file(self, name: str, target: Path) -> None:
-        if not self._download(name, target, self._largest(name), self._digests.get(name)):
-            raise ValueError(f"{self.path}: {name} {_OTHER_HASH}")
-        self._checked.add(name)
 
     def _largest(self, name: str) -> int:
         """Bytes that a file beside the shards may have."""
@@ -156,24 +155,42 @@ class Storage:
         )
 
     def _cached(self, name: str, is_good: Callable[[Path], bool], fill: Callable[[Path], object]) -> Path:
-        """Path of a file in the cache, made by `fill` where it is not there or not good."""
+        """Path of a file in the cache. Where it is not there or not good, `fill` makes it under another name, from
+        which it is renamed into place, while other processes wait."""
         target = artifact_path(self.cache, name, self.path, nested=True)
         if target.exists() and is_good(target):
             return target
-        with self._lock(name):
+        try:
+            if not self._cache_is_named:
+                private_folder(self.cache.parent, close=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            held = FileLock(f"{target}.lock").acquire()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot write the data cache {self.cache} ({error}); set data.cache_dir") from None
+        with held:
             there = target.exists()
             if there and is_good(target):
                 return target
-            self._publish(name, fill)
-            if there:
-                logger.warning(f"{target} was damaged in the data cache, or could not be checked: it was made again")
+            part = target.with_name(f"{target.name}.part-{os.getpid()}")
+            try:
+                fill(part)
+                sync_file(part)
+                os.replace(part, target)
+                sync_directory(target.parent)
+            except (FileNotFoundError, RemoteError):
+                raise
+            except OSError as error:
+                raise ValueError(f"cannot write {target} to the data cache ({error}); see data.cache_dir") from None
+            finally:
+                part.unlink(missing_ok=True)
+        self.published += 1
+        if there:
+            logger.warning(f"{target} was damaged in the data cache, or could not be checked: it was made again")
         return target
 
     def _is_good_copy(self, copy: Path, shard: ShardInfo, compressed: bool) -> bool:
         """Whether a copy in the cache has the bytes of the shard."""
-        expected = shard.raw_sha256 if compressed else shard.sha256
-        if expected is None:
-            expected = read_note(copy, shard)
+        expected = (shard.raw_sha256 if compressed else shard.sha256) or read_note(copy, shard)
         return expected is not None and sha256_of(copy) == expected
 
     def _fill(self, part: Path, split: str, shard: ShardInfo, compressed: bool) -> None:
@@ -190,12 +207,12 @@ class Storage:
             source.unlink(missing_ok=True)
 
     def _download_shard(self, stored: str, target: Path, shard: ShardInfo) -> None:
+        where = f"{self.path}: shard {stored}"
         try:
-            problem = "" if self._download(stored, target, shard.bytes, shard.sha256) else _OTHER_HASH
+            if not self._download(stored, target, shard.bytes, lambda path: sha256_of(path) == shard.sha256):
+                raise DamagedShard(where, _OTHER_HASH)
         except FileTooLarge as error:
-            problem = f"is damaged: {error}"
-        if problem:
-            raise DamagedShard(f"{self.path}: shard {stored}", problem)
+            raise DamagedShard(where, f"is damaged: {error}") from None
 
     def _decompress(self, source: Path, part: Path, shard: ShardInfo, stored: str) -> None:
         largest = shard.largest_raw_size(self.manifest.dtype)
@@ -209,45 +226,12 @@ class Storage:
         if shard.raw_sha256 is None:
             write_note(part.with_name(part.name.rpartition(".part-")[0]), shard, digest)
 
-    @contextlib.contextmanager
-    def _lock(self, name: str) -> Iterator[None]:
-        target = self.cache / name
-        lock = FileLock(f"{target}.lock")
-        try:
-            if not self._cache_is_named:
-                private_folder(self.cache.parent, close=True)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot write the data cache {self.cache} ({error}); set data.cache_dir") from None
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _publish(self, name: str, fill: Callable[[Path], object]) -> None:
-        """Makes cache file `name` by `fill` under another name, then renames it into place."""
-        target = self.cache / name
-        part = target.with_name(f"{target.name}.part-{os.getpid()}")
-        try:
-            fill(part)
-            sync_file(part)
-            os.replace(part, target)
-            sync_directory(target.parent)
-            self.published += 1
-        except OSError as error:
-            if isinstance(error, FileNotFoundError | RemoteError):
-                raise
-            raise ValueError(f"cannot write {target} to the data cache ({error}); see data.cache_dir") from None
-        finally:
-            part.unlink(missing_ok=True)
-
-    def _download(self, name: str, target: Path, largest: int, digest: str | None) -> bool:
-        """Whether the file has this digest, if one is given. Where it has not, a second copy tells if it was damaged on
-        the way or is where it lies."""
+    def _download(self, name: str, target: Path, largest: int, is_good: Callable[[Path], bool]) -> bool:
+        """Whether the file is good. Where it is not, a second copy tells if it was damaged on the way or is where it
+        lies."""
         for _ in range(2):
             download(f"{self.path.rstrip('/')}/{name}", target, largest)
-            if _has_digest(target, digest):
+            if is_good(target):
                 return True
         return False
 
@@ -255,15 +239,10 @@ class Storage:
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "manifest.json"
             try:
-                self._download("manifest.json", target, _LARGEST_FILE, None)
+                download(f"{self.path.rstrip('/')}/manifest.json", target, _LARGEST_FILE)
             except FileNotFoundError:
                 raise FileNotFoundError(f"there is no prepared dataset at {self.path}: no manifest.json") from None
             return target.read_bytes()
-
-
-def _has_digest(path: Path, digest: str | None) -> bool:
-    """Whether a file has a SHA-256, if there is one that it should have."""
-    return digest is None or sha256_of(path) == digest
 
 
 def _cache_root(path: str, remote: bool, cache_dir: str) -> Path:
