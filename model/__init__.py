@@ -3,17 +3,26 @@
 from matmix.model.architecture import ARCHITECTURES, register_architecture
 from matmix.model.architectures.encoder import Encoder
 from matmix.model.architectures.language_model import LanguageModel
+from matmix.model.architectures.sequence_classifier import SequenceClassifier
+from matmix.model.architectures.span_classifier import SpanClassifier
+from matmix.model.architectures.text_embedder import TextEmbedder
+from matmix.model.architectures.token_classifier import TokenClassifier
 from matmix.model.build import build_model, count_parameters
-from matmix.model.config import MixerOptions, ModelConfig
+from matmix.model.config import HeadConfig, MixerOptions, ModelConfig
 from matmix.model.flops import flops_per_token
 from matmix.model.initialization import initialize
 
 __all__ = [
     "ARCHITECTURES",
     "Encoder",
+    "HeadConfig",
     "LanguageModel",
     "MixerOptions",
     "ModelConfig",
+    "SequenceClassifier",
+    "SpanClassifier",
+    "TextEmbedder",
+    "TokenClassifier",
     "build_model",
     "count_parameters",
     "flops_per_token",

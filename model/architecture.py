@@ -3,8 +3,9 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -27,6 +28,17 @@ class Architecture(nn.Module):
     tokens: ClassVar[bool] = True
     """Reads token ids and predicts one of model.vocab_size tokens: training takes the size of the vocabulary from the
     data, and an export takes the tokenizer along. False: reads and predicts something else."""
+    per_document: ClassVar[bool] = False
+    """Gives one output for each document instead of one for each position."""
+    takes_head: ClassVar[bool] = False
+    """Its output is shaped by model.head, and predicts no tokens."""
+    new_parameters: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of the names of parameters that a pretrained model does not have: they may start anew."""
+    head_parameters: ClassVar[tuple[str, ...]] = ()
+    """Prefixes of the names of parameters that models with another output have no use for."""
+    growing_parameters: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Parameters that have a row for each token, position and so on -> the field of the configuration that says how
+    many. A model with more of them can start from the rows of one with fewer."""
     Options: ClassVar[type] = NoOptions
     """Frozen dataclass of its options in `model.options`; every field has a default."""
 
@@ -68,8 +80,10 @@ class Architecture(nn.Module):
 
     @classmethod
     def output_flops(cls, config: Any) -> float:
-        """Forward floating-point operations of features and output projection for one position."""
-        assert cls.tokens, f"{cls.__name__} predicts no tokens and says not what that costs"
+        """Forward floating-point operations of features and output projection for one output: a position, or a document
+        where there is one output for each."""
+        predicts_tokens = cls.tokens and not cls.takes_head
+        assert predicts_tokens, f"{cls.__name__} predicts no tokens and says not what that costs"
         return 2.0 * config.vocab_size * config.d_model
 
 

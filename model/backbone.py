@@ -43,9 +43,14 @@ class Backbone(Architecture):
         """Maps the residual stream to the features that the output projection is applied to, of the same shape."""
         raise NotImplementedError
 
-    def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def pool(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Maps the residual stream (n, d_model) of documents that stand one after the other, of `lengths` (ndocs,)
+        int64, which may be 0, to one row for each, (ndocs, d_model). Called where `per_document` is true."""
+        raise NotImplementedError
+
+    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """weight (outputs, d_model) and bias (outputs,) or None of the output projection; token models have vocab_size
-        outputs."""
+        outputs. Without a weight the features are the outputs."""
         raise NotImplementedError
 
     def forward(
@@ -56,7 +61,8 @@ class Backbone(Architecture):
         attention_mask: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         select: torch.Tensor | None = None,
-        readout: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any] | None = None,
+        readout: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], Any] | None = None,
+        streams: list[torch.Tensor] | None = None,
         **more: torch.Tensor | None,
     ) -> Any:
         """The outputs, or whatever `readout` makes of the features.
@@ -68,18 +74,23 @@ class Backbone(Architecture):
                 was, the features are zero. Without padding it is as if it were not given. Not together with
                 cu_seqlens.
             max_seqlen: length of the longest document, if known; saves finding it.
-            select: (n,) int64 positions in the flattened batch; only their features go on to the output.
+            select: (n,) int64 positions in the flattened batch; only their features go on to the output. Of no
+                meaning where there is one output for each document.
             readout: called as readout(features (n, d_model), weight (outputs, d_model), bias or None) in
                 place of the output projection, inside this forward, where sharded weights are whole.
+            streams: a list that the residual streams (B, L, d_model) before the first block and after each are added
+                to; zero where padding was.
             more: further inputs (B, L, ...) that the architecture knows by name; None = not given. The encoder takes
                 token_type_ids (B, L) int64.
-        Returns: readout's value; else outputs (n, outputs) with `select`, (B, L, outputs) without.
+        Returns: readout's value; else outputs (n, outputs) with `select`, (B, L, outputs) without. Where there is one
+            output for each document, (ndocs, outputs): a document is what cu_seqlens bounds, or a row.
         """
         batch, length = inputs.shape[:2]
         more = {name: value for name, value in more.items() if value is not None}
         if cu_seqlens is not None and attention_mask is not None:
             raise ValueError("give the model cu_seqlens or attention_mask, not both")
         indices = None
+        lengths = self._document_lengths(inputs, cu_seqlens, attention_mask) if self.per_document else None
         if attention_mask is not None:
             real, boundaries, longest = unpad_indices(attention_mask)
             # Full rows stay rows, which mixers of a fixed length take too.
@@ -89,20 +100,38 @@ class Backbone(Architecture):
             # From here on one row of documents, one after the other.
             inputs = in_one_row(inputs, indices)
             more = {name: in_one_row(value, indices) for name, value in more.items()}
+
+        def in_place(x: torch.Tensor) -> torch.Tensor:
+            x = x.flatten(0, 1)
+            return x if indices is None else pad_back(x, indices, batch * length)
+
         x = self.embed(inputs, cu_seqlens, **more)
         for block in self.blocks:
+            if streams is not None:
+                streams.append(in_place(x).unflatten(0, (batch, length)))
             x = block(x, cu_seqlens, max_seqlen)
-        x = x.flatten(0, 1)
-        if indices is not None:
-            x = pad_back(x, indices, batch * length)
-        if select is not None:
+        if streams is not None:
+            streams.append(in_place(x).unflatten(0, (batch, length)))
+        x = in_place(x) if lengths is None else self.pool(x.flatten(0, 1), lengths)
+        if select is not None and lengths is None:
             x = x[select]
         x = self.features(x)
         weight, bias = self.output_projection()
         if readout is not None:
             return readout(x, weight, bias)
-        outputs = F.linear(x, weight, bias)
-        return outputs if select is not None else outputs.unflatten(0, (batch, length))
+        outputs = x if weight is None else F.linear(x, weight, bias)
+        return outputs if self.per_document or select is not None else outputs.unflatten(0, (batch, length))
+
+    @staticmethod
+    def _document_lengths(
+        inputs: torch.Tensor, cu_seqlens: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Number of positions of every document, (ndocs,) int64."""
+        if cu_seqlens is not None:
+            return cu_seqlens.diff().long()
+        if attention_mask is not None:
+            return attention_mask.bool().sum(1)
+        return torch.full(inputs.shape[:1], inputs.shape[1], device=inputs.device)
 
     def monitor(self) -> dict[str, torch.Tensor]:
         """Scalars of the last forward pass to watch in training, such as the norms of MRU states, by layer."""

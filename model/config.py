@@ -27,6 +27,30 @@ _WORDS = {
     "head_activation": _ACTIVATION_NAMES,
 }
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadConfig:
+    """What classifiers and embedders make of the features of the last layer."""
+
+    outputs: int = 2
+    """Classes, or values to predict; 1 for multiple choice."""
+    pooling: Literal["cls", "mean"] = "cls"
+    """sequence_classifier, text_embedder: takes the features of the first position of a document, or the mean over all
+    its positions."""
+    hidden: bool = True
+    """dense -> tanh -> dropout before the last linear layer, as published for whole texts; false: dropout alone."""
+    dropout: float = 0.1
+    """Dropout before the last linear layer."""
+
+    def __post_init__(self) -> None:
+        if self.outputs < 1:
+            raise ValueError(f"model.head.outputs = {self.outputs}: must be 1 or more")
+        if self.pooling not in ("cls", "mean"):
+            raise ValueError(f"model.head.pooling = {self.pooling!r}; known: cls, mean")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.head.dropout = {self.dropout}: must be at least 0 and below 1")
+
+
 MLP_LAYER = "mlp"
 """In `layers`: a layer that is an MLP and no mixer."""
 
@@ -40,7 +64,8 @@ class ModelConfig:
 
     architecture: str = "language_model"
     """language_model predicts the next token and is causal; encoder sees both sides and fills in masked
-    tokens; your own: "my_package.module:MyModel"."""
+    tokens; sequence_classifier, token_classifier, span_classifier and text_embedder are encoders with another output;
+    your own: "my_package.module:MyModel"."""
     options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Options of an architecture of your own, by name."""
     vocab_size: int = 0
@@ -89,6 +114,8 @@ class ModelConfig:
     """encoder: activation in the masked-LM head."""
     head_norm_eps: float = 1e-12
     """encoder: epsilon of the LayerNorm in the masked-LM head."""
+    head: HeadConfig = field(default_factory=HeadConfig)
+    """The output of classifiers and embedders."""
     mixers: MixerOptions = field(default_factory=MixerOptions)
     """Options of each kind of mixer."""
 
@@ -116,6 +143,9 @@ class ModelConfig:
             self._check_layer(name)
         if MLP_LAYER in self.layers and self.mlp_ratio == 0:
             raise ValueError('model.layers places "mlp" layers, but model.mlp_ratio is 0; set one of the two')
+        if self.head != HeadConfig() and not self.model_class.takes_head:
+            able = ", ".join(name for name, known in ARCHITECTURES.items() if known.takes_head)
+            raise ValueError(f"model.head is of no use to model.architecture = {self.architecture!r}, but to {able}")
         self.model_class.check(self)
 
     def _check_layer(self, name: str) -> None:
@@ -188,8 +218,11 @@ def used_mixers(config: ModelConfig) -> frozenset[str]:
 
 
 def model_config_to_dict(config: ModelConfig) -> dict[str, Any]:
-    """A configuration as nested plain values, for JSON, with the options of those mixers only that the model has."""
+    """A configuration as nested plain values, for JSON, with the options of those mixers only that the model has, and
+    of a head only where it takes one."""
     values = asdict(config)
+    if not config.model_class.takes_head:
+        del values["head"]
     used = used_mixers(config)
     values["mixers"] = {name: options for name, options in values["mixers"].items() if name in used}
     return values
@@ -207,10 +240,11 @@ def model_config_from_dict(values: Mapping[str, Any], **changes: Any) -> ModelCo
     values = {name: frozen(value) for name, value in {**values, **changes}.items()}
     options = values.pop("mixers", {})
     try:
+        head = HeadConfig(**values.pop("head", {}))
         mixers = {
             name: MIXERS[name].Config(**{key: frozen(value) for key, value in given.items()})
             for name, given in options.items()
         }
-        return ModelConfig(**values, mixers=MixerOptions(**mixers))
+        return ModelConfig(**values, head=head, mixers=MixerOptions(**mixers))
     except (KeyError, TypeError) as error:
         raise ValueError(f"this configuration of a model cannot be built by this version: {error}") from None

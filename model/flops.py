@@ -11,7 +11,8 @@ def flops_per_token(config: ModelConfig, seqlen: int, *, head_share: float = 1.0
     tokens.
 
     A training step costs about three times as much. Embedding look-ups, norms and activations are left out.
-    head_share: share of the tokens that reach the output (masked LM: the masking probability).
+    head_share: share of the tokens that reach the output (masked LM: the masking probability); models with one output
+    for each document need none.
     """
     return sum(flops_by_part(config, seqlen, head_share=head_share).values())
 
@@ -29,5 +30,6 @@ def flops_by_part(config: ModelConfig, seqlen: int, *, head_share: float = 1.0) 
             parts["mlp"] = parts.get("mlp", 0.0) + 2.0 * 2 * config.d_model * round(config.d_model * config.mlp_ratio)
     if embedding := config.model_class.input_flops(config):
         parts["embedding"] = embedding
-    parts["readout"] = config.model_class.output_flops(config) * head_share
+    share = 1 / seqlen if config.model_class.per_document else head_share
+    parts["readout"] = config.model_class.output_flops(config) * share
     return parts

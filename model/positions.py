@@ -1,9 +1,10 @@
-"""Positions of tokens in their documents, conversion of padded batches to packed ones and back, and rotary
-positions."""
+"""Positions of tokens in their documents, conversion of padded batches to packed ones and back, one row for each
+document, and rotary positions."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def document_positions(length: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
@@ -43,6 +44,22 @@ def in_one_row(inputs: torch.Tensor, indices: torch.Tensor | None) -> torch.Tens
 def pad_back(features: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
     """(n, C) features of the real tokens -> (rows, C), zero at padding: the inverse of taking `indices`."""
     return features.new_zeros(rows, features.shape[-1]).index_copy(0, indices, features)
+
+
+def first_of_documents(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """x (n, C), documents of `lengths` (ndocs,) one after the other -> the first row of each, (ndocs, C); zero for
+    empty ones."""
+    starts = (lengths.cumsum(0) - lengths).clamp(max=max(x.shape[0] - 1, 0))
+    return x[starts] * (lengths > 0).unsqueeze(1)
+
+
+def mean_of_documents(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """x (n, C), documents of `lengths` (ndocs,) one after the other -> the mean of each, (ndocs, C); zero for empty
+    ones. Added in float32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rows = torch.arange(x.shape[0], device=x.device)
+    # A bag for each document: deterministic on GPUs, too, where index_add is not.
+    return F.embedding_bag(rows, wide, lengths.cumsum(0) - lengths, mode="mean").to(x.dtype)
 
 
 def rotary_tables(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class LanguageModel(Backbone):
     matrix."""
 
     causal = True
+    growing_parameters = MappingProxyType({"embedding.weight": "vocab_size", "output.weight": "vocab_size"})
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)

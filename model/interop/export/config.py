@@ -37,10 +37,23 @@ class MatmixConfig(PretrainedConfig):
 
 
 class MatmixEncoderConfig(MatmixConfig):
-    """Configuration of an exported encoder. `classifier_dropout` is used by the sequence classifier."""
+    """Configuration of an exported encoder.
+
+    The values that start with `classifier_` shape the heads of classifiers, as `HeadConfig` in `ModelConfig` does.
+    Where a pretrained encoder gets a new head, it is a linear layer on the mean of all tokens unless these say
+    otherwise.
+    """
 
     model_type = "matmix-encoder"
 
-    def __init__(self, classifier_dropout: float = 0.1, **kwargs: Any):
+    def __init__(
+        self,
+        classifier_pooling: str = "mean",
+        classifier_hidden: bool = False,
+        classifier_dropout: float = 0.1,
+        **kwargs: Any,
+    ):
+        self.classifier_pooling = classifier_pooling
+        self.classifier_hidden = classifier_hidden
         self.classifier_dropout = classifier_dropout
         super().__init__(**kwargs)

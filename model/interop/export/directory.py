@@ -3,10 +3,10 @@ other architectures are written as weights and configuration."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
@@ -15,52 +15,19 @@ from typing import Any
 
 import torch
 
+from matmix.model.architectures.encoder_trunk import EncoderTrunk
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_to_dict, used_mixers
 from matmix.model.interop.export.bundle import bundle
+from matmix.model.interop.export.forms import EXPORT, FORMS, head_fields, main_class
+from matmix.model.interop.export.model_card import model_card
+from matmix.model.interop.export.sentence_transformers import takes_layout, write_layout
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, write_tokenizer
 from matmix.model.interop.export.weights import write_weights
+from matmix.model.outputs import Outputs
 
 SUMS = "SHA256SUMS"
-_EXPORT = "matmix.model.interop.export"
-_CONFIG_SOURCE = f"{_EXPORT}.config"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TransformersForm:
-    """The classes by which transformers loads the models of an architecture."""
-
-    model_type: str
-    config_class: str
-    source: str
-    auto_classes: dict[str, str]
-    main: str
-    pipeline: str
-
-
-FORMS = {
-    "language_model": TransformersForm(
-        model_type="matmix",
-        config_class="MatmixConfig",
-        source=f"{_EXPORT}.language_model",
-        auto_classes={"AutoModel": "MatmixModel", "AutoModelForCausalLM": "MatmixForCausalLM"},
-        main="AutoModelForCausalLM",
-        pipeline="text-generation",
-    ),
-    "encoder": TransformersForm(
-        model_type="matmix-encoder",
-        config_class="MatmixEncoderConfig",
-        source=f"{_EXPORT}.encoder",
-        auto_classes={
-            "AutoModel": "MatmixEncoderModel",
-            "AutoModelForMaskedLM": "MatmixForMaskedLM",
-            "AutoModelForSequenceClassification": "MatmixForSequenceClassification",
-        },
-        main="AutoModelForMaskedLM",
-        pipeline="fill-mask",
-    ),
-}
-"""Architecture -> its form. Others are exported as weights and configuration, which `read_export` reads."""
+_CONFIG_SOURCE = f"{EXPORT}.config"
 
 _LICENSE = """\
 # Copyright the matmix authors. Licensed under the Apache License, Version 2.0 (the "License"); you may not
@@ -82,6 +49,8 @@ def export_model(
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 10**9,
     notes: str = "",
+    licence: str = "",
+    outputs: Outputs = Outputs(),  # noqa: B008  (frozen)
 ) -> Path:
     """Write weights, configuration, tokenizer and, for transformers, the code of a model into a new directory.
 
@@ -94,12 +63,15 @@ def export_model(
         exist, or be empty. special: ids of pad, unk, bos, eos, cls, sep, mask, where there are such
         tokens. prefix, suffix: names of the special tokens that stood before and after every document in
         training. dtype: "float32", "bfloat16" or "float16". max_shard_bytes: largest size of a file of
-        weights. notes: Markdown for the model card, such as where the weights come from.
+        weights. notes: Markdown for the model card, such as where the weights come from. licence: of the weights, for
+        the model card; "" = unknown. outputs: what those of a classifier stand for.
     Returns: the directory. Raises ValueError (one line) if it is not empty or the parts do not fit each
     other.
     """
     out_dir, special = Path(out_dir), dict(special or {})
     check_target(out_dir)
+    if licence and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", licence):
+        raise ValueError(f"license {licence!r}: give its short name, such as apache-2.0 or cc-by-4.0")
     fast = None if tokenizer is None else load_fast_tokenizer(tokenizer, special)
     if fast is not None and fast.get_vocab_size() > config.vocab_size:
         raise ValueError(
@@ -118,7 +90,7 @@ def export_model(
         )
         if config.architecture in FORMS:
             write_code(temporary, config)
-        _write_json(temporary / "config.json", config_file(config, special, dtype))
+        _write_json(temporary / "config.json", config_file(config, special, dtype, outputs))
         if config.causal and config.model_class.tokens:
             # Where documents start with no token of their own, what is generated from nothing starts as after
             # the end of one.
@@ -136,9 +108,12 @@ def export_model(
                 max_length=config.max_seqlen,
                 # New tokens are appended on the right, so a batch of prompts must end there.
                 padding_side="left" if config.causal else "right",
-                token_types=config.architecture == "encoder" and config.type_vocab_size > 1,
+                token_types=issubclass(config.model_class, EncoderTrunk) and config.type_vocab_size > 1,
             )
-        (temporary / "README.md").write_text(model_card(config, fast is not None, notes), encoding="utf-8")
+            if takes_layout(config):
+                write_layout(temporary, config)
+        card = model_card(config, has_tokenizer=fast is not None, notes=notes, licence=licence, outputs=outputs)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
         write_sums(temporary)
         if out_dir.exists():
             out_dir.rmdir()
@@ -152,10 +127,16 @@ def export_model(
 def write_sums(directory: Path) -> None:
     """Write SHA256SUMS over all files in a directory, in the form that `sha256sum -c` reads."""
     lines = []
-    for path in sorted(directory.iterdir()):
+    for path in exported_files(directory):
         with path.open("rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        lines.append(f"{digest}  {path.relative_to(directory).as_posix()}\n")
     (directory / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def exported_files(directory: Path) -> list[Path]:
+    """All files in a directory and in folders of it, sorted."""
+    return sorted(path for path in directory.rglob("*") if not path.is_dir())
 
 
 def check_target(out_dir: Path) -> None:
@@ -166,15 +147,17 @@ def check_target(out_dir: Path) -> None:
         raise ValueError(f"{out_dir} exists and is not an empty directory; choose another one, or remove it")
 
 
-def config_file(config: ModelConfig, special: Mapping[str, int | None], dtype: str) -> dict[str, Any]:
+def config_file(config: ModelConfig, special: Mapping[str, int | None], dtype: str, outputs: Outputs) -> dict[str, Any]:
     """The content of config.json."""
     for_transformers = {}
     if form := FORMS.get(config.architecture):
-        modules = {name: f"modeling_matmix.{target}" for name, target in form.auto_classes.items()}
+        classes = {name: target.partition(":")[2] for name, target in form.auto_classes.items()}
+        modules = {name: f"modeling_matmix.{target}" for name, target in classes.items()}
         for_transformers = {
             "model_type": form.model_type,
-            "architectures": [form.auto_classes[form.main]],
+            "architectures": [classes[main_class(config, outputs)]],
             "auto_map": {"AutoConfig": f"configuration_matmix.{form.config_class}", **modules},
+            **head_fields(config, outputs),
         }
     return {
         **for_transformers,
@@ -195,8 +178,11 @@ def write_code(directory: Path, config: ModelConfig) -> None:
         origin = f"Written by matmix {matmix_version} from its own sources. Not meant to be edited."
         return f'{_LICENSE}"""{what}\n\n{origin}{extra}\n"""'
 
+    places = [target.split(":") for target in form.auto_classes.values()]
+    # The configuration names the architecture, which must be known even where AutoModel needs less than all of it.
+    own = (config.model_class.__module__, config.model_class.__qualname__)
     modeling = bundle(
-        [(form.source, name) for name in form.auto_classes.values()],
+        [own, *((f"{EXPORT}.{module}", name) for module, name in places)],
         header=header(f"A matmix {kind} for transformers, in PyTorch alone."),
         version=matmix_version,
         registries={"MIXERS": used_mixers(config)},
@@ -212,42 +198,6 @@ def write_code(directory: Path, config: ModelConfig) -> None:
     )
     (directory / "modeling_matmix.py").write_text(modeling, encoding="utf-8")
     (directory / "configuration_matmix.py").write_text(configuration, encoding="utf-8")
-
-
-def model_card(config: ModelConfig, has_tokenizer: bool, notes: str) -> str:
-    """README.md of an export."""
-    form = FORMS.get(config.architecture)
-    folder = '"PATH/TO/THIS/DIRECTORY"'
-    if form is None:
-        code = ["from matmix.model.interop import read_export", "", f"model = read_export({folder}).eval()"]
-        needs = f"Reading it needs matmix and the module that registers its architecture, `{config.architecture}`."
-    else:
-        code = [
-            f"from transformers import {form.main}{', AutoTokenizer' if has_tokenizer else ''}",
-            "",
-            f"model = {form.main}.from_pretrained({folder}, trust_remote_code=True)",
-        ]
-        if has_tokenizer:
-            code.append(f"tokenizer = AutoTokenizer.from_pretrained({folder})")
-        needs = (
-            "The code in `modeling_matmix.py` needs PyTorch and transformers only.\n"
-            "Where matmix is installed, its kernels are used."
-        )
-    fixed = config.fixed_length_mixers()
-    paragraphs = [
-        f"---\nlibrary_name: transformers\npipeline_tag: {form.pipeline}\n---" if form else "",
-        f"# matmix {config.architecture.replace('_', ' ')}",
-        f"{config.n_layers} layers ({', '.join(sorted(used_mixers(config))) or 'no mixer'}), width {config.d_model}"
-        f"{f', {config.vocab_size:,} tokens' if config.model_class.tokens else ''}.",
-        f"It takes sequences of exactly {config.max_seqlen} tokens and no padding, having parameters for every\n"
-        f"position ({', '.join(fixed)}): cut or fill texts to that length."
-        if fixed
-        else "",
-        notes.strip(),
-        "\n".join(["```python", *code, "```"]),
-        needs,
-    ]
-    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
 
 
 def _token_ids(special: Mapping[str, int | None]) -> dict[str, int]:

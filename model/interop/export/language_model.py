@@ -40,11 +40,14 @@ class MatmixModel(MatmixLanguageModelBase):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutputWithPast | tuple:
         refuse_input_embeddings(inputs_embeds)
-        features = self.model(input_ids, attention_mask=attention_mask, readout=lambda x, weight, bias: x)
-        output = BaseModelOutputWithPast(last_hidden_state=features.unflatten(0, input_ids.shape))
+        features, hidden = self.run(
+            input_ids, output_hidden_states, attention_mask=attention_mask, readout=lambda x, weight, bias: x
+        )
+        output = BaseModelOutputWithPast(last_hidden_state=features.unflatten(0, input_ids.shape), hidden_states=hidden)
         return output.to_tuple() if return_dict is False else output
 
 
@@ -80,15 +83,19 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         inputs_embeds: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits (B, L, vocab_size), or of the last `logits_to_keep` columns only.
 
         labels (B, L): the input ids again, -100 where a token shall not count; the loss is the mean over
-        predictions of labels[:, 1:]. attention_mask (B, L): 0 at padding.
+        predictions of labels[:, 1:]. attention_mask (B, L): 0 at padding. output_hidden_states: of whole texts only,
+        not while a state is carried.
         """
         refuse_input_embeddings(inputs_embeds)
-        state = None
+        if output_hidden_states and (use_cache or past_key_values is not None):
+            raise ValueError("hidden states are those of whole texts: pass use_cache=False with output_hidden_states")
+        state = hidden = None
         if past_key_values is not None:
             new = input_ids.shape[1]
             if attention_mask is not None and new > 1 and not bool(attention_mask[:, -new:].all()):
@@ -97,18 +104,20 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         elif use_cache:
             logits, state = read_prompt(self.model, input_ids, attention_mask, logits_to_keep)
         else:
-            logits = self._full_logits(input_ids, attention_mask, logits_to_keep)
+            select = self._last_columns(input_ids, logits_to_keep)
+            logits, hidden = self.run(input_ids, output_hidden_states, attention_mask=attention_mask, select=select)
+            logits = logits if select is None else logits.unflatten(0, (input_ids.shape[0], logits_to_keep))
         loss = None if labels is None else mean_cross_entropy(logits[:, :-1], labels[:, 1:])
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=state)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=state, hidden_states=hidden)
         return output.to_tuple() if return_dict is False else output
 
-    def _full_logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int) -> torch.Tensor:
+    def _last_columns(self, input_ids: torch.Tensor, keep: int) -> torch.Tensor | None:
+        """The positions of the last `keep` columns in the flattened batch; None = all columns."""
         batch, length = input_ids.shape
         if not keep or keep >= length:
-            return self.model(input_ids, attention_mask=attention_mask)
+            return None
         columns = torch.arange(length - keep, length, device=input_ids.device)
-        select = (torch.arange(batch, device=input_ids.device).unsqueeze(1) * length + columns).flatten()
-        return self.model(input_ids, attention_mask=attention_mask, select=select).unflatten(0, (batch, keep))
+        return (torch.arange(batch, device=input_ids.device).unsqueeze(1) * length + columns).flatten()
 
     def prepare_inputs_for_generation(
         self,

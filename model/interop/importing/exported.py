@@ -37,12 +37,18 @@ def read_export_config(directory: Path) -> ModelConfig:
         raise ValueError(f"{path} does not describe a model ({ascii(error)[:300]})") from None
 
 
-def _exported_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def weight_files(directory: Path) -> list[Path]:
+    """The files of an export that hold weights, by names that begin with "model.". Raises ValueError (one line)."""
     index = directory / "model.safetensors.index.json"
     files = indexed_files(index) if index.is_file() else [directory / "model.safetensors"]
     for file in files:
         if not file.is_file():
             raise ValueError(f"{directory} is not complete: it lacks {file.name}")
+    return files
+
+
+def _exported_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in weight_files(directory):
         for name, tensor in read_safetensors(file)[0].items():
             yield name.removeprefix("model."), tensor
 

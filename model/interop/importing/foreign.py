@@ -62,7 +62,8 @@ def read_torch(path: Path) -> Any:
         raise FileNotFoundError(f"there is no {path}")
     try:
         _refuse_compressed(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # From a map of the file, which all processes of a machine share; files of old versions of torch have no map.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # what damaged bytes make of the reader has many kinds
         raise ValueError(
             f"{path} cannot be read as plain tensors ({_reason(error)}); save its state dict alone, best as "

@@ -1,0 +1,95 @@
+"""README.md of an export: what the model is, how it is loaded, and what its maker says of it."""
+
+from __future__ import annotations
+
+from matmix.model.build import count_parameters
+from matmix.model.config import ModelConfig, used_mixers
+from matmix.model.interop.export.forms import FORMS, main_class
+from matmix.model.interop.export.sentence_transformers import takes_layout
+from matmix.model.outputs import Outputs
+
+UNKNOWN_LICENCE = "unknown"
+
+
+def model_card(
+    config: ModelConfig,
+    *,
+    has_tokenizer: bool,
+    notes: str,
+    outputs: Outputs = Outputs(),  # noqa: B008  (frozen)
+    licence: str = "",
+) -> str:
+    """The text of the card; arguments as for `export_model`."""
+    form = FORMS.get(config.architecture)
+    fixed = config.fixed_length_mixers()
+    paragraphs = [
+        _front_matter(config, licence) if form else "",
+        f"# matmix {config.architecture.replace('_', ' ')}",
+        f"{config.n_layers} layers ({', '.join(sorted(used_mixers(config))) or 'no mixer'}), width {config.d_model}"
+        f"{f', {config.vocab_size:,} tokens' if config.model_class.tokens else ''}, "
+        f"{count_parameters(config):,} parameters.",
+        f"It takes sequences of exactly {config.max_seqlen} tokens and no padding, having parameters for every\n"
+        f"position ({', '.join(fixed)}): cut or fill texts to that length."
+        if fixed
+        else "",
+        _head(config, outputs),
+        notes.strip(),
+        _loading(config, has_tokenizer, outputs),
+        f"Licence of the weights: {licence or UNKNOWN_LICENCE}.",
+    ]
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
+
+
+def _front_matter(config: ModelConfig, licence: str) -> str:
+    form = FORMS[config.architecture]
+    fields = {
+        "library_name": form.library,
+        "pipeline_tag": form.pipeline,
+        "license": licence or UNKNOWN_LICENCE,
+    }
+    return "\n".join(["---", *(f"{name}: {value}" for name, value in fields.items()), "---"])
+
+
+def _head(config: ModelConfig, outputs: Outputs) -> str:
+    """What the outputs of a classifier or an embedder are computed from, and what they stand for."""
+    if not config.model_class.takes_head:
+        return ""
+    source = "every position of a text"
+    if config.model_class.per_document:
+        source = (
+            "the first position of a text" if config.head.pooling == "cls" else "all positions of a text (their mean)"
+        )
+    if not config.model_class.new_parameters:
+        return f"It gives one vector for each text: the features of {source}."
+    count = f"{config.head.outputs} outputs" if config.head.outputs > 1 else "one output"
+    return f"It has {count}, computed from {source}{': ' * bool(outputs.labels)}{', '.join(outputs.labels)}."
+
+
+def _loading(config: ModelConfig, has_tokenizer: bool, outputs: Outputs) -> str:
+    """How the model is loaded, and what that needs."""
+    folder = '"PATH/TO/THIS/DIRECTORY"'
+    if config.architecture not in FORMS:
+        code = ["from matmix.model.interop import read_export", "", f"model = read_export({folder}).eval()"]
+        needs = f"Reading it needs matmix and the module that registers its architecture, `{config.architecture}`."
+        return "\n".join(["```python", *code, "```", "", needs])
+    main = main_class(config, outputs)
+    code = [
+        f"from transformers import {main}{', AutoTokenizer' if has_tokenizer else ''}",
+        "",
+        f"model = {main}.from_pretrained({folder}, trust_remote_code=True)",
+    ]
+    if has_tokenizer:
+        code.append(f"tokenizer = AutoTokenizer.from_pretrained({folder}, trust_remote_code=True)")
+    if has_tokenizer and takes_layout(config):
+        code += [
+            "",
+            "# One vector for each text:",
+            "from sentence_transformers import SentenceTransformer",
+            "",
+            f"embeddings = SentenceTransformer({folder}, trust_remote_code=True).encode(texts)",
+        ]
+    needs = (
+        "The code in `modeling_matmix.py` needs PyTorch and transformers only.\n"
+        "Where matmix is installed, its kernels are used."
+    )
+    return "\n".join(["```python", *code, "```", "", needs])
