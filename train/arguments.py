@@ -41,14 +41,19 @@ DACITE = dacite.Config(
 _STYLE = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
 
 
+def key_types(cls: type) -> dict[str, Any]:
+    """The keys of a config class, and what their values are. A key is the name of a field; the underscore after a word
+    that Python keeps for itself, as in `from_`, is the field's only."""
+    return {name.removesuffix("_"): hint for name, hint in typing.get_type_hints(cls).items()}
+
+
 def field_names(cls: type, prefix: str = "") -> list[str]:
     """All dotted keys of a config class, tables included."""
     names = []
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        names.append(prefix + field.name)
-        if dataclasses.is_dataclass(hints[field.name]):
-            names += field_names(hints[field.name], f"{prefix}{field.name}.")
+    for key, hint in key_types(cls).items():
+        names.append(prefix + key)
+        if dataclasses.is_dataclass(hint):
+            names += field_names(hint, f"{prefix}{key}.")
     return names
 
 

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from matmix.data.artifacts import read_json_lines
 from matmix.train.config import RunConfig
 from matmix.train.errors import RunFailure
+from matmix.train.process.agree import agree
 from matmix.train.process.console import exit_code, guarded, is_expected, one_line
+from matmix.train.process.distributed import Distributed, rank_and_world_size
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
-from matmix.train.recipe import load_config
+from matmix.train.recipe import load_phases
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.outcome import Attempt
-from matmix.train.run.remote import push_outcome
+from matmix.train.run.remote import has_begun, push_outcome
 
 if TYPE_CHECKING:
     from matmix.train.loop import Result
@@ -26,16 +28,35 @@ if TYPE_CHECKING:
 
 def train_recipe(recipe: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
     """Trains, or shows what training would take; returns the exit code (`matmix.train.process.exits`)."""
-    config = load_config(recipe, list(overrides))
+    return train_phases(load_phases(recipe, list(overrides)), dry_run=dry_run)
+
+
+def train_phases(phases: Sequence[RunConfig], *, dry_run: bool = False) -> int:
+    """As `train_recipe`, of configs that have been read."""
     if dry_run:
-        from matmix.train.estimate.plan import print_plan
+        from matmix.train.estimate.plan import print_plans
 
-        return print_plan(config)
-    return guarded(lambda: _train(config), every_rank=True)
+        return print_plans(phases)
+    return guarded(lambda: _train_phases(phases), every_rank=True)
 
 
-def _train(config: RunConfig) -> int:
-    """Trains, and leaves behind how it ended, however it ends (except by SIGKILL and the like)."""
+def _train_phases(phases: Sequence[RunConfig]) -> int:
+    """Trains one phase after the other, from the last one that has begun; those before it need not be there."""
+    if len(phases) == 1:
+        return _train(phases[0])[0]
+    with Distributed.from_environment(phases[0].device):  # the ranks meet once
+        at_work = agree(lambda: list(map(has_begun, phases)), here=rank_and_world_size()[0] == 0)[0]
+        first = max((number for number, begun in enumerate(at_work) if begun), default=0)
+        for config in phases[first:]:
+            code, finished = _train(config)
+            if not finished:
+                return code
+    return code
+
+
+def _train(config: RunConfig) -> tuple[int, bool]:
+    """Trains, and leaves behind how it ended, however it ends (except by SIGKILL and the like). Returns the exit code,
+    and whether the run has finished."""
     rank = int(os.environ.get("RANK", "0"))
     attempt = Attempt(RunDirectory(config.run_dir).path, rank)
     try:
@@ -60,7 +81,7 @@ def _train(config: RunConfig) -> int:
     push_outcome(config.run_dir, rank)
     if rank == 0:
         print(words)
-    return code
+    return code, result.saved and result.finished
 
 
 def _closing_words(config: RunConfig, result: Result) -> str:
@@ -94,7 +115,7 @@ def _closing_words(config: RunConfig, result: Result) -> str:
     if run.curves.is_file():
         lines.append(f"Curves: {run.where}/{run.curves.name}")
     export = f"matmix export {config.run_dir} --out DIR"
-    if not config.model.model_class.tokens:
+    if not config.model.model_class.tokens or config.model.model_class.takes_head:
         lines.append(f"Next: {export}")
     else:
         # Prompts rarely have the one length that some mixers take.

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from matmix.data.config import DataConfig
 from matmix.data.storage.urls import refuse_secrets
 from matmix.data.synthetic import TASKS
 from matmix.model.config import ModelConfig
 from matmix.train.engine.config import EngineConfig
+from matmix.train.errors import require
 from matmix.train.optim.config import OptimizerConfig, ScheduleConfig
 from matmix.train.tasks import ObjectiveConfig, Task, make_task
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,14 +27,15 @@ class EvaluatorConfig:
     """A table [[evaluation.evaluator]]: what else is measured, or how often one of ours is."""
 
     name: str
-    """loss, context, mixing or lengths (generated samples only), or "my_package.module:MyEvaluator"."""
+    """loss, context, mixing, lengths (generated samples only) or scores (labelled examples only), or
+    "my_package.module:MyEvaluator"."""
     every: int | None = None
     """Steps between its evaluations; 0 = only after the last step; left out = evaluation.every."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """A table with the options of your own evaluator."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.every is None or self.every >= 0,
             f'evaluation.evaluator "{self.name}": every must be >= 0, got {self.every}',
         )
@@ -53,14 +52,23 @@ class EvaluationConfig:
     ablation_batches: int = 1
     """Global batches, the first of the split, on which the mixers' outputs are also replaced by their means, to see
     what they contribute; 0 = none."""
+    best: str = ""
+    """Name of a metric, such as "accuracy" or "loss": the checkpoint of the evaluation where it was best is kept.
+    Empty = none."""
+    patience: int = 0
+    """End the run after so many evaluations in a row that were no better by this metric; 0 = never."""
     evaluator: tuple[EvaluatorConfig, ...] = ()
     """Tables [[evaluation.evaluator]]: further evaluators, and intervals of ours; on the command line as in
     '{name = "mixing", every = 2000}'."""
 
     def __post_init__(self) -> None:
-        _require(self.every >= 0, f"evaluation.every must be >= 0, got {self.every}")
-        _require(self.batches >= 0, f"evaluation.batches must be >= 0, got {self.batches}")
-        _require(self.ablation_batches >= 0, f"evaluation.ablation_batches must be >= 0, got {self.ablation_batches}")
+        require(self.every >= 0, f"evaluation.every must be >= 0, got {self.every}")
+        require(self.batches >= 0, f"evaluation.batches must be >= 0, got {self.batches}")
+        require(self.patience >= 0, f"evaluation.patience must be >= 0, got {self.patience}")
+        require(
+            bool(self.best) or not self.patience, "evaluation.patience needs evaluation.best, the metric to wait for"
+        )
+        require(self.ablation_batches >= 0, f"evaluation.ablation_batches must be >= 0, got {self.ablation_batches}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,10 +97,10 @@ class CheckpointConfig:
     start."""
 
     def __post_init__(self) -> None:
-        _require(self.every >= 0, f"checkpoint.every must be >= 0, got {self.every}")
-        _require(self.keep_last >= 1, f"checkpoint.keep_last must be >= 1, got {self.keep_last}")
-        _require(self.keep_every >= 0, f"checkpoint.keep_every must be >= 0, got {self.keep_every}")
-        _require(self.local_every >= 0, f"checkpoint.local_every must be >= 0, got {self.local_every}")
+        require(self.every >= 0, f"checkpoint.every must be >= 0, got {self.every}")
+        require(self.keep_last >= 1, f"checkpoint.keep_last must be >= 1, got {self.keep_last}")
+        require(self.keep_every >= 0, f"checkpoint.keep_every must be >= 0, got {self.keep_every}")
+        require(self.local_every >= 0, f"checkpoint.local_every must be >= 0, got {self.local_every}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,9 +123,38 @@ class LoggingConfig:
     """Length of the trace in steps."""
 
     def __post_init__(self) -> None:
-        _require(self.every >= 1, f"logging.every must be >= 1, got {self.every}")
-        _require(self.profile_start >= 0, f"logging.profile_start must be >= 0, got {self.profile_start}")
-        _require(self.profile_steps >= 1, f"logging.profile_steps must be >= 1, got {self.profile_steps}")
+        require(self.every >= 1, f"logging.every must be >= 1, got {self.every}")
+        require(self.profile_start >= 0, f"logging.profile_start must be >= 0, got {self.profile_start}")
+        require(self.profile_steps >= 1, f"logging.profile_steps must be >= 1, got {self.profile_steps}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class InitConfig:
+    """Weights of another model that a run begins with."""
+
+    from_: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """A run (folder or URL), an export (the same), or a checkpoint of the published Hydra or mru-lm code; empty = the
+    seed draws all weights. It is read when the run begins and never again."""
+    step: int = 0
+    """Which checkpoint of a run; 0 = the newest."""
+    project: str = ""
+    """Whose checkpoint it is where the code of a paper wrote it, hydra or mru-lm; empty = that is found out."""
+    ignore: tuple[str, ...] = ()
+    """Names of weights, such as "blocks.5.*", that are left where they are: those of the source are not taken, those of
+    the model are drawn by the seed."""
+    rename: tuple[str, ...] = ()
+    """"old=new": weights whose names in the source begin with old are those that begin with new here."""
+    other_tokenizer: bool = False
+    """Take the weights although the ids of the source's tokenizer stand for other pieces than those of the data's."""
+
+    def __post_init__(self) -> None:
+        refuse_secrets(self.from_, "init.from")
+        require(self.step >= 0, f"init.step must be >= 0, got {self.step}")
+        for pair in self.rename:
+            require(pair.count("=") == 1 and all(pair.split("=")), f'init.rename = "{pair}": write it as "old=new"')
+        if not self.from_:
+            given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+            require(not given, f"init.{given[0] if given else ''} is given without init.from: name what to start from")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,14 +189,14 @@ class FaultsConfig:
     """When copies differ: stop, or go back to the newest checkpoint and on from there, at most max_rewinds times."""
 
     def __post_init__(self) -> None:
-        _require(self.hang_minutes >= 0, f"faults.hang_minutes must be >= 0, got {self.hang_minutes}")
-        _require(
+        require(self.hang_minutes >= 0, f"faults.hang_minutes must be >= 0, got {self.hang_minutes}")
+        require(
             self.spike_factor == 0 or self.spike_factor > 1,
             f"faults.spike_factor must be 0 (off) or above 1, got {self.spike_factor}",
         )
-        _require(self.spike_window >= 1, f"faults.spike_window must be >= 1, got {self.spike_window}")
-        _require(self.max_rewinds >= 0, f"faults.max_rewinds must be >= 0, got {self.max_rewinds}")
-        _require(
+        require(self.spike_window >= 1, f"faults.spike_window must be >= 1, got {self.spike_window}")
+        require(self.max_rewinds >= 0, f"faults.max_rewinds must be >= 0, got {self.max_rewinds}")
+        require(
             self.replica_check_every >= 0, f"faults.replica_check_every must be >= 0, got {self.replica_check_every}"
         )
 
@@ -176,6 +213,8 @@ class RunConfig:
     """auto = CUDA where there is one."""
     steps: int = 1000
     """Optimizer steps of the whole run."""
+    epochs: float = 0.0
+    """The same in passes over the training data, in place of `steps`; 0 = as `steps` says."""
     stop_step: int = 0
     """Save and stop at this step although the schedule goes on to `steps`; 0 = run to the end."""
     global_batch_size: int = 32
@@ -186,6 +225,8 @@ class RunConfig:
     """Steps in a row with a NaN or infinite loss or gradient that are skipped before the run stops."""
     gc_every: int = 100
     """Python's garbage collector runs every so many steps, on all ranks at once; 0 = left to Python."""
+    init: InitConfig = dataclasses.field(default_factory=InitConfig)
+    """Weights to begin with."""
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     """The model."""
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -212,23 +253,24 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         refuse_secrets(self.run_dir, "run_dir")
-        _require(self.steps >= 1, f"steps must be >= 1, got {self.steps}")
-        _require(
-            0 <= self.stop_step <= self.steps,
+        require(self.steps >= 1, f"steps must be >= 1, got {self.steps}")
+        require(self.epochs >= 0, f"epochs must be >= 0, got {self.epochs}")
+        require(
+            self.stop_step >= 0 and (self.stop_step <= self.steps or bool(self.epochs)),
             f"stop_step must lie between 0 and steps = {self.steps}, got {self.stop_step}",
         )
-        _require(self.global_batch_size >= 1, f"global_batch_size must be >= 1, got {self.global_batch_size}")
-        _require(self.micro_batch_size >= 0, f"micro_batch_size must be >= 0, got {self.micro_batch_size}")
-        _require(self.max_bad_steps >= 1, f"max_bad_steps must be >= 1, got {self.max_bad_steps}")
-        _require(self.gc_every >= 0, f"gc_every must be >= 0, got {self.gc_every}")
-        _require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
+        require(self.global_batch_size >= 1, f"global_batch_size must be >= 1, got {self.global_batch_size}")
+        require(self.micro_batch_size >= 0, f"micro_batch_size must be >= 0, got {self.micro_batch_size}")
+        require(self.max_bad_steps >= 1, f"max_bad_steps must be >= 1, got {self.max_bad_steps}")
+        require(self.gc_every >= 0, f"gc_every must be >= 0, got {self.gc_every}")
+        require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
         if ":" not in self.objective.name:  # Python imports your own only where they train or evaluate
             self.task()
         self.model.check_seqlen(self.data.seqlen)
         if self.data.synthetic.task and ":" not in self.data.synthetic.task:  # of one from outside its loader tells
             self._check_generated()
         if fixed := self.model.fixed_length_mixers():
-            _require(
+            require(
                 self.data.packing == "rows",
                 f"{fixed[0]} takes sequences of exactly model.max_seqlen tokens and no shorter documents, which "
                 f'data.packing = "{self.data.packing}" makes; set data.packing = "rows"',
@@ -239,7 +281,7 @@ class RunConfig:
         causal = self.model.causal
         fits = TASKS[name].causal_form if causal else TASKS[name].bidirectional_form
         models = "language models" if causal else "encoders"
-        _require(
+        require(
             fits,
             f'data.synthetic.task = "{name}" has no form for {models} (objective.name = "{self.objective.name}"); '
             "change one of the two",

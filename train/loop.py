@@ -23,10 +23,12 @@ from matmix.train.engine import Engine, build_engine
 from matmix.train.errors import ReplicaError
 from matmix.train.evaluators import evaluate, make_evaluators
 from matmix.train.failures import explaining
+from matmix.train.guards.best import BestEvaluation
 from matmix.train.guards.damaged_shards import DamagedShards
 from matmix.train.guards.nan_guard import NanGuard
 from matmix.train.guards.replicas import Replicas
 from matmix.train.guards.spikes import SpikeGuard
+from matmix.train.init.start import start_weights
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.meters import collectives
 from matmix.train.meters.goodput import Goodput, first_start
@@ -67,6 +69,8 @@ class Trainer:
         self.run.check(config)
         self.task = config.task()
         self.evaluators = make_evaluators(config, self.task)
+        known = [metric for evaluator, _ in self.evaluators for metric in evaluator.metrics]
+        self.best = BestEvaluation(config.evaluation, [self.task.loss_metric, *self.task.metrics, *known])
         self.state = TrainState()
         self.accumulation = self.loader.micro_batches_per_step
         self.validation: Loader | None = None
@@ -98,8 +102,8 @@ class Trainer:
         self.goodput = Goodput()
         self.stop_agreed = False
         self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
-        tokenizer = self.loader.tokenizer  # None where the model reads something else than tokens
-        self.unigram_entropy = None if tokenizer is None else unigram_entropy(self.loader.token_histogram)
+        tokenizer, histogram = self.loader.tokenizer, self.loader.token_histogram  # None where there are no tokens
+        self.unigram_entropy = None if histogram is None else unigram_entropy(histogram)
         self.tokenizer_sha256 = None if tokenizer is None else tokenizer.sha256
         self.rules_before: dict[str, list[float]] | None = None  # `rule_record` of the checkpoint that was loaded
         self.unsaved_step = -1  # the step whose checkpoint could not be written
@@ -195,7 +199,7 @@ class Trainer:
             batches = iter(self.loader)
             self.speed.start()
             self.goodput.spend("restarts")
-            while self.state.step < config.last_step and not self.stop_agreed:
+            while self.state.step < config.last_step and not self.stop_agreed and not self.best.stops:
                 self.train_step(batches)
                 if (difference := self.find_difference()) is not None:
                     batches = self.replicas.go_back(self, batches, difference)
@@ -205,14 +209,15 @@ class Trainer:
                     continue
                 if self.evaluation_is_due():
                     self.evaluate()
-                if self.is_time(config.checkpoint.every):
+                if self.is_time(config.checkpoint.every) or self.best.step == self.state.step:
                     self.save()
                 elif self.is_time(config.checkpoint.local_every):
                     self.copy()
             saved = self.state.step == 0 or self.save(wait=True)
             if saved:
                 self.checkpoints.end_copies()
-            finished = self.state.step == config.steps and (not saved or self.is_summarised() or self.finish())
+            ended = self.state.step == config.steps or self.best.stops
+            finished = ended and (not saved or self.is_summarised() or self.finish())
         finally:
             try:
                 self.checkpoints.close()
@@ -269,6 +274,8 @@ class Trainer:
         newest = self.checkpoints.newest(self.engine)
         if newest is None:
             self.goodput.begin(first_start(self.run.path, write=False))
+            if self.config.init.from_:
+                start_weights(self.config, self.engine, self.loader.tokenizer)
         else:
             changes = self.load(newest)
             if (left := self.config.last_step - self.state.step) > 0:
@@ -301,6 +308,8 @@ class Trainer:
         self.loader.load_state_dict(extra["data"])
         self.rules_before = extra.get("parameter_rules")
         self.spikes.load_state_dict(extra.get("spikes"))
+        self.best.load_state_dict(extra.get("best"))
+        self.checkpoints.best = self.best.step
         self.goodput.load_state_dict(extra.get("goodput"), lost_to)
         self.replicas.same_at = -1
         self.attempt.step = self.state.step
@@ -352,6 +361,7 @@ class Trainer:
             "git_revision": git_revision(),
             "parameter_rules": rule_record(self.groups),
             "spikes": self.spikes.state_dict(),
+            "best": self.best.state_dict(),
             "evaluation": self.metrics if self.metrics.get("step") == self.state.step else None,
             "goodput": self.goodput.state_dict(),
         }
@@ -389,6 +399,8 @@ class Trainer:
             self.metrics = {"step": self.state.step, **metrics}
             self.call("on_evaluation", metrics)
             self.nan_guard.after_evaluation(self, metrics)
+            self.best.after_evaluation(self.state.step, metrics)
+            self.checkpoints.best = self.best.step
         return True
 
     def is_summarised(self) -> bool:
@@ -404,7 +416,8 @@ class Trainer:
             return False
         if self.engine.rank == 0:
             summary = {"step": self.state.step, "tokens": self.state.tokens, "validation": self.metrics}
-            self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy})
+            best = {} if (best := self.best.state_dict()) is None else {"best": best}
+            self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy, **best})
         return True
 
     # -- what callbacks and guards see ---------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import itertools
 import tomllib
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from matmix.data.storage.urls import refuse_secrets
 from matmix.model.architecture import ARCHITECTURES
 from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
-from matmix.train.arguments import DACITE, check_rows, parse_arguments, row_type, unknown_key
+from matmix.train.arguments import DACITE, check_rows, key_types, parse_arguments, row_type, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.plugins import find_part
 
+_PHASES = "phase"
 _DEEPEST = 50
 """Tables in tables; no recipe has more than a few, and what walks them recurses."""
 
@@ -61,7 +63,7 @@ def find_recipe(name_or_path: str) -> Path:
 
 
 def _check_keys(values: dict[str, Any], cls: type, where: str, prefix: str = "") -> None:
-    hints = typing.get_type_hints(cls)
+    hints = key_types(cls)
     for key, value in values.items():
         if key not in hints:
             raise unknown_key(prefix + key, RunConfig, where)
@@ -80,7 +82,7 @@ def config_from_dict(values: dict[str, Any], where: str) -> RunConfig:
     """Builds a config from nested dicts. Raises ValueError (one line, starting with `where`)."""
     _check_keys(values, RunConfig, where)
     try:
-        return dacite.from_dict(RunConfig, values, DACITE)
+        return dacite.from_dict(RunConfig, _renamed(values, "from", "from_"), DACITE)
     except dacite.WrongTypeError as error:
         wanted = getattr(error.field_type, "__name__", None) or str(error.field_type)
         if typing.get_origin(error.field_type) is typing.Literal:
@@ -90,6 +92,13 @@ def config_from_dict(values: dict[str, Any], where: str) -> RunConfig:
         raise ValueError(f"{where}: {error}") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _renamed(values: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """`values` with another key in [init]: a field of Python cannot be called "from"."""
+    if not isinstance(values.get("init"), dict):
+        return values
+    return {**values, "init": {new if key == old else key: value for key, value in values["init"].items()}}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -133,28 +142,85 @@ def _depth(values: Any) -> int:
     return depth
 
 
+def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with those of `overrides` in their places, tables key by key."""
+    result = copy.deepcopy(dict(values))
+    for key, value in overrides.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+    return result
+
+
 def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """The run's config from a recipe (path or bundled name) or a run (folder or URL), and command-line overrides
     such as ``--optimizer.lr 3e-4``.
 
     Raises FileNotFoundError for a missing recipe and ValueError (one line) for a bad key, type or value.
     """
+    path, values = _read_recipe(recipe)
+    if _PHASES in values:
+        raise ValueError(f"{path} has several phases ([[{_PHASES}]]), which only matmix train {recipe} trains")
+    return resolved_config(values, str(path), overrides, _own_run_dir(recipe, path, values))
+
+
+def load_phases(recipe: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
+    """The configs of a recipe's phases, in order; of a recipe without phases its own.
+
+    A phase is the recipe with the changes in its table [[phase]]. It is a run of its own, RUN/phase-1 and so on, and
+    begins with the weights that the one before it ends with. Raises as `load_config`; overrides are for all phases.
+    """
+    path, values = _read_recipe(recipe)
+    run_dir = _own_run_dir(recipe, path, values)
+    if _PHASES not in values:
+        return [resolved_config(values, str(path), overrides, run_dir)]
+    tables = values.pop(_PHASES)
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise ValueError(f"{path}: [[{_PHASES}]] is a list of tables, one for each phase")
+    configs: list[RunConfig] = []
+    for number, table in enumerate(tables, start=1):
+        where = f"{path}: phase {number}"
+        if "run_dir" in table:
+            raise ValueError(f"{where}: run_dir is that of the recipe, which has a folder for each phase")
+        begins = {}
+        if number > 1:
+            own = table.get("init", {})
+            if not isinstance(own, dict) or "from" in own:
+                raise ValueError(f"{where}: it begins with the weights of phase {number - 1}: leave init.from out")
+            begins = {"init": {**own, "from": configs[-1].run_dir}}
+            values = {**values, "init": {}}
+        config = resolved_config(merged(values, {**table, **begins}), where, overrides, run_dir)
+        if number > 1:  # options of [init] on the command line are for the first phase
+            config = dataclasses.replace(config, init=config_from_dict(begins, where).init)
+        configs.append(dataclasses.replace(config, run_dir=f"{config.run_dir.rstrip('/')}/phase-{number}"))
+    return configs
+
+
+def _read_recipe(recipe: str) -> tuple[Path, dict[str, Any]]:
+    """Where a recipe is, and what it says."""
     path = Path(recipe) if is_url(recipe) else find_recipe(recipe)
     values = _read_remote(recipe) if is_url(recipe) else read_toml(path)
     if "comparison" in values:
         raise ValueError(f"{path} is a comparison of several models: matmix compare {recipe}")
-    _import_architecture(values, overrides)
-    config = config_from_dict(values, str(path))
+    return path, values
+
+
+def _own_run_dir(recipe: str, path: Path, values: dict[str, Any]) -> str:
+    """Where a recipe's run lies, unless the command line names another place."""
     if is_url(recipe) or Path(recipe).is_dir():
-        config = dataclasses.replace(config, run_dir=recipe)  # a run goes on where it lies, wherever it began
+        return recipe  # a run goes on where it lies, wherever it began
+    return values.get("run_dir") or f"runs/{path.stem}"
+
+
+def resolved_config(values: dict[str, Any], where: str, overrides: Sequence[str], run_dir: str) -> RunConfig:
+    """The config that `values` and the command line give."""
+    _import_architecture(values, overrides)
+    config = dataclasses.replace(config_from_dict(values, where), run_dir=run_dir)
     # Of all mixers, `--help` shows those that the layers hold; to look at fewer fields is also several times faster.
     words = [word.replace("-", "_") for word in overrides]
     mixers = {name for name in MIXERS if name in config.model.layers or any(name in word for word in words)}
     only = (MixerOptions, mixers)
     config = parse_arguments(RunConfig, list(overrides), default=config, prog="matmix train RECIPE", only=only)
-    if not config.run_dir:
-        config = dataclasses.replace(config, run_dir=f"runs/{path.stem}")
-    return config
+    return config if config.run_dir else dataclasses.replace(config, run_dir=run_dir)
 
 
 def _import_architecture(values: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -178,7 +244,7 @@ def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Seque
     """
     try:
         verb, rest = read([word for word in words if word not in ("-h", "--help")])
-        load_config(verb.recipe, [*rest, "--help"])
+        load_phases(verb.recipe, [*rest, "--help"])
     except (ValueError, FileNotFoundError):
         print(f"bundled recipes: {', '.join(bundled_recipes())}\n")
         parse_arguments(RunConfig, ["--help"], default=RunConfig(), prog="matmix train RECIPE", only=(MixerOptions, ()))
@@ -186,7 +252,7 @@ def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Seque
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Nested plain dicts, ready for TOML and JSON; without the options of mixers that no layer is and nobody set."""
-    values = plain(dataclasses.asdict(config))
+    values = _renamed(plain(dataclasses.asdict(config)), "from_", "from")
     unset, tables = MixerOptions(), values["model"]["mixers"]
     for name in MIXERS:
         if name not in config.model.layers and getattr(config.model.mixers, name) == getattr(unset, name):
@@ -214,14 +280,14 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
     def filled(own: dict[str, Any], standard: dict[str, Any], cls: type) -> dict[str, Any]:
         # `config_to_dict` has the tables of those mixers only that it needs.
-        hints, found = typing.get_type_hints(cls), {} if cls is MixerOptions else dict(standard)
+        hints, found = key_types(cls), {} if cls is MixerOptions else dict(standard)
         for key, value in own.items():
             if key in hints:
                 deeper = dataclasses.is_dataclass(hints[key]) and isinstance(value, dict)
                 found[key] = filled(value, standard.get(key, {}), hints[key]) if deeper else value
         return found
 
-    return filled(values, plain(dataclasses.asdict(RunConfig())), RunConfig)
+    return filled(values, _renamed(plain(dataclasses.asdict(RunConfig())), "from_", "from"), RunConfig)
 
 
 def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any]]:

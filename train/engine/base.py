@@ -14,6 +14,7 @@ from torch import nn
 from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import FullState
+from matmix.train.engine.loading import load_weights
 from matmix.train.engine.snapshot import HostMemory, Snapshot
 from matmix.train.optim.base import Optimizer, full_shape
 from matmix.train.process.distributed import Distributed, is_distributed
@@ -127,6 +128,11 @@ class Engine(abc.ABC):
         Options of the optimizer stay as they are. Raises ValueError, before anything changes, if the engine
         has no room for the state.
         """
+
+    def load_weights(self, state: FullState) -> None:
+        """Takes over the weights and buffers that `state` has, before the first step; the others stay as they are, and
+        so do the last rows of a tensor that has fewer there. A rank reads what it holds."""
+        load_weights(self.named_tensors(), state)
 
     def layout(self) -> dict[str, Any]:
         """What a checkpoint's reader must know: kind of engine, ranks, names and full shapes of all

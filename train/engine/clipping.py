@@ -12,6 +12,7 @@ whether they differed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,21 +58,21 @@ def _norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
 
 
-def total_norm(norms: torch.Tensor) -> torch.Tensor:
-    """The norm over all groups from theirs, 0-dim."""
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms)
+def clip_groups(
+    gradients: Gradients, norms: torch.Tensor, limits: Mapping[str, float]
+) -> tuple[torch.Tensor, bool, dict[str, torch.Tensor]]:
+    """Scales the gradients of each group, in place, so that its norm is within its limit; where one is not finite, all
+    are left alone.
 
-
-def clip_to(gradients: Gradients, norms: torch.Tensor, limits: Mapping[str, float]) -> None:
-    """Scales the gradients of each group, in place, so that its norm is within its limit."""
+    Returns the norm of all gradients before, 0-dim, whether it is finite, and the norms for a record, where there is
+    more than one.
+    """
+    whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms)
+    is_finite = math.isfinite(whole.item())
     for (name, tensors), norm in zip(gradients.items(), norms, strict=True):
-        if tensors and limits[name] > 0:
+        if is_finite and tensors and limits[name] > 0:
             torch._foreach_mul_(tensors, torch.clamp(limits[name] / (norm + 1e-6), max=1.0))
-
-
-def by_name(limits: Mapping[str, float], norms: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The norms for a record, where there is more than one."""
-    return dict(zip(limits, norms, strict=True)) if len(limits) > 1 else {}
+    return whole, is_finite, dict(zip(limits, norms, strict=True)) if len(limits) > 1 else {}
 
 
 def agree_on_norms(

@@ -7,7 +7,6 @@ and keyed by parameter names, so that any of these, with any number of ranks, re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
-from matmix.train.engine.clipping import (
-    agree_on_norms,
-    by_name,
-    clip_limits,
-    clip_to,
-    gradients_by_clip_group,
-    norms_of,
-    total_norm,
-)
+from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState
-from matmix.train.engine.loading import kept_entries, load_moments, load_weights
+from matmix.train.engine.loading import kept_entries, load_moments
 from matmix.train.engine.sharded_files import SHARD_SUFFIX, SUBDIRECTORY, ShardedFiles, write_sharded
 from matmix.train.engine.snapshot import Snapshot
 from matmix.train.optim.base import Optimizer
@@ -102,11 +93,8 @@ class FsdpEngine(Engine):
         found = gradients_by_clip_group(groups, self.module.parameters())
         gradients = {name: [_local(gradient) for gradient in tensors] for name, tensors in found.items()}
         norms = self._over_ranks(norms_of(gradients, self.device))
-        norm = total_norm(norms)
-        limits = clip_limits(groups, max_norm)
-        self.clip_norms = by_name(limits, norms)
-        if math.isfinite(norm.item()):
-            clip_to(gradients, norms, limits)
+        norm, is_finite, self.clip_norms = clip_groups(gradients, norms, clip_limits(groups, max_norm))
+        if is_finite:
             self.optimizer.step()
         for parameter in self.module.parameters():
             parameter.grad = None
@@ -220,7 +208,7 @@ class FsdpEngine(Engine):
         return {f"{SUBDIRECTORY}/{name}" for name in source.files_of(state)}
 
     def load_full(self, state: FullState) -> None:
-        load_weights(self.named_tensors(), state)
+        self.load_weights(state)
         load_moments(self.optimizer, {p: name for name, p in self.module.named_parameters()}, state)
 
 

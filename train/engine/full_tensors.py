@@ -30,30 +30,49 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class FullTensorFiles(CheckpointFiles):
-    """Reads what `write_full` wrote: only the part of a tensor that is asked for."""
+class TensorFiles(FullState):
+    """Tensors in .safetensors files: reads only the part of one that is asked for."""
 
-    def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        directory = checkpoint / SUBDIRECTORY
+    def __init__(self, paths: Iterable[Path], damaged: str) -> None:
+        """damaged: what errors begin with. Raises ValueError (one line) for a file that is none, for types of numbers
+        that are none of ours, and for a tensor in two files."""
         self.entries: dict[str, Entry] = {}
         self._files = {}
-        layout = {**layout, "moments": {}} if weights_only and not self._has_both(directory) else layout
-        for path in sorted(directory.glob("*.safetensors")):
-            if weights_only and path.name.startswith(_MOMENTS):
-                continue
-            damaged = f"checkpoint {checkpoint} is damaged: {path.name}"
+        for path in paths:
             try:
                 file = safe_open(path, framework="pt")
             except SafetensorError as error:
-                raise ValueError(f"{damaged}: {error}") from None
+                raise ValueError(f"{damaged}: {path.name}: {error}") from None
             for key in file.keys():  # noqa: SIM118 (not a dict)
                 piece = file.get_slice(key)
                 if piece.get_dtype() not in _DTYPES:
-                    raise ValueError(f"{damaged}: {key!a} has a dtype that is none of ours, {piece.get_dtype()}")
+                    dtype = piece.get_dtype()
+                    raise ValueError(f"{damaged}: {path.name}: {key!a} has a dtype that is none of ours, {dtype}")
                 if key in self.entries:
-                    raise ValueError(f"{damaged}: {key!a} stands in another file, too")
+                    raise ValueError(f"{damaged}: {path.name}: {key!a} stands in another file, too")
                 self.entries[key] = Entry(tuple(piece.get_shape()), _DTYPES[piece.get_dtype()])
                 self._files[key] = file
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        entry, file = self.entries[key], self._files[key]
+        stop = entry.numel if stop is None else stop
+        if start == 0 and stop == entry.numel:
+            return file.get_tensor(key).flatten()
+        row = math.prod(entry.shape[1:])
+        first = start // row
+        rows = file.get_slice(key)[first : -(-stop // row)].flatten()
+        return rows[start - first * row : stop - first * row]
+
+
+class FullTensorFiles(TensorFiles, CheckpointFiles):
+    """Reads what `write_full` wrote."""
+
+    def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        directory = checkpoint / SUBDIRECTORY
+        layout = {**layout, "moments": {}} if weights_only and not self._has_both(directory) else layout
+        paths = sorted(directory.glob("*.safetensors"))
+        wanted = [path for path in paths if not (weights_only and path.name.startswith(_MOMENTS))]
+        super().__init__(wanted, f"checkpoint {checkpoint} is damaged")
         try:
             check_entries({key: entry.shape for key, entry in self.entries.items()}, layout)
         except ValueError as error:
@@ -67,16 +86,6 @@ class FullTensorFiles(CheckpointFiles):
     def _has_both(directory: Path) -> bool:
         """Whether weights and moments lie in the same files, as in those of earlier versions."""
         return not any(directory.glob(f"{_WEIGHTS}-*.safetensors"))
-
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        entry, file = self.entries[key], self._files[key]
-        stop = entry.numel if stop is None else stop
-        if start == 0 and stop == entry.numel:
-            return file.get_tensor(key).flatten()
-        row = math.prod(entry.shape[1:])
-        first = start // row
-        rows = file.get_slice(key)[first : -(-stop // row)].flatten()
-        return rows[start - first * row : stop - first * row]
 
 
 def write_full(state: FullState, directory: Path, *, max_file_bytes: int) -> None:

@@ -15,21 +15,24 @@ from matmix.train.optim.base import Optimizer
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, state: FullState, key: str) -> None:
-    """Copies the tensor `key` of `state` into a plain tensor or this rank's part of a DTensor."""
+    """Copies the tensor `key` of `state` into a plain tensor or this rank's part of a DTensor; if that of the state has
+    fewer rows, into the first rows of the whole."""
     start = 0
     if isinstance(tensor, DTensor):
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         assert not any(offset[1:]), "fully_shard splits the first dimension"
         start = offset[0] * math.prod(tensor.shape[1:])
         tensor = tensor.to_local()
-    if tensor.numel():
-        tensor.copy_(state.read(key, start, start + tensor.numel()).view(tensor.shape))
+    count = min(tensor.numel(), state.entries[key].numel - start)
+    if count > 0:
+        tensor.view(-1)[:count].copy_(state.read(key, start, start + count))
 
 
 def load_weights(tensors: Iterable[tuple[str, torch.Tensor]], state: FullState) -> None:
-    """Fills parameters and buffers, given with their names, in place."""
+    """Fills those parameters and buffers, given with their names, that `state` has, in place."""
     for name, tensor in tensors:
-        fill(tensor.detach(), state, MODEL + name)
+        if MODEL + name in state.entries:
+            fill(tensor.detach(), state, MODEL + name)
 
 
 def kept_entries(state: FullState, optimizer: Optimizer) -> dict[str, list[str]]:

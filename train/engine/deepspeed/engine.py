@@ -25,20 +25,12 @@ import torch
 from torch import nn
 
 from matmix.train.engine.base import Engine, is_on_meta
-from matmix.train.engine.clipping import (
-    agree_on_norms,
-    by_name,
-    clip_limits,
-    clip_to,
-    gradients_by_clip_group,
-    norms_of,
-    total_norm,
-)
+from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.deepspeed.files import SUBDIRECTORY, ZeroFiles, ZeroSnapshot, make_files
-from matmix.train.engine.deepspeed.state import load_partitioned
+from matmix.train.engine.deepspeed.state import load_partitioned, load_partitioned_weights
 from matmix.train.engine.full_state import FullState
-from matmix.train.engine.loading import load_moments, load_weights
+from matmix.train.engine.loading import load_moments
 from matmix.train.engine.snapshot import Snapshot
 from matmix.train.optim.base import OTHERS, Optimizer
 from matmix.train.process.distributed import Distributed, ensure_group, is_distributed
@@ -148,25 +140,20 @@ class ZeroEngine(Engine):
             norm = optimizer.get_grad_norm_direct(tensors, part)  # over all ranks; -1 where it is not finite
             squares[name] += torch.where(norm < 0, math.inf, norm.square())
         norms = torch.stack(list(squares.values())).sqrt()
-        norm = total_norm(norms)
-        self.clip_norms = by_name(limits, norms)
-        if math.isfinite(norm.item()):
-            clip_to(gradients, norms, limits)
+        norm, _, self.clip_norms = clip_groups(gradients, norms, limits)
         return norm
 
     def _step_of_copies(self, max_norm: float) -> torch.Tensor:
         groups = self.optimizer.param_groups
         gradients = gradients_by_clip_group(groups, self.module.parameters())
-        norms, limits = norms_of(gradients, self.device), clip_limits(groups, max_norm)
+        norms = norms_of(gradients, self.device)
         if is_distributed():
             norms, self.gradients_differ = agree_on_norms(norms, norms, None)
-        norm = total_norm(norms)
-        self.clip_norms = by_name(limits, norms)
-        if not math.isfinite(norm.item()):
+        norm, is_finite, self.clip_norms = clip_groups(gradients, norms, clip_limits(groups, max_norm))
+        if is_finite:
+            self.model.step()
+        else:
             self.model.zero_grad()
-            return norm
-        clip_to(gradients, norms, limits)
-        self.model.step()
         return norm
 
     # -- copies ------------------------------------------------------------------------------------------
@@ -207,9 +194,15 @@ class ZeroEngine(Engine):
         # optimizer from the file.
         self.load_full(ZeroFiles(directory, layout))
 
+    def load_weights(self, state: FullState) -> None:
+        if self.config.zero_stage > 0:
+            load_partitioned_weights(self.optimizer, self.module, state, self.rank)
+        else:
+            super().load_weights(state)
+
     def load_full(self, state: FullState) -> None:
         if self.config.zero_stage > 0:
             load_partitioned(self.optimizer, self.module, state, self.rank)
             return
-        load_weights(self.named_tensors(), state)
+        self.load_weights(state)
         load_moments(self.optimizer, {p: name for name, p in self.module.named_parameters()}, state)

@@ -30,16 +30,7 @@ def load_partitioned(optimizer: Any, module: nn.Module, state: FullState, rank: 
     names = {parameter: name for name, parameter in module.named_parameters()}
     groups = list((_thirds if is_third else _partitions)(optimizer, names, rank))
     counts = [_counts(group, held, state, optimizer.optimizer.counts) for _, group, _ in groups]
-    if is_third:
-        optimizer.checkpoint_event_prologue()  # partitions what is gathered at the moment
-    for name, tensor in persistent_tensors(module):
-        if hasattr(tensor, "ds_tensor"):
-            part = tensor.ds_tensor.numel()
-            numel = min(part, tensor.ds_numel - rank * part)
-            _copy(tensor.ds_tensor.data, 0, state, MODEL + name, rank * part, numel)
-        else:
-            fill(tensor.detach(), state, MODEL + name)
-    optimizer.refresh_fp32_params()
+    load_partitioned_weights(optimizer, module, state, rank)
     for (flat, _, fragments), numbers in zip(groups, counts, strict=True):
         moments = optimizer.optimizer.state[flat] = {}
         if numbers is None:
@@ -51,6 +42,24 @@ def load_partitioned(optimizer: Any, module: nn.Module, state: FullState, rank: 
             for name, start, numel, offset in fragments:
                 if name in held:
                     _copy(moments[entry], offset, state, f"{OPTIMIZER}{name}.{entry}", start, numel)
+
+
+@torch.no_grad()
+def load_partitioned_weights(optimizer: Any, module: nn.Module, state: FullState, rank: int) -> None:
+    """Fills the weights and buffers that `state` has; optimizer: DeepSpeed's, of stage 1, 2 or 3."""
+    is_third = hasattr(optimizer, "fp16_partitioned_groups")
+    if is_third:
+        optimizer.checkpoint_event_prologue()  # partitions what is gathered at the moment
+    for name, tensor in persistent_tensors(module):
+        if MODEL + name not in state.entries:
+            continue
+        if hasattr(tensor, "ds_tensor"):
+            part = tensor.ds_tensor.numel()
+            numel = min(part, state.entries[MODEL + name].numel - rank * part)
+            _copy(tensor.ds_tensor.data, 0, state, MODEL + name, rank * part, numel)
+        else:
+            fill(tensor.detach(), state, MODEL + name)
+    optimizer.refresh_fp32_params()
     if is_third:
         optimizer.checkpoint_event_epilogue()
 

@@ -1,0 +1,106 @@
+"""Recipes of several phases."""
+
+import shutil
+
+import pytest
+import torch
+from runs import losses, weights
+
+from matmix.train.entry import main
+from matmix.train.loop import train
+from matmix.train.recipe import load_config, load_phases
+from matmix.train.run.directory import RunDirectory
+
+TEXT = """
+seed = 3
+steps = 3
+global_batch_size = 4
+device = "cpu"
+[model]
+d_model = 16
+n_layers = 1
+layers = ["attention"]
+mixers.attention = { nheads = 2, headdim = 8 }
+[data]
+path = "{data}"
+seqlen = 16
+workers = 0
+[evaluation]
+batches = 1
+ablation_batches = 0
+[logging]
+every = 1
+tensorboard = false
+picture = false
+[[phase]]
+[[phase]]
+steps = 2
+data.seqlen = 32
+optimizer.lr = 1e-4
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, dataset):
+    def write(text: str = "") -> str:
+        path = tmp_path / "mine.toml"
+        path.write_text(TEXT.replace("{data}", dataset) + text)
+        return str(path)
+
+    return write
+
+
+def test_a_phase_begins_with_the_weights_of_the_one_before_and_a_killed_one_is_resumed(recipe, tmp_path, capsys):
+    path, run = recipe(), tmp_path / "run"
+    assert main([path, "--run-dir", str(run), "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    begins = [line.split("  ", 1)[1].strip() for line in lines if line.startswith("begins with")]
+    assert begins == ["weights drawn by the seed", f"the weights that {run}/phase-1 will end with"]
+    assert not run.exists()
+
+    assert main([path, "--run-dir", str(run)]) == 0
+    assert [len(losses(run / f"phase-{number}")) for number in (1, 2)] == [3, 2]
+    second = RunDirectory(run / "phase-2").read_config()
+    assert (second.data.seqlen, second.steps, second.seed) == (32, 2, 3)
+    assert second.init.from_ == f"{run}/phase-1"
+    whole = losses(run / "phase-2")
+
+    # Stopped within a phase, killed between two, stopped in the next one whose beginning is gone by then.
+    parts = tmp_path / "parts"
+    assert main([path, "--run-dir", str(parts), "--stop-step", "1"]) == 0
+    assert not (parts / "phase-2").exists()
+    first = load_phases(path, ["--run-dir", str(parts)])[0]
+    train(first)
+    assert main([path, "--run-dir", str(parts), "--stop-step", "1"]) == 0
+    shutil.rmtree(parts / "phase-1")
+    assert main([path, "--run-dir", str(parts)]) == 0
+    assert not (parts / "phase-1").exists()
+    assert losses(parts / "phase-2") == whole
+    expected = weights(run / "phase-2")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(parts / "phase-2").items())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("init.from = 'runs/a'", r"phase 2: it begins with the weights of phase 1: leave init\.from out"),
+        ("run_dir = 'runs/a'", r"phase 2: run_dir is that of the recipe"),
+        ("optimiser.lr = 1", r'phase 2: unknown key "optimiser"; the nearest known key is "optimizer"'),
+        ("[[phase]]\nsteps = 0", r"phase 3: steps must be >= 1"),
+    ],
+)
+def test_mistakes_in_a_phase_are_refused_with_its_number(recipe, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_phases(recipe(text))
+
+
+def test_help_shows_the_fields_of_the_first_phase(recipe, capsys):
+    with pytest.raises(SystemExit):
+        main([recipe(), "--help"])
+    described = capsys.readouterr().out.partition("--data.seqlen ")[2].partition("--")[0]
+    assert "(default: 16)" in described
+
+
+def test_other_commands_refuse_phases(recipe):
+    with pytest.raises(ValueError, match=r"has several phases \(\[\[phase\]\]\), which only matmix train .* trains$"):
+        load_config(recipe())

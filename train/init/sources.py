@@ -1,0 +1,154 @@
+"""What `init.from` names, as weights by our names: a run, an export, or a checkpoint of the papers' code."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from matmix.data.storage.remote import is_url
+from matmix.data.tokenizer import FastTokenizer, Tokenizer
+from matmix.model.config import ModelConfig
+from matmix.model.interop.importing.checkpoints import SOURCES, read_checkpoint
+from matmix.model.interop.importing.exported import read_export_config, weight_files
+from matmix.model.interop.importing.foreign import read_object
+from matmix.train.checkpoint.files import read_manifest
+from matmix.train.config import InitConfig
+from matmix.train.engine.full_state import MODEL, Entry, FullState
+from matmix.train.engine.full_tensors import TensorFiles
+from matmix.train.engine.kinds import open_full
+from matmix.train.process.agree import agree
+from matmix.train.process.distributed import FolderGroup
+from matmix.train.run.directory import RunDirectory
+from matmix.train.run.remote import fetch_run
+from matmix.train.run.trained import Trained, find_trained
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InitSource:
+    """Weights to start from, read where they are asked for, and what they were trained on."""
+
+    words: str
+    """What messages call it, as in "step-00000300 of runs/a"."""
+    model: ModelConfig
+    state: FullState
+    """Weights and persistent buffers."""
+    tokenizer: Tokenizer | None
+    """None where there is none, or it is not known."""
+    prefix: str
+    """Special token before every document, as in data.prefix."""
+    suffix: str
+    """Special token after every document, as in data.suffix."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """Where a source lies on this node."""
+
+    kind: str  # of _KINDS
+    path: Path
+    words: str
+    checkpoint: Path | None = None  # of a run
+
+
+class _InMemory(FullState):
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = {MODEL + name: tensor for name, tensor in tensors.items()}
+        self.entries = {key: Entry(tuple(tensor.shape), tensor.dtype) for key, tensor in self._tensors.items()}
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return self._tensors[key].flatten()[start:stop].clone()
+
+
+def source_of(init: InitConfig) -> InitSource:
+    """What `init.from` names. Called on all ranks; of what lies at a URL, one rank of each node fetches a copy.
+
+    Raises FileNotFoundError or ValueError (one line).
+    """
+    path, fetched = Path(init.from_), None
+    if is_url(init.from_):
+        node = FolderGroup.of_node()
+        options = {"step": init.step or None, "weights_only": True}
+        copies = agree(lambda: (node.number, fetch_run(init.from_, **options)), here=node.leads)
+        path, fetched = dict(filter(None, copies))[node.number]
+    found = _find(path, fetched, init)
+    opened: list[InitSource] = []
+    agree(lambda: opened.append(_KINDS[found.kind](found, init)))
+    return opened[0]
+
+
+def _find(path: Path, fetched: Path | None, init: InitConfig) -> _Found:
+    """fetched: the checkpoint of a run, where it is known to be whole. The ranks share the check of others."""
+    if not path.exists():
+        raise FileNotFoundError(f"init.from: there is no {init.from_}")
+    if (path / "config.toml").is_file():
+        trained = find_trained(RunDirectory(path), init.step or None, whole=fetched)
+        return _Found("run", path, f"{trained.checkpoint.name} of {init.from_}", trained.checkpoint)
+    if init.step:
+        raise ValueError(f"init.step = {init.step}: {init.from_} is no run, which has checkpoints to choose from")
+    config = path / "config.json"
+    if config.is_file() and "matmix" in read_object(config):
+        return _Found("export", path, f"the export {init.from_}")
+    return _Found("checkpoint", path, init.from_)
+
+
+def _open_run(found: _Found, init: InitConfig) -> InitSource:
+    assert found.checkpoint is not None
+    run, manifest = RunDirectory(found.path), read_manifest(found.checkpoint)
+    config = run.read_config()
+    state = open_full(found.checkpoint, manifest["layout"], weights_only=True)
+    reads_text = config.model.model_class.tokens and not config.data.synthetic.task
+    tokenizer = Trained(run, found.checkpoint, config, manifest).tokenizer if reads_text else None
+    return InitSource(found.words, config.model, state, tokenizer, config.data.prefix, config.data.suffix)
+
+
+def _open_export(found: _Found, init: InitConfig) -> InitSource:
+    model = read_export_config(found.path)
+    state = TensorFiles(weight_files(found.path), f"the export {found.path} is damaged")
+    tokenizer = _tokenizer_in(found.path)
+    return InitSource(found.words, model, state, tokenizer, *_put_around(tokenizer))
+
+
+def _open_checkpoint(found: _Found, init: InitConfig) -> InitSource:
+    folder, problems = found.path if found.path.is_dir() else found.path.parent, {}
+    for project in [init.project] if init.project else SOURCES:
+        try:
+            model, tensors = read_checkpoint(project, found.path)
+        except ValueError as error:
+            problems[project] = error
+            continue
+        # The encoders of that project were trained on [CLS] text [SEP]; its language models on bare text.
+        around = ("none", "none") if model.causal else ("cls", "sep")
+        words = f"the {project} checkpoint {found.words}"
+        return InitSource(words, model, _InMemory(tensors), _tokenizer_in(folder), *around)
+    reasons = "; ".join(f"{project}: {error}" for project, error in problems.items())
+    raise ValueError(f"init.from: {found.path} is no run, no export, and no known checkpoint ({reasons})")
+
+
+_KINDS: dict[str, Callable[[_Found, InitConfig], InitSource]] = {
+    "run": _open_run,
+    "export": _open_export,
+    "checkpoint": _open_checkpoint,
+}
+
+
+def _tokenizer_in(folder: Path) -> Tokenizer | None:
+    """The tokenizer beside weights, None where there is none."""
+    names = (folder / name for name in ("tokenizer.json", "tokenizer.model"))
+    return next((Tokenizer.load(path) for path in names if path.is_file()), None)
+
+
+def _put_around(tokenizer: Tokenizer | None) -> tuple[str, str]:
+    """Names of the special tokens that an export's tokenizer puts before and after a text. That of a language model
+    puts none after it, as prompts go on: its documents end with eos where there is such a token."""
+    if not isinstance(tokenizer, FastTokenizer):
+        return "none", "none"
+    special, text = tokenizer.special, tokenizer.backend.encode("a", add_special_tokens=True).ids
+    around = set(text) - set(tokenizer.encode("a"))
+    prefix = next((name for name in ("cls", "bos") if special[name] in around and special[name] == text[0]), "none")
+    suffix = next((name for name in ("sep", "eos") if special[name] in around and special[name] == text[-1]), "none")
+    if suffix == "none" and prefix != "cls" and special["eos"] is not None:
+        suffix = "eos"
+    return prefix, suffix

@@ -1,0 +1,201 @@
+"""Fills a new model with the weights of `init.from`: what is taken, what is new, what is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import logging
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+
+from matmix.data.tokenizer import Tokenizer
+from matmix.model import build_model
+from matmix.model.config import ModelConfig, model_config_to_dict
+from matmix.train.config import InitConfig, RunConfig
+from matmix.train.engine import Engine
+from matmix.train.engine.base import persistent_tensors
+from matmix.train.engine.full_state import MODEL, FullState
+from matmix.train.init.sources import InitSource, source_of
+from matmix.train.optim.optimizer import short_names
+
+logger = logging.getLogger(__name__)
+
+Shapes = Mapping[str, tuple[int, ...]]
+_SIZES = frozenset({"architecture", "options", "vocab_size", "max_seqlen", "type_vocab_size", "head"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """Which weights of a source a model takes."""
+
+    source: InitSource
+    taken: dict[str, str]
+    """Name in the model -> name in the source."""
+    grown: dict[str, tuple[int, int]]
+    """Of the taken ones with more rows in the model: rows there, rows here."""
+    new: list[str]
+    left: list[str]
+
+    def words(self) -> str:
+        """One line."""
+        grown = [f"{name} {old} -> {new} rows" for name, (old, new) in self.grown.items()]
+        parts = [
+            f"weights from {self.source.words}: {len(self.taken)} tensors taken",
+            *([f"with more rows here: {', '.join(grown)}"] if grown else []),
+            f"new: {', '.join(short_names(self.new)) or 'none'}",
+            f"left: {', '.join(short_names(self.left)) or 'none'}",
+        ]
+        return "; ".join(parts)
+
+
+class _Taken(FullState):
+    """The weights that are taken, by the model's names."""
+
+    def __init__(self, start: Start) -> None:
+        self._state = start.source.state
+        self._keys = {MODEL + ours: MODEL + theirs for ours, theirs in start.taken.items()}
+        self.entries = {ours: self._state.entries[theirs] for ours, theirs in self._keys.items()}
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return self._state.read(self._keys[key], start, stop)
+
+
+def start_weights(config: RunConfig, engine: Engine, tokenizer: Tokenizer | None) -> None:
+    """Fills the model of `engine`, as the seed has drawn it, with what `config.init` takes of its source, and says so
+    in one line. Called on all ranks; tokenizer: of the data.
+
+    Raises FileNotFoundError or ValueError (one line), before anything changes, for what does not fit.
+    """
+    source = source_of(config.init)
+    check_tokenizers(source, tokenizer, config.init)
+    shapes = {name: tuple(shape) for name, shape in engine.shapes().items()}
+    start = plan_start(source, config.model, shapes, config.init)
+    engine.load_weights(_Taken(start))
+    logger.info(start.words())
+    if different := _differences(source.model, config.model):
+        logger.warning(f"the model computes otherwise than that of {source.words}: {different}")
+
+
+def planned_start(config: RunConfig) -> tuple[RunConfig, str]:
+    """What a run of `config` would begin with, in one line; and `config` with the source's vocabulary, where it leaves
+    that to the data. Raises as `start_weights`."""
+    source = source_of(config.init)
+    if not config.model.vocab_size:
+        model = dataclasses.replace(config.model, vocab_size=source.model.vocab_size)
+        config = dataclasses.replace(config, model=model)
+    model = build_model(config.model, device="meta")
+    shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(model)}
+    return config, plan_start(source, config.model, shapes, config.init).words()
+
+
+def plan_start(source: InitSource, model: ModelConfig, shapes: Shapes, init: InitConfig) -> Start:
+    """shapes: of the model's parameters and persistent buffers. Raises ValueError (one line) for a weight of either
+    side that is neither in the other nor named as new or left, for a shape that does not fit, and for words in `init`
+    that name nothing."""
+    weights = [(key, entry.shape) for key, entry in source.state.entries.items() if key.startswith(MODEL)]
+    theirs = {key.removeprefix(MODEL): shape for key, shape in weights}
+    renamed = _renamed(theirs, init, source.words)
+    for pattern in init.ignore:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in (*shapes, *renamed)):
+            raise ValueError(f'init.ignore: "{pattern}" names no weight of the model, nor of {source.words}')
+    ours_new, theirs_left = model.model_class.new_parameters, source.model.model_class.head_parameters
+    start = Start(source, {}, {}, [], [])
+    for name, shape in shapes.items():
+        if _is_ignored(name, init) or (name not in renamed and name.startswith(ours_new)):
+            start.new.append(name)
+        elif name in renamed:
+            if shape != (found := theirs[renamed[name]]):
+                start.grown[name] = _grown(name, found, shape, model, source.words)
+            start.taken[name] = renamed[name]
+        else:
+            raise ValueError(
+                f"init.from: {source.words} has no {name}, which the model has in the shape {shape}; "
+                "init.ignore leaves it to the seed, and init.rename takes what has another name there"
+            )
+    # What another kind of output was made with has no use here.
+    unused = tuple(prefix for prefix in theirs_left if not any(name.startswith(prefix) for name in shapes))
+    for name, key in renamed.items():
+        if name in start.taken:
+            continue
+        if not _is_ignored(name, init) and not name.startswith(unused):
+            raise ValueError(
+                f"init.from: {key} of the shape {theirs[key]} in {source.words} has no place in the model; init.ignore "
+                "leaves it there, and init.rename gives it another name"
+            )
+        start.left.append(key)
+    if not start.taken:
+        raise ValueError(f"init.from: nothing of {source.words} is taken")
+    return start
+
+
+def _is_ignored(name: str, init: InitConfig) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in init.ignore)
+
+
+def _renamed(names: Iterable[str], init: InitConfig, words: str) -> dict[str, str]:
+    """The name here -> the name in the source."""
+    pairs = [pair.split("=") for pair in init.rename]
+    found: dict[str, str] = {}
+    used: set[str] = set()
+    for name in names:
+        old, new = next(((old, new) for old, new in pairs if name.startswith(old)), ("", ""))
+        used.add(old)
+        ours = new + name.removeprefix(old)
+        if ours in found:
+            raise ValueError(f"init.rename: {found[ours]} and {name} of {words} would both be {ours}")
+        found[ours] = name
+    if idle := [old for old, _ in pairs if old not in used]:
+        raise ValueError(f'init.rename: no weight of {words} begins with "{idle[0]}"')
+    return found
+
+
+def _grown(
+    name: str, theirs: tuple[int, ...], ours: tuple[int, ...], model: ModelConfig, words: str
+) -> tuple[int, int]:
+    """Rows there and here of a weight that may have more here. Raises ValueError for other shapes."""
+    field = model.model_class.growing_parameters.get(name)
+    if field is not None and theirs[1:] == ours[1:]:
+        if theirs[0] < ours[0]:
+            return theirs[0], ours[0]
+        advice = f"; set model.{field} = {theirs[0]}, or more"
+    else:
+        advice = "; init.ignore leaves it to the seed" if name.startswith(model.model_class.new_parameters) else ""
+    raise ValueError(f"init.from: {name} has the shape {theirs} in {words}, and {ours} here{advice}")
+
+
+def check_tokenizers(source: InitSource, tokenizer: Tokenizer | None, init: InitConfig) -> None:
+    """Raises ValueError (one line) where ids of the source stand for other pieces in the data, whose tokenizer may only
+    have more of them."""
+    theirs = source.tokenizer
+    if init.other_tokenizer or tokenizer is None or theirs is None or tokenizer.sha256 == theirs.sha256:
+        return
+    common = range(min(theirs.vocab_size, tokenizer.vocab_size))
+    differing = (index for index in common if theirs.piece(index) != tokenizer.piece(index))
+    if (index := next(differing, None)) is not None:
+        what = f"id {index} is {theirs.piece(index)!a} there and {tokenizer.piece(index)!a} in the data"
+    elif theirs.vocab_size > tokenizer.vocab_size:
+        what = f"it has {theirs.vocab_size} ids, that of the data {tokenizer.vocab_size}"
+    else:
+        return
+    raise ValueError(
+        f"init.from: the tokenizer of {source.words} is not that of the data ({what}): prepare the data with that one "
+        f"(matmix prepare --tokenizer {theirs.path}), or set init.other_tokenizer = true"
+    )
+
+
+def _differences(theirs: ModelConfig, ours: ModelConfig) -> str:
+    """Options of the model that are other than the source's, but for its sizes, its output, and dropout."""
+    there, here = (_flat(model_config_to_dict(model)) for model in (theirs, ours))
+    keys = [key for key in here if key in there and there[key] != here[key] and "dropout" not in key]
+    return ", ".join(f"model.{key} {there[key]!r} -> {here[key]!r}" for key in keys)
+
+
+def _flat(values: Mapping[str, object], skip: Collection[str] = _SIZES, prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {} if key in skip else _flat(value, (), f"{prefix}{key}.")
+        elif key not in skip:
+            found[prefix + key] = value
+    return found
