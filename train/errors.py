@@ -1,4 +1,10 @@
-"""Errors that are neither a mistake of the user (ValueError) nor a bug of ours (AssertionError)."""
+"""Errors that are neither a mistake of the user (ValueError) nor a bug of ours (AssertionError), and `require`."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError with this message for a mistake of the user."""
+    if not condition:
+        raise ValueError(message)
 
 
 class RunFailure(RuntimeError):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+from matmix.data.examples.base import Examples
+from matmix.data.loading.examples import ExampleFacts
 from matmix.data.loading.loader import Loader
 from matmix.data.synthetic import TASKS
 from matmix.train.config import RunConfig
@@ -33,7 +36,8 @@ def make_loader(
 
 
 def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
-    """Fills in what the data decides: the vocabulary size, where the recipe leaves it at 0 and the model reads tokens.
+    """Fills in what the data decides: the vocabulary size, where the recipe leaves it at 0 and the model reads tokens,
+    and the steps of `epochs`.
 
     Raises ValueError (one line) where the model reads tokens and the data holds none, or the other way round.
     """
@@ -41,8 +45,15 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
         held = "no tokens" if loader.tokenizer is None else "tokens"
         verb = "reads" if loader.tokenizer is None else "does not read"
         raise ValueError(f"the data holds {held}, but a {config.model.architecture} {verb} them; change one of the two")
+    if config.epochs:
+        if config.data.synthetic.task:
+            raise ValueError("generated samples have no epochs: set steps in place of epochs")
+        steps = math.ceil(config.epochs * loader.samples_per_epoch / config.global_batch_size)
+        config = dataclasses.replace(config, steps=max(1, steps))
     if loader.tokenizer is None:
         return config
+    if isinstance(loader.facts, ExampleFacts):
+        _check_examples(config, loader.facts.examples, loader.dataset.token_types)
     vocab_size, needed = config.model.vocab_size, loader.vocab_size
     if vocab_size == 0:
         vocab_size = -(-needed // 64) * 64  # matrix units like multiples of 64; the rows on top are never a target
@@ -52,3 +63,20 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
             f"set it to at least {needed}, or to 0 to take it from the data"
         )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+
+
+def _check_examples(config: RunConfig, examples: Examples, token_types: bool) -> None:
+    """Raises ValueError (one line) where the model's outputs or inputs are not those of labelled examples."""
+    outputs, model = examples.outputs, config.model
+    if outputs is not None and outputs != model.head.outputs:
+        names = examples.classes.names
+        listed = f" ({', '.join(names[:10])}{', ...' if len(names) > 10 else ''})" if names else ""
+        raise ValueError(
+            f"model.head.outputs = {model.head.outputs}, but the training examples have {outputs} "
+            f"{'classes' if names else 'value(s)'}{listed}; set it to {outputs}"
+        )
+    if token_types and model.type_vocab_size < 2:
+        raise ValueError(
+            f"pairs of texts have two token types, but model.type_vocab_size = {model.type_vocab_size}; "
+            "set it to 2, or data.examples.token_types = false"
+        )

@@ -135,6 +135,8 @@ class LocalCopies:
         manifest = parse_json(raw, path)
         files, layout = manifest["files"], manifest["layout"]
         held = self._whole(path, files, list(files))
+        # What arrived in part only, as a start before was killed, is brought again, and until then not read.
+        agree(lambda: _remove(path, files.keys() - held[self._number]), here=self._node.leads)
         lost = [name for name in files if not any(name in names for names in held)]
         if lost:
             raise OSError(
@@ -144,8 +146,11 @@ class LocalCopies:
         shards = set(engine.shards(files)) if fits else set()
         self._fetch(path, files, held, [files.keys() - shards] * len(held))
         if shards:
-            wanted = self._by_node(engine.shards_to_load(path, layout))
-            self._fetch(path, files, held, [set().union(*parts) for parts in wanted])
+            try:
+                wanted = agree(lambda: engine.shards_to_load(path, layout))[rank_and_world_size()[0]]
+            except ValueError as error:
+                raise OSError(complaint(error)) from None
+            self._fetch(path, files, held, [set().union(*parts) for parts in self._by_node(wanted)])
         there = (path / MANIFEST).is_file()
         agree(lambda: write_atomic(path / MANIFEST, raw), here=self._node.leads and not there)
 
@@ -324,6 +329,13 @@ class LocalCopies:
                 # The manifest goes first, so that a half-removed copy is never taken for a whole one.
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(folder: Path, names: Collection[str]) -> None:
+    """Removes files, but for those that a link leads to."""
+    for name in names:
+        with contextlib.suppress(ValueError):
+            artifact_path(folder, name, folder, nested=True).unlink(missing_ok=True)
 
 
 def _memory_folder() -> Path:

@@ -60,6 +60,8 @@ class CheckpointManager:
         self.directory = Path(directory)
         self.keep_last, self.keep_every = keep_last, keep_every
         self.record, self.start_over, self.copies = record, start_over, copies
+        self.best = -1
+        """The step of a checkpoint that is kept besides the newest; -1 = none."""
         self._damaged: set[Path] = set()
         self._verified: set[Path] = set()
         self._running: BackgroundSave | None = None
@@ -242,7 +244,7 @@ class CheckpointManager:
     def _prune(self, written: int) -> None:
         whole = [step for step in self.steps() if self._looks_whole(step)]
         # The one just written is known to be valid; others only look like it.
-        keep = {written, *whole[-self.keep_last :], *filter(self._stays_for_ever, self.steps())}
+        keep = {written, self.best, *whole[-self.keep_last :], *filter(self._stays_for_ever, self.steps())}
         self._remove_all_but(keep)
 
     def _stays_for_ever(self, step: int) -> bool:

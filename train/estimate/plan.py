@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 
 from matmix.model import build_model
 from matmix.model.flops import flops_per_token
@@ -11,8 +12,10 @@ from matmix.train.config import RunConfig
 from matmix.train.engine.costs import Sizes
 from matmix.train.engine.kinds import KINDS
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
+from matmix.train.init.start import planned_start
 from matmix.train.optim import optimizer_class
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
+from matmix.train.run.remote import has_begun
 from matmix.train.words import short_number
 
 ASSUMED_VOCABULARY = 32768
@@ -103,8 +106,25 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     )
 
 
-def print_plan(config: RunConfig) -> int:
-    """Prints the plan for the number of ranks in WORLD_SIZE (one where unset)."""
+def print_plans(phases: Sequence[RunConfig]) -> int:
+    """Prints the plans of the phases of a recipe, each below its run directory where there are several."""
+    for number, config in enumerate(phases):
+        if len(phases) > 1:
+            print(f"{config.run_dir}:" if not number else f"\n{config.run_dir}:")
+        print_plan(config, after_another=number > 0)
+    return 0
+
+
+def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
+    """Prints the plan for the number of ranks in WORLD_SIZE (one where unset); after_another: what it begins with may
+    not be there yet."""
+    beginning = "weights drawn by the seed"
+    if has_begun(config):
+        beginning = f"the newest checkpoint in {config.run_dir}"
+    elif after_another:
+        beginning = f"the weights that {config.init.from_} will end with"
+    elif config.init.from_:
+        config, beginning = planned_start(config)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     plan = make_plan(config, ranks)
     if int(os.environ.get("RANK", "0")):
@@ -126,6 +146,7 @@ def print_plan(config: RunConfig) -> int:
         "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
         "batch": f"{sequences} = {short_number(plan.tokens_per_step)} tokens; {pieces}",
         "engine": config.engine.words,
+        "begins with": beginning,
         "steps": f"{plan.steps:,}",
         "tokens": f"{short_number(tokens)} ({tokens:,})",
         "compute": f"{flops * tokens:.3g} FLOPs in all",

@@ -13,6 +13,7 @@ from matmix.train.evaluators.ablation import MixingGain
 from matmix.train.evaluators.base import Evaluation, Evaluator, Interrupted
 from matmix.train.evaluators.context import ContextGain
 from matmix.train.evaluators.lengths import AccuracyByLength
+from matmix.train.evaluators.scores import Scores
 from matmix.train.evaluators.validation import ValidationLoss
 from matmix.train.plugins import find_part, read_options
 from matmix.train.tasks.base import Task
@@ -24,6 +25,7 @@ EVALUATORS: dict[str, type[Evaluator]] = {
     "context": ContextGain,
     "mixing": MixingGain,
     "lengths": AccuracyByLength,
+    "scores": Scores,
 }
 """The evaluators that every run has where they apply; recipes may name others as "my_package.module:MyEvaluator"."""
 _AT_THE_END = {"lengths"}

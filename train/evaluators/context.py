@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -129,11 +128,3 @@ def context_words(metrics: Mapping[str, float]) -> list[str]:
 
 def _difference(value: float, less: str, more: str) -> str:
     return f"{abs(value):.2f} nats {less if value < 0 else more}"
-
-
-if __name__ == "__main__":  # python -P -m matmix.train.evaluators.context RUN: what the summary of a finished run says
-    import sys
-
-    from matmix.data.artifacts import read_json
-
-    print(*context_words(read_json(Path(sys.argv[1]) / "summary.json")["validation"]), sep="\n")

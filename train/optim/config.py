@@ -7,12 +7,7 @@ import re
 from typing import Any, Literal
 
 from matmix.model.parameter_rules import ParameterRule
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
+from matmix.train.errors import require
 
 RULE = "optimizer.rule"
 
@@ -32,12 +27,12 @@ class RuleConfig:
     """Weight decay of these matrices; 0 = not decayed."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             bool(self.patterns) and all(isinstance(pattern, str) and pattern for pattern in self.patterns),
             f"{RULE}: match = {self.match!r} should be a pattern of parameter names, or a list of them",
         )
         given = {key: value for key in ("lr", "clip", "weight_decay") if (value := getattr(self, key)) is not None}
-        _require(bool(given), f"{self.title} changes nothing: give lr, clip or weight_decay")
+        require(bool(given), f"{self.title} changes nothing: give lr, clip or weight_decay")
         try:
             ParameterRule(**given)
         except ValueError as error:
@@ -81,19 +76,25 @@ class OptimizerConfig:
     """Gradients are clipped to this global norm; 0 = not clipped. Those that a rule clips apart do not count."""
     mixer_rules: bool = True
     """Take over what mixers say of the learning rate and the clipping of their own parameters."""
+    layer_decay: float = 1.0
+    """Factor on the learning rate from each layer to the one below it (arXiv 1801.06146): output and final norm have
+    the full rate, the embeddings the lowest; 1 = all the same."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of names of parameters that are not trained, such as "embeddings.*"."""
     rule: tuple[RuleConfig, ...] = ()
     """Tables [[optimizer.rule]]: rate, clipping and weight decay of parameters by name, the later over the earlier; on
     the command line as in '{match = "*.in_proj.weight", lr = 0.1, clip = 8.0}'."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
-        _require(
+        require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
+        require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"optimizer.betas must be two numbers in [0, 1), got {self.betas}",
         )
-        _require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps}")
-        _require(self.weight_decay >= 0, f"optimizer.weight_decay must be >= 0, got {self.weight_decay}")
-        _require(self.max_grad_norm >= 0, f"optimizer.max_grad_norm must be >= 0, got {self.max_grad_norm}")
+        require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps}")
+        require(self.weight_decay >= 0, f"optimizer.weight_decay must be >= 0, got {self.weight_decay}")
+        require(0 < self.layer_decay <= 1, f"optimizer.layer_decay must lie in (0, 1], got {self.layer_decay}")
+        require(self.max_grad_norm >= 0, f"optimizer.max_grad_norm must be >= 0, got {self.max_grad_norm}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +113,7 @@ class ScheduleConfig:
     """wsd only: length of the final decay, a share of all steps if below 1, else a number of steps."""
 
     def __post_init__(self) -> None:
-        _require(self.warmup >= 0, f"schedule.warmup must be >= 0, got {self.warmup}")
-        _require(0 <= self.start <= 1, f"schedule.start must lie in [0, 1], got {self.start}")
-        _require(0 <= self.final <= 1, f"schedule.final must lie in [0, 1], got {self.final}")
-        _require(self.decay >= 0, f"schedule.decay must be >= 0, got {self.decay}")
+        require(self.warmup >= 0, f"schedule.warmup must be >= 0, got {self.warmup}")
+        require(0 <= self.start <= 1, f"schedule.start must lie in [0, 1], got {self.start}")
+        require(0 <= self.final <= 1, f"schedule.final must lie in [0, 1], got {self.final}")
+        require(self.decay >= 0, f"schedule.decay must be >= 0, got {self.decay}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -54,6 +55,12 @@ class _Treatment:
     sources: tuple[str, ...] = ()
     decayed_by: str = ""  # the one of the sources that the weight decay is from
 
+    def scale(self, source: str, factor: float) -> None:
+        """Multiplies the factor on the learning rate."""
+        if factor != 1:
+            self.lr *= factor
+            self.sources += (source,)
+
     def take(
         self,
         source: str,
@@ -86,10 +93,16 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
         if name in found:
             lr, clip = (rule.lr, rule.clip) if config.mixer_rules else (None, None)
             found[name].take(owner, (owner, rule), lr=lr, clip=clip, weight_decay=rule.weight_decay)
+    if config.layer_decay != 1:
+        for name, height in _heights(shapes).items():
+            found[name].scale("optimizer.layer_decay", config.layer_decay**height)
     for number, own in enumerate(config.rule):
         for name in _matched(own, shapes):
             shared = (own.label, number)
             found[name].take(own.title, shared, lr=own.lr, clip=own.clip, weight_decay=own.weight_decay)
+    for name in _frozen(config.freeze, shapes):
+        # Without a rate nothing moves; clipped apart, their gradients do not scale those of the others.
+        found[name].take("optimizer.freeze", ("frozen", None), lr=0.0, clip=math.inf, weight_decay=0.0)
     for name, treatment in found.items():
         if treatment.weight_decay and len(shapes[name]) < 2:
             raise ValueError(
@@ -97,6 +110,24 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
                 f"of shape {tuple(shapes[name])}: only matrices are decayed; let its pattern match those alone"
             )
     return _grouped(found, config)
+
+
+def _heights(names: Iterable[str]) -> dict[str, int]:
+    """How far below the output each parameter lies: those of the last layer 1, embeddings one more than the first."""
+    layers = {name: int(found[1]) for name in names if (found := re.match(r"blocks\.(\d+)\.", name))}
+    depth = 1 + max(layers.values(), default=-1)
+    return {
+        name: depth - layers[name] if name in layers else (depth + 1) * name.startswith("embedding") for name in names
+    }
+
+
+def _frozen(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The names that are not trained. Raises ValueError (one line) for a pattern that matches nothing."""
+    for pattern in patterns:
+        if not matches_any(pattern, names):
+            near = ", ".join(_nearest(pattern, names))
+            raise ValueError(f'optimizer.freeze: "{pattern}" matches no parameter of this model; the nearest: {near}')
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _matched(rule: RuleConfig, names: Iterable[str]) -> list[str]:

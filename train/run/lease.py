@@ -71,13 +71,8 @@ class Lease:
         if found.get("held") and not _is_gone(found["owner"]):
             self._watch(found)
         self.starts = starts + 1
-        self._content = {
-            "held": True,
-            "owner": {**this_process(), "space": _process_space()},
-            "token": uuid.uuid4().hex,
-            "renewals": 0,
-            "starts": self.starts,
-        }
+        owner = {**this_process(), "space": _process_space()}
+        self._content = {"held": True, "owner": owner, "token": uuid.uuid4().hex, "renewals": 0, "starts": self.starts}
         with contextlib.suppress(FileExistsError):  # of another job, or ours: the answer to the first try may be lost
             self._send(self.remote.create)
         time.sleep(SETTLE_SECONDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import itertools
 import logging
 import shutil
@@ -15,16 +15,16 @@ from filelock import FileLock, Timeout
 from matmix.data.storage.remote import RemoteFolder, is_url
 from matmix.data.storage.urls import refuse_secrets
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.checkpoint.steps import MANIFEST, step_of
-from matmix.train.config import CheckpointConfig
+from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_of
+from matmix.train.config import CheckpointConfig, RunConfig
 from matmix.train.process.agree import agree
 from matmix.train.process.distributed import FolderGroup, from_rank_zero, rank_and_world_size
 from matmix.train.process.logs import EVERY_RANK
 from matmix.train.run.directory import RunDirectory
-from matmix.train.run.lease import Lease, LeaseLostError
+from matmix.train.run.lease import LeaseLostError
 from matmix.train.run.outcome import attempt_id, local_folder, outcome_path
 from matmix.train.run.remote_checkpoints import RemoteCheckpoints
-from matmix.train.run.sync import RunSync
+from matmix.train.run.sync import CHECKPOINTS, RunSync
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,12 @@ logger = logging.getLogger(__name__)
 class RemoteRun(RunDirectory):
     """A run at a URL that this process takes part in, through this node's folder. Made by `opened`."""
 
-    def __init__(self, url: str, sync: RunSync, lease: Lease, up_to_date: bool) -> None:
-        super().__init__(url)
-        self.sync, self.lease, self.up_to_date = sync, lease, up_to_date
+    def __init__(self, sync: RunSync, up_to_date: bool) -> None:
+        super().__init__(sync.url)
+        self.sync, self.up_to_date = sync, up_to_date
 
     def checkpoint_manager(self, config: CheckpointConfig) -> CheckpointManager:
-        options = self._checkpoint_options(config)
-        return RemoteCheckpoints(self.sync, self.lease, up_to_date=self.up_to_date, **options)
+        return RemoteCheckpoints(self.sync, up_to_date=self.up_to_date, **self._checkpoint_options(config))
 
 
 @contextlib.contextmanager
@@ -55,24 +54,23 @@ def opened(run_dir: str) -> Iterator[RunDirectory]:
         return
     is_first, node = rank_and_world_size()[0] == 0, FolderGroup.of_node()
     sync = RunSync(run_dir, local_folder(run_dir), first=node.number == 0)
-    lease = Lease(sync.remote)
     agree(sync.check, here=is_first)
     # Two jobs of one host share this folder: the lock of files tells them apart at once, and for certain.
-    agree(lease.acquire, here=is_first)
+    agree(sync.lease.acquire, here=is_first)
     try:
-        starts = from_rank_zero(lease.starts)
+        starts = from_rank_zero(sync.lease.starts)
         begun = agree(lambda: (node.number, sync.begin(starts)), here=node.leads)
-        yield RemoteRun(run_dir, sync, lease, dict(filter(None, begun))[node.number])
+        yield RemoteRun(sync, dict(filter(None, begun))[node.number])
     finally:
         if node.leads:
-            _push_records(sync, lease)
-        lease.release()
+            _push_records(sync)
+        sync.lease.release()
 
 
-def _push_records(sync: RunSync, lease: Lease) -> None:
+def _push_records(sync: RunSync) -> None:
     """Uploads the records, unless another job has taken over, whose records those of this one must not replace."""
     try:
-        lease.check()
+        sync.lease.check()
         sync.push_records()
     except LeaseLostError:
         return
@@ -80,59 +78,56 @@ def _push_records(sync: RunSync, lease: Lease) -> None:
         logger.warning(f"records of the run are not up to date at {sync.url} ({error})", extra=EVERY_RANK)
 
 
+def has_begun(config: RunConfig) -> bool:
+    """Whether a run has a checkpoint, whole or not."""
+    if not is_url(config.run_dir):
+        return bool(list_steps(RunDirectory(config.run_dir).checkpoints))
+    return any(name.endswith(f"/{MANIFEST}") for name in RemoteFolder(config.run_dir).sizes(CHECKPOINTS))
+
+
 def push_outcome(run_dir: str, rank: int) -> None:
     """Uploads how this process ended, which it writes after `opened`. It tries once and says nothing if that fails."""
-    if not is_url(run_dir):
-        return
     folder = local_folder(run_dir)
     path = outcome_path(folder, attempt_id(), rank)
-    if path.is_file():
+    if is_url(run_dir) and path.is_file():
         with contextlib.suppress(OSError):
             RemoteFolder(run_dir, patient=False).upload(path, path.relative_to(folder).as_posix())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Reading:
+class _Reader(RunSync):
     """A folder of this machine with what this process has read of a run at a URL. It is this process's own until that
     ends: what is in it stays as it is, whatever other processes read meanwhile."""
 
-    sync: RunSync
-    lock: FileLock
-    steps: set[int] = dataclasses.field(default_factory=set)  # of the checkpoints that this process has asked for
+    def __init__(self, url: str, use: str) -> None:
+        """use: a part of the folder's name. Processes that read at the same time have a folder each; one that comes
+        later finds what is left in the first."""
+        for number in itertools.count():
+            folder = local_folder(url, f"{use}-{number}" if number else use)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+            with contextlib.suppress(Timeout):
+                self.lock.acquire(blocking=False)
+                break
+        super().__init__(url, folder)
+        self.steps: set[int] = set()  # of the checkpoints that this process has asked for
+
+    def update(self) -> None:
+        """Brings the records to where they are at the URL. Raises FileNotFoundError where there is no run."""
+        self.forget_records()
+        if self.remote.read("config.toml") is None and self.remote.read("config.json") is None:
+            raise FileNotFoundError(f"there is no run at {self.url}")
+        self.pull_records()
 
     def forget_checkpoints(self) -> None:
         """Removes those that this process has not asked for."""
-        folder = self.sync.folder / "checkpoints"
+        folder = self.folder / CHECKPOINTS
         for path in list(folder.iterdir()) if folder.is_dir() else []:
             if step_of(path.name) not in self.steps:
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path)
 
 
-_readings: dict[tuple[str, str], _Reading] = {}
-
-
-def _read(url: str, use: str) -> _Reading:
-    """This process's folder for reading a run, with its records as they are at the URL now. use: a part of its name.
-
-    Processes that read at the same time have a folder each; one that comes later finds what is left in the first.
-    """
-    for number in itertools.count():
-        if (url, use) in _readings:
-            break
-        folder = local_folder(url, f"{use}-{number}" if number else use)
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_name(f"{folder.name}.lock"))
-        with contextlib.suppress(Timeout):
-            lock.acquire(blocking=False)
-            _readings[url, use] = _Reading(RunSync(url, folder), lock)
-    reading = _readings[url, use]
-    remote = reading.sync.remote
-    reading.sync.forget_records()
-    if remote.read("config.toml") is None and remote.read("config.json") is None:
-        raise FileNotFoundError(f"there is no run at {remote.url}")
-    reading.sync.pull_records()
-    return reading
+_reader = functools.cache(_Reader)  # one for each run and use in a process
 
 
 def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = False) -> tuple[Path, Path | None]:
@@ -146,22 +141,23 @@ def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = 
     """
     if not is_url(run):
         return Path(run), None
-    reading = _read(str(run), "reader")
-    sync, steps = reading.sync, reading.sync.remote_steps()
+    reader = _reader(str(run), "reader")
+    reader.update()
+    steps = reader.remote_steps()
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
-        raise ValueError(f"{sync.url} has no checkpoint of step {step}; there are: {there}")
+        raise ValueError(f"{reader.url} has no checkpoint of step {step}; there are: {there}")
     wanted = [step] if step is not None else list(reversed(steps))
     for candidate in wanted:
-        problem = sync.pull(candidate, weights_only=weights_only)
+        problem = reader.pull(candidate, weights_only=weights_only)
         if problem is None:
-            reading.steps.add(candidate)
-            reading.forget_checkpoints()
-            return sync.folder, sync.path(candidate)
+            reader.steps.add(candidate)
+            reader.forget_checkpoints()
+            return reader.folder, reader.path(candidate)
         if candidate == wanted[-1]:
             raise ValueError(problem)
         logger.warning(f"skipping a checkpoint: {problem}")
-    return sync.folder, None
+    return reader.folder, None
 
 
 def local_outline(run: str | Path, *, whole: bool = False) -> Path:
@@ -171,7 +167,8 @@ def local_outline(run: str | Path, *, whole: bool = False) -> Path:
     """
     if not is_url(run):
         return Path(run)
-    reading = _read(str(run), "outline")
-    reading.forget_checkpoints()
-    reading.sync.outline(whole)
-    return reading.sync.folder
+    reader = _reader(str(run), "outline")
+    reader.update()
+    reader.forget_checkpoints()
+    reader.outline(whole)
+    return reader.folder

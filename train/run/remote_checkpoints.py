@@ -8,11 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from matmix.train.checkpoint.files import matches, read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.checkpoint.steps import list_steps
 from matmix.train.process.agree import agree, complaint
 from matmix.train.process.distributed import FolderGroup, gather_objects, rank_and_world_size
-from matmix.train.run.lease import Lease
-from matmix.train.run.sync import RunSync
+from matmix.train.run.sync import CHECKPOINTS, RunSync
 
 logger = logging.getLogger(__name__)
 
@@ -20,11 +21,11 @@ logger = logging.getLogger(__name__)
 class RemoteCheckpoints(CheckpointManager):
     """The checkpoints of a run at a URL. As its base, every method is called on all ranks."""
 
-    def __init__(self, sync: RunSync, lease: Lease, *, up_to_date: bool, **options: Any) -> None:
-        """lease: rank 0 holds it; up_to_date: whether this node took part in the last start of the run; options: of the
-        base."""
-        super().__init__(sync.folder / "checkpoints", **options)
-        self.sync, self.lease, self.up_to_date = sync, lease, up_to_date
+    def __init__(self, sync: RunSync, *, up_to_date: bool, **options: Any) -> None:
+        """sync: rank 0 holds its lease; up_to_date: whether this node took part in the last start of the run; options:
+        of the base."""
+        super().__init__(sync.folder / CHECKPOINTS, **options)
+        self.sync, self.up_to_date = sync, up_to_date
         self._is_first = rank_and_world_size()[0] == 0
         self._uploaded: list[int] = []  # valid at the URL, as far as is known; the same on all ranks
 
@@ -45,29 +46,16 @@ class RemoteCheckpoints(CheckpointManager):
 
     def _publish(self, step: int, group: dist.ProcessGroup | None) -> None:
         """Uploads: the files of every node, the records, and then the manifest that makes it valid."""
-
-        def begin() -> None:
-            self.lease.check()
-            self.sync.withdraw(step)
-
-        def push() -> None:
-            self.sync.push_files(step)
-            self.sync.push_records()
-
-        def finish() -> None:
-            self.lease.check()
-            self.sync.publish(step)
-
         self._uploaded = [uploaded for uploaded in self._uploaded if uploaded != step]
-        agree(begin, here=self._is_first, group=group)
-        agree(push, here=self._folder().leads, group=group)
-        agree(finish, here=self._is_first, group=group)
+        agree(lambda: self.sync.withdraw(step), here=self._is_first, group=group)
+        agree(lambda: self.sync.push(step), here=self._folder().leads, group=group)
+        agree(lambda: self.sync.publish(step), here=self._is_first, group=group)
         self._uploaded = sorted([*self._uploaded, step])
-        kept = {step, *self._uploaded[-self.keep_last :]}
+        kept = {step, self.best, *self._uploaded[-self.keep_last :]}
         self._uploaded = [s for s in self._uploaded if s in kept or self._stays_for_ever(s)]
 
     def _clear_failed(self, step: int) -> None:
-        self._remove_all_but({step, *self.sync.local_steps()[-self.keep_last :]})
+        self._remove_all_but({step, *list_steps(self.directory, written=True)[-self.keep_last :]})
 
     def _prune(self, written: int) -> None:
         """Leaves the newest here, and at the URL what `_uploaded` says."""
@@ -108,9 +96,10 @@ class RemoteCheckpoints(CheckpointManager):
         """The newest step after `newest` of which the nodes together hold every file, undamaged."""
         here: dict[int, tuple[set[str], set[str]]] = {}
         if self._folder().leads and self.up_to_date:
-            for step in filter(lambda step: step > newest, self.sync.local_steps()):
+            for step in filter(lambda step: step > newest, list_steps(self.directory, written=True)):
                 with contextlib.suppress(ValueError, OSError):
-                    here[step] = self.sync.files_here(step)
+                    files = read_manifest(path := self.path(step))["files"]
+                    here[step] = set(files), {name for name, entry in files.items() if matches(path / name, entry)}
         nodes = [found for found in gather_objects(here if self._folder().leads else None) if found is not None]
         for step in sorted(set.intersection(*map(set, nodes)), reverse=True):
             held = set.union(*(found[step][1] for found in nodes))

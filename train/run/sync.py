@@ -18,10 +18,11 @@ from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import RemoteError, RemoteFolder
 from matmix.train.checkpoint.files import find_wrong_size, list_files, matches, parse_manifest, read_manifest
 from matmix.train.checkpoint.local_copies import RECORD
-from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
+from matmix.train.checkpoint.steps import MANIFEST, step_name, step_of
 from matmix.train.engine.kinds import index_files, weight_files
 from matmix.train.process.heartbeat import beat
 from matmix.train.run import lease
+from matmix.train.run.lease import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class RunSync:
     def __init__(self, url: str, folder: Path, *, first: bool = True) -> None:
         """folder: this node's, see `outcome.local_folder`; first: whether rank 0 is on this node."""
         self.remote = RemoteFolder(url)
+        self.lease = Lease(self.remote)
         self.url, self.folder, self.first = self.remote.url, folder, first
         self._stamp = folder.with_name(f"{folder.name}.json")
         self._sent: dict[str, tuple[int, int]] = {}
@@ -93,27 +95,15 @@ class RunSync:
 
     def push_records(self) -> None:
         """Uploads the records that changed since the last call; on other nodes than the first, those of its ranks."""
-        found: dict[str, tuple[int, int]] = {}
-        for path in self.folder.rglob("*"):
-            name = path.relative_to(self.folder).as_posix()
-            is_record = not name.startswith(f"{CHECKPOINTS}/") and not _OWN.fullmatch(name)
-            if is_record and (self.first or _OF_RANKS.fullmatch(name)) and path.is_file():
-                state = path.stat()
-                found[name] = (state.st_size, state.st_mtime_ns)
+        files = [path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()]
+        records = [name for name in files if not name.startswith(f"{CHECKPOINTS}/") and not _OWN.fullmatch(name)]
+        states = {n: (self.folder / n).stat() for n in records if self.first or _OF_RANKS.fullmatch(n)}
+        found = {name: (state.st_size, state.st_mtime_ns) for name, state in states.items()}
         changed = dict(found.items() - self._sent.items())
         self.remote.upload_all(self.folder, changed)
         self._sent.update(changed)
 
     # -- checkpoints -------------------------------------------------------------------------------------
-
-    def local_steps(self) -> list[int]:
-        """Steps of which this node has its part, written to the end, in order."""
-        return list_steps(self.folder / CHECKPOINTS, written=True)
-
-    def files_here(self, step: int) -> tuple[set[str], set[str]]:
-        """The names of a checkpoint's files, and of those that lie here with the right checksum."""
-        files = read_manifest(self.path(step))["files"]
-        return set(files), {name for name, entry in files.items() if matches(self.path(step) / name, entry)}
 
     def path(self, step: int) -> Path:
         return self.folder / CHECKPOINTS / step_name(step)
@@ -132,16 +122,21 @@ class RunSync:
         return [(name, step) for name, step in steps if step is not None]
 
     def withdraw(self, step: int) -> None:
-        """Makes what is at the URL under this step invalid, before other files take its place."""
+        """Makes what is at the URL under this step invalid, before other files take its place. Raises LeaseLostError
+        where another job has taken over the run."""
+        self.lease.check()
         self.at(step).remove([MANIFEST])
 
-    def push_files(self, step: int) -> None:
-        """Uploads what this node has of a checkpoint, without the manifest."""
+    def push(self, step: int) -> None:
+        """Uploads what this node has of a checkpoint, without the manifest, and the records."""
         own = [name for name in read_manifest(self.path(step))["files"] if (self.path(step) / name).is_file()]
         self.at(step).upload_all(self.path(step), own, lambda name: beat("an upload"))
+        self.push_records()
 
     def publish(self, step: int) -> None:
-        """Makes an uploaded checkpoint valid. Raises RemoteError if a file of it is not at the URL, or not whole."""
+        """Makes an uploaded checkpoint valid. Raises RemoteError if a file of it is not at the URL, or not whole, and
+        LeaseLostError where another job has taken over the run."""
+        self.lease.check()
         remote, files = self.at(step), read_manifest(self.path(step))["files"]
         there = remote.sizes()
         if problem := find_wrong_size(files, there):
@@ -161,44 +156,38 @@ class RunSync:
         weights_only: leaves files that hold no weights where they are. Returns what is wrong with the checkpoint at the
         URL, in one line, or None; it has its manifest here only if nothing is.
         """
-        target, where = self.path(step), f"checkpoint {self.at(step).url}"
-        raw = self.at(step).read(MANIFEST)
-        if raw is None:
-            return f"{where} is not valid: it has no {MANIFEST}"
+        target, remote = self.path(step), self.at(step)
         try:
+            if (raw := remote.read(MANIFEST)) is None:
+                raise ValueError(f"checkpoint {target} is not valid: it has no {MANIFEST}")
             manifest = parse_manifest(raw, target)
-        except ValueError:
-            return f"{where} is damaged: its {MANIFEST} cannot be read"
-        files = manifest["files"]
-        if problem := find_wrong_size(files, self.at(step).sizes()):
-            return f"{where} is damaged: {problem}"
-        target.mkdir(parents=True, exist_ok=True)
-        (target / MANIFEST).unlink(missing_ok=True)
-        for name in set(list_files(target)) - files.keys():
-            (target / name).unlink()  # of another attempt at this step
-        try:
+            files = manifest["files"]
+            if problem := find_wrong_size(files, remote.sizes()):
+                raise ValueError(f"checkpoint {target} is damaged: {problem}")
+            target.mkdir(parents=True, exist_ok=True)
+            (target / MANIFEST).unlink(missing_ok=True)
+            for name in set(list_files(target)) - files.keys():
+                (target / name).unlink()  # of another attempt at this step
             first = index_files(files) if weights_only else []
-            self._pull_files(step, files, first, where, logging.DEBUG)
+            self._pull_files(step, files, first, logging.DEBUG)
             wanted = weight_files(target, manifest["layout"], files) if weights_only else list(files)
-            self._pull_files(step, files, set(wanted).difference(first), where)
+            self._pull_files(step, files, set(wanted).difference(first), logging.INFO)
         except ValueError as error:
-            return str(error).replace(f"checkpoint {target}", where)
+            return str(error).replace(f"checkpoint {target}", f"checkpoint {remote.url}")
         write_atomic(target / MANIFEST, raw)
         return None
 
-    def _pull_files(
-        self, step: int, files: dict[str, list], names: Collection[str], where: str, level: int = logging.INFO
-    ) -> None:
+    def _pull_files(self, step: int, files: dict[str, list], names: Collection[str], level: int) -> None:
         """Fetches those of a checkpoint's files that are not here. Raises ValueError for one that is damaged."""
-        target = self.path(step)
+        target, remote = self.path(step), self.at(step)
         missing = [name for name in names if not matches(target / name, files[name])]
         if missing:
             size = sum(files[name][0] for name in missing) / 1e6
-            logger.log(level, f"fetching {size:,.1f} MB in {len(missing)} files of {where}")
-        self.at(step).download_all(missing, target, lambda name: beat("a download"))
+            logger.log(level, f"fetching {size:,.1f} MB in {len(missing)} files of checkpoint {remote.url}")
+        remote.download_all(missing, target, lambda name: beat("a download"))
         for name in missing:
             if not matches(target / name, files[name]):
-                raise ValueError(f"{where} is damaged: {name} does not match its checksum")
+                raise ValueError(f"checkpoint {target} is damaged: {name} does not match its checksum")
 
     def outline(self, whole: bool) -> None:
         """Puts all checkpoints of the URL here: manifests, and the other files with no content but the right size.

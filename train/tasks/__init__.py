@@ -7,6 +7,12 @@ from matmix.train.plugins import find_part
 from matmix.train.tasks.base import Costs, Loss, Metric, Task
 from matmix.train.tasks.causal_lm import CausalLM
 from matmix.train.tasks.config import ObjectiveConfig
+from matmix.train.tasks.finetuning.classification import MultiLabel, SequenceClassification
+from matmix.train.tasks.finetuning.embedding import Embedding
+from matmix.train.tasks.finetuning.multiple_choice import MultipleChoice
+from matmix.train.tasks.finetuning.question_answering import QuestionAnswering
+from matmix.train.tasks.finetuning.regression import Regression
+from matmix.train.tasks.finetuning.token_classification import TokenClassification
 from matmix.train.tasks.masked_lm import MaskedLM
 
 __all__ = ["TASKS", "Costs", "Loss", "Metric", "ObjectiveConfig", "Task", "make_task"]
@@ -14,6 +20,13 @@ __all__ = ["TASKS", "Costs", "Loss", "Metric", "ObjectiveConfig", "Task", "make_
 TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
     "masked_lm": MaskedLM,
+    "sequence_classification": SequenceClassification,
+    "multi_label": MultiLabel,
+    "regression": Regression,
+    "token_classification": TokenClassification,
+    "question_answering": QuestionAnswering,
+    "multiple_choice": MultipleChoice,
+    "embedding": Embedding,
 }
 """The names that `objective.name` may have, besides "my_package.module:MyTask"."""
 

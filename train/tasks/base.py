@@ -17,6 +17,7 @@ from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch, has_target
 from matmix.data.loading.loader import Loader, build_loader
 from matmix.data.loading.masking import MaskingConfig
+from matmix.model.outputs import Outputs
 from matmix.train.plugins import NoOptions, read_options
 from matmix.train.tasks.config import ObjectiveConfig
 
@@ -68,12 +69,25 @@ class Loss(NamedTuple):
     """One for each name in `Task.recorded`."""
 
 
+class Predicted(NamedTuple):
+    """What a model predicts of labelled examples; tensors, or arrays of several micro-batches, of one length."""
+
+    numbers: Any
+    """int64 (n,): of the examples, -1 = none."""
+    values: Any
+    """(n, ...): what the task makes of the outputs."""
+    labels: Any
+    """(n, ...)"""
+
+
 class Costs(NamedTuple):
     """The costs of single predictions of a micro-batch, without gradients: tensors of one length, whose sums are those
     of `Loss`; zeros where there is no target."""
 
     loss: Tensor
     sums: dict[str, Tensor]
+    predicted: Predicted | None = None
+    """Of labelled examples."""
 
 
 class Task:
@@ -142,6 +156,10 @@ class Task:
         found = self.loss(model, batch)
         return Costs(found.loss.reshape(1), {name: value.reshape(1) for name, value in found.sums.items()})
 
+    def outputs(self, data: DataConfig) -> Outputs:
+        """What the outputs of a classifier that was trained on `data` stand for, for exports and their users."""
+        return Outputs()
+
     # -- what is measured and said -------------------------------------------------------------------------------
 
     def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
@@ -168,4 +186,5 @@ def forward(model: nn.Module, batch: Batch, readout: Callable[..., Any] | None =
         max_seqlen=batch.max_seqlen,
         select=batch.select,
         readout=readout,
+        **batch.extra,
     )

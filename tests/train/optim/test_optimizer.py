@@ -8,6 +8,7 @@ import torch
 from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
 
 from matmix.model import build_model
+from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.model.parameter_rules import ParameterRule, stated_rules
 from matmix.train.optim.config import OptimizerConfig, RuleConfig
@@ -256,3 +257,17 @@ def test_the_factor_of_a_rule_scales_the_whole_step():
     torch.testing.assert_close(steps[0], torch.full((2, 2), 1e-2 * 1.5), rtol=1e-4, atol=0)
     torch.testing.assert_close(steps[1], steps[0] / 4, rtol=1e-4, atol=0)
     assert not steps[2].any()
+
+
+def test_layer_decay_lowers_the_rate_from_layer_to_layer():
+    config = ModelConfig(architecture="encoder", vocab_size=64, d_model=64, n_layers=2, layers=("attention",))
+    model = build_model(config, device="meta")
+    rate = {
+        name: group.lr
+        for group in parameter_groups(model, OptimizerConfig(layer_decay=0.5, mixer_rules=False), 32)
+        for name in group.names
+    }
+    wanted = {"embeddings.": 0.125, "blocks.0.": 0.25, "blocks.1.": 0.5, "norm.": 1.0, "head.": 1.0, "output": 1.0}
+    assert len(rate) == sum(1 for _ in model.parameters())
+    for name, found in rate.items():
+        assert found == next(lr for prefix, lr in wanted.items() if name.startswith(prefix)), name

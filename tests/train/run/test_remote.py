@@ -146,16 +146,16 @@ def test_uploads_that_fail_until_the_end_leave_the_last_one_valid(store, url, da
 
 def test_a_store_that_is_away_for_a_moment_is_not_noticed(store, url, dataset, monkeypatch, straight, capsys):
     monkeypatch.setenv("MATMIX_RETRY_SECONDS", "120")
-    real, started = RunSync.push_files, threading.Event()
+    real, started = RunSync.push, threading.Event()
 
-    def push_files(self, step):
+    def push(self, step):
         if step == 4 and not started.is_set():
             started.set()
             store.stop()
             threading.Timer(1.5, store.start).start()
         real(self, step)
 
-    monkeypatch.setattr(RunSync, "push_files", push_files)
+    monkeypatch.setattr(RunSync, "push", push)
     assert run_recipe("debug_mru", dataset, url, *STEPS).finished
     assert started.is_set()
     assert not warnings_in(said(capsys))
@@ -185,7 +185,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
             store.put(other, before)
         store.delete(key) if content is None else store.put(key, content)
         sync = RunSync(url, local_folder(url))
-        checkpoints = remote_checkpoints.RemoteCheckpoints(sync, lease.Lease(sync.remote), up_to_date=False)
+        checkpoints = remote_checkpoints.RemoteCheckpoints(sync, up_to_date=False)
         told.clear()
         assert checkpoints.latest_valid().name == "step-00000004"
         expected = f"warning: skipping a checkpoint: checkpoint {url}/checkpoints/step-00000008 is damaged: {problem}"
@@ -356,7 +356,7 @@ def test_generate_and_export_fetch_and_hash_only_what_holds_weights_and_that_onc
 ):
     from matmix.launch.convert import convert_run
     from matmix.launch.export import export_run
-    from matmix.launch.generate import load_source
+    from matmix.launch.loading import load_source
     from matmix.train.checkpoint import files
 
     hashed: list[str] = []
@@ -367,7 +367,7 @@ def test_generate_and_export_fetch_and_hash_only_what_holds_weights_and_that_onc
     for run in (straight, tmp_path / "converted", url):
         for use in (load_source, lambda run: export_run(run, tmp_path / uuid.uuid4().hex)):
             shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
-            remote._readings.clear()
+            remote._reader.cache_clear()
             hashed.clear()
             store.requests.clear()
             use(run)

@@ -1,0 +1,258 @@
+"""Fine-tuning on labelled examples: every task trains and scores, exactly, however its batches are made."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from labelled import CLASSES, WORDS, texts, write_recipe
+from runs import losses, records, weights
+from sklearn import metrics
+
+from matmix.data.labels import IGNORED
+from matmix.data.loading.batch import Batch
+from matmix.train.evaluators.scores import in_order
+from matmix.train.loaders import make_loader
+from matmix.train.loop import train
+from matmix.train.recipe import load_config
+from matmix.train.tasks.base import Predicted
+from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
+from matmix.train.tasks.finetuning.entities import entity_scores
+from matmix.train.tasks.finetuning.question_answering import exact_match, overlap_f1
+
+
+def _pairs(count, seed):
+    """A text, and the same words in another order."""
+    draw, found = random.Random(seed), []
+    for _ in range(count):
+        words = [draw.choice(WORDS) for _ in range(6)]
+        found.append({"text": " ".join(words), "pair": " ".join(draw.sample(words, 6))})
+    return found
+
+
+def _words(count, seed):
+    return [
+        {"text": row["text"], "label": ["BIO"[WORDS.index(word) % 3] for word in row["text"].split()]}
+        for row in texts(count, seed)
+    ]
+
+
+def _entities(count, seed):
+    names = {"B": "B-X", "I": "I-X", "O": "O"}
+    return [{**row, "label": [names[label] for label in row["label"]]} for row in _words(count, seed)]
+
+
+def _questions(count, seed):
+    """The answer is the word that the question names, in texts longer than a window."""
+    draw, found = random.Random(seed), []
+    for _ in range(count):
+        words = draw.sample(WORDS, 40)
+        answer = draw.choice(words)
+        found.append({"text": answer, "pair": " ".join(words), "label": answer})
+    return found
+
+
+def _choices(count, seed):
+    """The right one is among the first ten words, the others are not."""
+    draw, found = random.Random(seed), []
+    for _ in range(count):
+        text, *choices = draw.sample(WORDS[10:], 4)
+        label = draw.randrange(3)
+        choices[label] = draw.choice(WORDS[:10])
+        found.append({"text": text, "choices": choices, "label": label})
+    return found
+
+
+def _values(count, seed):
+    return [{**row, "label": len(row["text"].split()) / 12} for row in texts(count, seed)]
+
+
+def _several(count, seed):
+    return [
+        {**row, "label": sorted({CLASSES[WORDS.index(word) % 3] for word in row["text"].split()})}
+        for row in texts(count, seed)
+    ]
+
+
+TASKS = {
+    "sequence_classification": (texts, "sequence_classifier", 3, "accuracy", 0.6),
+    "multi_label": (_several, "sequence_classifier", 3, "f1_micro", 0.8),
+    "regression": (_values, "sequence_classifier", 1, "pearson", 0.5),
+    "token_classification": (_words, "token_classifier", 3, "accuracy", 0.8),
+    "question_answering": (_questions, "span_classifier", 2, "f1", 0.0),
+    "multiple_choice": (_choices, "sequence_classifier", 1, "accuracy", 0.6),
+    "embedding": (_pairs, "text_embedder", 2, "pair_accuracy", 0.5),
+}
+
+
+def _config(folder, task="sequence_classification", *arguments, run="run"):
+    rows, architecture, outputs, _, _ = TASKS[task]
+    folder.mkdir(exist_ok=True)
+    more = "stride = 4\n" if task == "question_answering" else ""
+    recipe = write_recipe(folder, rows(53, 0), rows(31, 1), more=more)
+    options = ["--model.architecture", architecture, "--model.head.outputs", str(outputs), "--device", "cpu"]
+    return load_config(recipe, [*options, "--objective.name", task, "--run-dir", str(folder / run), *arguments])
+
+
+@pytest.mark.parametrize(
+    ("task", "packing"),
+    [*((task, "concat") for task in TASKS), ("question_answering", "document"), ("embedding", "document")],
+)
+def test_every_task_trains_and_scores(task, packing, tmp_path):
+    steps = "24" if packing == "concat" else "2"
+    result = train(_config(tmp_path, task, "--data.packing", packing, "--steps", steps, "--evaluation.every", "0"))
+    _, _, _, metric, least = TASKS[task]
+    assert result.finished
+    assert 0 <= result.metrics[metric] <= 1 or metric == "pearson"
+    if packing == "concat":
+        assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+        assert result.metrics[metric] >= least
+
+
+def test_metrics_are_those_of_scikit_learn_on_the_whole_split(tmp_path):
+    config = _config(tmp_path)
+    result = train(config)
+    task, seen = config.task(), []
+    from matmix.model import build_model
+
+    model = build_model(load_config(str(tmp_path / "run")).model)
+    model.load_state_dict(weights(tmp_path / "run"))
+    model.eval()
+    with torch.no_grad():
+        for batch in make_loader(config, "validation", 0, 1):
+            seen.append(task.predictions(model(batch.inputs, cu_seqlens=batch.cu_seqlens), batch))
+    kept = np.concatenate([part.numbers.numpy() for part in seen]) >= 0
+    assert kept.sum() == 31
+    found = np.concatenate([part.values.argmax(1).numpy() for part in seen])[kept]
+    right = np.concatenate([part.labels.numpy() for part in seen])[kept]
+    assert result.metrics["accuracy"] == metrics.accuracy_score(right, found)
+    assert result.metrics["f1"] == metrics.f1_score(right, found, average="macro")
+    assert result.metrics["matthews"] == metrics.matthews_corrcoef(right, found)
+    assert result.metrics["loss"] == pytest.approx(
+        metrics.log_loss(right, np.concatenate([part.values.numpy() for part in seen])[kept]), rel=1e-4
+    )
+
+
+def test_packing_and_micro_batches_do_not_change_the_numbers(tmp_path):
+    dropout = ("--model.dropout", "0", "--model.head.dropout", "0", "--steps", "4")
+    kinds = {"a": (), "b": ("--micro-batch-size", "2"), "c": ("--data.packing", "document", "--micro-batch-size", "4")}
+    for run, options in kinds.items():
+        train(_config(tmp_path, "sequence_classification", *dropout, *options, run=run))
+    for run in "bc":
+        assert losses(tmp_path / run) == pytest.approx(losses(tmp_path / "a"), rel=1e-4)
+        ours, theirs = (records(tmp_path / each, "validation")[-1] for each in (run, "a"))
+        assert ours["accuracy"] == theirs["accuracy"]
+
+
+def test_resuming_in_the_middle_is_bit_identical(tmp_path):
+    train(_config(tmp_path, run="whole"))
+    assert train(_config(tmp_path, "sequence_classification", "--stop-step", "7", run="parts")).step == 7
+    assert train(_config(tmp_path, run="parts")).steps_done == 5
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    expected = weights(tmp_path / "whole")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path / "parts").items())
+    assert records(tmp_path / "parts", "validation") == records(tmp_path / "whole", "validation")
+
+
+def test_a_classifier_of_a_fixed_length_refuses_longer_texts(tmp_path):
+    fixed = ("--model.layers", "dense", "--data.packing", "rows", "--data.seqlen", "8", "--model.max-seqlen", "8")
+    with pytest.raises(ValueError, match=r"train.jsonl, row \d+: \d+ tokens with the special ones"):
+        train(_config(tmp_path, "sequence_classification", *fixed))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model.head.outputs", "2"), r"outputs = 2, but the training examples have 3 classes \(bad, fine, good\)"),
+        (("--objective.name", "masked_lm"), 'trains model.architecture = "encoder"'),
+        (("--objective.options", "{class_weights = [1.0]}"), "class_weights has 1 numbers for 3 classes"),
+        (("--data.examples.columns", "label", "grade"), 'has no column "grade"'),
+        (("--data.examples.labels", "bad", "good"), 'label "fine" is not among the 2 classes'),
+        (("--data.examples.validation", ""), "set data.examples.validation"),
+        (("--data.examples.tokenizer", ""), "set data.examples.tokenizer"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as error:
+        train(_config(tmp_path, "sequence_classification", *arguments, "--steps", "1"))
+    assert "\n" not in str(error.value)
+
+
+def test_the_cost_of_classes_is_torchs(tmp_path):
+    logits, labels = torch.randn(9, 3, requires_grad=True), torch.tensor([0, 1, 2, 2, IGNORED, 0, 1, 1, 0])
+    options = ClassOptions(label_smoothing=0.1, class_weights=(0.5, 1.0, 2.0))
+    cost = class_cost(logits, labels, options)
+    kept = labels != IGNORED
+    smooth = 0.9 * torch.nn.functional.one_hot(labels[kept], 3) + 0.1 / 3
+    expected = -(smooth * logits[kept].log_softmax(1) * torch.tensor(options.class_weights)).sum()
+    assert cost.total.item() == pytest.approx(expected.item(), rel=1e-5)
+    plain = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    assert cost.loss.item() == pytest.approx(plain.item())
+    assert cost.sums["accuracy"] == (logits.argmax(1) == labels).sum()
+
+
+def test_predictions_are_put_in_order_and_fillers_left_out():
+    parts = [
+        Predicted(np.array([3, 3, -1]), np.array([30, 31, 0]), np.zeros(3)),
+        Predicted(np.array([2]), np.array([20]), np.zeros(1)),
+    ]
+    assert in_order(parts).values.tolist() == [20, 30, 31]
+
+
+def test_entities_are_those_of_seqeval():
+    # From the README of seqeval, and the difference between its modes.
+    true = [["O", "O", "O", "B-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
+    guess = [["O", "O", "B-MISC", "I-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
+    assert entity_scores(true, guess)["entity_f1"] == 0.5
+    true, guess = [["B-NP", "I-NP", "O"]], [["I-NP", "I-NP", "O"]]
+    assert entity_scores(true, guess)["entity_f1"] == 1.0
+    assert entity_scores(true, guess, strict=True)["entity_f1"] == 0.0
+    other = entity_scores([["B-A", "I-B", "I-B", "O", "S-C"]], [["B-A", "I-B", "O", "O", "S-C"]])
+    assert (other["entity_precision"], other["entity_recall"]) == (2 / 3, 2 / 3)
+
+
+def test_token_classes_with_prefixes_are_scored_as_entities(tmp_path):
+    folder = tmp_path / "words"
+    folder.mkdir()
+    recipe = write_recipe(folder, _entities(53, 0), _entities(31, 1))
+    options = ["--model.architecture", "token_classifier", "--objective.name", "token_classification"]
+    result = train(load_config(recipe, [*options, "--run-dir", str(folder / "run"), "--steps", "2", "--device", "cpu"]))
+    assert {"entity_f1", "entity_precision", "entity_recall", "accuracy"} <= result.metrics.keys()
+
+
+def test_answers_are_compared_as_squad_does():
+    assert exact_match("The  Norman's!", ["Paris", "norman s", "normans"]) == 1
+    assert overlap_f1("in the city of Rouen", ["Rouen"]) == pytest.approx(2 / 5)
+    assert (overlap_f1("", [""]), overlap_f1("x", [""])) == (1, 0)
+
+
+def test_the_best_window_answers(tmp_path):
+    config = _config(tmp_path, "question_answering", "--steps", "1")
+    task, loader = config.task(), make_loader(config, "validation", 0, 1)
+    examples, parts = loader.dataset.examples, []
+    assert len(examples) > len(examples.rows)
+    for batch in loader:
+        # An oracle, surer of windows that hold the answer.
+        outputs = torch.zeros(len(batch.select), 2)
+        starts = torch.nonzero(torch.diff(batch.examples, prepend=torch.tensor([-2])))[:, 0]
+        for start, (first, last) in zip(starts, batch.labels[batch.labels[:, 0] != IGNORED], strict=True):
+            outputs[start + first, 0] = outputs[start + last, 1] = 9.0 if first else 4.0
+        parts.append(Predicted(*(values.numpy() for values in task.predictions(outputs, batch))))
+    assert task.scores(in_order(parts), examples) == {"exact_match": 1.0, "f1": 1.0}
+
+
+def test_pairs_come_close_and_others_do_not(tmp_path):
+    config = _config(tmp_path, "embedding")
+    task = config.task()
+    vectors = torch.eye(4).repeat_interleave(2, 0)
+    batch = next(itertools.islice(make_loader(config, "train", 0, 1), 1))
+    batch = Batch(
+        **{**{name: getattr(batch, name) for name in batch.__slots__}, "labels": torch.zeros(4, dtype=torch.long)}
+    )
+    right = task.cost(vectors, batch)
+    wrong = task.cost(vectors.roll(1, 0), batch)
+    assert right.sums["in_batch_accuracy"] == 4
+    assert right.loss < 1e-3 < wrong.loss

@@ -1,0 +1,64 @@
+"""Remembers which evaluation was the best, keeps its checkpoint, and ends a run that gets no better."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from matmix.train.config import EvaluationConfig
+from matmix.train.tasks.base import Metric
+
+logger = logging.getLogger(__name__)
+
+
+class BestEvaluation:
+    """What it knows is the same on all ranks, and part of the checkpoints: a run that was started again stops where
+    one that went on does."""
+
+    def __init__(self, config: EvaluationConfig, known: Iterable[Metric]) -> None:
+        """known: the metrics that evaluations find. Raises ValueError (one line) where `config` names none of them."""
+        self.patience, self.metric = config.patience, None
+        if config.best:
+            found = {metric.name: metric for metric in known}
+            if config.best not in found:
+                near = difflib.get_close_matches(config.best, found, n=1, cutoff=0.0)
+                raise ValueError(
+                    f'evaluation.best = "{config.best}" is no metric of this run; the nearest is "{near[0]}"'
+                )
+            self.metric = found[config.best]
+        self.step, self.value, self.waited = -1, math.nan, 0
+
+    @property
+    def stops(self) -> bool:
+        """Whether so many evaluations in a row as `evaluation.patience` says were no better."""
+        return bool(self.patience) and self.waited >= self.patience
+
+    def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes note of an evaluation; one in which the metric was not measured does not count."""
+        if self.metric is None or (value := metrics.get(self.metric.name)) is None:
+            return
+        sign = 1 if self.metric.higher_is_better else -1
+        if math.isfinite(value) and not sign * value <= sign * self.value:
+            self.step, self.value, self.waited = step, value, 0
+            return
+        self.waited += 1
+        if self.stops:
+            logger.info(
+                f"step {step}: {self.metric.title} was no better in {self.waited} evaluations than "
+                f"{self.metric.number(self.value)} at step {self.step}: the run ends here (evaluation.patience)"
+            )
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """JSON-serialisable; None where there is nothing to remember."""
+        if self.step < 0:
+            return None
+        return {"metric": self.metric.name, "step": self.step, "value": self.value, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Takes up what a checkpoint remembers, where it is of the same metric."""
+        self.step, self.value, self.waited = -1, math.nan, 0
+        if state and self.metric is not None and state.get("metric") == self.metric.name:
+            self.step, self.value, self.waited = state["step"], state["value"], state["waited"]

@@ -1,0 +1,1 @@
+"""Tasks on labelled examples, which models are fine-tuned and judged on."""

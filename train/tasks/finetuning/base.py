@@ -1,0 +1,76 @@
+"""What the tasks on labelled examples share: their loader, their targets, and scores of all predictions of a split."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from matmix.data.config import DataConfig
+from matmix.data.examples.base import Examples
+from matmix.data.labels import IGNORED
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.examples import build_example_loader
+from matmix.data.loading.loader import Loader
+from matmix.train.tasks.base import Costs, Loss, Predicted, Task
+
+
+class ExampleTask(Task):
+    """A task on labelled examples. A subclass says what the examples are, the cost of the model's outputs, what it
+    predicts from them, and how predictions are scored."""
+
+    examples: ClassVar[type[Examples]]
+
+    def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
+        return build_example_loader(self.examples, data, split=split, **options)
+
+    def count_targets(self, batch: Batch) -> int:
+        """Labels that are there; an example with several values counts once."""
+        return int(labelled(batch.labels).sum())
+
+    @property
+    def target_share(self) -> float:
+        return 0.0  # of documents: the model knows that it has one output for each
+
+    def cost(self, outputs: Tensor, batch: Batch) -> Loss:
+        """The sums of a micro-batch from the model's outputs, float32."""
+        raise NotImplementedError
+
+    def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
+        """What the model predicts, by the number of the example."""
+        raise NotImplementedError
+
+    def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
+        """The metrics of the predictions of a split: arrays in the order of the examples, each of them once."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        return self.cost(self.forward(model, batch).float(), batch)
+
+    @torch.no_grad()
+    def costs(self, model: nn.Module, batch: Batch) -> Costs:
+        outputs = self.forward(model, batch).float()
+        found = self.cost(outputs, batch)
+        sums = {name: value.reshape(1) for name, value in found.sums.items()}
+        return Costs(found.loss.reshape(1), sums, self.predictions(outputs, batch))
+
+    def example_batch(self, inputs: Tensor) -> Batch:
+        batch = super().example_batch(inputs)
+        batch.labels = torch.zeros(len(inputs), dtype=torch.long)
+        batch.examples = torch.arange(len(inputs))
+        return batch
+
+
+def labelled(labels: Tensor) -> Tensor:
+    """bool (n,): which labels are there."""
+    if not labels.is_floating_point():
+        return (labels != IGNORED).reshape(len(labels), -1).all(1)
+    return ~labels.isnan().reshape(len(labels), -1).any(1)
+
+
+def with_labels(predicted: Predicted) -> tuple[np.ndarray, np.ndarray]:
+    """Values and labels of those that have a label."""
+    kept = labelled(torch.from_numpy(predicted.labels)).numpy()
+    return predicted.values[kept], predicted.labels[kept]

@@ -1,0 +1,46 @@
+"""The cost of classes, shared by all tasks whose examples have one class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from matmix.data.labels import IGNORED
+from matmix.train.tasks.base import Loss
+
+
+@dataclass(frozen=True, slots=True)
+class ClassOptions:
+    label_smoothing: float = 0.0
+    """Share of the target's probability that is spread over all classes (arXiv 1512.00567)."""
+    class_weights: tuple[float, ...] = ()
+    """What an example of each class counts in training, in the order of the classes; empty = 1 each. The sum over the
+    examples is divided by their number, so weights whose mean over the examples is 1 leave the learning rate alone."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
+        if any(weight < 0 for weight in self.class_weights):
+            raise ValueError(f"class_weights must be 0 or more, got {self.class_weights}")
+
+
+def class_cost(logits: Tensor, labels: Tensor, options: ClassOptions) -> Loss:
+    """Cross-entropy of logits (n, classes) and labels (n,): with weights and smoothing to train on, without them to
+    report, and how many are predicted right."""
+    plain = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    total = plain
+    if options.label_smoothing or options.class_weights:
+        weights, classes = options.class_weights, logits.shape[1]
+        if weights and len(weights) != classes:
+            raise ValueError(f"objective.options.class_weights has {len(weights)} numbers for {classes} classes")
+        total = F.cross_entropy(
+            logits,
+            labels,
+            weight=logits.new_tensor(weights) if weights else None,
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=options.label_smoothing,
+        )
+    return Loss(total, plain.detach(), {"accuracy": (logits.argmax(1) == labels).sum().float()})

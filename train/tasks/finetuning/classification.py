@@ -1,0 +1,106 @@
+"""Classes of texts and of pairs of texts: one for each, or any number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from matmix.data.config import DataConfig
+from matmix.data.examples.base import Examples
+from matmix.data.examples.texts import ClassTexts, MultiLabelTexts
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.examples import open_examples
+from matmix.model.outputs import Outputs
+from matmix.train.tasks.base import Loss, Metric, Predicted
+from matmix.train.tasks.finetuning.base import ExampleTask, labelled, with_labels
+from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
+
+_SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
+
+
+class SequenceClassification(ExampleTask):
+    """One class for each text or pair of texts."""
+
+    architectures = ("sequence_classifier",)
+    examples = ClassTexts
+    Options = ClassOptions
+    recorded = ("accuracy",)
+    metrics = (
+        Metric(name="accuracy", title="accuracy", **_SHARE),
+        Metric(name="f1", title="F1", **_SHARE),
+        Metric(name="matthews", title="Matthews correlation", higher_is_better=True, digits=3),
+    )
+
+    def cost(self, outputs: Tensor, batch: Batch) -> Loss:
+        return class_cost(outputs, batch.labels, self.options)
+
+    def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
+        return Predicted(batch.examples, outputs.softmax(1), batch.labels)
+
+    def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
+        """F1 is that of the second of two classes, of more the mean over the classes."""
+        from sklearn import metrics
+
+        values, labels = with_labels(predicted)
+        found = values.argmax(1)
+        several = {"average": "macro", "labels": range(values.shape[1])} if values.shape[1] > 2 else {}
+        return {
+            "accuracy": float(metrics.accuracy_score(labels, found)),
+            "f1": float(metrics.f1_score(labels, found, zero_division=0, **several)),
+            "matthews": float(metrics.matthews_corrcoef(labels, found)),
+        }
+
+    def outputs(self, data: DataConfig) -> Outputs:
+        names = open_examples(self.examples, data, "train").classes.names
+        return Outputs(labels=names, problem_type="single_label_classification")
+
+
+@dataclass(frozen=True, slots=True)
+class MultiLabelOptions:
+    threshold: float = 0.5
+    """A class is predicted from this probability on."""
+
+
+class MultiLabel(ExampleTask):
+    """Any number of classes for each text or pair of texts."""
+
+    architectures = ("sequence_classifier",)
+    examples = MultiLabelTexts
+    Options = MultiLabelOptions
+    loss_metric = Metric(name="loss", title="loss", unit="nats per example")
+    metrics = (
+        Metric(name="f1_micro", title="F1 over all labels", **_SHARE),
+        Metric(name="f1_macro", title="mean F1 of the classes", **_SHARE),
+        Metric(name="accuracy", title="all labels right", **_SHARE),
+    )
+
+    def cost(self, outputs: Tensor, batch: Batch) -> Loss:
+        kept = labelled(batch.labels)[:, None]
+        each = F.binary_cross_entropy_with_logits(outputs, batch.labels.nan_to_num(), reduction="none")
+        total = (each * kept).sum()
+        return Loss(total, total.detach(), {})
+
+    def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
+        return Predicted(batch.examples, outputs.sigmoid(), batch.labels)
+
+    def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
+        from sklearn import metrics
+
+        values, labels = with_labels(predicted)
+        found, labels = values >= self.options.threshold, labels > 0
+        return {
+            "f1_micro": float(metrics.f1_score(labels, found, average="micro", zero_division=0)),
+            "f1_macro": float(metrics.f1_score(labels, found, average="macro", zero_division=0)),
+            "accuracy": float(metrics.accuracy_score(labels, found)),
+        }
+
+    def example_batch(self, inputs: Tensor) -> Batch:
+        batch = super().example_batch(inputs)
+        batch.labels = batch.labels[:, None].float()
+        return batch
+
+    def outputs(self, data: DataConfig) -> Outputs:
+        names = open_examples(self.examples, data, "train").classes.names
+        return Outputs(labels=names, problem_type="multi_label_classification")

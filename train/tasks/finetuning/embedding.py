@@ -1,0 +1,97 @@
+"""Vectors of texts that belong together come close, those of others do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from matmix.data.examples.base import Examples
+from matmix.data.examples.texts import TextPairs
+from matmix.data.labels import IGNORED
+from matmix.data.loading.batch import Batch
+from matmix.train.tasks.base import Loss, Metric, Predicted
+from matmix.train.tasks.finetuning.base import ExampleTask
+from matmix.train.tasks.finetuning.regression import correlations
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOptions:
+    temperature: float = 0.05
+    """Divides the cosines before the softmax."""
+
+
+class Embedding(ExampleTask):
+    """Of all second texts in a micro-batch, over all ranks, the one that belongs to a first text is to have the
+    largest cosine with it (in-batch negatives, arXiv 1705.00652). The sum over a global batch depends on how many
+    examples are seen together: micro_batch_size times the number of ranks."""
+
+    architectures = ("text_embedder",)
+    examples = TextPairs
+    Options = EmbeddingOptions
+    recorded = ("in_batch_accuracy",)
+    metrics = (
+        Metric(name="pair_accuracy", title="nearest text is the right one", unit="%", higher_is_better=True, digits=1),
+        Metric(name="reciprocal_rank", title="mean reciprocal rank", higher_is_better=True, digits=3),
+        Metric(name="spearman", title="Spearman correlation", higher_is_better=True, digits=3),
+    )
+
+    def cost(self, outputs: Tensor, batch: Batch) -> Loss:
+        vectors = F.normalize(outputs, dim=1)
+        # With gradients the ranks see their second texts together; rank r's own begin at r times their number.
+        others = _Gather.apply(vectors[1::2]) if _several() and vectors.requires_grad else vectors[1::2]
+        first = dist.get_rank() * len(batch.labels) if len(others) > len(batch.labels) else 0
+        cosines = vectors[::2] @ others.t() / self.options.temperature
+        targets = torch.arange(first, first + len(batch.labels), device=outputs.device)
+        targets = targets.where(batch.labels != IGNORED, torch.full_like(targets, IGNORED))
+        total = F.cross_entropy(cosines, targets, ignore_index=IGNORED, reduction="sum")
+        return Loss(total, total.detach(), {"in_batch_accuracy": (cosines.argmax(1) == targets).sum().float()})
+
+    def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
+        """Both vectors of an example, one after the other."""
+        vectors = F.normalize(outputs, dim=1)
+        return Predicted(batch.examples[::2], vectors.view(len(batch.labels), -1), batch.labels)
+
+    def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
+        """Among the second texts of the whole split; where pairs have a label, its correlation with their cosine."""
+        from sklearn import metrics
+
+        first, second = np.split(predicted.values.astype(np.float64), 2, axis=1)
+        if (similarities := examples.similarities) is not None:
+            cosines, labels = (first * second).sum(1, keepdims=True), np.array(similarities)[predicted.numbers, None]
+            return {"spearman": correlations(cosines, labels)["spearman"]}
+        right, cosines = np.arange(len(first)), first @ second.T
+        return {
+            "pair_accuracy": float(metrics.accuracy_score(right, cosines.argmax(1))),
+            "reciprocal_rank": float(metrics.label_ranking_average_precision_score(np.eye(len(first)), cosines)),
+        }
+
+    def example_batch(self, inputs: Tensor) -> Batch:
+        batch = super().example_batch(inputs.repeat_interleave(2, 0))
+        batch.labels = torch.zeros(len(inputs), dtype=torch.long)
+        return batch
+
+
+def _several() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all ranks, in order of rank; gradients go back to the rank that a row is from."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor) -> Tensor:
+        ctx.rows = len(rows)
+        gathered = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
+        dist.all_gather_into_tensor(gathered, rows.contiguous())
+        return gathered
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient[dist.get_rank() * ctx.rows :][: ctx.rows]

@@ -1,0 +1,47 @@
+"""The right one of several ways to go on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from matmix.data.config import DataConfig
+from matmix.data.examples.base import Examples
+from matmix.data.examples.texts import Choices
+from matmix.data.loading.batch import Batch
+from matmix.model.outputs import Outputs
+from matmix.train.tasks.base import Loss, Metric, Predicted
+from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
+from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
+
+
+class MultipleChoice(ExampleTask):
+    """Each choice is a document with one output; the cross-entropy is that over the choices of an example."""
+
+    architectures = ("sequence_classifier",)
+    examples = Choices
+    Options = ClassOptions
+    recorded = ("accuracy",)
+    metrics = (Metric(name="accuracy", title="accuracy", unit="%", higher_is_better=True, digits=1),)
+
+    def cost(self, outputs: Tensor, batch: Batch) -> Loss:
+        return class_cost(outputs.view(len(batch.labels), -1), batch.labels, self.options)
+
+    def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
+        logits = outputs.view(len(batch.labels), -1)
+        return Predicted(batch.examples[:: logits.shape[1]], logits.softmax(1), batch.labels)
+
+    def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
+        from sklearn import metrics
+
+        values, labels = with_labels(predicted)
+        return {"accuracy": float(metrics.accuracy_score(labels, values.argmax(1)))}
+
+    def example_batch(self, inputs: Tensor) -> Batch:
+        """Two choices each."""
+        batch = super().example_batch(inputs.repeat_interleave(2, 0))
+        batch.labels = torch.zeros(len(inputs), dtype=torch.long)
+        return batch
+
+    def outputs(self, data: DataConfig) -> Outputs:
+        return Outputs(multiple_choice=True)

@@ -1,0 +1,143 @@
+"""Answers that are a part of a text."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from matmix.data.examples.answers import Answers
+from matmix.data.labels import IGNORED
+from matmix.data.loading.batch import Batch
+from matmix.train.tasks.base import Loss, Metric, Predicted
+from matmix.train.tasks.finetuning.base import ExampleTask
+
+_SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    longest_answer: int = 30
+    """Tokens of an answer."""
+    unanswerable: bool = False
+    """Questions may have no answer; otherwise there is always one."""
+    null_threshold: float = 0.0
+    """No answer is given where its score is above that of the best answer by more than this."""
+
+
+class QuestionAnswering(ExampleTask):
+    """Where in a window the answer starts and ends, the first position standing for none. Of the windows over a text
+    the answer with the highest score counts."""
+
+    architectures = ("span_classifier",)
+    examples = Answers
+    Options = AnswerOptions
+    loss_metric = Metric(name="loss", title="loss", unit="nats per window")
+    metrics = (Metric(name="f1", title="F1", **_SHARE), Metric(name="exact_match", title="exact match", **_SHARE))
+
+    @property
+    def target_share(self) -> float:
+        return 1.0
+
+    def cost(self, outputs: Tensor, batch: Batch) -> Loss:
+        logits = _by_window(outputs, batch)
+        total = sum(
+            F.cross_entropy(logits[:, :, end], batch.labels[:, end], ignore_index=IGNORED, reduction="sum") / 2
+            for end in (0, 1)
+        )
+        return Loss(total, total.detach(), {})
+
+    def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
+        """Of each window (4,): first and last position of the best answer, its score, and that of no answer."""
+        logits = _by_window(outputs, batch)
+        windows, width = logits.shape[:2]
+        reach = torch.ones(width, width, dtype=torch.bool, device=logits.device)
+        reach = reach.triu() & reach.tril(self.options.longest_answer - 1)
+        reach[0] = False
+        values = logits.new_zeros(windows, 4)
+        for window, found in enumerate(logits):
+            scores = (found[:, None, 0] + found[None, :, 1]).masked_fill(~reach, -torch.inf)
+            best = int(scores.argmax())
+            values[window] = torch.stack(
+                [scores.new_tensor(best // width), scores.new_tensor(best % width), scores.max(), found[0].sum()]
+            )
+        starts = F.pad(_windows(batch).diff() != 0, (1, 0), value=True)
+        return Predicted(batch.examples[starts], values, batch.labels)
+
+    def answers(self, predicted: Predicted, examples: Answers) -> dict[int, str]:
+        """The answer to each question, by its row."""
+        best: dict[int, tuple[float, str]] = defaultdict(lambda: (-np.inf, ""))
+        nothing: dict[int, float] = defaultdict(lambda: np.inf)
+        for number, (first, last, score, null) in zip(predicted.numbers.tolist(), predicted.values, strict=True):
+            row, answer = examples.answer(number, int(first), int(last))
+            best[row] = max(best[row], (float(score), answer), key=lambda pair: pair[0])
+            nothing[row] = min(nothing[row], float(null))
+        refuse = self.options.unanswerable
+        return {
+            row: "" if refuse and nothing[row] - score > self.options.null_threshold else answer
+            for row, (score, answer) in best.items()
+        }
+
+    def scores(self, predicted: Predicted, examples: Answers) -> dict[str, float]:
+        found = [
+            (exact_match(given, right), overlap_f1(given, right))
+            for row, given in self.answers(predicted, examples).items()
+            for right in [examples.answers(row) or [""]]
+        ]
+        exact, f1 = np.mean(found, axis=0).tolist()
+        return {"exact_match": exact, "f1": f1}
+
+    def example_batch(self, inputs: Tensor) -> Batch:
+        batch = super().example_batch(inputs)
+        batch.labels = torch.zeros(len(inputs), 2, dtype=torch.long)
+        batch.select = torch.arange(inputs.numel())
+        batch.examples = batch.select // inputs.shape[1]
+        return batch
+
+
+def _windows(batch: Batch) -> Tensor:
+    """int64 (n,): the document that each output lies in."""
+    if batch.cu_seqlens is None:
+        return batch.select // batch.inputs.shape[1]
+    return torch.bucketize(batch.select, batch.cu_seqlens, right=True)
+
+
+def _by_window(outputs: Tensor, batch: Batch) -> Tensor:
+    """Outputs (n, 2) as (windows, positions, 2), -inf where a window has fewer positions."""
+    counts = _windows(batch).unique_consecutive(return_counts=True)[1]
+    return (
+        torch.nn.utils.rnn.pad_sequence(outputs.split(counts.tolist()), True, -torch.inf)
+        if len(counts)
+        else (outputs.new_zeros(0, 1, 2))
+    )
+
+
+def normalized(answer: str) -> list[str]:
+    """The words of an answer as SQuAD compares them: small letters, without punctuation and articles."""
+    letters = "".join(letter for letter in answer.lower() if letter not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", letters).split()
+
+
+def exact_match(given: str, right: Sequence[str]) -> float:
+    """1 where an answer is one of the right ones."""
+    return float(any(normalized(given) == normalized(answer) for answer in right))
+
+
+def overlap_f1(given: str, right: Sequence[str]) -> float:
+    """F1 of the words of an answer, against the right one for which it is largest (arXiv 1606.05250)."""
+
+    def f1(answer: str) -> float:
+        ours, theirs = normalized(given), normalized(answer)
+        if not ours or not theirs:
+            return float(ours == theirs)
+        common = sum((Counter(ours) & Counter(theirs)).values())
+        return 2 * common / (len(ours) + len(theirs))
+
+    return max(f1(answer) for answer in right)
