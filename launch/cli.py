@@ -34,12 +34,15 @@ _LAUNCH = {
 VERBS = {
     "prepare": Branch("tokenise text into shards", "matmix.launch.prepare:Prepare"),
     "train": Branch("train a recipe, or resume it (--dry-run: show its size and cost)", "matmix.train.entry:Train"),
+    "finetune": Branch("train a pretrained encoder on labelled examples", "matmix.launch.finetune:Finetune"),
     "compare": Branch(
         "train several mixers at equal parameters and tabulate them", "matmix.launch.lab.compare.command:Compare"
     ),
     "launch": Branch("start runs on many processes: local, torchrun, Slurm; status, cancel, resubmit", _LAUNCH),
     "plan": Branch("memory, traffic, time and risk of a run on a cluster", "matmix.launch.lab.plan.command:PlanRun"),
     "generate": Branch("sample from a run or an export", "matmix.launch.generate:Generate"),
+    "evaluate": Branch("scores of any text, or of labelled examples", "matmix.launch.evaluate:Evaluate"),
+    "embed": Branch("one vector for every text, by an encoder", "matmix.launch.embed:Embed"),
     "show-mixer": Branch(
         "draw the mixer matrices of a run or a recipe, with their ranks",
         "matmix.launch.lab.show_mixer.command:ShowMixer",

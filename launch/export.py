@@ -4,7 +4,7 @@ loads."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,12 +12,14 @@ import tyro
 
 from matmix.data.artifacts import artifact_name, artifact_path
 from matmix.data.tokenizer import Tokenizer
+from matmix.launch.export_notes import notes_on
 from matmix.model.interop import read_checkpoint
-from matmix.model.interop.export.directory import SUMS, check_target, export_model
+from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files
+from matmix.model.outputs import Outputs
 from matmix.train.arguments import RunFolder
 from matmix.train.checkpoint.files import sha256
-from matmix.train.checkpoint.steps import step_of
 from matmix.train.run.trained import open_trained
+from matmix.train.tasks import TASKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class Export:
     """Of the weights."""
     max_shard_bytes: int = 5 * 10**9
     """Size of a weight file."""
+    license: str = ""
+    """Of the weights, for the model card, such as apache-2.0."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Exports or checks; the exit code."""
@@ -45,7 +49,8 @@ class Export:
             return 0
         if not self.source or self.out is None:
             raise ValueError("matmix export RUN --out DIR, or matmix export --check DIR")
-        export_run(self.source, self.out, step=self.step, dtype=self.dtype, max_shard_bytes=self.max_shard_bytes)
+        options = {"dtype": self.dtype, "max_shard_bytes": self.max_shard_bytes, "licence": self.license}
+        export_run(self.source, self.out, step=self.step, **options)
         return 0
 
 
@@ -73,6 +78,7 @@ def export_run(
     step: int | None = None,
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 10**9,
+    licence: str = "",
 ) -> Path:
     """Write the weights of a run as a directory that transformers loads without matmix, or, for an architecture that
     transformers has no form for, as weights and configuration.
@@ -82,12 +88,15 @@ def export_run(
         out_dir: must not exist, or be empty; appears whole or not at all.
         dtype: "float32", "bfloat16" or "float16".
         max_shard_bytes: largest size of a file of weights, and what bounds the memory this needs.
+        licence: of the weights, for the model card; "" = unknown.
     Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
     """
     check_target(Path(out_dir))
     trained = open_trained(run_dir, step)
     config, checkpoint = trained.config, trained.checkpoint
     tokenizer = trained.tokenizer if config.model.model_class.tokens else None
+    # A task from outside is not imported: it has to be known already.
+    outputs = config.task().outputs(config.data) if config.objective.name in TASKS else Outputs()
     out = export_model(
         config.model,
         trained.weights(),
@@ -98,7 +107,9 @@ def export_run(
         suffix=config.data.suffix,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
-        notes=f"Trained for {step_of(checkpoint.name):,} steps with matmix.",
+        notes=notes_on(trained),
+        licence=licence,
+        outputs=outputs,
     )
     print(f"Exported {checkpoint.name} of {run_dir} to {out} ({_size(out)}).")
     return out
@@ -150,11 +161,11 @@ def check_export(directory: str | Path) -> None:
         value, separator, name = line.partition("  ")
         if not separator or len(value) != 64:
             raise ValueError(f"{sums} is damaged: {line[:80]!a} is no hash of a file")
-        listed[artifact_name(name, sums)] = value
-    if extra := {path.name for path in directory.iterdir()} - listed.keys() - {SUMS, "__pycache__", ".cache", ".git"}:
-        raise ValueError(f"{directory} holds {min(extra)!a}, which it was not written with")
+        listed[artifact_name(name, sums, nested=True)] = value
+    if (extra := _find_unlisted(directory, listed)) is not None:
+        raise ValueError(f"{directory} holds {extra!a}, which it was not written with")
     for name, value in listed.items():
-        path = artifact_path(directory, name, sums)
+        path = artifact_path(directory, name, sums, nested=True)
         if not path.is_file():
             raise ValueError(f"{directory} lacks {name}")
         if sha256(path) != value:
@@ -162,5 +173,16 @@ def check_export(directory: str | Path) -> None:
     print(f"{directory}: {len(listed)} files ({_size(directory)}), all as they were written.")
 
 
+def _find_unlisted(directory: Path, listed: Collection[str]) -> str | None:
+    """The first file or folder in an export that is none of those listed, nor the folder of one."""
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if name in (*listed, SUMS) or name.partition("/")[0] in ("__pycache__", ".cache", ".git"):
+            continue
+        if path.is_symlink() or not any(other.startswith(f"{name}/") for other in listed):
+            return name
+    return None
+
+
 def _size(directory: Path) -> str:
-    return f"{sum(file.stat().st_size for file in directory.iterdir()) / 1e6:,.1f} MB"
+    return f"{sum(file.stat().st_size for file in exported_files(directory)) / 1e6:,.1f} MB"

@@ -8,40 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer as FastTokenizer
 
-from matmix.data.tokenizer import Tokenizer
+from matmix.launch.loading import Source, load_source
 from matmix.launch.sampling import Sampling, text_pieces
-from matmix.model import build_model
-from matmix.model.backbone import Backbone
-from matmix.model.config import ModelConfig
-from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
-from matmix.model.interop.importing.exported import load_weights, read_export, read_export_config
-from matmix.model.interop.importing.foreign import read_object
 from matmix.train.arguments import RunFolder
-from matmix.train.checkpoint.steps import step_of
-from matmix.train.run.directory import RunDirectory
-from matmix.train.run.remote import fetch_run
-from matmix.train.run.trained import find_trained
 
 MASK = "<mask>"
 CANDIDATES = 5
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Source:
-    """A model ready for use, from a run or an export."""
-
-    path: Path
-    model: Backbone
-    tokenizer: FastTokenizer
-    """Puts the special tokens of the training around a text."""
-    special: dict[str, int | None]
-    start: int | None
-    """What a generated text starts from when there is no prompt."""
-    device: torch.device
-    step: int | None = None
-    """The step of a run's checkpoint, None for an export."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +70,8 @@ def generate(
         raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
     write = write or _write_now
     loaded = load_source(source, step=step)
+    if loaded.model.takes_head:
+        raise ValueError(f"{loaded.path} is a {loaded.model.config.architecture}, which writes no text")
     if not loaded.model.config.causal:
         write(fill_masks(loaded, prompt))
         return 0
@@ -110,66 +85,6 @@ def generate(
 def _write_now(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def load_source(source: str | Path, *, step: int | None = None, device: str | None = None) -> Source:
-    """Read a run (its newest checkpoint, or that of `step`) or an export."""
-    path, fetched = fetch_run(source, step=step, weights_only=True)
-    if not path.is_dir():
-        raise FileNotFoundError(f"no run or export at {path}")
-    if (path / "config.toml").is_file():
-        return _load_run(path, step, device, fetched)
-    if (path / "config.json").is_file():
-        if step is not None:
-            raise ValueError(f"{path} is an export, which has no steps to choose from; leave step out")
-        return _load_export(path, device)
-    raise ValueError(f"{path} is neither a run (no config.toml) nor an export (no config.json)")
-
-
-def _load_run(path: Path, step: int | None, device: str | None, fetched: Path | None) -> Source:
-    trained = find_trained(RunDirectory(path), step, whole=fetched)
-    _check_reads_text(trained.config.model, path)
-    config, tokenizer = trained.config, trained.tokenizer
-    model = build_model(config.model)
-    load_weights(model, trained.weights(), path)
-    fast = load_fast_tokenizer(tokenizer.path, tokenizer.special)
-    prefix = tokenizer.special.get(config.data.prefix)
-    suffix = None if config.model.causal else tokenizer.special.get(config.data.suffix)
-    fast.post_processor = special_tokens_around(fast, prefix, suffix)
-    start = prefix if prefix is not None else tokenizer.special["eos"]
-    step = step_of(trained.checkpoint.name)
-    return dataclasses.replace(_ready(path, model, fast, tokenizer.special, start, device), step=step)
-
-
-def _load_export(path: Path, device: str | None) -> Source:
-    _check_reads_text(read_export_config(path), path)
-    if not (path / "tokenizer.json").is_file():
-        raise ValueError(f"{path} has no tokenizer to turn a prompt into tokens; use it from Python")
-    model = read_export(path)
-    special = Tokenizer.load(path / "tokenizer.json").special
-    fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
-    defaults = path / "generation_config.json"
-    start = read_object(defaults).get("bos_token_id") if defaults.is_file() else None
-    return _ready(path, model, fast, special, start, device)
-
-
-def _check_reads_text(config: ModelConfig, path: Path) -> None:
-    if not config.model_class.tokens:
-        raise ValueError(f"{path} holds a model of architecture {config.architecture!r}, which reads no text")
-
-
-def _ready(
-    path: Path,
-    model: Backbone,
-    fast: FastTokenizer,
-    special: dict[str, int | None],
-    start: int | None,
-    device: str | None,
-) -> Source:
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    # In a text to continue a special token's name is text, as it was in training.
-    fast.encode_special_tokens = model.config.causal
-    return Source(path, model.to(place).eval(), fast, special, start, place)
 
 
 @torch.inference_mode()

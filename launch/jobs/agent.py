@@ -12,19 +12,18 @@ import os
 import sys
 
 from matmix.launch.jobs.processes import say_failure
-from matmix.train.process import launcher, temporary
+from matmix.train.process import launcher
 from matmix.train.process.console import begin_process, guarded
-from matmix.train.process.exits import EXIT_FAILED
+from matmix.train.process.exits import EXIT_FAILED, EXIT_OK
 from matmix.train.process.ranks import SECRET_VARIABLE
+from matmix.train.process.temporary import use_own_folder
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Entry point; returns the exit code."""
     begin_process()
-    if arguments is None:  # in a process of our own: torch makes a folder of reports
-        code = guarded(_use_own_folder)
-        if code:
-            return code
+    if code := guarded(lambda: use_own_folder() or EXIT_OK):  # torch makes a folder of reports
+        return code
     # Its records repeat, with stacks, what is said below and what the ranks themselves have said.
     logging.disable(logging.ERROR)
     # The same holds for what the C++ side prints; it reads its level once, and the ranks are to have their own.
@@ -38,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     if before is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
-    options = parse_args(sys.argv[1:] if arguments is None else arguments)
+    options = parse_args(sys.argv[1:])
     os.environ[launcher.VARIABLE] = str(os.getpid())  # of the ranks
     if secret := os.environ.get(SECRET_VARIABLE):  # beside the name of the start, which everybody can see
         options.rdzv_id = f"{options.rdzv_id}.{secret}"
@@ -59,11 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
             flush=True,
         )
         return EXIT_FAILED
-    return 0
-
-
-def _use_own_folder() -> int:
-    temporary.use_own_folder()
     return 0
 
 

@@ -154,17 +154,12 @@ def attempts_path(run: Path) -> Path:
 
 def read_attempts(run: Path) -> list[PastAttempt]:
     """All attempts that were begun, in order; those without an end have code None."""
-    lines: dict[str, dict[str, Any]] = {}
-    for line in read_json_lines(attempts_path(run)):
-        if isinstance(line.get("attempt"), str):
-            lines.setdefault(line["attempt"], {}).update(line)
     known = {field.name for field in dataclasses.fields(PastAttempt)}
-    return [
-        PastAttempt(**{key: values[key] for key in known & values.keys()})
-        if "code" in values
-        else collect(run, name, None)
-        for name, values in lines.items()
-    ]
+    facts: dict[str, dict[str, Any]] = {}
+    for line in read_json_lines(attempts_path(run)):
+        if isinstance(name := line.get("attempt"), str):
+            facts.setdefault(name, {}).update({key: value for key, value in line.items() if key in known})
+    return [PastAttempt(**own) if "code" in own else collect(run, name, None) for name, own in facts.items()]
 
 
 def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> PastAttempt:
@@ -177,14 +172,8 @@ def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) 
         rank, outcome = _telling(outcomes)
         code = outcome.code
         reason = f"rank {rank} on {outcome.host}: {outcome.reason}" if rank else outcome.reason
-    return PastAttempt(
-        attempt=name,
-        code=code,
-        reason=reason,
-        step=read_last_step(run, name),
-        saved_step=max(saved) if saved else newest_saved(run),
-        signalled=signalled,
-    )
+    step, saved_step = read_last_step(run, name), max(saved) if saved else newest_saved(run)
+    return PastAttempt(attempt=name, code=code, reason=reason, step=step, saved_step=saved_step, signalled=signalled)
 
 
 def _telling(outcomes: dict[int, Outcome]) -> tuple[int, Outcome]:

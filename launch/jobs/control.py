@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import signal
 import socket
 import time
@@ -13,11 +12,11 @@ from pathlib import Path
 
 from matmix.launch.jobs import attempts
 from matmix.launch.jobs.local import run_local
-from matmix.launch.jobs.records import Job, add_job, find_home, read_jobs
+from matmix.launch.jobs.records import Job, find_home, read_jobs
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.prepare import resubmit_preparation
 from matmix.launch.jobs.slurm.script import array_option
-from matmix.launch.jobs.slurm.submit import submit_script
+from matmix.launch.jobs.slurm.submit import SCRIPT, submit_scripts
 from matmix.launch.jobs.status import Home, local_process, runs_of
 
 
@@ -143,14 +142,12 @@ def resubmit(home: Path, job: Job) -> Job | None:
     open_tasks = [number for number, last in enumerate(last_attempts) if not any(attempt.finished for attempt in last)]
     if not open_tasks:
         return None
-    options = [array_option(home / "launch" / job.launch / "job.sbatch", open_tasks)] if job.tasks else []
-    return submit_script(home, job, "job.sbatch", *options)
+    options = [array_option(home / "launch" / job.launch / SCRIPT, open_tasks)] if job.tasks else []
+    return submit_scripts(home, job, {SCRIPT: options})
 
 
 def resubmit_local(home: Path, job: Job) -> int:
     """Runs a local launch again; returns its exit code. Raises ValueError while it runs."""
     if local_process(job) and job.host == socket.gethostname():
         raise ValueError(f"process {job.pid} is still running this; matmix launch cancel {home} ends it")
-    again = dataclasses.replace(job, time=time.time(), pid=os.getpid(), host=socket.gethostname())
-    add_job(home, again)
-    return run_local(home, again)
+    return run_local(home, job)

@@ -7,6 +7,7 @@ import itertools
 import os
 import shlex
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,15 +45,8 @@ class Local:
         check_counts(self, "nproc")
         config = checked(load_config(self.recipe, rest), self.nproc)
         home = launch_home(config.run_dir)
-        job = Job(
-            kind="local",
-            launch=snapshot.new_launch_id(home),
-            command=list(typed),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            nproc=self.nproc,
-            max_restarts=self.max_restarts,
-        )
+        launch, command = snapshot.new_launch_id(home), list(typed)
+        job = Job(kind="local", launch=launch, command=command, nproc=self.nproc, max_restarts=self.max_restarts)
         folder = home / "launch" / job.launch
         if self.dry_run:
             print(f"{job.nproc} x {shlex.join(_command(folder))}")
@@ -60,7 +54,6 @@ class Local:
         snapshot.take_snapshot(folder)
         write_config(config, folder / "config.toml")
         note_url(home, config.run_dir)
-        add_job(home, job)
         return run_local(home, job)
 
 
@@ -70,7 +63,9 @@ def _command(folder: Path) -> list[str]:
 
 
 def run_local(home: Path, job: Job) -> int:
-    """Attempts until the run has finished, stopped, or failed once too often; returns the exit code of the last."""
+    """Attempts until the run has finished, stopped, or failed once too often; returns the exit code of the last. The
+    job is recorded in jobs.jsonl as that of this process."""
+    add_job(home, dataclasses.replace(job, time=time.time(), pid=os.getpid(), host=socket.gethostname()))
     folder, own = home / "launch" / job.launch, make_own_folder()
     print(f"{job.nproc} x {shlex.join(_command(folder))}", flush=True)
     # Attempts are called after the launch, with -again-2 and so on where it is run again.

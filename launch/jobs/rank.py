@@ -17,7 +17,6 @@ from pathlib import Path
 from matmix.launch.jobs.environment import defaults
 from matmix.train.process import console
 from matmix.train.process.begin import begin_training
-from matmix.train.process.console import begin_process, guarded
 from matmix.train.process.ranks import tasks_per_node
 from matmix.train.run.outcome import local_folder
 
@@ -91,28 +90,22 @@ def write_output_to(path: Path) -> None:
     os.close(log)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Entry point; returns the exit code of `matmix train`."""
     faulthandler.enable()
-    if arguments is None:
-        arguments = sys.argv[1:]
-        code = begin_training(lambda: _become_rank(arguments))  # here the process is ours
-    else:
-        begin_process()
-        code = guarded(lambda: _become_rank(arguments))
-    if code:
+    arguments = sys.argv[1:]
+
+    def become_rank() -> None:
+        os.environ.update(rank_variables(os.environ))
+        os.environ.update(defaults(os.environ))
+        if os.environ.get("RANK", "0") != "0":
+            write_output_to(log_path(find_run_dir(arguments), os.environ))
+
+    if code := begin_training(become_rank):
         return code
     from matmix.train.entry import main as train
 
     return train(arguments)
-
-
-def _become_rank(arguments: Sequence[str]) -> int:
-    os.environ.update(rank_variables(os.environ))
-    os.environ.update(defaults(os.environ))
-    if os.environ.get("RANK", "0") != "0":
-        write_output_to(log_path(find_run_dir(arguments), os.environ))
-    return 0
 
 
 if __name__ == "__main__":

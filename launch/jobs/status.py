@@ -72,9 +72,7 @@ def runs_of(home: Path, job: Job) -> list[Path]:
 
 def is_active(job: Job) -> bool:
     """Whether it is queued or running."""
-    if job.kind == "local":
-        return local_process(job) is not None
-    return bool(scheduler.active_states(job.job))
+    return bool(local_process(job) if job.kind == "local" else scheduler.active_states(job.job))
 
 
 def job_lines(job: Job) -> list[str]:
@@ -88,16 +86,13 @@ def job_lines(job: Job) -> list[str]:
         return [f"job {job.job:<8} ended (Slurm no longer knows it), submitted {started}, launch {job.launch}"]
     lines = []
     for state in states:
-        words = [state.state]
-        if state.state == "RUNNING":
-            words.append(f"on {state.nodes} for {state.run_time} of {state.time_limit}")
-        elif state.state == "PENDING":
-            words.append(f"({state.reason}), expected start {state.start_time}")
-        elif state.reason != "None":
-            words.append(f"({state.reason})")
-        if state.restarts:
-            words.append(f"restarted {state.restarts} times")
-        lines.append(f"job {state.job:<8} {', '.join(words)}, launch {job.launch}")
+        running = f"on {state.nodes} for {state.run_time} of {state.time_limit}"
+        pending = f"({state.reason}), expected start {state.start_time}"
+        other = f"({state.reason})" if state.reason != "None" else ""
+        said = {"RUNNING": running, "PENDING": pending}.get(state.state, other)
+        again = f"restarted {state.restarts} times" if state.restarts else ""
+        words = ", ".join(filter(None, (state.state, said, again)))
+        lines.append(f"job {state.job:<8} {words}, launch {job.launch}")
     return lines
 
 
@@ -169,8 +164,7 @@ def progress(run: Path, *, active: bool) -> str:
 
 def last_record(run: Path) -> dict[str, Any]:
     """The last record of training in metrics.jsonl; {} where there is none."""
-    records = [record for record in read_json_lines(run / "metrics.jsonl") if record.get("kind") == "train"]
-    return records[-1] if records else {}
+    return next((line for line in reversed(read_json_lines(run / "metrics.jsonl")) if line.get("kind") == "train"), {})
 
 
 def time_lines(last: Mapping[str, Any]) -> list[str]:

@@ -8,8 +8,8 @@ import shlex
 import tyro
 
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
-from matmix.launch.jobs.slurm.prepare import Preparation, plan_preparation
-from matmix.launch.jobs.slurm.submit import Launch, plan_launch
+from matmix.launch.jobs.slurm.prepare import plan_preparation
+from matmix.launch.jobs.slurm.submit import plan_launch
 from matmix.launch.jobs.sweep import parse_sweep
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
@@ -44,7 +44,6 @@ class Slurm:
     def run(self, rest: list[str], typed: list[str]) -> int:
         """Submits; the exit code. Raises ValueError (one line) for the user's mistakes."""
         options = slurm_options(self.profile, self.slurm)
-        plan: Launch | Preparation
         if self.prepare:
             if self.parts is None:
                 raise ValueError("how many parts? matmix launch slurm --prepare --parts N INPUT ... --out DIR")
@@ -54,21 +53,21 @@ class Slurm:
                 raise ValueError("--parts belongs to --prepare, which prepares data; a recipe has no parts")
             check_overrides(self, rest, RunConfig)
             plan = plan_launch(self.recipe, rest, parse_sweep(self.sweep, self.sweep_file), options, typed)
-        scripts = plan.scripts()
         if self.dry_run:
-            print(*scripts.values(), sep="\n", end="")
+            print(*plan.scripts.values(), sep="\n", end="")
             return 0
-        job = plan.submit(scripts)
-        log = shlex.quote(str(plan.home / "logs" / f"slurm-{job.after or job.job}")) + (
-            "_*.out" if job.tasks else ".out"
-        )
-        if isinstance(plan, Preparation):
-            home, end = shlex.quote(plan.config.out), "Failed parts are made again by: matmix launch resubmit {}"
+        job = plan.submit()
+        kind = "_*.out" if job.tasks else ".out"
+        log = shlex.quote(str(plan.home / "logs" / f"slurm-{job.after or job.job}")) + kind
+        if self.prepare:
+            # They find the launches beside the dataset by its own path.
+            home, end = plan.home.with_suffix(""), "Failed parts are made again by: matmix launch resubmit {}"
             print(f"Submitted {job.tasks} parts as job {job.after}, and job {job.job} that joins them")
         else:
-            home, end = shlex.quote(str(plan.home)), "End it:     matmix launch cancel {}   (saves first)"
+            home, end = plan.home, "End it:     matmix launch cancel {}   (saves first)"
             what = f"job {job.job}" + (f" ({job.tasks} tasks)" if job.tasks else "")
             print(f"Submitted {what}: {plan.folder / 'job.sbatch'}")
-        print(f"Follow it:  matmix launch status {home}   or   tail -F {log}")
-        print(end.format(home))
+        shown = shlex.quote(str(home))
+        print(f"Follow it:  matmix launch status {shown}   or   tail -F {log}")
+        print(end.format(shown))
         return 0

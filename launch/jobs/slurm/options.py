@@ -24,19 +24,17 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import tyro
+from dacite.types import is_instance
 from tyro.constructors import StructFieldSpec
 
-from matmix.train.arguments import Options
+from matmix.train.arguments import Options, unknown_key
 from matmix.train.recipe import read_toml
 
-_GPUS = re.compile(r"([A-Za-z0-9_.-]+:)?\d+")
-_TIME = re.compile(r"|\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
-_RUNTIME = re.compile("|pyxis|apptainer")
 # Options whose values have a form, and that in words.
 _PATTERNS = {
-    "gpus_per_node": (_GPUS, "a number or TYPE:NUMBER"),
-    "time": (_TIME, "like 24:00:00, 2-12:00 or minutes"),
-    "container_runtime": (_RUNTIME, "pyxis or apptainer"),
+    "gpus_per_node": (r"([A-Za-z0-9_.-]+:)?\d+", "a number or TYPE:NUMBER"),
+    "time": (r"(?i)|(\d+:){0,2}\d+|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", "like 24:00:00, 2-12:00 or minutes"),
+    "container_runtime": ("|pyxis|apptainer", "pyxis or apptainer"),
 }
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -99,7 +97,7 @@ class SlurmOptions:
             if field.type == "int" and number < low:
                 raise ValueError(f"{name} must be at least {low}, got {number}")
         for name, (pattern, words) in _PATTERNS.items():
-            if not pattern.fullmatch(getattr(self, name)):
+            if not re.fullmatch(pattern, getattr(self, name)):
                 raise ValueError(f"{name} should be {words}, got {getattr(self, name)!r}")
         limit = _seconds(self.time)
         if limit is not None and limit <= self.save_seconds:
@@ -169,10 +167,8 @@ Profile = Annotated[str | None, tyro.conf.arg(metavar="NAME", help="Site profile
 
 def slurm_options(profile: str | None, given: Mapping[str, Any]) -> SlurmOptions:
     """Options from a site's profile and the `SlurmWords` of the command line. Raises ValueError (one line)."""
-    values = load_profile(profile)
-    if address := os.environ.get("MATMIX_MASTER_ADDR"):
-        values["master_addr"] = address
-    return from_layers(values, given)
+    address = os.environ.get("MATMIX_MASTER_ADDR")
+    return from_layers(load_profile(profile) | ({"master_addr": address} if address else {}), given)
 
 
 def from_layers(profile: Mapping[str, Any], given: Mapping[str, Any]) -> SlurmOptions:
@@ -180,7 +176,8 @@ def from_layers(profile: Mapping[str, Any], given: Mapping[str, Any]) -> SlurmOp
     values: dict[str, Any] = dict(profile)
     for name, value in given.items():
         if name == "env":
-            values["env"] = {**values.get("env", {}), **dict(map(_split_variable, value))}
+            pairs = (word.partition("=") for word in value)
+            values["env"] = {**values.get("env", {}), **{key: text if equals else None for key, equals, text in pairs}}
         elif isinstance(value, tuple | list):
             values[name] = (*values.get(name, ()), *value)
         elif value is not None:
@@ -188,17 +185,14 @@ def from_layers(profile: Mapping[str, Any], given: Mapping[str, Any]) -> SlurmOp
     return SlurmOptions(**values)
 
 
-def _split_variable(text: str) -> tuple[str, str | None]:
-    name, equals, value = text.partition("=")
-    return name, value if equals else None
-
-
 # -- site profiles -----------------------------------------------------------------------------------------------------
 
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+# By the type of a field: what a profile has for it, and that in words.
+_KINDS: dict[str, tuple[Any, str]] = {
     "int": (int, "a whole number"),
     "str": (str, "a string"),
-    "tuple[str, ...]": (list, "a list of strings"),
+    "tuple[str, ...]": (list[str], "a list of strings"),
+    "Mapping[str, str | None]": (dict[str, str | int], "a table of strings"),
 }
 
 
@@ -237,16 +231,12 @@ def load_profile(name: str | None) -> dict[str, Any]:
 
 def _checked(key: str, value: Any, where: str) -> Any:
     if key not in FIELDS:
-        near = difflib.get_close_matches(key.replace("-", "_"), FIELDS, n=1, cutoff=0.0)
-        raise ValueError(f'{where}: unknown key "{key}"; the nearest known key is "{near[0]}"')
+        raise unknown_key(key, SlurmOptions, where)
     if key == "gpus_per_node" and type(value) is int:
         return str(value)
-    if key == "env":
-        if not isinstance(value, dict) or not all(isinstance(item, str | int) for item in value.values()):
-            raise ValueError(f"{where}: env should be a table of strings, got {value!r}")
-        return {name: str(item) for name, item in value.items()}
     kind, words = _KINDS[str(FIELDS[key].type)]
-    fits = isinstance(value, kind) and not isinstance(value, bool)
-    if not fits or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
+    if isinstance(value, bool) or not is_instance(value, kind):
         raise ValueError(f'{where}: "{key}" should be {words}, got {value!r}')
+    if isinstance(value, dict):
+        return {name: str(item) for name, item in value.items()}
     return tuple(value) if isinstance(value, list) else value

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matmix.launch.jobs import snapshot
 from matmix.launch.jobs.records import Job, add_job, launch_home, note_url, run_folder
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.script import directives, mounts, render
+from matmix.launch.jobs.snapshot import new_launch_id, take_snapshot
 from matmix.launch.jobs.sweep import Point
 from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config, write_config
 from matmix.train.run.directory import RunDirectory
 
-_SCRIPT = "job.sbatch"
+SCRIPT = "job.sbatch"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,99 +28,54 @@ class Submission:
     """What goes to Slurm, before anything is written."""
 
     home: Path  # folder with launch/ and logs/
-    options: SlurmOptions
-    command: tuple[str, ...]  # as typed
-
-    @functools.cached_property
-    def launch_id(self) -> str:
-        """A name that no launch from `home` has."""
-        return snapshot.new_launch_id(self.home)
+    job: Job  # without its number
+    scripts: Mapping[str, str]  # file name -> text; each begins when the one before has succeeded
+    write_inputs: Callable[[Path], object]  # writes what the scripts read into HOME/launch/<id>
 
     @property
     def folder(self) -> Path:
-        return self.home / "launch" / self.launch_id
+        return self.home / "launch" / self.job.launch
 
-    def render(
-        self, template: str, options: SlurmOptions, needed: Iterable[str | Path], lines: Sequence[str], **own: Any
-    ) -> str:
-        """The text of a batch script. needed: folders, seen in a container; lines: those of #SBATCH; own: values of
-        this template, beside those that every template may use."""
-        values = {
-            "title": "matmix " + " ".join(shlex.join(self.command).split()),
-            "directives": lines,
-            "launch": self.folder,
-            "setup": options.setup,
-            "env": options.env,
-            "python": options.container_python if options.container else sys.executable,
-            "runtime": options.runtime,
-            "container": options.container,
-            "mounts": mounts(needed, options),
-            "gpus": options.gpus,
-        }
-        return render(template, values | own, options.template)
-
-    def write(self, scripts: Mapping[str, str]) -> None:
+    def write(self) -> None:
         """Writes HOME/launch/<id>/, the scripts last, and makes the folder of the logs."""
-        snapshot.take_snapshot(self.folder)
-        self.write_inputs()
+        take_snapshot(self.folder)
+        self.write_inputs(self.folder)
         (self.home / "logs").mkdir(exist_ok=True)
-        for name, text in scripts.items():
+        for name, text in self.scripts.items():
             (self.folder / name).write_text(text, encoding="utf-8")
 
-    def write_inputs(self) -> None:
-        """Writes what the scripts read."""
-        raise NotImplementedError
+    def submit(self) -> Job:
+        """Writes and submits; the last script's job as recorded in jobs.jsonl. Raises SlurmError or ValueError if Slurm
+        refuses."""
+        self.write()
+        return submit_scripts(self.home, self.job, dict.fromkeys(self.scripts, ()))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Launch(Submission):
-    """A run, or the runs of a sweep or comparison as an array, whose directories lie below `home`."""
-
-    configs: tuple[RunConfig, ...]  # one, or one for each task of the array
-    is_sweep: bool
-
-    @property
-    def runs(self) -> list[Path]:
-        return [run_folder(self.home, config.run_dir) for config in self.configs] if self.is_sweep else [self.home]
-
-    def scripts(self) -> dict[str, str]:
-        """File name -> text of the batch script."""
-        lines = directives(self.options, self.home, f"0-{len(self.configs) - 1}" if self.is_sweep else "")
-        data = (path for config in self.configs for path in (config.data.path, config.data.validation_path))
-        text = self.render(
-            "train.sbatch",
-            self.options,
-            [self.home, *data],
-            lines,
-            run=self.runs[0],
-            runs=self.runs if self.is_sweep else [],
-            master_addr=self.options.master_addr,
-            tasks_per_node=self.options.ranks_per_node,
-            max_requeues=self.options.max_requeues,
-        )
-        return {_SCRIPT: text}
-
-    def write_inputs(self) -> None:
-        """Writes the configs."""
-        write_config(self.configs[0], self.folder / "config.toml")
-        for number, (run, config) in enumerate(zip(self.runs, self.configs, strict=True)):
-            note_url(run, config.run_dir)
-            if self.is_sweep:
-                task = self.folder / "tasks" / str(number)
-                task.mkdir(parents=True)
-                write_config(config, task / "config.toml")
-
-    def submit(self, scripts: Mapping[str, str]) -> Job:
-        """Writes and submits; the job as recorded in jobs.jsonl. Raises SlurmError or ValueError if Slurm refuses."""
-        self.write(scripts)
-        tasks = len(self.configs) if self.is_sweep else 0
-        job = Job(kind="slurm", launch=self.launch_id, command=list(self.command), tasks=tasks)
-        return submit_script(self.home, job, _SCRIPT)
+def render_job(
+    template: str,
+    home: Path,
+    job: Job,
+    options: SlurmOptions,
+    needed: Iterable[str | Path],
+    lines: Sequence[str],
+    **own: Any,
+) -> str:
+    """The text of a batch script. needed: folders, seen in a container; lines: those of #SBATCH; own: values of this
+    template, beside those that every template may use."""
+    values = {
+        "title": "matmix " + " ".join(shlex.join(job.command).split()),
+        "directives": lines,
+        "launch": home / "launch" / job.launch,
+        "python": options.container_python if options.container else sys.executable,
+        "mounts": mounts(needed, options),
+        **{name: getattr(options, name) for name in ("setup", "env", "runtime", "container", "gpus")},
+    }
+    return render(template, values | own, options.template)
 
 
 def plan_launch(
     recipe: str, overrides: Sequence[str], points: Sequence[Point], options: SlurmOptions, command: Sequence[str]
-) -> Launch:
+) -> Submission:
     """Checks everything that can be checked before the job runs; writes nothing.
 
     Raises FileNotFoundError for a missing recipe and ValueError (one line) for settings that cannot work: a global
@@ -140,11 +94,37 @@ def plan_launch(
 
 def plan_configs(
     home: Path, configs: Sequence[RunConfig], options: SlurmOptions, command: Sequence[str], *, is_sweep: bool
-) -> Launch:
+) -> Submission:
     """`plan_launch` of configs that are complete: one run, or the tasks of an array, whose run directories lie below
     `home`."""
-    whole = tuple(checked(config, options.nodes * options.ranks_per_node) for config in configs)
-    return Launch(home=home, options=options, command=tuple(command), configs=whole, is_sweep=is_sweep)
+    configs = [checked(config, options.nodes * options.ranks_per_node) for config in configs]
+    runs = [run_folder(home, config.run_dir) for config in configs] if is_sweep else [home]
+    tasks = len(configs) if is_sweep else 0
+    job = Job(kind="slurm", launch=new_launch_id(home), command=list(command), tasks=tasks)
+    script = render_job(
+        "train.sbatch",
+        home,
+        job,
+        options,
+        [home, *(path for config in configs for path in (config.data.path, config.data.validation_path))],
+        directives(options, home, f"0-{tasks - 1}" if is_sweep else ""),
+        run=runs[0],
+        runs=runs if is_sweep else [],
+        master_addr=options.master_addr,
+        tasks_per_node=options.ranks_per_node,
+        max_requeues=options.max_requeues,
+    )
+
+    def write_configs(folder: Path) -> None:
+        write_config(configs[0], folder / "config.toml")
+        for number, (run, config) in enumerate(zip(runs, configs, strict=True)):
+            note_url(run, config.run_dir)
+            if is_sweep:
+                task = folder / "tasks" / str(number)
+                task.mkdir(parents=True)
+                write_config(config, task / "config.toml")
+
+    return Submission(home=home, job=job, scripts={SCRIPT: script}, write_inputs=write_configs)
 
 
 def checked(config: RunConfig, ranks: int) -> RunConfig:
@@ -165,10 +145,13 @@ def checked(config: RunConfig, ranks: int) -> RunConfig:
     return config
 
 
-def submit_script(home: Path, job: Job, script: str, *options: str) -> Job:
-    """Submits a script of the job's launch; the job with its new number, as recorded in jobs.jsonl. Raises SlurmError
-    or ValueError if Slurm refuses."""
-    number, cluster = scheduler.submit(str(home / "launch" / job.launch / script), *options)
-    submitted = dataclasses.replace(job, job=number, cluster=cluster, time=time.time())
-    add_job(home, submitted)
-    return submitted
+def submit_scripts(home: Path, job: Job, scripts: Mapping[str, Sequence[str]]) -> Job:
+    """Submits scripts of a job's launch, each with options, to begin when the one before has succeeded; the last one's
+    job, as recorded in jobs.jsonl. Raises SlurmError or ValueError if Slurm refuses."""
+    job = dataclasses.replace(job, job="", after="")
+    for script, options in scripts.items():
+        waits = [f"--dependency=afterok:{job.job}"] if job.job else []
+        number, cluster = scheduler.submit(str(home / "launch" / job.launch / script), *options, *waits)
+        job = dataclasses.replace(job, job=number, cluster=cluster, after=job.job, time=time.time())
+        add_job(home, job)
+    return job

@@ -113,13 +113,12 @@ def _submit(comparison: Comparison, tasks: list[Task], given: Compare, command: 
         return EXIT_OK
     home = launch_home(str(comparison.home))
     plan = slurm.plan_configs(home, waiting, slurm_options(given.profile, given.slurm_options), command, is_sweep=True)
-    scripts = plan.scripts()
     if given.dry_run:
-        print(*scripts.values(), end="")
+        print(*plan.scripts.values(), end="")
         return EXIT_OK
     print(plan_text(comparison))
     keep_recipe(comparison)
-    job = plan.submit(scripts)
+    job = plan.submit()
     print(f"Submitted job {job.job} ({job.tasks} tasks): {plan.folder / 'job.sbatch'}")
     print(f"Follow it:     matmix launch status {shlex.quote(str(home))}")
     print("Tabulate it:   the same recipe and overrides with --report in place of --slurm and its options")

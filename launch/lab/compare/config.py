@@ -28,20 +28,16 @@ from matmix.data.artifacts import errors_in_one_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url
 from matmix.launch.lab.compare.controls import Control, control_of, missing_controls
-from matmix.launch.lab.compare.overrides import given_values, merged, put, remove
+from matmix.launch.lab.compare.overrides import given_values, put, remove
 from matmix.train.arguments import unknown_key
 from matmix.train.config import RunConfig
-from matmix.train.recipe import config_from_dict, find_recipe, read_toml
+from matmix.train.errors import require
+from matmix.train.recipe import config_from_dict, find_recipe, merged, read_toml
 
 # What each run of a comparison is given; and what lies beside the entries' folders.
 _NOT_AN_ENTRYS = {"seed": "comparison.seeds gives the seeds", "run_dir": "every run has a folder of its own"}
 OWN_FOLDERS = ("report", "launch", "logs")
 OWN_FILES = ("comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +52,13 @@ class EntryConfig:
 
     def __post_init__(self) -> None:
         where = f"comparison.{self.kind}"
-        _require(bool(self.folder), f"{where}: name = {self.name!r} holds no letter or digit for a folder")
-        _require(
+        require(bool(self.folder), f"{where}: name = {self.name!r} holds no letter or digit for a folder")
+        require(
             self.folder.lower() not in (*OWN_FOLDERS, *OWN_FILES),
             f'{where}: the name "{self.name}" is taken by a file of the comparison itself; use another',
         )
         for key, reason in _NOT_AN_ENTRYS.items():
-            _require(key not in self.overrides, f'{where} "{self.name}" sets {key}: {reason}')
+            require(key not in self.overrides, f'{where} "{self.name}" sets {key}: {reason}')
 
     @property
     def folder(self) -> str:
@@ -96,25 +92,25 @@ class ComparisonConfig:
     """Every entry is trained on each of them, with a table each; none = the recipe as it is."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             bool(self.seeds) and all(type(seed) is int and seed >= 0 for seed in self.seeds),
             f"comparison.seeds should be a list of integers >= 0, got {list(self.seeds)}",
         )
-        _require(len(set(self.seeds)) == len(self.seeds), f"comparison.seeds has a seed twice: {list(self.seeds)}")
-        _require(
+        require(len(set(self.seeds)) == len(self.seeds), f"comparison.seeds has a seed twice: {list(self.seeds)}")
+        require(
             type(self.parameters) is int and self.parameters >= 0,
             f"comparison.parameters should be an integer >= 0, got {self.parameters!r}",
         )
-        _require(
+        require(
             isinstance(self.tolerance, int | float) and 0 < self.tolerance < 1,
             f"comparison.tolerance should be a number between 0 and 1, got {self.tolerance!r}",
         )
-        _require(type(self.controls) is bool, f"comparison.controls should be true or false, got {self.controls!r}")
-        _require(bool(self.entry), "comparison.entry is empty: give a table [[comparison.entry]] for each model")
+        require(type(self.controls) is bool, f"comparison.controls should be true or false, got {self.controls!r}")
+        require(bool(self.entry), "comparison.entry is empty: give a table [[comparison.entry]] for each model")
         for rows, kind in ((self.entry, "entries"), (self.variant, "variants")):
             folders = [row.folder.lower() for row in rows]
             for row in rows:
-                _require(
+                require(
                     folders.count(row.folder.lower()) == 1,
                     f'comparison.{row.kind}: two {kind} would share the folder "{row.folder}"; give them other names',
                 )
@@ -182,12 +178,12 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
     values, where = read_toml(path), str(path)
     if "comparison" not in values:
         raise ValueError(f"{path} has no table [comparison]: it is a plain recipe, for matmix train")
-    _require("seed" not in values, f"{path} sets seed: {_NOT_AN_ENTRYS['seed']}")
+    require("seed" not in values, f"{path} sets seed: {_NOT_AN_ENTRYS['seed']}")
     rows = _check_table(values["comparison"], where)
     if path.parent == Path(recipe):
         values["run_dir"] = recipe  # it goes on where it lies, wherever it began
     given = given_values(overrides)
-    _require(("seed",) not in given, f"--seed: {_NOT_AN_ENTRYS['seed']}")
+    require(("seed",) not in given, f"--seed: {_NOT_AN_ENTRYS['seed']}")
     for key, value in given.items():
         put(values, key, value)
         for row in rows:  # of entries and of variants
@@ -195,7 +191,7 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
     if overrides:
         where = f"{path} with {' '.join(overrides)}"
     settings = _settings(values["comparison"], where)
-    _require(
+    require(
         not (settings.parameters and ("model", "d_model") in given),
         f"--model.d-model: widths follow from comparison.parameters = {settings.parameters:,}; give that "
         "(--comparison.parameters N; 0 = those of the first entry at the d_model that is given)",
@@ -211,7 +207,7 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
             raise ValueError(f"{where}: {error}, or leave out the controls (comparison.controls = false)") from None
         entries = _entries(plain, settings, settings.entry, where)
     run_dir = entries[0].config.run_dir or f"runs/{path.stem}"
-    _require(not is_url(run_dir), f"--run-dir {run_dir}: a comparison lies in a folder of this machine")
+    require(not is_url(run_dir), f"--run-dir {run_dir}: a comparison lies in a folder of this machine")
     return Comparison(home=Path(run_dir), settings=settings, entries=entries, recipe=values)
 
 
@@ -252,14 +248,14 @@ def _find(recipe: str) -> Path:
 
 def _check_table(table: Any, where: str) -> list[dict[str, Any]]:
     """The rows of entries and variants, once it is clear that the table has the right shape."""
-    _require(isinstance(table, dict), f"{where}: [comparison] is a table, got {table!r}")
+    require(isinstance(table, dict), f"{where}: [comparison] is a table, got {table!r}")
     for key in table:
         if key not in {field.name for field in dataclasses.fields(ComparisonConfig)}:
             raise unknown_key(key, ComparisonConfig, f"{where}: [comparison]")
     found = []
     for kind in ("entry", "variant"):
         rows = table.get(kind, [])
-        _require(
+        require(
             isinstance(rows, list) and all(isinstance(row, dict) for row in rows),
             f"{where}: comparison.{kind} should be tables [[comparison.{kind}]], got {rows!r}",
         )
@@ -269,7 +265,7 @@ def _check_table(table: Any, where: str) -> list[dict[str, Any]]:
 
 def _settings(table: dict[str, Any], where: str) -> ComparisonConfig:
     seeds = table.get("seeds", [0, 1, 2])
-    _require(isinstance(seeds, list), f"{where}: comparison.seeds should be a list of integers, got {seeds!r}")
+    require(isinstance(seeds, list), f"{where}: comparison.seeds should be a list of integers, got {seeds!r}")
     try:
         rows = {kind.kind: _named_rows(table.get(kind.kind, []), kind) for kind in (EntryConfig, VariantConfig)}
         return ComparisonConfig(**{**table, "seeds": tuple(seeds), **rows})
@@ -281,6 +277,6 @@ def _named_rows(rows: Sequence[Mapping[str, Any]], kind: type[EntryConfig]) -> t
     found = []
     for number, row in enumerate(rows, 1):
         name = row.get("name")
-        _require(isinstance(name, str), f"comparison.{kind.kind} number {number} has no name, which should be a string")
+        require(isinstance(name, str), f"comparison.{kind.kind} number {number} has no name, which should be a string")
         found.append(kind(name=name, overrides={key: row[key] for key in row if key != "name"}))
     return tuple(found)

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matmix.train.arguments import field_names, parse_arguments, unknown_key
+from matmix.train.arguments import field_names, key_types, parse_arguments, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.recipe import plain
 
@@ -51,15 +51,6 @@ def remove(table: dict[str, Any], path: Path) -> None:
     table.pop(path[-1], None)
 
 
-def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with those of `overrides` in their places, tables key by key."""
-    result = copy.deepcopy(dict(values))
-    for key, value in overrides.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = merged(result[key], value) if both else copy.deepcopy(value)
-    return result
-
-
 def _path(word: str) -> Path:
     key = word[2:].split("=", 1)[0].replace("-", "_")
     if word.startswith(PREFIX):
@@ -84,6 +75,6 @@ def _table(name: str, hints: Mapping[str, Any], paths: Sequence[Path]) -> type:
         if isinstance(hint, Mapping) or dataclasses.is_dataclass(hint):
             if () in inner:
                 raise ValueError(f"command line: {key} is a table; give its keys one by one, as in --{key}.KEY VALUE")
-            hint = _table(key, hint if isinstance(hint, Mapping) else typing.get_type_hints(hint), inner)
+            hint = _table(key, hint if isinstance(hint, Mapping) else key_types(hint), inner)
         fields.append((key, hint))
     return dataclasses.make_dataclass(name, fields, frozen=True, kw_only=True)

@@ -60,11 +60,10 @@ def test_each_task_has_a_config_and_a_directory_of_its_own(tmp_path):
     points = parse_sweep(["optimizer.lr=1e-2,1e-3", "seed=5"])
     options = SlurmOptions(tasks_per_node=2, array_limit=1)
     launch = plan_launch("debug_mru", ["--run-dir", str(home)], points, options, ["launch", "slurm"])
-    scripts = launch.scripts()
-    script = scripts["job.sbatch"]
+    script = launch.scripts["job.sbatch"]
     assert "#SBATCH --array=0-1%1\n" in script
     assert f"#SBATCH --output={home}/logs/slurm-%A_%a.out\n" in script
-    launch.write(scripts)
+    launch.write()
     for number, rate in enumerate(("1e-2", "1e-3")):
         config = load_config(str(launch.folder / "tasks" / str(number) / "config.toml"))
         assert (config.optimizer.lr, config.seed) == (float(rate), 5)

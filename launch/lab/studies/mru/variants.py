@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from matmix.kernels.mru.constructions import CONSTRUCTIONS
-from matmix.launch.lab.compare.overrides import merged
 from matmix.model.build import count_parameters
 from matmix.model.config import NO_MIXER
 from matmix.train.config import RunConfig
 from matmix.train.loaders import make_loader, with_data_facts
-from matmix.train.recipe import config_from_dict, read_toml
+from matmix.train.recipe import config_from_dict, merged, read_toml
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 """Learning rates, the same for all."""

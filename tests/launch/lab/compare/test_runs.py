@@ -351,9 +351,9 @@ def test_the_runs_as_a_job_array(recipe, dataset, tmp_path, monkeypatch, capsys)
 
     # What the tasks of the array are given, and where its status is looked for.
     plan = plan_configs(home, [task.config for task in tasks], SlurmOptions(tasks_per_node=2), command, is_sweep=True)
-    plan.write(plan.scripts())
+    plan.write()
     for number, task in enumerate(tasks):
         assert load_config(str(plan.folder / "tasks" / str(number) / "config.toml")) == task.config
-    assert runs_of(home, Job(kind="slurm", launch=plan.launch_id, command=[], tasks=len(tasks))) == [
+    assert runs_of(home, Job(kind="slurm", launch=plan.job.launch, command=[], tasks=len(tasks))) == [
         task.run.path for task in tasks
     ]

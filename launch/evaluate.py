@@ -1,0 +1,118 @@
+"""`matmix evaluate RUN FILE ...`: perplexity and bits per byte of a language model on any text, or the scores of a
+fine-tuned run on any labelled examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import lzma
+from collections.abc import Sequence
+from pathlib import Path
+
+from matmix.data.storage.files import write_atomic
+from matmix.launch.examples import is_judge, judge, say
+from matmix.launch.loading import Source, load_source
+from matmix.launch.scoring import Score, score_texts, score_with_state
+from matmix.launch.texts import TextDocuments, TextFiles, read_texts
+from matmix.train.arguments import RunFolder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """Score a language model on any text, or a run that was fine-tuned on labelled examples on others.
+
+    For a fine-tuned run FILE is one file of examples with the columns of those that it was trained on; labels may be
+    missing. It takes --out, --predictions, --confusion and --step; the other options are those of language models.
+    """
+
+    source: RunFolder
+    """Run directory, its URL, or an export."""
+    texts: TextFiles
+    text_field: str = "text"
+    """Field of .jsonl objects, or column of .parquet files, that holds the text."""
+    text_documents: TextDocuments = "file"
+    """What is a document in .txt files."""
+    window: int = 0
+    """Tokens that the model reads at a time; 0 = as many as in training (of an export: model.max_seqlen)."""
+    stride: int = 0
+    """Tokens by which the window moves on: each is predicted from at least window - stride others of its document, but
+    for the first ones; 0 = half a window."""
+    carry_state: bool = False
+    """Predict each token from all before it in its document, by states that are carried along, not in windows."""
+    step: int | None = None
+    """Checkpoint to use; default: the newest."""
+    out: Path | None = None
+    """Also write the numbers into this .json file."""
+    predictions: Path | None = None
+    """Fine-tuned runs: also write a JSON object for each prediction into this .jsonl file."""
+    confusion: Path | None = None
+    """Fine-tuned runs, one class for each example: also draw the confusion matrix into this .png file."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Prints the scores; the exit code."""
+        if is_judge(self.source):
+            if len(self.texts) != 1:
+                raise ValueError(f"{self.source} was fine-tuned: give one file of examples")
+            judged = judge(self.source, self.texts[0], step=self.step)
+            say(judged, out=self.out, predictions=self.predictions, confusion=self.confusion)
+            return 0
+        if self.predictions is not None or self.confusion is not None:
+            raise ValueError("--predictions and --confusion are for runs that were fine-tuned on labelled examples")
+        if self.carry_state and (self.window or self.stride):
+            raise ValueError("carried state has no windows: leave out --carry-state, or --window and --stride")
+        source = load_source(self.source, step=self.step)
+        config = source.model.config
+        if not config.causal:
+            raise ValueError(f"{source.path} is an {config.architecture}, which gives no text a probability")
+        options = {"text_field": self.text_field, "text_documents": self.text_documents, "doing": "scoring"}
+        xz = _Xz()
+        texts = map(xz.seen, filter(None, read_texts(self.texts, **options)))
+        if self.carry_state:
+            score, how = score_with_state(source, texts), "state carried through each document"
+        else:
+            window = self.window or source.seqlen
+            stride = self.stride or max(1, window // 2)
+            config.check_seqlen(window)
+            if not 1 <= stride <= window:
+                raise ValueError(f"--stride must lie between 1 and the window of {window} tokens, got {stride}")
+            score = score_texts(source, texts, window=window, stride=stride)
+            how = f"windows of {window:,} tokens, moved by {stride:,}"
+        self._say(source, score, how, xz.bits_per_byte)
+        return 0
+
+    def _say(self, source: Source, score: Score, how: str, xz: float) -> None:
+        where = f"{source.path}" + ("" if source.step is None else f", step {source.step:,}")
+        print(f"{where}: {score.texts:,} documents, {score.tokens:,} tokens, {score.bytes:,} bytes; {how}")
+        rows = {
+            "loss": (score.nats / score.tokens, "nats per token"),
+            "perplexity": (score.perplexity, "per token"),
+            "word_perplexity": (score.word_perplexity, "per word (what stands between white space)"),
+            "bits_per_byte": (score.bits_per_byte, "bits per byte"),
+            "xz_bits_per_byte": (xz, "bits per byte by `xz -9` of the same text, for comparison"),
+        }
+        for name, (value, unit) in rows.items():
+            print(f"  {name.replace('_', ' '):<18}{value:>12.4f}  {unit}")
+        if self.out is not None:
+            numbers = {name: value for name, (value, _) in rows.items()}
+            counts = {"documents": score.texts, "tokens": score.tokens, "bytes": score.bytes, "words": score.words}
+            write_atomic(self.out, json.dumps({**numbers, **counts, "method": how}, indent=2) + "\n")
+
+
+class _Xz:
+    """What a general compressor makes of the same text: a model that does not beat it has learned little."""
+
+    def __init__(self) -> None:
+        self._xz, self._read, self._written = lzma.LZMACompressor(preset=9), 0, 0
+
+    def seen(self, text: str) -> str:
+        """The text, which counts from here on."""
+        raw = text.encode("utf-8")
+        self._read += len(raw)
+        self._written += len(self._xz.compress(raw))
+        return text
+
+    @property
+    def bits_per_byte(self) -> float:
+        """At the end of all text."""
+        self._written += len(self._xz.flush())
+        return 8 * self._written / self._read

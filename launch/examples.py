@@ -1,0 +1,157 @@
+"""Scores of a fine-tuned run on any labelled examples: metrics, calibration, predictions, a confusion matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from matmix.data.examples.base import Examples
+from matmix.data.storage.files import write_atomic
+from matmix.launch.lab.figures import png_of
+from matmix.model import build_model
+from matmix.model.interop.importing.exported import load_weights
+from matmix.train.evaluators.scores import in_order
+from matmix.train.run.directory import RunDirectory
+from matmix.train.run.remote import fetch_run
+from matmix.train.run.trained import find_trained
+from matmix.train.tasks.base import Predicted
+from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
+
+_BATCH = 32
+_BINS = 15
+_MOST_CLASSES = 60
+"""Of a picture that can be read."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Judged:
+    """What a run makes of a file of examples."""
+
+    task: ExampleTask
+    examples: Examples
+    predicted: Predicted
+    where: str
+    """The run and its checkpoint, for people."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, where each prediction is a probability for each of them; else ()."""
+        names, values = self.examples.classes.names, self.predicted.values
+        one_of_them = values.ndim == 2 and values.shape[1] == len(names) and self.predicted.labels.ndim == 1
+        return tuple(names) if one_of_them else ()
+
+    def metrics(self) -> dict[str, float]:
+        """Those of the task, and the calibration error of classes; {} where no example has a label."""
+        values, labels = with_labels(self.predicted)
+        if not len(labels):
+            return {}
+        found = self.task.scores(self.predicted, self.examples)
+        return found | ({"calibration_error": calibration_error(values, labels)} if self.classes else {})
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A JSON object for each prediction, with the number of the example in its file, from 0 on."""
+        names = self.classes
+        for number, values, label in zip(*(array.tolist() for array in self.predicted), strict=True):
+            row: dict[str, Any] = {"example": number}
+            if names:
+                row["predicted"] = names[int(np.argmax(values))]
+                row["label"] = names[label] if label >= 0 else None
+            yield {**row, "values": values}
+
+
+def is_judge(source: str | Path) -> bool:
+    """Whether `source` is a run of a task on labelled examples."""
+    folder, _ = fetch_run(source, weights_only=True)
+    if not (folder / "config.toml").is_file():
+        return False
+    return isinstance(RunDirectory(folder).read_config().task(), ExampleTask)
+
+
+@torch.inference_mode()
+def judge(source: str | Path, file: str, *, step: int | None = None) -> Judged:
+    """Predicts the examples in `file`, which may lack labels, with a run's newest checkpoint or that of `step`.
+
+    Raises FileNotFoundError or ValueError (one line).
+    """
+    folder, fetched = fetch_run(source, step=step, weights_only=True)
+    run = RunDirectory(folder)
+    trained = find_trained(run, step, whole=fetched)
+    config = trained.config
+    options = dataclasses.replace(config.data.examples, test=file, tokenizer=str(trained.tokenizer.path))
+    data = dataclasses.replace(config.data, examples=options, workers=0)
+    task = config.task()
+    loader = task.make_loader(
+        data, split="test", global_batch_size=_BATCH, micro_batch_size=_BATCH, one_pass=True, seed=config.seed
+    )
+    model = build_model(config.model)
+    load_weights(model, trained.weights(), folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device).eval()
+    parts = []
+    for batch in loader:
+        predicted = task.costs(model, batch.to(device)).predicted
+        parts.append(Predicted(*(values.cpu().numpy() for values in predicted)))
+    where = f"{source}, {trained.checkpoint.name}"
+    return Judged(task, loader.dataset.examples, in_order(parts), where)
+
+
+def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
+    """The expected calibration error of probabilities (n, classes) for labels (n,): how far accuracy and confidence are
+    apart, by 15 bins of confidence of equal width, weighted by their numbers of predictions (arXiv 1706.04599)."""
+    confidence, right = probabilities.max(1), probabilities.argmax(1) == labels
+    bins = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
+    gaps = np.bincount(bins, right.astype(float) - confidence, _BINS)
+    return float(np.abs(gaps).sum() / len(labels))
+
+
+def say(judged: Judged, *, out: Path | None, predictions: Path | None, confusion: Path | None) -> None:
+    """Prints the metrics, and writes the files that are named: metrics (.json), predictions (.jsonl), picture (.png).
+
+    Raises ValueError for a picture where there are no classes, no labels, or too many classes.
+    """
+    metrics, known = judged.metrics(), {metric.name: metric for metric in judged.task.metrics}
+    if confusion is not None and (not judged.classes or not metrics or len(judged.classes) > _MOST_CLASSES):
+        raise ValueError(
+            f"--confusion draws one class for each example, at most {_MOST_CLASSES} of them, against its label"
+        )
+    print(f"{judged.where}: {len(judged.examples):,} examples in {judged.examples.config.test}")
+    for name, value in metrics.items():
+        title = known[name].title if name in known else name.replace("_", " ")
+        print(f"  {title:<28}{known[name].number(value) if name in known else f'{value:.4f}':>12}")
+    if not metrics:
+        print("  no example has a label, so there is nothing to score")
+    if out is not None:
+        write_atomic(out, json.dumps({**metrics, "examples": len(judged.examples)}, indent=2) + "\n")
+    if predictions is not None:
+        write_atomic(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in judged.rows()))
+    if confusion is not None:
+        write_atomic(confusion, _picture(judged))
+
+
+def _picture(judged: Judged) -> bytes:
+    from matplotlib.figure import Figure
+    from sklearn.metrics import ConfusionMatrixDisplay
+
+    values, labels = with_labels(judged.predicted)
+    size = 3.5 + 0.32 * len(judged.classes)
+    figure = Figure(figsize=(size, size), layout="constrained", dpi=110)
+    axes = figure.subplots()
+    ConfusionMatrixDisplay.from_predictions(
+        labels,
+        values.argmax(1),
+        labels=range(len(judged.classes)),
+        display_labels=judged.classes,
+        xticks_rotation="vertical",
+        cmap="Blues",
+        colorbar=False,
+        ax=axes,
+    )
+    axes.set(title=f"{judged.where}\n{len(labels):,} examples of {judged.examples.config.test}", xlabel="predicted")
+    axes.set_ylabel("label")
+    return png_of(figure)

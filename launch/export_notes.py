@@ -1,0 +1,68 @@
+"""What the model card of an export says of the run that it is from: data, tokens, optimizer, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from matmix.data.artifacts import one_line, read_json_lines
+from matmix.data.config import DataConfig
+from matmix.data.storage.remote import is_url
+from matmix.train.config import RunConfig
+from matmix.train.run.trained import Trained
+from matmix.train.tasks import TASKS
+
+
+def notes_on(trained: Trained) -> str:
+    """A Markdown table. Of local data it names the last folder only: a card is for others."""
+    config, counted = trained.config, trained.manifest["extra"]["train_state"]
+    rows = {
+        "data": ", ".join(data_names(config.data)),
+        "tokens seen": f"{counted['tokens']:,}",
+        "batch": f"{config.global_batch_size:,} sequences of {config.data.seqlen:,}",
+        "objective": config.objective.name,
+        "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}",
+        **dict(_measured(trained, counted["step"])),
+    }
+    lines = [f"| {name} | {one_line(value).replace('|', ' ')} |" for name, value in rows.items() if value]
+    return "\n".join([f"Trained for {counted['step']:,} steps with matmix:", "", "| | |", "|---|---|", *lines])
+
+
+def data_names(data: DataConfig) -> list[str]:
+    """The datasets of a run: URLs as they are, local ones by their last folder, shares of a mixture in percent."""
+    if data.synthetic.task:
+        return [f"{data.synthetic.task} (generated)"]
+    total = sum(data.mixture.values())
+    shares = {path: f" ({weight / total:.0%})" for path, weight in data.mixture.items()} or {data.path: ""}
+    return [(path if is_url(path) else Path(path).name) + share for path, share in shares.items()]
+
+
+def _measured(trained: Trained, step: int) -> Iterator[tuple[str, str]]:
+    """The last losses and metrics up to `step`, as far as the run's records are at hand."""
+    records = [
+        record
+        for record in read_json_lines(trained.run.path / "metrics.jsonl")
+        if isinstance(record.get("step"), int) and record["step"] <= step
+    ]
+    training = [record for record in records if record.get("kind") == "train"]
+    evaluations = [record for record in records if record.get("kind") == "validation"]
+    evaluation = trained.manifest["extra"].get("evaluation") or (evaluations or [{}])[-1]
+    if training:
+        yield from _numbers(
+            trained.config, {"loss": training[-1].get("loss")}, f"training, step {training[-1]['step']:,}"
+        )
+    yield from _numbers(trained.config, evaluation, f"validation, step {evaluation.get('step', step):,}")
+
+
+def _numbers(config: RunConfig, found: dict[str, Any], where: str) -> Iterator[tuple[str, str]]:
+    """Titles and values of what a task measures. One from outside is not imported for a card: of its numbers there are
+    the names."""
+    if config.objective.name not in TASKS:
+        numbers = {name: value for name, value in found.items() if type(value) is float}
+        yield from ((f"{name.replace('_', ' ')} ({where})", f"{value:.4f}") for name, value in numbers.items())
+        return
+    task = config.task()
+    for metric in (task.loss_metric, *task.metrics):
+        if type(value := found.get(metric.name)) is float:
+            yield f"{metric.title} ({where})", metric.number(value)

@@ -1,0 +1,133 @@
+"""How likely texts are under a language model: sums of log-likelihoods, in windows or with carried state."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from matmix.launch.loading import Source
+from matmix.model.interop.export.generation_state import advance
+from matmix.train.tasks.cross_entropy import row_cross_entropy
+
+_PACK = 1 << 14  # tokens in one forward pass
+_CARRIED = 512  # tokens in one step of carried state, of all of which there are logits
+
+
+@dataclasses.dataclass(slots=True)
+class Score:
+    """Sums over texts."""
+
+    nats: float = 0.0
+    """Negative log-likelihood of the tokens that are predicted."""
+    tokens: int = 0
+    """How many these are."""
+    bytes: int = 0
+    """UTF-8 bytes of their text."""
+    words: int = 0
+    """What stands between white space."""
+    texts: int = 0
+
+    @property
+    def perplexity(self) -> float:
+        """Per token."""
+        return math.exp(min(self.nats / self.tokens, 700.0))
+
+    @property
+    def word_perplexity(self) -> float:
+        return math.exp(min(self.nats / max(self.words, 1), 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.bytes
+
+
+def windows_of(ids: Sequence[int], window: int, stride: int) -> Iterator[tuple[Sequence[int], int]]:
+    """The windows in which the tokens after the first are predicted, each once: consecutive tokens, and the number of
+    those at the end that are predicted in this window.
+
+    A model reads all tokens of a window but the last, `window` of them at most. The first window predicts all that it
+    reads; each other one the next `stride` tokens, for which it reads the `window` tokens before the last of them.
+    """
+    begin, count = 0, len(ids) - 1
+    while begin < count:
+        end = min(count, begin + (stride if begin else window))
+        yield ids[max(0, end - window) : end + 1], end - begin
+        begin = end
+
+
+@torch.inference_mode()
+def score_texts(source: Source, texts: Iterable[str], *, window: int, stride: int) -> Score:
+    """The sums over `texts`, each of which begins as documents began in training; windows as of `windows_of`, many in
+    one forward pass as packed documents.
+
+    Without a token that starts documents, the first token of a text is not predicted. Raises ValueError (one line)
+    where no token is.
+    """
+    score, waiting = Score(), []
+    for windows in (windows_of(ids, window, stride) for ids in _encoded(source, texts, score)):
+        for tokens, predicted in windows:
+            waiting.append((tokens, predicted))
+            if sum(len(tokens) for tokens, _ in waiting) >= _PACK:
+                score.nats += _packed_nats(source, waiting)
+                waiting.clear()
+    if waiting:
+        score.nats += _packed_nats(source, waiting)
+    return _checked(score)
+
+
+def _packed_nats(source: Source, windows: Sequence[tuple[Sequence[int], int]]) -> float:
+    lengths = [len(tokens) - 1 for tokens, _ in windows]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    flat = itertools.chain.from_iterable
+    read = torch.tensor([list(flat(tokens[:-1] for tokens, _ in windows))], device=source.device)
+    targets = torch.tensor(list(flat(tokens[-predicted:] for tokens, predicted in windows)), device=source.device)
+    ends = bounds[1:].tolist()
+    at = flat(range(end - predicted, end) for end, (_, predicted) in zip(ends, windows, strict=True))
+    rows = source.model(
+        read,
+        cu_seqlens=bounds.to(source.device),
+        max_seqlen=max(lengths),
+        select=torch.tensor(list(at), device=source.device),
+        readout=lambda *arguments: row_cross_entropy(*arguments, targets),
+    )
+    return rows.loss.double().sum().item()
+
+
+@torch.inference_mode()
+def score_with_state(source: Source, texts: Iterable[str]) -> Score:
+    """As `score_texts`, but each token is predicted from all before it, by states that are carried along."""
+    score = Score()
+    for ids in _encoded(source, texts, score):
+        state, row = source.model.initial_state(1), torch.tensor([ids], device=source.device)
+        for begin in range(0, len(ids) - 1, _CARRIED):
+            read = row[:, begin : min(begin + _CARRIED, len(ids) - 1)]
+            try:
+                logits, state = advance(source.model, read, state, 0)
+            except OverflowError as error:  # of layers that remember so many tokens only
+                raise ValueError(f"{error}; score the text in windows, without carried state") from None
+            targets = row[0, begin + 1 : begin + 1 + read.shape[1]]
+            score.nats += F.cross_entropy(logits[0].float(), targets, reduction="none").double().sum().item()
+    return _checked(score)
+
+
+def _encoded(source: Source, texts: Iterable[str], score: Score) -> Iterator[list[int]]:
+    """The tokens of each text with the one that it starts from; counts them in `score`."""
+    for text in texts:
+        ids = source.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = ids if source.start is None else [source.start, *ids]
+        score.texts += 1
+        score.bytes += len(text.encode("utf-8"))
+        score.words += len(text.split())
+        score.tokens += max(0, len(ids) - 1)
+        yield ids
+
+
+def _checked(score: Score) -> Score:
+    if not score.tokens:
+        raise ValueError("there is no text to score: every document is empty, or a single token that nothing precedes")
+    return score

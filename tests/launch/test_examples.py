@@ -1,0 +1,93 @@
+"""`matmix evaluate RUN FILE` of a run that was fine-tuned on labelled examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from labelled import CLASSES, texts, write_jsonl
+from runs import records, run_recipe
+from sklearn.metrics import accuracy_score
+
+from matmix.launch.cli import main
+from matmix.launch.examples import calibration_error
+
+
+@pytest.fixture(scope="module")
+def tuned(dataset, tmp_path_factory) -> Path:
+    """A classifier; beside it the examples that it was judged on."""
+    folder = tmp_path_factory.mktemp("tuned")
+    run_recipe("debug_hydra", dataset, folder / "encoder", "--steps", "1", "--evaluation.every", "0")
+    files = ["--data.examples.train", write_jsonl(folder / "train.jsonl", texts(61))]
+    files += ["--data.examples.validation", write_jsonl(folder / "validation.jsonl", texts(37, seed=1))]
+    words = ["finetune", str(folder / "encoder"), "sequence_classification", *files, "--device", "cpu"]
+    assert main([*words, "--global-batch-size", "8", "--epochs", "2", "--run-dir", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def test_scores_of_a_file_are_those_of_training_and_of_its_predictions(tuned, tmp_path, capsys):
+    """Also where the last batch is not full."""
+    files = {name: tmp_path / f"{name}.{end}" for name, end in (("out", "json"), ("predictions", "jsonl"))}
+    options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    picture = ["--confusion", str(tmp_path / "picture.png")]
+    assert main(["evaluate", str(tuned), str(tuned.parent / "validation.jsonl"), *options, *picture]) == 0
+    found, wanted = json.loads(files["out"].read_text()), records(tuned, "validation")[-1]
+    assert found["examples"] == 37
+    assert {name: found[name] for name in ("accuracy", "f1", "matthews")} == {
+        name: pytest.approx(wanted[name], abs=1e-12) for name in ("accuracy", "f1", "matthews")
+    }
+    rows = [json.loads(line) for line in files["predictions"].read_text().splitlines()]
+    examples = [json.loads(line) for line in (tuned.parent / "validation.jsonl").read_text().splitlines()]
+    assert [row["label"] for row in rows] == [example["label"] for example in examples]
+    assert [row["example"] for row in rows] == list(range(37))
+    assert found["accuracy"] == accuracy_score([row["label"] for row in rows], [row["predicted"] for row in rows])
+    assert all(row["predicted"] == CLASSES[int(np.argmax(row["values"]))] for row in rows)
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    said = capsys.readouterr().out
+    assert "37 examples in" in said
+    assert f"{found['accuracy']:.1%}" in said
+
+
+def test_examples_without_labels_are_predicted(tuned, tmp_path, capsys):
+    rows = [{"text": row["text"]} for row in texts(5, seed=2)]
+    file = write_jsonl(tmp_path / "new.jsonl", rows)
+    assert main(["evaluate", str(tuned), file, "--predictions", str(tmp_path / "p.jsonl")]) == 0
+    assert "no example has a label" in capsys.readouterr().out
+    found = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert [row["label"] for row in found] == [None] * 5
+    assert {row["predicted"] for row in found} <= set(CLASSES)
+    assert main(["evaluate", str(tuned), file, "--confusion", str(tmp_path / "c.png")]) == 2
+    assert "against its label" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "give one file of examples"),
+        (["a.jsonl", "b.jsonl"], "give one file"),
+        (["no.jsonl"], "not found: no.jsonl"),
+    ],
+)
+def test_mistakes_are_one_line(tuned, capsys, words, why):
+    assert main(["evaluate", str(tuned), *words]) == 2
+    error = capsys.readouterr().err
+    assert why in error
+    assert error.count("\n") == 1
+
+
+def test_an_unseen_label_is_named(tuned, tmp_path, capsys):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "word1", "label": "god"}])
+    assert main(["evaluate", str(tuned), file]) == 2
+    assert 'label "god" is not among the 3 classes of the training examples; did you mean "good"?' in (
+        capsys.readouterr().err
+    )
+
+
+def test_calibration_error_is_the_gap_of_confidence_and_accuracy():
+    """Half of the predictions say 0.9 and are right in 2 of 4 cases, the others say 0.6 and always are."""
+    probabilities = np.array([[0.9, 0.1]] * 4 + [[0.4, 0.6]] * 4)
+    labels = np.array([0, 0, 1, 1, 1, 1, 1, 1])
+    assert calibration_error(probabilities, labels) == pytest.approx((0.4 + 0.4) / 2)
+    assert calibration_error(np.array([[1.0, 0.0]] * 3), np.zeros(3, int)) == 0

@@ -1,0 +1,75 @@
+"""From a pretrained encoder to a classifier in one command."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from labelled import texts, write_jsonl
+from runs import losses, records, run_recipe, weights
+
+from matmix.launch.cli import main
+from matmix.launch.finetune import finetuning_config
+
+
+@pytest.fixture(scope="module")
+def pretrained(dataset, tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "encoder"
+    run_recipe("debug_hydra", dataset, run, "--steps", "2", "--evaluation.every", "0")
+    return run
+
+
+@pytest.fixture
+def command(pretrained, tmp_path):
+    files = ["--data.examples.train", write_jsonl(tmp_path / "train.jsonl", texts(53))]
+    files += ["--data.examples.validation", write_jsonl(tmp_path / "validation.jsonl", texts(31, seed=1))]
+    fast = ["--device", "cpu", "--global-batch-size", "8", "--epochs", "2", "--logging.every", "1"]
+    return [str(pretrained), "sequence_classification", *files, *fast, "--optimizer.lr", "1e-3"]
+
+
+def test_a_run_becomes_a_classifier_and_is_resumed_bit_for_bit(command, pretrained, tmp_path, capsys):
+    assert main(["finetune", *command, "--run-dir", str(tmp_path / "whole")]) == 0
+    assert len(losses(tmp_path / "whole")) == 14  # 2 epochs of 53 examples, 8 a step
+    assert "accuracy" in records(tmp_path / "whole", "validation")[-1]
+    assert main(["finetune", *command, "--run-dir", str(tmp_path / "parts"), "--stop-step", "5"]) == 0
+    assert main(["finetune", *command, "--run-dir", str(tmp_path / "parts"), "--stop-step", "0"]) == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    expected = weights(tmp_path / "whole")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path / "parts").items())
+
+
+def test_the_model_is_that_of_the_source(command, pretrained):
+    config = finetuning_config(command[0], command[1], command[2:])
+    assert (config.model.architecture, config.model.head.outputs) == ("sequence_classifier", 3)
+    assert (config.model.d_model, config.model.layers) == (32, ("hydra", "attention"))
+    assert (config.data.prefix, config.data.suffix) == ("cls", "sep")
+    assert config.init.from_ == str(pretrained)
+    assert config.run_dir == "runs/encoder-sequence_classification"
+    assert (
+        finetuning_config(
+            command[0], "token_classification", [*command[2:6], "--model.head.outputs", "5"]
+        ).model.head.outputs
+        == 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({1: "masked_lm"}, "is no task on labelled examples"),
+        ({1: "sequence_clasification"}, "recipe not found: sequence_clasification"),
+        ({0: "no/run"}, "there is no no/run"),
+        ({3: "no.jsonl"}, "examples not found: no.jsonl"),
+    ],
+)
+def test_mistakes_are_one_line(command, change, message, capsys):
+    words = [change.get(number, word) for number, word in enumerate(command)]
+    assert main(["finetune", *words]) == 2
+    said = capsys.readouterr().err.strip()
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_language_model_is_no_encoder(dataset, command, tmp_path, capsys):
+    run_recipe("debug_mru", dataset, tmp_path / "lm", "--steps", "1", "--evaluation.every", "0")
+    assert main(["finetune", str(tmp_path / "lm"), *command[1:]]) == 2
+    assert "which sees no later tokens: give an encoder" in capsys.readouterr().err
