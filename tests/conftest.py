@@ -72,6 +72,25 @@ def _no_process_group_stays():
     assert not left, "this test left a process group behind: use `with Distributed.from_environment(...)`"
 
 
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """No test and no fixture that lives longer leaves the variables of ranks behind, as DeepSpeed and accelerate do.
+
+    A later test in the same process would take itself for one rank of many, and wait for the others.
+    """
+    before = {name: os.environ.get(name) for name in _RANK_VARIABLES}
+    result = yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return result
+
+
 @pytest.fixture
 def told() -> Iterator[Heard]:
     """What is said to people from here on."""
