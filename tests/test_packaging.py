@@ -149,3 +149,16 @@ def test_strings_name_modules_of_the_same_room_or_below():
         if _HEIGHT[other] > _HEIGHT[own]:
             upwards.append((path, name))
     assert not upwards
+
+
+def test_modules_that_docs_run_are_not_imported_by_their_package():
+    """Python warns of those that are, in the middle of the output."""
+    texts = [ROOT / "Makefile", ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "launch").rglob("*.py")]
+    found = {name for text in texts for name in re.findall(r"-m (matmix(?:\.\w+)+)", text.read_text(encoding="utf-8"))}
+    modules = {
+        name for name in found if (ROOT / name.removeprefix("matmix.").replace(".", "/")).with_suffix(".py").is_file()
+    }
+    assert len(modules) >= 2
+    check = "import sys; [__import__(name.rpartition('.')[0]) for name in sys.argv[1:]]; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", check, *modules], capture_output=True, text=True, check=True)
+    assert not modules & set(done.stdout.split())

@@ -31,6 +31,9 @@ class Start:
     """Nodes that are others now."""
     damaged: tuple[tuple[int, str], ...] = ()
     """(node, pattern): a bit of each such file of its copies is another now."""
+    begun: tuple[tuple[int, str], ...] = ()
+    """(node, pattern): of each such file of its copies only the beginning is there, as where a start was killed that
+    was being sent it."""
     overrides: tuple[str, ...] = ()
 
 
@@ -70,6 +73,9 @@ def train_on_nodes(
             for number, pattern in start.damaged:
                 for path in home.rglob(pattern) if number == node else ():
                     flip_a_bit(path)
+            for number, pattern in start.begun:
+                for path in home.rglob(pattern) if number == node else ():
+                    os.truncate(path, path.stat().st_size // 2)
         barrier()
         said.append([])
         heard.then = lambda: said[-1].append(heard[-1])

@@ -25,7 +25,7 @@ STORY = [
     (Start(kill=9, lost=(1,)), COPY.format(6)),
     (Start(kill=12, lost=(0,)), COPY.format(8)),
     (Start(kill=14, damaged=((0, "rank-00000.json"), (1, "rank-00000.json"))), BOTH_LOST),
-    (Start(kill=14, damaged=((1, "rank-00000.json"),)), COPY.format(13)),
+    (Start(kill=14, damaged=((1, "rank-00000.json"),), begun=((1, "*.distcp"),)), COPY.format(13)),
     (Start(kill=17, overrides=ALONE), COPY.format(13)),
     (Start(kill=17, overrides=ALONE), COPY.format(16)),
     (Start(kill=19, overrides=ALONE), COPY.format(16)),

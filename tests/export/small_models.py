@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from matmix.model import ModelConfig, build_model, initialize
+from matmix.model import HeadConfig, ModelConfig, build_model, initialize
 from matmix.model.config import MixerOptions
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.mru import MRUConfig
 from matmix.model.mixers.scans.hydra import HydraConfig
+from matmix.model.outputs import Outputs
 
 MIXERS = MixerOptions(
     mru=MRUConfig(order=4), hydra=HydraConfig(d_state=8, headdim=8), attention=AttentionConfig(headdim=8)
@@ -77,6 +78,36 @@ MODELS = {
         max_seqlen=64,
         mixers=MIXERS,
     ),
+}
+
+
+def with_head(architecture: str, **head) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=448,
+        d_model=32,
+        n_layers=2,
+        layers=("hydra", "attention"),
+        mixers=MIXERS,
+        mlp_ratio=2.0,
+        head=HeadConfig(**head),
+    )
+
+
+# What a fine-tuned run is, and what its outputs stand for.
+HEADS = {
+    "classes": (
+        with_head("sequence_classifier", outputs=3),
+        Outputs(labels=("bad", "fair", "good"), problem_type="single_label_classification"),
+    ),
+    "values": (
+        with_head("sequence_classifier", outputs=1, pooling="mean", hidden=False),
+        Outputs(problem_type="regression"),
+    ),
+    "choices": (with_head("sequence_classifier", outputs=1), Outputs(multiple_choice=True)),
+    "tokens": (with_head("token_classifier", outputs=4, hidden=False), Outputs(labels=("O", "B-X", "I-X", "B-Y"))),
+    "spans": (with_head("span_classifier", hidden=False), Outputs()),
+    "embedder": (with_head("text_embedder", pooling="cls"), Outputs()),
 }
 
 

@@ -248,7 +248,8 @@ def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
         for mixer in used_mixers(config)
     }
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    copy = getattr(module, name)(module.ModelConfig(**fields | {"mixers": module.MixerOptions(**options)})).eval()
+    own = {"head": module.HeadConfig(), "mixers": module.MixerOptions(**options)}
+    copy = getattr(module, name)(module.ModelConfig(**fields | own)).eval()
     model = build_model(config).eval()
     initialize(model, seed=0)
     copy.load_state_dict(model.state_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from matmix.model.config import ModelConfig
-from matmix.model.interop.export.directory import model_card
+from matmix.model.interop.export.model_card import model_card
 
 
 def test_a_fixed_length_is_stated_where_there_is_one():

@@ -30,16 +30,25 @@ def run_check(python: str, options: list[str], arguments: list[Path], home: Path
     return run.stdout.splitlines()[-1]
 
 
-def test_exports_work_with_transformers_and_torch_only(exports, tmp_path):
+def test_exports_work_with_transformers_and_torch_only(exports, head_exports, tmp_path):
     site = make_bare_site(tmp_path / "site")
     # -I -S: no PYTHONPATH, no site-packages, no .pth files.
-    last = run_check(sys.executable, ["-I", "-S"], [exports, site], tmp_path)
+    last = run_check(sys.executable, ["-I", "-S"], [exports, head_exports, site], tmp_path)
     assert last.startswith("ok: transformers 4.")
 
 
 @pytest.mark.slow
+def test_other_libraries_take_exports_where_matmix_is_not(exports, head_exports, tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate, which is not installed")
+    pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+    site = make_bare_site(tmp_path / "site", ("torch", "transformers", "accelerate", "sentence-transformers"))
+    last = run_check(sys.executable, ["-I", "-S"], [exports, head_exports, site], tmp_path)
+    assert last.endswith("accelerate, sentence_transformers")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not OTHER_PYTHON, reason="MATMIX_TRANSFORMERS5_PYTHON names no Python with transformers 5")
-def test_exports_work_with_newer_transformers(exports, tmp_path):
-    last = run_check(OTHER_PYTHON, ["-I"], [exports], tmp_path)
+def test_exports_work_with_newer_transformers(exports, head_exports, tmp_path):
+    last = run_check(OTHER_PYTHON, ["-I"], [exports, head_exports], tmp_path)
     assert last.startswith("ok: transformers ")
     assert not last.startswith("ok: transformers 4.")

@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from paths import GOLDEN
-from runs import run_recipe, weights
+from runs import records, run_recipe, weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from matmix.data.tokenizer import Tokenizer
+from matmix.launch.cli import main
 from matmix.launch.export import export_run, import_reference
-from matmix.launch.generate import continue_text, fill_masks, generate, load_source
+from matmix.launch.generate import continue_text, fill_masks, generate
+from matmix.launch.loading import load_source
 from matmix.launch.sampling import Sampling
+from matmix.model import count_parameters
+from matmix.train.run.directory import RunDirectory
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -61,6 +65,25 @@ def test_a_run_becomes_an_export(kind, request, tmp_path, capsys):
     ids = torch.randint(8, 300, (1, 20))
     with torch.no_grad():
         assert (source.model(ids) - model.eval()(ids).logits).abs().max() <= 1e-4
+
+
+def test_the_model_card_says_what_the_run_was(language_model, dataset, tmp_path, capsys):
+    """Losses and tokens as of the step that is exported; of the data its name, not where it lay."""
+    assert main(["export", str(language_model), "--out", str(tmp_path), "--step", "2", "--license", "apache-2.0"]) == 0
+    card = (tmp_path / "README.md").read_text()
+    training = [record for record in records(language_model) if record["step"] <= 2][-1]
+    validation = [record for record in records(language_model, "validation") if record["step"] <= 2]
+    config = RunDirectory(language_model).read_config()
+    assert f"| data | {Path(dataset).name} |" in card
+    assert str(Path(dataset).parent) not in card
+    assert f"| tokens seen | {2 * config.global_batch_size * config.data.seqlen:,} |" in card
+    assert f"| loss (training, step {training['step']}) | {training['loss']:.4f} nats per token |" in card
+    assert ("loss (validation" in card) == bool(validation)
+    assert f"{count_parameters(config.model):,} parameters" in card
+    assert "license: apache-2.0" in card
+    capsys.readouterr()
+    assert main(["export", str(language_model), "--out", str(tmp_path / "no"), "--license", "my own: ask me"]) == 2
+    assert "give its short name, such as apache-2.0" in capsys.readouterr().err
 
 
 def test_exports_put_the_special_tokens_of_the_training_around_text(language_model, encoder, tmp_path):
@@ -233,7 +256,9 @@ def test_encoders_fill_in_masks(encoder):
     assert best == repr(source.tokenizer.decode([int(logits[: source.tokenizer.get_vocab_size()].argmax())]))
 
 
-def test_generate_mistakes(language_model, encoder, tmp_path):
+def test_generate_mistakes(language_model, encoder, head_exports, tmp_path):
+    with pytest.raises(ValueError, match="is a text_embedder, which writes no text"):
+        generate(head_exports / "embedder" / "export", prompt="the <mask>")
     with pytest.raises(FileNotFoundError, match="no run or export at"):
         generate(tmp_path / "absent")
     with pytest.raises(ValueError, match="is neither a run"):

@@ -11,7 +11,7 @@ import pytest
 from matmix.launch.cli import main
 from matmix.model import build_model
 from matmix.model.config import ModelConfig
-from matmix.model.interop.export.directory import export_model
+from matmix.model.interop.export.directory import export_model, write_sums
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_an_untouched_export(copy, capsys) -> None:
 
 
 def test_a_flipped_bit_in_any_file(copy, capsys) -> None:
-    for path in sorted(copy.iterdir()):
+    for path in sorted(path for path in copy.rglob("*") if path.is_file()):
         content = path.read_bytes()
         for place in (0, len(content) // 2, len(content) - 1):
             path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
@@ -57,7 +57,21 @@ def test_files_that_came_or_went(copy, capsys) -> None:
     assert "lacks config.json" in said(capsys, "export", "--check", copy)[1]
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", ""])
+def test_files_in_folders(copy, capsys) -> None:
+    (copy / "1_Pooling").mkdir()
+    (copy / "1_Pooling" / "config.json").write_text("{}")
+    assert "holds '1_Pooling', which it was not written with" in said(capsys, "export", "--check", copy)[1]
+    (copy / "SHA256SUMS").unlink()
+    write_sums(copy)
+    assert said(capsys, "export", "--check", copy)[0] == 0
+    (copy / "1_Pooling" / "code.py").write_text("harm")
+    assert "holds '1_Pooling/code.py', which" in said(capsys, "export", "--check", copy)[1]
+    (copy / "1_Pooling" / "code.py").unlink()
+    (copy / "1_Pooling" / "config.json").write_text("{ }")
+    assert "config.json is not as it was written" in said(capsys, "export", "--check", copy)[1]
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "folder/../../outside", ""])
 def test_names_that_lead_outside(copy, capsys, name) -> None:
     with (copy / "SHA256SUMS").open("a") as file:
         file.write(f"{'0' * 64}  {name}\n")

@@ -60,9 +60,10 @@ class ObjectStore:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def _bind(self) -> BaseWSGIServer:
-        # Below the ports that the system hands out, so that no connection takes ours while we are stopped.
+        # Below the ports that the system hands out, so that no connection takes ours while we are stopped; drawn from
+        # the system, as training seeds Python's generator and the tests' processes would all draw the same ones.
         # After a stop the same one again: connections that are just being closed may hold it for a moment.
-        ports = [self._port] * 100 if self._port else random.sample(range(20_000, 32_000), 50)
+        ports = [self._port] * 100 if self._port else random.SystemRandom().sample(range(20_000, 32_000), 50)
         for port in ports:
             with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):  # how it says "in use"
                 return make_server("127.0.0.1", port, self._answer, threaded=True)

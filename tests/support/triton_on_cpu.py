@@ -45,6 +45,7 @@ def interpret(monkeypatch) -> None:
         return self.rewrite()(*args, **kwargs)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    _make_types_cheap(monkeypatch, core, interpreter)
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
 
@@ -70,6 +71,59 @@ def interpret(monkeypatch) -> None:
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def _make_types_cheap(monkeypatch, core, interpreter) -> None:
+    """Every operation makes the types of its operands and of its result anew, which took a third of the time: tuples
+    (of sizes, mostly) find their type when somebody asks, and the types of blocks and of NumPy, and the
+    sizes of tensors, are remembered."""
+
+    def make_tuple(self, args, type=None):
+        self.values = list(args)
+        self.given = type
+
+    def type_of_tuple(self):
+        if self.given is None:
+            return core._type_for_tuple_values(self.values)
+        return self.given if isinstance(self.given, core.tuple_type) else core.tuple_type(self.given)
+
+    monkeypatch.setattr(core.tuple, "__init__", make_tuple)
+    monkeypatch.setattr(
+        core.tuple, "type", property(type_of_tuple, lambda self, type: setattr(self, "given", type)), False
+    )
+
+    plain_block, blocks = core.block_type.__init__, {}
+
+    def make_block(self, element_ty, shape):
+        key = element_ty.name, *map(core._unwrap_if_constexpr, shape)
+        if key not in blocks:
+            plain_block(self, element_ty, shape)
+            blocks[key] = vars(self)
+        self.__dict__ = blocks[key]
+
+    monkeypatch.setattr(core.block_type, "__init__", make_block)
+
+    plain_tensor = core.tensor.__init__
+
+    def make_tensor(self, handle, type):
+        if (like := vars(type).get("tensor")) is None:
+            plain_tensor(self, handle, type)
+            if type.is_block():
+                vars(type)["tensor"] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.element_ty
+            self.shape, self.numel = like
+
+    monkeypatch.setattr(core.tensor, "__init__", make_tensor)
+
+    plain_numpy, found = interpreter._get_np_dtype, {}
+
+    def numpy_type(dtype):
+        if dtype.name not in found:
+            found[dtype.name] = plain_numpy(dtype)
+        return found[dtype.name]
+
+    monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type)
 
 
 def _torch(data: numpy.ndarray) -> torch.Tensor:
