@@ -3,6 +3,8 @@ variants; runs that look as if they were finished."""
 
 import json
 
+from matmix.train.recipe import write_config
+
 TINY = """
 steps = 4
 global_batch_size = 4
@@ -55,8 +57,9 @@ model.n_layers = 3
 
 
 def finish(task, validation: dict[str, float], **summary) -> None:
-    """Leaves behind what a finished run does: its records, and a summary with these metrics."""
+    """Leaves behind what a finished run does: its config and records, and a summary with these metrics."""
     task.run.path.mkdir(parents=True)
+    write_config(task.config, task.run.config_path)
     text = json.dumps({"step": task.config.last_step, "validation": validation, **summary})
     (task.run.path / "summary.json").write_text(text)
     records = [{"kind": "train", "step": step, "loss": 5.0 - step} for step in range(1, 5)]

@@ -14,7 +14,7 @@ from matmix.launch.many.finetunings import read_scores, scores_json, scores_text
 from matmix.launch.many.runs import _finished_line
 from matmix.launch.many.settings import other_settings
 from matmix.launch.many.task import Task
-from matmix.train.recipe import load_config, write_config
+from matmix.train.recipe import load_config
 
 BEST = ["--evaluation.best", "accuracy", "--evaluation.patience", "2"]
 
@@ -33,12 +33,6 @@ def task(tmp_path):
 
 def _found(step: int, accuracy: float, **more: float) -> dict[str, float]:
     return {"step": step, "loss": 1 - accuracy, "accuracy": accuracy, "f1": accuracy / 2, "matthews": 0.125, **more}
-
-
-def _begin(task: Task, **changes) -> None:
-    """What the run itself writes down of its config."""
-    task.run.path.mkdir(parents=True, exist_ok=True)
-    write_config(dataclasses.replace(task.config, **changes), task.run.config_path)
 
 
 def test_a_run_whose_patience_ended_is_finished(task):
@@ -65,10 +59,9 @@ def test_a_run_whose_patience_ended_is_finished(task):
 def test_the_steps_of_epochs_are_those_that_the_run_has_counted(task):
     one = task(0, "--epochs", "2")
     assert one.last_step is None
-    finish(one, _found(40, 0.5))
-    (one.run.path / "summary.json").write_text(json.dumps({"step": 40, "validation": _found(40, 0.5)}))
     assert not one.is_finished()
-    _begin(one, steps=40)
+    counted = dataclasses.replace(one.config, steps=40, stop_step=40)
+    finish(dataclasses.replace(one, config=counted), _found(40, 0.5))
     assert one.last_step == 40
     assert one.is_finished()
     assert other_settings(one) == ""
