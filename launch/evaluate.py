@@ -1,5 +1,5 @@
-"""`matmix evaluate RUN FILE ...`: perplexity and bits per byte of a language model on any text, or the scores of a
-fine-tuned run on any labelled examples."""
+"""`matmix evaluate RUN FILE ...`: perplexity and bits per byte of a language model on any text, or the scores of an
+encoder on any labelled examples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.data.storage.files import write_atomic
-from matmix.launch.examples import is_judge, judge, say
+from matmix.launch.examples import Judge, judge, judge_of_run, judge_of_task, say, task_of
 from matmix.launch.loading import Source, load_source
 from matmix.launch.scoring import Score, score_texts, score_with_state
 from matmix.launch.texts import TextDocuments, TextFiles, read_texts
@@ -19,10 +19,11 @@ from matmix.train.arguments import RunFolder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Score a language model on any text, or a run that was fine-tuned on labelled examples on others.
+    """Score a language model on any text, or an encoder on labelled examples.
 
-    For a fine-tuned run FILE is one file of examples with the columns of those that it was trained on; labels may be
-    missing. It takes --out, --predictions, --confusion and --step; the other options are those of language models.
+    For a run that was fine-tuned FILE is one file of examples with the columns of those that it was trained on; labels
+    may be missing. For an export, and for an encoder that was only pretrained, --task names the task. These take --out,
+    --predictions, --confusion and --step; the other options are those of language models.
     """
 
     source: RunFolder
@@ -43,27 +44,38 @@ class Evaluate:
     """Checkpoint to use; default: the newest."""
     out: Path | None = None
     """Also write the numbers into this .json file."""
+    task: str = ""
+    """Labelled examples: task or recipe. A run that was fine-tuned knows its own."""
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    """With --task: what the task reads, and the column that holds it, as in --columns text sentence label topic."""
+    labels: tuple[str, ...] = ()
+    """With --task: the classes in the order of the model's outputs; default: those that the export names."""
+    max_length: int = 0
+    """With --task: tokens of a text that are read; default: those of the recipe, 256."""
     predictions: Path | None = None
-    """Fine-tuned runs: also write a JSON object for each prediction into this .jsonl file."""
+    """Labelled examples: also write a JSON object for each prediction into this .jsonl file."""
     confusion: Path | None = None
-    """Fine-tuned runs, one class for each example: also draw the confusion matrix into this .png file."""
+    """Labelled examples, one class for each: also draw the confusion matrix into this .png file."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Prints the scores; the exit code."""
-        if is_judge(self.source):
+        if by := self._judge():
             if len(self.texts) != 1:
-                raise ValueError(f"{self.source} was fine-tuned: give one file of examples")
-            judged = judge(self.source, self.texts[0], step=self.step)
+                raise ValueError(f"{self.source}: give one file of examples")
+            judged = judge(by, self.texts[0])
             say(judged, out=self.out, predictions=self.predictions, confusion=self.confusion)
             return 0
         if self.predictions is not None or self.confusion is not None:
-            raise ValueError("--predictions and --confusion are for runs that were fine-tuned on labelled examples")
+            raise ValueError("--predictions and --confusion are for labelled examples: name their task, --task")
         if self.carry_state and (self.window or self.stride):
             raise ValueError("carried state has no windows: leave out --carry-state, or --window and --stride")
         source = load_source(self.source, step=self.step)
         config = source.model.config
         if not config.causal:
-            raise ValueError(f"{source.path} is an {config.architecture}, which gives no text a probability")
+            raise ValueError(
+                f"{source.path} is an {config.architecture}, which gives no text a probability: name a task on "
+                "labelled examples, --task"
+            )
         options = {"text_field": self.text_field, "text_documents": self.text_documents, "doing": "scoring"}
         xz = _Xz()
         texts = map(xz.seen, filter(None, read_texts(self.texts, **options)))
@@ -79,6 +91,21 @@ class Evaluate:
             how = f"windows of {window:,} tokens, moved by {stride:,}"
         self._say(source, score, how, xz.bits_per_byte)
         return 0
+
+    def _judge(self) -> Judge | None:
+        """What scores labelled examples; None for a language model's texts."""
+        given = self.columns or self.labels or self.max_length
+        own = task_of(self.source)
+        if own:
+            if given or self.task not in ("", own):
+                raise ValueError(f"{self.source} was fine-tuned for {own}, and knows its columns, classes and lengths")
+            return judge_of_run(self.source, step=self.step)
+        if not self.task:
+            if given:
+                raise ValueError("--columns, --labels and --max-length belong to --task: name the task")
+            return None
+        options = {"columns": self.columns, "labels": self.labels, "max_length": self.max_length, "step": self.step}
+        return judge_of_task(self.source, self.task, **options)
 
     def _say(self, source: Source, score: Score, how: str, xz: float) -> None:
         where = f"{source.path}" + ("" if source.step is None else f", step {source.step:,}")

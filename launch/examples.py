@@ -1,10 +1,10 @@
-"""Scores of a fine-tuned run on any labelled examples: metrics, calibration, predictions, a confusion matrix."""
+"""Scores of an encoder on any labelled examples: metrics, calibration, predictions, a confusion matrix."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,14 @@ import torch
 
 from matmix.data.examples.base import Examples
 from matmix.data.storage.files import write_atomic
+from matmix.launch.finetune import judging_config
 from matmix.launch.lab.figures import png_of
 from matmix.model import build_model
-from matmix.model.interop.importing.exported import load_weights
+from matmix.model.backbone import Backbone
+from matmix.model.interop.importing.exported import load_weights, read_labels
+from matmix.train.config import RunConfig
 from matmix.train.evaluators.scores import in_order
+from matmix.train.init.start import load_start
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.remote import fetch_run
 from matmix.train.run.trained import find_trained
@@ -30,6 +34,17 @@ _MOST_CLASSES = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Judge:
+    """A model that is ready to predict examples."""
+
+    config: RunConfig
+    """Of its task and its data, but for the examples."""
+    model: Backbone
+    where: str
+    """What it is from, for people."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Judged:
     """What a run makes of a file of examples."""
 
@@ -37,7 +52,7 @@ class Judged:
     examples: Examples
     predicted: Predicted
     where: str
-    """The run and its checkpoint, for people."""
+    """As of the judge."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -65,40 +80,72 @@ class Judged:
             yield {**row, "values": values}
 
 
-def is_judge(source: str | Path) -> bool:
-    """Whether `source` is a run of a task on labelled examples."""
+def task_of(source: str | Path) -> str:
+    """The task on labelled examples that the run `source` was trained on; "" of an export, and of other runs."""
     folder, _ = fetch_run(source, weights_only=True)
     if not (folder / "config.toml").is_file():
-        return False
-    return isinstance(RunDirectory(folder).read_config().task(), ExampleTask)
+        return ""
+    config = RunDirectory(folder).read_config()
+    return config.objective.name if isinstance(config.task(), ExampleTask) else ""
+
+
+def judge_of_run(source: str | Path, *, step: int | None = None) -> Judge:
+    """A run that was fine-tuned, at its newest checkpoint or that of `step`. Raises FileNotFoundError or ValueError
+    (one line)."""
+    folder, fetched = fetch_run(source, step=step, weights_only=True)
+    trained = find_trained(RunDirectory(folder), step, whole=fetched)
+    model = build_model(trained.config.model)
+    load_weights(model, trained.weights(), folder)
+    examples = dataclasses.replace(trained.config.data.examples, tokenizer=str(trained.tokenizer.path))
+    data = dataclasses.replace(trained.config.data, examples=examples)
+    return Judge(dataclasses.replace(trained.config, data=data), model, f"{source}, {trained.checkpoint.name}")
+
+
+def judge_of_task(
+    source: str | Path,
+    task: str,
+    *,
+    columns: Mapping[str, str] | None = None,
+    labels: Sequence[str] = (),
+    max_length: int = 0,
+    step: int | None = None,
+) -> Judge:
+    """A run or an export for a task or a recipe that its model fits without training.
+
+    columns, labels, max_length: in place of data.examples.columns, .labels and data.seqlen of the recipe; the names of
+    an export's classes come before those of a recipe. Raises FileNotFoundError or ValueError (one line).
+    """
+    config, start = judging_config(source, task, step=step)
+    model = build_model(config.model)
+    load_start(model, start)
+    names = tuple(labels) or read_labels(fetch_run(source, step=step, weights_only=True)[0])
+    given = {"columns": dict(columns or {}), "labels": names}
+    examples = dataclasses.replace(config.data.examples, **{key: value for key, value in given.items() if value})
+    data = dataclasses.replace(config.data, examples=examples, seqlen=max_length or config.data.seqlen)
+    config.model.check_seqlen(data.seqlen)
+    return Judge(dataclasses.replace(config, data=data), model, start.words)
 
 
 @torch.inference_mode()
-def judge(source: str | Path, file: str, *, step: int | None = None) -> Judged:
-    """Predicts the examples in `file`, which may lack labels, with a run's newest checkpoint or that of `step`.
-
-    Raises FileNotFoundError or ValueError (one line).
-    """
-    folder, fetched = fetch_run(source, step=step, weights_only=True)
-    run = RunDirectory(folder)
-    trained = find_trained(run, step, whole=fetched)
-    config = trained.config
-    options = dataclasses.replace(config.data.examples, test=file, tokenizer=str(trained.tokenizer.path))
-    data = dataclasses.replace(config.data, examples=options, workers=0)
+def judge(by: Judge, file: str) -> Judged:
+    """Predicts the examples in `file`, which may lack labels. Raises FileNotFoundError or ValueError (one line)."""
+    config, model = by.config, by.model
+    files = dataclasses.replace(config.data.examples, test=file)
+    data = dataclasses.replace(config.data, examples=files, workers=0)
     task = config.task()
     loader = task.make_loader(
         data, split="test", global_batch_size=_BATCH, micro_batch_size=_BATCH, one_pass=True, seed=config.seed
     )
-    model = build_model(config.model)
-    load_weights(model, trained.weights(), folder)
+    examples, outputs = loader.dataset.examples, config.model.head.outputs
+    if examples.outputs not in (None, outputs):
+        raise ValueError(f"{by.where} has {outputs} outputs, and {file} is read as examples of {examples.outputs}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
     parts = []
     for batch in loader:
         predicted = task.costs(model, batch.to(device)).predicted
         parts.append(Predicted(*(values.cpu().numpy() for values in predicted)))
-    where = f"{source}, {trained.checkpoint.name}"
-    return Judged(task, loader.dataset.examples, in_order(parts), where)
+    return Judged(task, examples, in_order(parts), by.where)
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:

@@ -145,6 +145,30 @@ def read_task(task: str, overrides: Sequence[str], source: str) -> tuple[dict[st
     return values, kind
 
 
+def judging_config(source: str | Path, task: str, *, step: int | None = None) -> tuple[RunConfig, InitSource]:
+    """The config of a run that would have made the model in `source` by training on a task, but for its examples; and
+    the source. Any encoder can be an embedder, of the mean of its features unless the recipe says otherwise.
+
+    Raises FileNotFoundError or ValueError (one line) for a source or a task that cannot be used, also together.
+    """
+    start = source_of(InitConfig(from_=str(source), step=step or 0))
+    values, kind = read_task(task, [], str(source))
+    needed, name = kind.architectures[0], values["objective"]["name"]
+    if start.model.architecture in kind.architectures:
+        values["model"] = model_config_to_dict(start.model)
+    elif start.model.causal or needed != "text_embedder":
+        raise ValueError(
+            f"{start.words} is a model of architecture {start.model.architecture}, and {name} is scored with a "
+            f"{needed}; matmix finetune ENCODER {name} makes one"
+        )
+    else:
+        own = values.get("model", {}).get("head", {})
+        values["model"] = _model(start.model, start.words, kind, {"head": {"pooling": "mean", **own}})
+    _fill_tokens(values.setdefault("data", {}), start)
+    _fill_lengths(values["data"], start.model)
+    return config_from_dict(plain(values), task), start
+
+
 def _model(model: ModelConfig, words: str, kind: type[ExampleTask], own: dict[str, Any]) -> dict[str, Any]:
     """The table [model]: that of the source with another output, and what a recipe says of head and dropout."""
     if model.causal:

@@ -37,7 +37,7 @@ def make_loader(
 
 def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
     """Fills in what the data decides: the vocabulary size, where the recipe leaves it at 0 and the model reads tokens,
-    and the steps of `epochs`.
+    the steps of `epochs`, and the names of classes, which exports and scores need long after the examples.
 
     Raises ValueError (one line) where the model reads tokens and the data holds none, or the other way round.
     """
@@ -54,6 +54,9 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
         return config
     if isinstance(loader.facts, ExampleFacts):
         _check_examples(config, loader.facts.examples, loader.dataset.token_types)
+        if names := loader.facts.examples.classes.names:
+            examples = dataclasses.replace(config.data.examples, labels=names)
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, examples=examples))
     vocab_size, needed = config.model.vocab_size, loader.vocab_size
     if vocab_size == 0:
         vocab_size = -(-needed // 64) * 64  # matrix units like multiples of 64; the rows on top are never a target

@@ -30,6 +30,8 @@ from matmix.train.plugins import find_part
 _PHASES = "phase"
 _DEEPEST = 50
 """Tables in tables; no recipe has more than a few, and what walks them recurses."""
+_FILLED_IN = ("data.examples.labels",)
+"""Fields that a run takes from its data where a recipe leaves them empty."""
 
 
 def _bundled() -> dict[str, Path]:
@@ -291,7 +293,8 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of every field that differs; old: as `config_to_dict` gives it."""
+    """(dotted key, old value, new value) of every field that differs; old: as `config_to_dict` gives it. One that the
+    data fill in where it is empty differs only from another value."""
 
     def walk(a: Any, b: Any, prefix: str) -> list[tuple[str, Any, Any]]:
         found = []
@@ -299,7 +302,7 @@ def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any
             x, y = a.get(key), b.get(key)
             if isinstance(x, dict) and isinstance(y, dict):
                 found += walk(x, y, f"{prefix}{key}.")
-            elif x != y:
+            elif x != y and ((x and y) or prefix + key not in _FILLED_IN):
                 found.append((prefix + key, x, y))
         return found
 

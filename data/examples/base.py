@@ -54,7 +54,12 @@ class Examples:
 
     @cached_property
     def training_labels(self) -> list[Any]:
-        """The label column of the training examples."""
+        """The label column of the training examples. Raises ValueError (one line) where none are named."""
+        if not self.config.train:
+            raise ValueError(
+                "the classes have no names: set data.examples.labels to them (--labels of matmix evaluate), or "
+                "data.examples.train to the examples to train on"
+            )
         needed = (*self.needed, "label")
         return list(read_rows(self.config.path("train"), self.config, needed, self.optional).columns["label"])
 

@@ -37,7 +37,7 @@ class ExamplesConfig:
             raise ValueError(f"data.examples.stride must be 0 or more, got {self.stride}")
         if len(set(self.labels)) != len(self.labels):
             raise ValueError("data.examples.labels names a class twice")
-        if (self.validation or self.test) and not self.train:
+        if self.validation and not self.train:
             raise ValueError("data.examples has no train: name the training examples, too")
 
     def path(self, split: str) -> str:

@@ -79,7 +79,9 @@ class ValueTexts(Texts):
 
     def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
         super().__init__(config, encoder, split)
-        first = self.training_labels[0]
+        # Of test examples the training ones, which need not be there any more, say nothing.
+        labels = self.rows.columns.get("label", ()) if split == "test" else self.training_labels
+        first = next((label for label in labels if label is not None), None)
         self.outputs = len(first) if isinstance(first, list) else 1
         for number in range(len(self)):
             self.label(number)

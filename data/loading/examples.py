@@ -56,6 +56,12 @@ def open_examples(kind: type[Examples], data: DataConfig, split: str, tokenizer:
     return kind(options, encoder, split)
 
 
+def class_names(kind: type[Examples], data: DataConfig) -> tuple[str, ...]:
+    """The classes in the order of the outputs: those that the config names, as that of a run does, otherwise those of
+    the training examples. Raises as `open_examples`."""
+    return data.examples.labels or open_examples(kind, data, "train").classes.names
+
+
 def build_example_loader(
     kind: type[Examples],
     data: DataConfig,

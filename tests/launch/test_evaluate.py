@@ -126,7 +126,7 @@ def test_encoders_are_refused(dataset, tmp_path, capsys):
     run_recipe("debug_hydra", dataset, tmp_path / "run", "--steps", "1", "--evaluation.batches", "1")
     (tmp_path / "a.txt").write_text("the king\n")
     assert main(["evaluate", str(tmp_path / "run"), str(tmp_path / "a.txt")]) == 2
-    assert "is an encoder, which gives no text a probability" in capsys.readouterr().err
+    assert "is an encoder, which gives no text a probability: name a task" in capsys.readouterr().err
 
 
 TASK = """\

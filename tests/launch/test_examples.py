@@ -13,6 +13,8 @@ from sklearn.metrics import accuracy_score
 
 from matmix.launch.cli import main
 from matmix.launch.examples import calibration_error
+from matmix.launch.export import export_run
+from matmix.model.interop.importing.exported import read_labels
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,8 @@ def test_examples_without_labels_are_predicted(tuned, tmp_path, capsys):
     ("words", "why"),
     [
         ([], "give one file of examples"),
+        (["a.jsonl", "--task", "regression"], "was fine-tuned for sequence_classification"),
+        (["a.jsonl", "--labels", "a", "b"], "knows its columns, classes and lengths"),
         (["a.jsonl", "b.jsonl"], "give one file"),
         (["no.jsonl"], "not found: no.jsonl"),
     ],
@@ -83,6 +87,87 @@ def test_an_unseen_label_is_named(tuned, tmp_path, capsys):
     assert 'label "god" is not among the 3 classes of the training examples; did you mean "good"?' in (
         capsys.readouterr().err
     )
+
+
+@pytest.fixture(scope="module")
+def exported(tuned) -> Path:
+    """Written without the examples that it was trained on."""
+    train = tuned.parent / "train.jsonl"
+    train.rename(tuned.parent / "away.jsonl")
+    try:
+        return export_run(tuned, tuned.parent / "export")
+    finally:
+        (tuned.parent / "away.jsonl").rename(train)
+
+
+def test_classes_are_known_without_the_training_examples(tuned, exported, tmp_path, capsys):
+    assert read_labels(exported) == CLASSES
+    (tuned.parent / "train.jsonl").rename(tuned.parent / "away.jsonl")
+    try:
+        assert main(["evaluate", str(tuned), str(tuned.parent / "validation.jsonl")]) == 0
+    finally:
+        (tuned.parent / "away.jsonl").rename(tuned.parent / "train.jsonl")
+    assert f"{records(tuned, 'validation')[-1]['accuracy']:.1%}" in capsys.readouterr().out
+
+
+def test_an_export_is_scored_as_its_run(tuned, exported, tmp_path):
+    """From other columns, too."""
+    wanted = records(tuned, "validation")[-1]
+    file = str(tuned.parent / "validation.jsonl")
+    task = ["--task", "sequence_classification"]
+    assert main(["evaluate", str(exported), file, *task, "--out", str(tmp_path / "a.json")]) == 0
+    rows = [json.loads(line) for line in (tuned.parent / "validation.jsonl").read_text().splitlines()]
+    other = write_jsonl(tmp_path / "other.jsonl", [{"sentence": row["text"], "topic": row["label"]} for row in rows])
+    columns = ["--columns", "text", "sentence", "label", "topic", "--out", str(tmp_path / "b.json")]
+    assert main(["evaluate", str(exported), other, *task, *columns]) == 0
+    for name in ("a.json", "b.json"):
+        found = json.loads((tmp_path / name).read_text())
+        assert {key: found[key] for key in ("accuracy", "f1", "matthews")} == {
+            key: pytest.approx(wanted[key], abs=1e-12) for key in ("accuracy", "f1", "matthews")
+        }
+
+
+@pytest.mark.parametrize("source", ["encoder", "encoder-export"])
+def test_a_pretrained_encoder_is_scored_as_an_embedder(tuned, tmp_path, source):
+    """Texts are nearest to themselves, by the vectors that `matmix embed` writes."""
+    if source == "encoder-export":
+        export_run(tuned.parent / "encoder", tuned.parent / source)
+    pairs = [{"text": row["text"], "pair": row["text"]} for row in {row["text"]: row for row in texts(20)}.values()]
+    file = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    words = [str(tuned.parent / source), file, "--max-length", "48"]
+    more = ["--task", "embedding", "--out", str(tmp_path / "scores.json")]
+    assert main(["evaluate", *words, *more, "--predictions", str(tmp_path / "vectors.jsonl")]) == 0
+    assert json.loads((tmp_path / "scores.json").read_text())["pair_accuracy"] == 1
+    assert main(["embed", *words, "--out", str(tmp_path / "vectors.npy"), "--normalize"]) == 0
+    found = [json.loads(line)["values"] for line in (tmp_path / "vectors.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose(np.array(found)[:, :32], np.load(tmp_path / "vectors.npy"), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "why"),
+    [
+        ("encoder", ["--task", "sequence_classification"], "a sequence_classifier; matmix finetune ENCODER sequence_"),
+        ("encoder", ["--task", "masked_lm"], '"masked_lm" is no task on labelled examples'),
+        ("encoder", ["--labels", "a", "b"], "belong to --task: name the task"),
+        ("encoder", [], "gives no text a probability: name a task on labelled examples, --task"),
+        ("export", ["--task", "regression"], "has 3 outputs, and"),
+        ("export", ["--task", "token_classification"], "is scored with a token_classifier"),
+        ("export", ["--task", "sequence_classification", "--labels", "a", "b"], "has 3 outputs, and"),
+        ("language_model", ["--task", "sequence_classification"], "is a model of architecture language_model"),
+    ],
+)
+def test_tasks_that_do_not_fit_are_one_line(tuned, exported, dataset, tmp_path, capsys, source, words, why):
+    path = tuned.parent / source
+    if source == "language_model" and not path.exists():
+        run_recipe("debug_mru", dataset, path, "--steps", "1", "--evaluation.every", "0")
+    numbers = "regression" in words
+    label = 0.5 if numbers else words[-1] if "--labels" in words else "good"
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "word1", "label": label}])
+    capsys.readouterr()
+    assert main(["evaluate", str(path), file, *words]) == 2
+    error = capsys.readouterr().err
+    assert why in error
+    assert error.count("\n") == 1
 
 
 def test_calibration_error_is_the_gap_of_confidence_and_accuracy():

@@ -11,7 +11,9 @@ import torch
 
 from matmix.data.tokenizer import Tokenizer
 from matmix.model import build_model
+from matmix.model.backbone import Backbone
 from matmix.model.config import ModelConfig, model_config_to_dict
+from matmix.model.interop.importing.exported import load_weights
 from matmix.train.config import InitConfig, RunConfig
 from matmix.train.engine import Engine
 from matmix.train.engine.base import persistent_tensors
@@ -75,6 +77,16 @@ def start_weights(config: RunConfig, engine: Engine, tokenizer: Tokenizer | None
     logger.info(start.words())
     if different := _differences(source.model, config.model):
         logger.warning(f"the model computes otherwise than that of {source.words}: {different}")
+
+
+def load_start(model: Backbone, source: InitSource) -> None:
+    """Fills a whole model on one device with the weights of `source`, which has all of them; a head that the model has
+    no use for is left. Raises ValueError (one line) for what does not fit."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(model)}
+    start = plan_start(source, model.config, shapes, InitConfig())
+    assert not start.new, "an architecture of the source's own has no new weights"
+    taken = _Taken(start)
+    load_weights(model, ((name, taken.read(MODEL + name).view(shapes[name])) for name in shapes), source.words)
 
 
 def planned_start(config: RunConfig) -> tuple[RunConfig, str]:

@@ -37,6 +37,17 @@ def read_export_config(directory: Path) -> ModelConfig:
         raise ValueError(f"{path} does not describe a model ({ascii(error)[:300]})") from None
 
 
+def read_labels(directory: Path) -> tuple[str, ...]:
+    """The names of an exported classifier's classes, in the order of its outputs; () where it has none, or where they
+    are transformers' own, LABEL_0 and so on. Raises ValueError (one line)."""
+    path = directory / "config.json"
+    names = read_object(path).get("id2label", {}) if path.is_file() else {}
+    labels = tuple(names.get(str(number), "") for number in range(len(names))) if isinstance(names, dict) else ("",)
+    if not all(isinstance(label, str) and label for label in labels):
+        raise ValueError(f"{path}: id2label does not name the outputs from 0 on")
+    return () if labels == tuple(f"LABEL_{number}" for number in range(len(labels))) else labels
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The files of an export that hold weights, by names that begin with "model.". Raises ValueError (one line)."""
     index = directory / "model.safetensors.index.json"
@@ -54,7 +65,7 @@ def _exported_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def load_weights(model: Backbone, tensors: Iterable[tuple[str, torch.Tensor]], where: Path) -> None:
+def load_weights(model: Backbone, tensors: Iterable[tuple[str, torch.Tensor]], where: Path | str) -> None:
     """Copy tensors into the model as they come. Raises ValueError if one is missing, unknown or misshapen."""
     own = model.state_dict()
     missing = set(own)

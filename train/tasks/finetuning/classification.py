@@ -11,7 +11,7 @@ from matmix.data.config import DataConfig
 from matmix.data.examples.base import Examples
 from matmix.data.examples.texts import ClassTexts, MultiLabelTexts
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.examples import open_examples
+from matmix.data.loading.examples import class_names
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, labelled, with_labels
@@ -53,7 +53,7 @@ class SequenceClassification(ExampleTask):
         }
 
     def outputs(self, data: DataConfig) -> Outputs:
-        names = open_examples(self.examples, data, "train").classes.names
+        names = class_names(self.examples, data)
         return Outputs(labels=names, problem_type="single_label_classification")
 
 
@@ -102,5 +102,5 @@ class MultiLabel(ExampleTask):
         return batch
 
     def outputs(self, data: DataConfig) -> Outputs:
-        names = open_examples(self.examples, data, "train").classes.names
+        names = class_names(self.examples, data)
         return Outputs(labels=names, problem_type="multi_label_classification")

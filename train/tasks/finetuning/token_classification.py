@@ -12,7 +12,7 @@ from matmix.data.config import DataConfig
 from matmix.data.examples.base import Examples
 from matmix.data.examples.words import Words
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.examples import open_examples
+from matmix.data.loading.examples import class_names
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
@@ -73,4 +73,4 @@ class TokenClassification(ExampleTask):
         return batch
 
     def outputs(self, data: DataConfig) -> Outputs:
-        return Outputs(labels=open_examples(self.examples, data, "train").classes.names)
+        return Outputs(labels=class_names(self.examples, data))
