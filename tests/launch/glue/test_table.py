@@ -46,8 +46,8 @@ def results(names=tuple(TASKS), begins_with="runs/x/MNLI/seed-0") -> list[TaskSc
 
 
 def plan(out: Path = Path("runs/x")) -> Plan:
-    options = {"source": "runs/tiny", "name": "tiny", "folder": Path("GLUE"), "tasks": [*TASKS.values()], "seeds": (0, 1)}
-    return Plan(out=out, **options)
+    options = {"source": "runs/tiny", "name": "tiny", "folder": Path("GLUE"), "seeds": (0, 1)}
+    return Plan(out=out, tasks=[*TASKS.values()], **options)
 
 
 def rows_of(text: str) -> dict[tuple[str, str], list[str]]:
