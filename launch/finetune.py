@@ -46,6 +46,8 @@ class Finetune:
     """Recipe, or name of a task."""
     step: int = 0
     """Checkpoint of a run to start from; 0 = the newest."""
+    from_scratch: bool = False
+    """Draw all weights from the seed, as a control: of SOURCE only model, tokenizer and special tokens are taken."""
     dry_run: bool = False
     """Show parameters, FLOPs, memory and steps, and train nothing."""
 
@@ -55,12 +57,14 @@ class Finetune:
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Trains; returns the exit code (`matmix.train.process.exits`)."""
-        config = finetuning_config(self.source, self.recipe, list(rest), step=self.step)
+        config = finetuning_config(self.source, self.recipe, list(rest), step=self.step, from_scratch=self.from_scratch)
         return train_phases([config], dry_run=self.dry_run)
 
 
-def finetuning_config(source: str, task: str, overrides: list[str], *, step: int = 0) -> RunConfig:
-    """The config of a run that fine-tunes `source`.
+def finetuning_config(
+    source: str, task: str, overrides: list[str], *, step: int = 0, from_scratch: bool = False
+) -> RunConfig:
+    """The config of a run that fine-tunes `source`; from_scratch: of a run of the same model with weights of its own.
 
     Raises FileNotFoundError or ValueError (one line) for a source, a task, examples or options that cannot be used.
     """
@@ -76,11 +80,14 @@ def finetuning_config(source: str, task: str, overrides: list[str], *, step: int
             "training with it"
         )
     start = source_of(InitConfig(from_=source, step=step))
-    values["init"] = {**values.get("init", {}), "from": source, "step": step}
+    if from_scratch:
+        values.pop("init", None)
+    else:
+        values["init"] = {**values.get("init", {}), "from": source, "step": step}
     values["model"] = _model(start, kind, values.get("model", {}))
     _fill_data(values.setdefault("data", {}), start)
     name = source.rstrip("/").rpartition("/")[2]
-    run_dir = values.pop("run_dir", "") or f"runs/{name}-{Path(task).stem}"
+    run_dir = values.pop("run_dir", "") or f"runs/{name}-{Path(task).stem}{'-from-scratch' if from_scratch else ''}"
     config = resolved_config(plain(values), task, overrides, run_dir)
     if "outputs" not in values["model"]["head"] and _typed(overrides, "--model.head.outputs") is None:
         config = _with_outputs(config, kind)

@@ -18,11 +18,11 @@ from matmix.launch.glue.table import write_table
 from matmix.launch.glue.tasks import TASKS, named
 from matmix.launch.glue.training import train
 from matmix.launch.jobs.environment import cores
-from matmix.launch.lab.compare.runs import describe_failures
 from matmix.launch.lab.compare.settings import check_directories
+from matmix.launch.many.failures import describe_failures
 from matmix.train.arguments import check_overrides
 from matmix.train.config import RunConfig
-from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USER
+from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED, EXIT_USER
 
 _OURS = {"--seed": "--seeds", "--run-dir": "--out", "--data.examples.train": "DIR", "--data.examples.validation": "DIR"}
 """Options of recipes that differ between runs, and which of this verb's says them."""
@@ -92,7 +92,7 @@ class Glue:
         _say("\n" + write_table(plan, collect(plan, runs), notes))
         if ended.failures:
             _say("\n" + describe_failures(ended.failures))
-        return EXIT_FAILED if ended.failures else EXIT_OK
+        return ended.code
 
     def _plan(self, rest: list[str]) -> tuple[list[Found], Plan]:
         """The files, and what to do with them. Raises FileNotFoundError or ValueError (one line)."""

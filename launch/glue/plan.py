@@ -16,7 +16,7 @@ from matmix.launch.glue.check import Found
 from matmix.launch.glue.settings import Column, overrides
 from matmix.launch.glue.tasks import TASKS, GlueTask
 from matmix.launch.lab.compare.report import markdown
-from matmix.launch.lab.compare.runs import Task
+from matmix.launch.many.task import Task
 from matmix.train.config import InitConfig, RunConfig
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.run.directory import RunDirectory

@@ -11,7 +11,7 @@ from matmix.data.storage.files import write_atomic
 from matmix.launch.glue.plan import Plan
 from matmix.launch.glue.results import TaskScores, average, control_average, missing_tasks
 from matmix.launch.lab.compare.report import markdown
-from matmix.launch.lab.compare.results import spread
+from matmix.launch.many.spread import spread
 
 _CONTROL = "most frequent class"
 

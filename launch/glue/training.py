@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from matmix.launch.glue.plan import Plan
 from matmix.launch.glue.results import needs_second, score_second
 from matmix.launch.glue.tasks import TASKS
-from matmix.launch.lab.compare.processes import listening
-from matmix.launch.lab.compare.runs import Ended, Task, run_tasks
+from matmix.launch.many.failures import Ended
+from matmix.launch.many.processes import listening
+from matmix.launch.many.runs import run_tasks
+from matmix.launch.many.task import Task
 from matmix.train.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)

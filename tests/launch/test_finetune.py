@@ -52,6 +52,17 @@ def test_the_model_is_that_of_the_source(command, pretrained):
     )
 
 
+def test_from_scratch_takes_the_model_and_no_weights(command, tmp_path):
+    """What pretraining bought is seen beside the same model, tokens and data order."""
+    pretrained = finetuning_config(command[0], command[1], command[2:])
+    config = finetuning_config(command[0], command[1], command[2:], from_scratch=True)
+    assert (config.model, config.data, config.seed) == (pretrained.model, pretrained.data, pretrained.seed)
+    assert config.init.from_ == ""
+    assert config.run_dir == "runs/encoder-sequence_classification-from-scratch"
+    assert main(["finetune", *command, "--from-scratch", "--run-dir", str(tmp_path / "run"), "--stop-step", "1"]) == 0
+    assert "weights from" not in (tmp_path / "run" / "messages.log").read_text()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

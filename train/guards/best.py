@@ -62,3 +62,11 @@ class BestEvaluation:
         self.step, self.value, self.waited = -1, math.nan, 0
         if state and self.metric is not None and state.get("metric") == self.metric.name:
             self.step, self.value, self.waited = state["step"], state["value"], state["waited"]
+
+
+def is_out_of_patience(config: EvaluationConfig, remembered: Any) -> bool:
+    """Whether a run whose summary has this as its best evaluation has ended by `evaluation.patience`."""
+    if not (config.patience and isinstance(remembered, dict) and remembered.get("metric") == config.best):
+        return False
+    waited = remembered.get("waited")
+    return isinstance(waited, int) and waited >= config.patience

@@ -14,15 +14,18 @@ from matmix.launch.jobs.records import launch_home
 from matmix.launch.jobs.slurm import submit as slurm
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
 from matmix.launch.lab.compare.config import Comparison, keep_recipe, read_comparison
-from matmix.launch.lab.compare.processes import listening
 from matmix.launch.lab.compare.report import plan_text, write_report
-from matmix.launch.lab.compare.runs import Task, check_data, describe_failures, run_tasks, tasks_of
 from matmix.launch.lab.compare.settings import check_directories
 from matmix.launch.lab.compare.speed import is_measured, measure_all
+from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import matched
+from matmix.launch.many.failures import describe_failures
+from matmix.launch.many.processes import listening
+from matmix.launch.many.runs import run_tasks
+from matmix.launch.many.task import Task, check_data
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
-from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
+from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
 
 _SPEED = tyro.conf.create_mutex_group(required=False)
 
@@ -92,17 +95,14 @@ def _train(comparison: Comparison, tasks: list[Task], given: Compare) -> int:
         if ended.stopped:
             say("Stopped; what was running is saved. The same command goes on from there.")
             return EXIT_STOPPED
-        busy = any(failure.is_busy for failure in ended.failures)  # and takes the cores that speed is measured on
-        unwanted = given.no_speed or given.only or busy
+        unwanted = given.no_speed or given.only or ended.is_busy  # another process takes the cores
         if (given.speed or not (unwanted or is_measured(comparison))) and not measure_all(comparison):
             say("Stopped while speed was measured; no run was going on. The same command goes on from there.")
             return EXIT_STOPPED
     say("\n" + write_report(comparison))
     if ended.failures:
         say("\n" + describe_failures(ended.failures))
-    if all(failure.is_busy for failure in ended.failures):
-        return EXIT_STOPPED if busy else EXIT_OK
-    return EXIT_FAILED
+    return ended.code
 
 
 def _submit(comparison: Comparison, tasks: list[Task], given: Compare, command: list[str]) -> int:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from matmix.launch.lab.compare.controls import Control
-from matmix.launch.lab.compare.results import EntryResult, accuracy_metrics, position_metrics, spread
+from matmix.launch.lab.compare.results import EntryResult, accuracy_metrics, position_metrics
 from matmix.launch.lab.figures import panels, png_of
+from matmix.launch.many.spread import spread
 
 _SMOOTH = 0.05  # share of the records over which the curves of the training loss are averaged
 _NAME_WIDTH = 26  # characters of a name on a line

@@ -18,12 +18,12 @@ from matmix.launch.lab.compare.results import (
     collect,
     gain_over_no_mixer,
     metrics_of,
-    spread,
     unnamed_folders,
 )
 from matmix.launch.lab.compare.settings import changed_headdims, words_on_differences
 from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.width import headdims
+from matmix.launch.many.spread import spread
 from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
 from matmix.train.words import short_number

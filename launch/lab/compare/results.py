@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import statistics
 from collections.abc import Sequence
 from typing import Literal
 
 from matmix.launch.lab.compare.config import Comparison, Entry
-from matmix.launch.lab.compare.progress import training_records
-from matmix.launch.lab.compare.runs import Task, tasks_of
 from matmix.launch.lab.compare.settings import other_settings
 from matmix.launch.lab.compare.speed import current_rows
+from matmix.launch.lab.compare.tasks import tasks_of
+from matmix.launch.many.progress import training_records
+from matmix.launch.many.spread import spread
+from matmix.launch.many.task import Task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,23 +57,6 @@ class EntryResult:
     @property
     def is_finished(self) -> bool:
         return all(run.state == "finished" for run in self.runs)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spread:
-    """Mean, and sample standard deviation where there are several values."""
-
-    mean: float
-    deviation: float | None
-    count: int
-
-
-def spread(values: Sequence[float]) -> Spread | None:
-    """None where there are no values. Where one is no finite number, neither is the mean, and there is no deviation."""
-    if not values:
-        return None
-    several = len(values) > 1 and all(map(math.isfinite, values))
-    return Spread(statistics.fmean(values), statistics.stdev(values) if several else None, len(values))
 
 
 def collect(comparison: Comparison) -> list[EntryResult]:

@@ -11,8 +11,8 @@ from typing import Any
 
 from matmix.data.artifacts import read_json_lines
 from matmix.launch.lab.compare.config import Entry
-from matmix.launch.lab.compare.runs import Task
 from matmix.launch.lab.compare.width import headdims
+from matmix.launch.many.task import Task
 from matmix.train.recipe import config_to_dict, differences
 
 # How a run is watched, saved and spread over devices, and where and how its data are read: its loss does not depend on

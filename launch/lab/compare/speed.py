@@ -28,7 +28,7 @@ from matmix.launch.lab.benchmarks.measuring.environment import environment
 from matmix.launch.lab.benchmarks.measuring.timing import peak_memory
 from matmix.launch.lab.benchmarks.training.memory import prepare, random_batch
 from matmix.launch.lab.compare.config import Comparison, Entry
-from matmix.launch.lab.compare.processes import start, threads
+from matmix.launch.many.processes import start, threads
 from matmix.train.config import RunConfig
 from matmix.train.engine import build_engine
 from matmix.train.process import stop

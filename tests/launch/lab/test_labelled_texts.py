@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from matmix.launch.cli import main as main_of_matmix
 from matmix.launch.lab.labelled_texts import TEXTS, Texts, fetch, main, write
 
 
@@ -59,6 +60,11 @@ def test_emails_are_their_subject_and_body(tmp_path):
     everything = [row for split in found.values() for row in split]
     assert sorted(row["label"] for row in everything) == ["ham"] * 30 + ["spam"] * 30
     assert all(row["text"].startswith("Money\n\nbuy now") and "gives-it-away" not in row["text"] for row in everything)
+    texts, validation = str(tmp_path / "out" / "unlabelled.jsonl"), ["--validation-fraction", "0.1"]
+    plain = ["--model-type", "char", "--byte-fallback", "False", "--vocab-size", "64"]
+    assert main_of_matmix(["prepare", texts, "--out", str(tmp_path / "data"), *validation, *plain]) == 0, (
+        "those to pretrain on leave none for validation"
+    )
 
 
 def test_tagged_texts_are_in_one_split_as_a_whole(tmp_path):

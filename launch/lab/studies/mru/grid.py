@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from matmix.data.storage.files import write_atomic
-from matmix.launch.lab.compare.progress import Clock
 from matmix.launch.lab.studies.mru.runs import run
 from matmix.launch.lab.studies.mru.variants import RATES, configs
+from matmix.launch.many.progress import Clock
 
 PART = "grid"
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, state_elements
-from matmix.launch.lab.compare.results import spread
 from matmix.launch.lab.studies.mru.grid import FOLLOWED, PART, Result, best_runs
 from matmix.launch.lab.studies.mru.growth import LENGTH, ORDER
 from matmix.launch.lab.studies.mru.variants import NONE, RATES
+from matmix.launch.many.spread import spread
 
 
 def tables(found: dict[str, Any]) -> str:

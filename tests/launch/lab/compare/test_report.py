@@ -13,7 +13,7 @@ from matmix.launch.lab.compare.config import keep_recipe, read_comparison
 from matmix.launch.lab.compare.picture import line, style
 from matmix.launch.lab.compare.report import plan_text, table_csv, write_report
 from matmix.launch.lab.compare.results import accuracy_metrics, collect, gain_over_no_mixer, position_metrics
-from matmix.launch.lab.compare.runs import tasks_of
+from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import matched
 
 CONTROLLED = ENTRIES.replace("controls = false", "")

@@ -23,9 +23,11 @@ from matmix.launch.lab.compare import speed
 from matmix.launch.lab.compare.config import read_comparison
 from matmix.launch.lab.compare.report import write_report
 from matmix.launch.lab.compare.results import collect
-from matmix.launch.lab.compare.runs import Task, check_data, run_tasks, tasks_of
 from matmix.launch.lab.compare.settings import check_directories
+from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import matched
+from matmix.launch.many.runs import run_tasks
+from matmix.launch.many.task import Task, check_data
 from matmix.model.build import count_parameters
 from matmix.train.loop import train
 from matmix.train.process import stop

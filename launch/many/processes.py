@@ -1,4 +1,4 @@
-"""Processes of a comparison: their cores and GPU, the signals that stop them, and that none outlives the command."""
+"""Processes of runs side by side: their cores and GPU, the signals that stop them, and that none outlives the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the runs of a comparison are, in plain lines, and how long the rest will take."""
+"""How far runs side by side are, in plain lines, and how long the rest will take."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Clock:
         return duration(seconds / min(self.parallel, max(1, len(running) + waiting)))
 
 
-def run_words(run: Path, last_step: int) -> str:
+def run_words(run: Path, last_step: int | None) -> str:
     """Step, loss and time left of a run that is going on, from the last record in its metrics.jsonl."""
-    if not (records := training_records(run / "metrics.jsonl")):
+    if not (records := training_records(run / "metrics.jsonl")) or last_step is None:
         return "no step recorded yet"
     record = records[-1]
     left = duration((last_step - record["step"]) * record["seconds_per_step"])

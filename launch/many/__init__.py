@@ -1,0 +1,1 @@
+"""Training runs side by side, as processes of their own, and what their results are over seeds."""
