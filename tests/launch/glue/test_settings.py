@@ -38,8 +38,7 @@ def plan(encoder, glue, out, tasks, **options) -> Plan:
 
 @pytest.mark.parametrize("column", PUBLISHED)
 def test_every_run_has_the_published_settings(column, encoder, glue, tmp_path):
-    plan = Plan(source=str(encoder), folder=glue, out=tmp_path, tasks=[*TASKS.values()], seeds=(3, 11), settings=column)
-    runs = plan.runs()
+    runs = plan(encoder, glue, tmp_path, [*TASKS.values()], seeds=(3, 11), settings=column).runs()
     assert [(run.entry, run.config.seed) for run in runs] == [(name, seed) for seed in (3, 11) for name in TASKS]
     assert set(TASKS) == set(PUBLISHED[column])
     for run in runs:
