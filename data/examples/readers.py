@@ -113,11 +113,16 @@ def _read(
     if not lines:
         raise ValueError(f"{path} holds no examples")
     if left_out:
-        logger.warning(
+        _warn_once(
             f"{path}: {len(left_out):,} of {len(lines) + len(left_out):,} rows have another number of fields than the "
             f"first and are left out (the first of them: row {left_out[0]})"
         )
     return Rows(path, columns, lines, len(left_out))
+
+
+@functools.cache  # a file is read for several ends
+def _warn_once(words: str) -> None:
+    logger.warning(words)
 
 
 _Records = tuple[Sequence[str], Iterator[tuple[int, Mapping[str, Any] | None]]]

@@ -46,7 +46,7 @@ def table_text(plan: Plan, results: Sequence[TaskScores], notes: Sequence[str] =
     rows.append(["average", "", *averages, ""])
     columns = ["task", "score (x 100)", plan.name, _CONTROL, "runs"]
     lines = [markdown(columns, rows), ""]
-    lines.append("Mean ± sample standard deviation over runs with several seeds, of their last evaluations.")
+    lines.append("Mean ± sample standard deviation over seeds; the last evaluation of a run counts.")
     if missing:
         lines.append(f"No average, which is over all eight tasks: there is no finished run of {', '.join(missing)}.")
     else:
