@@ -1,4 +1,4 @@
-"""Processes of runs side by side: their cores and GPU, the signals that stop them, and that none outlives the command."""
+"""Processes side by side: their cores and GPU, the signals that stop them, and that none outlives the command."""
 
 from __future__ import annotations
 
@@ -14,8 +14,20 @@ from typing import Any
 
 import torch
 
-from matmix.launch.jobs.environment import threads_of_each
+from matmix.launch.jobs.environment import cores, threads_of_each
 from matmix.train.process import launcher, stop
+
+
+def say(text: str) -> None:
+    """Prints, also to a terminal that was closed: what runs were trained is saved nevertheless."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def check_parallel(parallel: int) -> None:
+    """Raises ValueError (one line) for a number of runs at a time that the cores are too few for."""
+    if not 1 <= parallel <= cores():
+        raise ValueError(f"--parallel must lie between 1 and the {cores()} cores here, got {parallel}")
 
 
 def threads(parallel: int = 1) -> int:

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shlex
 from typing import Annotated
 
 import tyro
 
-from matmix.launch.jobs.environment import cores
 from matmix.launch.jobs.records import launch_home
 from matmix.launch.jobs.slurm import submit as slurm
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
 from matmix.launch.lab.compare.config import Comparison, keep_recipe, read_comparison
 from matmix.launch.lab.compare.report import plan_text, write_report
-from matmix.launch.lab.compare.settings import check_directories
 from matmix.launch.lab.compare.speed import is_measured, measure_all
 from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import matched
 from matmix.launch.many.failures import describe_failures
-from matmix.launch.many.processes import listening
+from matmix.launch.many.processes import check_parallel, listening, say
 from matmix.launch.many.runs import run_tasks
+from matmix.launch.many.settings import check_directories
 from matmix.launch.many.task import Task, check_data
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
 from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
 
+_LEFT_OUT = " (--report leaves this run out)"
 _SPEED = tyro.conf.create_mutex_group(required=False)
 
 
@@ -63,8 +62,7 @@ class Compare:
     def run(self, rest: list[str], typed: list[str]) -> int:
         """Trains, submits or tabulates; the exit code. Raises ValueError (one line) for the user's mistakes."""
         check_overrides(self, [word for word in rest if not word.startswith("--comparison.")], RunConfig)
-        if not 1 <= self.parallel <= cores():
-            raise ValueError(f"--parallel must lie between 1 and the {cores()} cores here, got {self.parallel}")
+        check_parallel(self.parallel)
         given = sorted(name for name, value in self.slurm_options.items() if value not in (None, ()))
         if (given or self.profile) and not self.slurm:
             raise ValueError(f"--{(given or ['profile'])[0].replace('_', '-')} belongs to --slurm: give both")
@@ -73,7 +71,7 @@ class Compare:
         if self.report:
             print(write_report(comparison))
             return EXIT_OK
-        check_directories(tasks)
+        check_directories(tasks, _LEFT_OUT)
         if self.slurm:
             return _submit(comparison, tasks, self, typed)
         if self.dry_run:
@@ -83,10 +81,6 @@ class Compare:
 
 
 def _train(comparison: Comparison, tasks: list[Task], given: Compare) -> int:
-    def say(text: str) -> None:
-        with contextlib.suppress(OSError):  # a terminal that was closed: the runs are saved nevertheless
-            print(text, flush=True)
-
     check_data(tasks)
     with listening():
         say(plan_text(comparison) + "\n")

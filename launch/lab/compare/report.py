@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 import io
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
@@ -23,7 +22,8 @@ from matmix.launch.lab.compare.results import (
 from matmix.launch.lab.compare.settings import changed_headdims, words_on_differences
 from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.width import headdims
-from matmix.launch.many.spread import spread
+from matmix.launch.many.spread import mean_in_words, metric_in_words, spread
+from matmix.launch.many.table import markdown
 from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
 from matmix.train.words import short_number
@@ -158,16 +158,6 @@ def table_csv(results: Sequence[Sequence[EntryResult]]) -> str:
     return text.getvalue()
 
 
-def markdown(columns: list[str], rows: list[list[str]]) -> str:
-    """A table whose columns stand below each other also as plain text."""
-    rows = [[cell.replace("|", r"\|") for cell in row] for row in rows]
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    lines = [columns, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    )
-
-
 def _table(columns: dict[str, Callable[[Row], str]], rows: Iterable[Row]) -> str:
     return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
@@ -201,8 +191,7 @@ def _language_columns(results: Sequence[EntryResult]) -> Columns:
     """Of language models and encoders: their second measure, and what context bought."""
     columns: Columns = {}
     for metric in results[0].entry.config.task().metrics[:1]:
-        options = {"digits": metric.digits, "scale": 100 if metric.unit == "%" else 1}
-        columns[metric.heading] = functools.partial(_mean, metric=metric.name, **options)
+        columns[metric.heading] = lambda result, metric=metric: metric_in_words(result.values(metric.name), metric)
     columns |= _gain_column(results)
     if "context_gain" in metrics_of(results):
         columns["context gain (nats)"] = lambda result: _mean(result, "context_gain", 3)
@@ -225,11 +214,7 @@ def _runs(result: EntryResult) -> str:
 
 
 def _mean(result: EntryResult, metric: str, digits: int, *, scale: float = 1) -> str:
-    found = spread([scale * value for value in result.values(metric)])
-    if found is None:
-        return ""
-    text = f"{found.mean:.{digits}f}"
-    return text if found.deviation is None else f"{text} ± {found.deviation:.{digits}f}"
+    return mean_in_words(result.values(metric), digits, scale=scale)
 
 
 def _headdims(model: ModelConfig) -> str:

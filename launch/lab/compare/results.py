@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from matmix.launch.lab.compare.config import Comparison, Entry
-from matmix.launch.lab.compare.settings import other_settings
 from matmix.launch.lab.compare.speed import current_rows
 from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.many.progress import training_records
+from matmix.launch.many.settings import other_settings
 from matmix.launch.many.spread import spread
 from matmix.launch.many.task import Task
 

@@ -1,68 +1,13 @@
-"""Equal settings: what the runs of a comparison may differ in, and where they differ in more than that.
-
-Stricter than a run that is started again (`matmix.train.run.directory`), which may go on with another rate or more
-steps: numbers in one table are compared.
-"""
+"""How the entries of a comparison differ in more than their mixers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from matmix.data.artifacts import read_json_lines
 from matmix.launch.lab.compare.config import Entry
 from matmix.launch.lab.compare.width import headdims
-from matmix.launch.many.task import Task
 from matmix.train.recipe import config_to_dict, differences
-
-# How a run is watched, saved and spread over devices, and where and how its data are read: its loss does not depend on
-# these.
-_MAY_DIFFER = (
-    *("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every"),
-    *("logging.", "checkpoint.", "faults.", "engine."),
-    *("data.path", "data.validation_path", "data.workers", "data.worker_start", "data.prefetch", "data.verify"),
-    *("data.cache_dir", "data.cache_gigabytes"),
-    "evaluation.ablation_batches",
-)
-_MAY_NOT_DIFFER = ("engine.precision",)
-
-
-def matters(key: str) -> bool:
-    """Whether two runs that differ in this key of their configs are trained differently."""
-    return key in _MAY_NOT_DIFFER or not any(
-        key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in _MAY_DIFFER
-    )
-
-
-def other_settings(task: Task) -> str:
-    """In which settings the run that lies there differs from the comparison's; "" if it does not, or has not begun."""
-    run = task.run
-    if not run.config_path.is_file():
-        return ""
-    try:
-        found = config_to_dict(run.read_config())
-    except ValueError as error:
-        return str(error)
-    texts = [f"{key}: {old!r} there, {new!r} here" for key, old, new in differences(found, task.config) if matters(key)]
-    for change in _changes(task):
-        if matters(change["key"]) and change["step"] and f"{change['key']}: " not in " ".join(texts):
-            texts.append(f"{change['key']}: {change['old']!r} until step {change['step']}, then {change['new']!r}")
-    return "; ".join(texts)
-
-
-def check_directories(tasks: Sequence[Task]) -> None:
-    """Raises ValueError (one line), before anything is trained, where a folder holds a run with other settings or
-    something that is not a run."""
-    for task in tasks:
-        if others := other_settings(task):
-            raise ValueError(
-                f"{task.title}: {task.run.where} was trained with other settings ({others}), and runs of a table are "
-                f"trained alike; give these, or another --run-dir (--report leaves this run out)"
-            )
-        try:
-            task.run.check(task.config)
-        except ValueError as error:
-            raise ValueError(f"{task.title}: {error}") from None
 
 
 def differing_keys(entries: Sequence[Entry]) -> list[str]:
@@ -106,8 +51,3 @@ def _by_value(names: Sequence[str], values: Sequence[Any]) -> str:
         owners.setdefault(str(value).lower() if isinstance(value, bool) else str(value), []).append(name)
     *few, (usual, _) = sorted(owners.items(), key=lambda item: len(item[1]))
     return "; ".join([*(f"{value} in {', '.join(who)}" for value, who in few), f"{usual} in the others"])
-
-
-def _changes(task: Task) -> list[dict[str, Any]]:
-    """What was changed on the way (changes.jsonl of the run)."""
-    return [change for change in read_json_lines(task.run.path / "changes.jsonl") if {"key", "step"} <= change.keys()]

@@ -23,10 +23,10 @@ from matmix.launch.lab.compare import speed
 from matmix.launch.lab.compare.config import read_comparison
 from matmix.launch.lab.compare.report import write_report
 from matmix.launch.lab.compare.results import collect
-from matmix.launch.lab.compare.settings import check_directories
 from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import matched
 from matmix.launch.many.runs import run_tasks
+from matmix.launch.many.settings import check_directories
 from matmix.launch.many.task import Task, check_data
 from matmix.model.build import count_parameters
 from matmix.train.loop import train
