@@ -18,8 +18,8 @@ from matmix.launch.glue.table import write_table
 from matmix.launch.glue.tasks import TASKS, named
 from matmix.launch.glue.training import train
 from matmix.launch.jobs.environment import cores
-from matmix.launch.lab.compare.settings import check_directories
 from matmix.launch.many.failures import describe_failures
+from matmix.launch.many.settings import check_directories
 from matmix.train.arguments import check_overrides
 from matmix.train.config import RunConfig
 from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED, EXIT_USER
@@ -84,7 +84,7 @@ class Glue:
             return EXIT_OK
         if not 1 <= self.parallel <= cores():
             raise ValueError(f"--parallel must lie between 1 and the {cores()} cores here, got {self.parallel}")
-        check_directories(runs)
+        check_directories(runs, " (--report leaves this run out)", option="--out")
         ended = train(plan, runs, self.parallel)
         if ended.stopped:
             _say("Stopped; what was running is saved. The same command goes on from there.")

@@ -15,7 +15,7 @@ from matmix.launch.finetune import finetuning_config
 from matmix.launch.glue.check import Found
 from matmix.launch.glue.settings import Column, overrides
 from matmix.launch.glue.tasks import TASKS, GlueTask
-from matmix.launch.lab.compare.report import markdown
+from matmix.launch.many.table import markdown
 from matmix.launch.many.task import Task
 from matmix.train.config import InitConfig, RunConfig
 from matmix.train.loaders import make_loader, with_data_facts
@@ -68,15 +68,18 @@ class Plan:
 
     def _of_seed(self, task: GlueTask, config: RunConfig, seed: int) -> RunConfig:
         """`config` as a run of one seed, in its folder, with what it begins with."""
-        # A run on MNLI is trained here, or has been.
-        there = TASKS[_MNLI] in self.tasks or RunDirectory(self.mnli(seed)).read_summary() is not None
         folder, init = task.name, config.init
-        if task.from_mnli and there:
+        if task.from_mnli and (TASKS[_MNLI] in self.tasks or self._has_mnli(seed)):
             # The same model but for its classifier, which knows other classes.
             init = InitConfig(from_=str(self.mnli(seed)), ignore=("classifier.*",))
         elif task.from_mnli:
             folder += "-without-MNLI"
         return dataclasses.replace(config, seed=seed, run_dir=str(self.out / folder / f"seed-{seed}"), init=init)
+
+    def _has_mnli(self, seed: int) -> bool:
+        """Whether the source has been trained on MNLI with a seed before."""
+        run = RunDirectory(self.mnli(seed))
+        return run.read_summary() is not None and run.read_config().init.from_ == self.source
 
 
 def plan_text(plan: Plan, found: Sequence[Found], runs: Sequence[Task]) -> str:

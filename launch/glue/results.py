@@ -14,7 +14,7 @@ from matmix.launch.examples import judge
 from matmix.launch.glue.control import most_frequent
 from matmix.launch.glue.plan import Plan
 from matmix.launch.glue.tasks import TASKS, GlueTask
-from matmix.launch.lab.compare.settings import other_settings
+from matmix.launch.many.settings import other_settings
 from matmix.launch.many.task import Task
 from matmix.train.run.directory import RunDirectory
 

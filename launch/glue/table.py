@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from matmix.data.storage.files import write_atomic
 from matmix.launch.glue.plan import Plan
 from matmix.launch.glue.results import TaskScores, average, control_average, missing_tasks
-from matmix.launch.lab.compare.report import markdown
-from matmix.launch.many.spread import spread
+from matmix.launch.many.spread import mean_in_words, spread
+from matmix.launch.many.table import markdown
 
 _CONTROL = "most frequent class"
 
@@ -92,14 +92,11 @@ def _about_runs(plan: Plan, results: Sequence[TaskScores]) -> list[str]:
     runs = [(result.task, run) for result in results for run in result.runs]
     alone = {task.name: None for task, run in runs if task.from_mnli and run.values and run.begins_with == plan.source}
     if alone:
-        lines.append(f"{', '.join(alone)}: begins with {plan.source} itself, as there is no run on MNLI.")
+        lines.append(f"{', '.join(alone)}: begins with {plan.source} itself, as it has no run on MNLI here.")
     if open_runs := [f"{task.name} seed {run.seed} ({run.why})" for task, run in runs if not run.values]:
         lines.append(f"Without a number: {', '.join(open_runs)}.")
     return lines
 
 
 def _words(values: Sequence[float]) -> str:
-    found = spread([100 * value for value in values])
-    if found is None:
-        return ""
-    return f"{found.mean:.1f}" if found.deviation is None else f"{found.mean:.1f} ± {found.deviation:.1f}"
+    return mean_in_words(values, 1, scale=100)

@@ -12,6 +12,8 @@ from runs import records, weights
 from matmix.launch.cli import main
 from matmix.launch.examples import judge
 from matmix.launch.glue import training
+from matmix.launch.glue.plan import Plan
+from matmix.launch.glue.tasks import TASKS
 from matmix.train.loop import train
 
 FAST = ["--device", "cpu", "--global-batch-size", "4", "--epochs", "2", "--optimizer.lr", "1e-3"]
@@ -66,6 +68,11 @@ def test_two_tasks_and_the_second_begins_with_the_weights_of_the_first(
     record = json.loads((out / "glue.json").read_text())
     assert record["tasks"]["RTE"]["runs"][0]["begins_with"] == str(out / "MNLI" / "seed-5")
 
+    # That of another source is not taken.
+    for start, folder in ((encoder, "RTE"), (out / "MNLI" / "seed-5", "RTE-without-MNLI")):
+        plan = Plan(source=str(start), name="", folder=glue, out=out, tasks=[TASKS["RTE"]], seeds=(5,))
+        assert plan.runs()[0].config.run_dir == str(out / folder / "seed-5")
+
     # The same again trains and scores nothing, and neither does a report.
     monkeypatch.setattr("matmix.launch.glue.results.judge", None)
     for more in ([], ["--report"]):
@@ -73,7 +80,9 @@ def test_two_tasks_and_the_second_begins_with_the_weights_of_the_first(
         assert capsys.readouterr().out.strip() == said.strip()
     assert len(in_this_process) == 2
     assert main([*command, "--settings", "bert"]) == 2
-    assert "was trained with other settings (optimizer.weight_decay" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "was trained with other settings (optimizer.weight_decay" in error
+    assert "give these, or another --out" in error
 
 
 def test_the_control_is_the_most_frequent_class(encoder, glue, tmp_path, in_this_process):

@@ -84,7 +84,7 @@ def test_the_table_says_which_runs_began_elsewhere_and_which_have_no_number():
     open_run = RunScores(seed=1, run_dir="", begins_with="", values={}, why="not finished")
     found[1] = TaskScores(task=found[1].task, runs=[found[1].runs[0], open_run], control=found[1].control)
     text = table_text(plan(), found, ["Left out as malformed: 3 rows of QQP/train.tsv."])
-    assert "RTE, MRPC, STS-B: begins with runs/tiny itself, as there is no run on MNLI." in text
+    assert "RTE, MRPC, STS-B: begins with runs/tiny itself, as it has no run on MNLI here." in text
     assert "Without a number: QNLI seed 1 (not finished)." in text
     assert rows_of(text)["QNLI", "accuracy"] == ["90.0", "50.0", "1"]
     assert text.splitlines()[-1] == "Left out as malformed: 3 rows of QQP/train.tsv."
