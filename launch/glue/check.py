@@ -9,10 +9,19 @@ from pathlib import Path
 
 from matmix.data.examples.config import ExamplesConfig
 from matmix.data.examples.labels import Classes, read_number
-from matmix.data.examples.readers import Rows, read_rows
+from matmix.data.examples.readers import read_rows
 from matmix.launch.glue.tasks import TASKS, GlueTask
 
 _OF_MICROSOFT = "msr_paraphrase_train.txt"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Count:
+    """Of the rows of a file."""
+
+    examples: int
+    left_out: int
+    """Malformed ones."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,7 +30,7 @@ class Found:
 
     task: GlueTask
     folder: Path
-    rows: Mapping[str, Rows]
+    counts: Mapping[str, Count]
     """By the names of the files that can be read."""
     problems: Sequence[str]
     """What is missing or cannot be read, and what to do: a sentence each."""
@@ -33,11 +42,11 @@ class Found:
 
     def words(self) -> str:
         """In one line for the files, and one for each problem."""
-        counts = [
-            f"{name} {len(rows):,}" + (f" ({rows.left_out:,} malformed left out)" if rows.left_out else "")
-            for name, rows in self.rows.items()
+        files = [
+            f"{name} {count.examples:,}" + (f" ({count.left_out:,} malformed left out)" if count.left_out else "")
+            for name, count in self.counts.items()
         ]
-        lines = [f"{self.task.name:<6}{', '.join(counts)} examples"] if counts else []
+        lines = [f"{self.task.name:<6}{', '.join(files)} examples"] if files else []
         return "\n".join([*lines, *(f"{self.task.name:<6}MISSING: {problem}" for problem in self.problems)])
 
 
@@ -51,19 +60,19 @@ def look(folder: Path, tasks: Sequence[GlueTask] = tuple(TASKS.values())) -> lis
 def _look(folder: Path, task: GlueTask) -> Found:
     if not folder.is_dir():
         return Found(task, folder, {}, [f"there is no folder {folder}; unpack {task.name} of the GLUE download there"])
-    form, rows, problems = task.form(), {}, []
+    form, counts, problems = task.form(), {}, []
     if missing := [name for name in task.files if not (folder / name).is_file()]:
         problems.append(f"{folder} lacks {', '.join(missing)}; {_advice(folder, task)}")
     for name in task.files:
         if name not in missing:
             try:
-                rows[name] = _read(folder / name, form)
+                counts[name] = _count(folder / name, form)
             except ValueError as error:
                 problems.append(str(error))
-    return Found(task, folder, rows, problems)
+    return Found(task, folder, counts, problems)
 
 
-def _read(path: Path, form: ExamplesConfig) -> Rows:
+def _count(path: Path, form: ExamplesConfig) -> Count:
     """Raises ValueError (one line) for what a run would stumble over."""
     rows = read_rows(str(path), form, tuple(form.columns))
     classes = Classes(form.labels)
@@ -72,7 +81,7 @@ def _read(path: Path, form: ExamplesConfig) -> Rows:
             classes.number(value, partial(rows.where, number))
         else:
             read_number(value, rows.where(number))
-    return rows
+    return Count(len(rows), rows.left_out)
 
 
 def _advice(folder: Path, task: GlueTask) -> str:

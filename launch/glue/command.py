@@ -124,10 +124,13 @@ class Glue:
 
 def _notes(found: Sequence[Found]) -> list[str]:
     """What the table says of the files."""
-    counts = [(f"{task.task.name}/{name}", rows) for task in found for name, rows in task.rows.items() if rows.left_out]
-    if not counts:
-        return []
-    return [f"Left out as malformed: {', '.join(f'{rows.left_out:,} rows of {name}' for name, rows in counts)}."]
+    left_out = [
+        f"{count.left_out:,} rows of {task.task.name}/{name}"
+        for task in found
+        for name, count in task.counts.items()
+        if count.left_out
+    ]
+    return [f"Left out as malformed: {', '.join(left_out)}."] if left_out else []
 
 
 def _say(text: str) -> None:

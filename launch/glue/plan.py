@@ -89,7 +89,7 @@ def plan_text(plan: Plan, found: Sequence[Found], runs: Sequence[Task]) -> str:
     for files in found:
         task = files.task
         config = next(run.config for run in runs if run.entry == task.name)
-        examples = [f"{len(files.rows[name]):,}" for name in ("train.tsv", task.validation)]
+        examples = [f"{files.counts[name].examples:,}" for name in ("train.tsv", task.validation)]
         rates = [f"{config.optimizer.lr:g}", f"{config.optimizer.weight_decay:g}", f"{config.epochs:g}"]
         start = "source" if config.init.from_ == plan.source else "MNLI"
         rows.append([task.name, *examples, *rates, str(config.global_batch_size), f"{config.steps:,}", start])
