@@ -14,6 +14,8 @@ PAIRS = [{"text": row["text"], "pair": " ".join(reversed(row["text"].split()))} 
 
 def _runs(recipes, folder, *options):
     common = ["--device", "cpu", "--model.dropout", "0", "--model.head.dropout", "0", "--steps", "6", *options]
+    # Adam's step for a gradient of almost nothing would turn a rounding of it into a difference of its own size.
+    common += ["--optimizer.eps", "1e-4"]
     tasks = {
         "classes": [],
         "pairs": ["--model.architecture", "text_embedder", "--objective.name", "embedding"],
@@ -21,7 +23,7 @@ def _runs(recipes, folder, *options):
     return [(recipes[name], [*common, *own, "--run-dir", str(folder / name)]) for name, own in tasks.items()]
 
 
-@pytest.mark.parametrize("ranks", [nightly(2), 4])
+@pytest.mark.parametrize("ranks", [2, nightly(4)])
 def test_ranks_agree_on_losses_and_scores(ranks, tmp_path):
     recipes = {}
     for name, rows in (("classes", texts(84)), ("pairs", PAIRS)):

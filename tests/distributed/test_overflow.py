@@ -5,10 +5,12 @@ import math
 from pathlib import Path
 
 import overflow_scenario
+import pytest
 from harness import run_distributed
 from scenarios import ENGINES
 
 
+@pytest.mark.slow
 def test_the_layer_that_overflows_on_the_other_rank_is_named(dataset, tmp_path):
     runs = {}
     for name in ("fsdp2", "ddp", "zero2", "zero3"):

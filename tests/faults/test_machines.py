@@ -6,6 +6,7 @@ from fault_harness import assert_same
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_USER
 
 
+@pytest.mark.slow
 def test_a_clock_is_an_hour_off(make_run, two_ranks):
     run = make_run(ranks=2)
     late = run.start(faults=[{"kind": "clock_offset", "seconds": -3600, "rank": 1}, _pause(13)])
@@ -26,6 +27,7 @@ def test_a_slow_reader(make_run, one_rank):
     assert sorted(one["data_wait"] for one in one_rank.records())[15] < 0.5
 
 
+@pytest.mark.slow
 def test_memory_runs_out(make_run):
     large = ("--steps", "3", "--global-batch-size", "256")
     run = make_run(*large, "--micro-batch-size", "256")

@@ -71,6 +71,7 @@ def test_in_the_first_step(make_run, one_rank):
     assert_same(run, one_rank)
 
 
+@pytest.mark.slow
 def test_in_an_evaluation_on_one_rank_of_two(make_run, two_ranks):
     """It is given up without a record, and the next start begins with it; interrupted again, the one after that."""
     run = make_run(ranks=2)

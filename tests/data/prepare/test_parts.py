@@ -127,6 +127,7 @@ def check_with_library(folder, kind, compression, manifest):
         assert len(set(keys)) == manifest.splits["train"].documents
 
 
+@pytest.mark.slow
 def test_more_parts_than_records(tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts(30)))
     whole = prepare(options(tmp_path / "in.jsonl", tmp_path / "whole"))
