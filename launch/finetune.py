@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -11,14 +12,16 @@ from typing import Annotated, Any, ClassVar
 import tyro
 
 from matmix.data.loading.examples import open_examples
-from matmix.model.config import model_config_to_dict
+from matmix.launch.many.processes import check_parallel
+from matmix.launch.many.seeds import tasks_of_seeds, train_seeds
+from matmix.model.config import ModelConfig, model_config_to_dict
 from matmix.train.arguments import Recipe
 from matmix.train.command import train_phases
 from matmix.train.config import InitConfig, RunConfig
 from matmix.train.entry import Train
 from matmix.train.init.sources import InitSource, source_of
 from matmix.train.plugins import find_part
-from matmix.train.recipe import find_recipe, plain, read_toml, resolved_config
+from matmix.train.recipe import config_from_dict, find_recipe, plain, read_toml, resolved_config
 from matmix.train.tasks import TASKS, Task
 from matmix.train.tasks.finetuning.base import ExampleTask
 
@@ -36,6 +39,10 @@ class Finetune:
     or a bundled name), or a task: sequence_classification, multi_label, regression, token_classification,
     question_answering, multiple_choice, embedding. Any field of a recipe can be given, as in
     --data.examples.train FILE, --epochs 5 or --optimizer.lr 1e-5.
+
+    With --seeds 0 1 2 each seed is a run of its own, RUN_DIR/seed-0 and so on, on one GPU or its share of the cores.
+    At the end comes a table of the mean, the sample standard deviation and each seed's value of all metrics, which
+    RUN_DIR/seeds.json holds unrounded. The same command goes on where it was stopped.
     """
 
     first: ClassVar[tuple[str, str]] = ("task", "SOURCE TASK [--key value ...]")
@@ -48,17 +55,38 @@ class Finetune:
     """Checkpoint of a run to start from; 0 = the newest."""
     from_scratch: bool = False
     """Draw all weights from the seed, as a control: of SOURCE only model, tokenizer and special tokens are taken."""
+    seeds: tuple[int, ...] = ()
+    """Train with each of these seeds, and tell mean and deviation of the scores."""
+    parallel: int = 1
+    """With --seeds: runs at a time."""
     dry_run: bool = False
-    """Show parameters, FLOPs, memory and steps, and train nothing."""
+    """Show parameters, FLOPs, memory and steps, and train nothing. With --seeds: of the first."""
 
     def begin(self) -> int:
         """What comes first in a process that is ours; exit code, 0 = go on."""
-        return Train(recipe=self.recipe, dry_run=self.dry_run).begin()
+        return Train(recipe=self.recipe, dry_run=self.dry_run or bool(self.seeds)).begin()
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Trains; returns the exit code (`matmix.train.process.exits`)."""
         config = finetuning_config(self.source, self.recipe, list(rest), step=self.step, from_scratch=self.from_scratch)
+        if self.seeds:
+            return self._train_seeds(config, rest)
+        if "--seeds" in typed:
+            raise ValueError("--seeds is given without a seed")
+        if self.parallel != 1:
+            raise ValueError("--parallel belongs to --seeds: give both")
         return train_phases([config], dry_run=self.dry_run)
+
+    def _train_seeds(self, config: RunConfig, rest: Sequence[str]) -> int:
+        if _typed(rest, "--seed") is not None:
+            raise ValueError("--seed and --seeds are both given: keep one of them")
+        check_parallel(self.parallel)
+        tasks = tasks_of_seeds(config, self.seeds)
+        if self.dry_run:
+            return train_phases([tasks[0].config], dry_run=True)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError("--seeds starts a process for each seed: do not start it on several ranks itself")
+        return train_seeds(tasks, Path(config.run_dir), self.parallel)
 
 
 def finetuning_config(
@@ -67,6 +95,41 @@ def finetuning_config(
     """The config of a run that fine-tunes `source`; from_scratch: of a run of the same model with weights of its own.
 
     Raises FileNotFoundError or ValueError (one line) for a source, a task, examples or options that cannot be used.
+    """
+    values, kind = read_task(task, overrides, source)
+    start = source_of(InitConfig(from_=source, step=step))
+    if from_scratch:
+        values.pop("init", None)
+    else:
+        values["init"] = {**values.get("init", {}), "from": source, "step": step}
+    values["model"] = _model(start.model, start.words, kind, values.get("model", {}))
+    data = values.setdefault("data", {})
+    _fill_tokens(data, start)
+    _fill_lengths(data, start.model)
+    name = source.rstrip("/").rpartition("/")[2]
+    run_dir = values.pop("run_dir", "") or f"runs/{name}-{Path(task).stem}{'-from-scratch' if from_scratch else ''}"
+    config = resolved_config(plain(values), task, overrides, run_dir)
+    if "outputs" not in values["model"]["head"] and _typed(overrides, "--model.head.outputs") is None:
+        config = _with_outputs(config, kind)
+    return config
+
+
+def planned_config(task: str, model: ModelConfig, words: str) -> RunConfig:
+    """The config of a run that fine-tunes a model which is yet to be trained, but for its tokens and the number of
+    outputs; words: what messages call the model.
+
+    Raises FileNotFoundError or ValueError (one line) for a task or a model that cannot be used.
+    """
+    values, kind = read_task(task, [], words)
+    values["model"] = _model(model, words, kind, values.get("model", {}))
+    _fill_lengths(values.setdefault("data", {}), model)
+    return config_from_dict(plain(values), task)
+
+
+def read_task(task: str, overrides: Sequence[str], source: str) -> tuple[dict[str, Any], type[ExampleTask]]:
+    """What the recipe of a task says, and the task; source: what it is to be fine-tuned from.
+
+    Raises FileNotFoundError or ValueError (one line) where there is no such recipe, or its task has no examples.
     """
     values = read_toml(find_recipe(_OF_TASKS if task in TASKS else task))
     objective = values.setdefault("objective", {})
@@ -79,34 +142,22 @@ def finetuning_config(
             f'"{objective["name"]}" is no task on labelled examples: matmix train RECIPE --init.from {source} goes on '
             "training with it"
         )
-    start = source_of(InitConfig(from_=source, step=step))
-    if from_scratch:
-        values.pop("init", None)
-    else:
-        values["init"] = {**values.get("init", {}), "from": source, "step": step}
-    values["model"] = _model(start, kind, values.get("model", {}))
-    _fill_data(values.setdefault("data", {}), start)
-    name = source.rstrip("/").rpartition("/")[2]
-    run_dir = values.pop("run_dir", "") or f"runs/{name}-{Path(task).stem}{'-from-scratch' if from_scratch else ''}"
-    config = resolved_config(plain(values), task, overrides, run_dir)
-    if "outputs" not in values["model"]["head"] and _typed(overrides, "--model.head.outputs") is None:
-        config = _with_outputs(config, kind)
-    return config
+    return values, kind
 
 
-def _model(start: InitSource, kind: type[ExampleTask], own: dict[str, Any]) -> dict[str, Any]:
+def _model(model: ModelConfig, words: str, kind: type[ExampleTask], own: dict[str, Any]) -> dict[str, Any]:
     """The table [model]: that of the source with another output, and what a recipe says of head and dropout."""
-    if start.model.causal:
-        raise ValueError(f"{start.words} is a {start.model.architecture}, which sees no later tokens: give an encoder")
-    model = model_config_to_dict(start.model)
-    head = {name: value for name, value in model.pop("head", {}).items() if name != "outputs"}
+    if model.causal:
+        raise ValueError(f"{words} is a {model.architecture}, which sees no later tokens: give an encoder")
+    values = model_config_to_dict(model)
+    head = {name: value for name, value in values.pop("head", {}).items() if name != "outputs"}
     architecture = {"architecture": kind.architectures[0]}
     own = {name: value for name, value in own.items() if name in _OF_RECIPES}
-    return {**model, **own, **architecture, "head": {**head, **own.get("head", {})}}
+    return {**values, **own, **architecture, "head": {**head, **own.get("head", {})}}
 
 
-def _fill_data(data: dict[str, Any], start: InitSource) -> None:
-    """Sets what the source says of tokens and lengths, unless a recipe does."""
+def _fill_tokens(data: dict[str, Any], start: InitSource) -> None:
+    """Sets what the source says of tokens, unless a recipe does."""
     if start.tokenizer is None and "tokenizer" not in data.get("examples", {}):
         raise ValueError(f"{start.words} has no tokenizer: set data.examples.tokenizer")
     examples = data.setdefault("examples", {})
@@ -115,10 +166,14 @@ def _fill_data(data: dict[str, Any], start: InitSource) -> None:
     examples.setdefault("token_types", start.model.type_vocab_size >= 2)
     data.setdefault("prefix", start.prefix)
     data.setdefault("suffix", start.suffix)
-    longest = start.model.max_seqlen
-    if start.model.fixed_length_mixers():
+
+
+def _fill_lengths(data: dict[str, Any], model: ModelConfig) -> None:
+    """Sets the lengths that the model can have."""
+    longest = model.max_seqlen
+    if model.fixed_length_mixers():
         data["packing"], data["seqlen"] = "rows", longest
-    elif start.model.position_embeddings:
+    elif model.position_embeddings:
         data["seqlen"] = min(data.get("seqlen", longest), longest)
 
 

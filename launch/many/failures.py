@@ -46,6 +46,10 @@ class Ended:
     stopped: bool
     """A signal came; the runs that were going on have been saved."""
 
+    def then(self, later: Ended) -> Ended:
+        """How these runs ended and others after them."""
+        return Ended([*self.failures, *later.failures], self.stopped or later.stopped)
+
     @property
     def is_busy(self) -> bool:
         """Whether another process trains one of the runs."""

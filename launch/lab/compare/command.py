@@ -12,11 +12,12 @@ from matmix.launch.jobs.records import launch_home
 from matmix.launch.jobs.slurm import submit as slurm
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
 from matmix.launch.lab.compare.config import Comparison, keep_recipe, read_comparison
+from matmix.launch.lab.compare.downstream import Downstream, keep_downstream, plan_of_downstream, read_downstream
 from matmix.launch.lab.compare.report import plan_text, write_report
 from matmix.launch.lab.compare.speed import is_measured, measure_all
 from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import matched
-from matmix.launch.many.failures import describe_failures
+from matmix.launch.many.failures import Ended, describe_failures
 from matmix.launch.many.processes import check_parallel, listening, say
 from matmix.launch.many.runs import run_tasks
 from matmix.launch.many.settings import check_directories
@@ -38,6 +39,9 @@ class Compare:
     can be given too, as in --steps 100, and goes to all entries; so can --comparison.seeds, --comparison.parameters,
     --comparison.tolerance and --comparison.controls; --run-dir is the folder of the comparison. The same command again
     goes on where it was stopped, and so does `matmix compare FOLDER`.
+
+    With --finetune every finished encoder is then fine-tuned on each TASK, a recipe as `matmix finetune` takes it that
+    names its examples; the table gets a column for each, and one for the mean over several.
     """
 
     recipe: Recipe = ""
@@ -48,8 +52,10 @@ class Compare:
     """Show widths, parameters and cost; train nothing. With --slurm: print the script."""
     only: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
     """This entry or variant alone."""
+    finetune: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASK [TASK ...]")] = ()
+    """Then fine-tune every encoder on these recipes (TOML files or bundled names)."""
     report: bool = False
-    """Only tabulate what is there."""
+    """Only tabulate what is there, fine-tunings too."""
     no_speed: Annotated[bool, _SPEED] = False
     """Do not measure speed and memory."""
     speed: Annotated[bool, _SPEED] = False
@@ -72,20 +78,30 @@ class Compare:
             print(write_report(comparison))
             return EXIT_OK
         check_directories(tasks, _LEFT_OUT)
+        downstream = read_downstream(self.finetune, comparison)
         if self.slurm:
+            if downstream:
+                raise ValueError("--finetune trains on this host: give it without --slurm, when the runs are done")
             return _submit(comparison, tasks, self, typed)
         if self.dry_run:
-            print(plan_text(comparison))
+            print(_plan(comparison, tasks, downstream))
             return EXIT_OK
-        return _train(comparison, tasks, self)
+        return _train(comparison, tasks, downstream, self)
 
 
-def _train(comparison: Comparison, tasks: list[Task], given: Compare) -> int:
+def _plan(comparison: Comparison, tasks: list[Task], downstream: list[Downstream]) -> str:
+    return "\n".join([plan_text(comparison), *([plan_of_downstream(downstream, tasks)] if downstream else [])])
+
+
+def _train(comparison: Comparison, tasks: list[Task], downstream: list[Downstream], given: Compare) -> int:
     check_data(tasks)
     with listening():
-        say(plan_text(comparison) + "\n")
+        say(_plan(comparison, tasks, downstream) + "\n")
         keep_recipe(comparison)
+        keep_downstream(downstream)
         ended = run_tasks(tasks, given.parallel)
+        if downstream and not ended.stopped:
+            ended = ended.then(_finetune(downstream, [task for task in tasks if task.is_finished()], given.parallel))
         if ended.stopped:
             say("Stopped; what was running is saved. The same command goes on from there.")
             return EXIT_STOPPED
@@ -97,6 +113,12 @@ def _train(comparison: Comparison, tasks: list[Task], given: Compare) -> int:
     if ended.failures:
         say("\n" + describe_failures(ended.failures))
     return ended.code
+
+
+def _finetune(downstream: list[Downstream], pretrained: list[Task], parallel: int) -> Ended:
+    finetunings = [task for one in downstream for task in one.tasks(pretrained)]
+    check_directories(finetunings)
+    return run_tasks(finetunings, parallel)
 
 
 def _submit(comparison: Comparison, tasks: list[Task], given: Compare, command: list[str]) -> int:

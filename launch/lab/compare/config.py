@@ -36,7 +36,9 @@ from matmix.train.recipe import config_from_dict, find_recipe, merged, read_toml
 
 # What each run of a comparison is given; and what lies beside the entries' folders.
 _NOT_AN_ENTRYS = {"seed": "comparison.seeds gives the seeds", "run_dir": "every run has a folder of its own"}
-OWN_FOLDERS = ("report", "launch", "logs")
+FINETUNED = "finetune"
+"""The folder of the fine-tunings."""
+OWN_FOLDERS = ("report", "launch", "logs", FINETUNED)
 OWN_FILES = ("comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp")
 
 

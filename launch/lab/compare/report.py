@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
@@ -10,6 +11,7 @@ from typing import TypeVar
 
 from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.compare.config import Comparison
+from matmix.launch.lab.compare.downstream import MEAN, Downstream, kept_downstream
 from matmix.launch.lab.compare.picture import picture
 from matmix.launch.lab.compare.results import (
     EntryResult,
@@ -87,8 +89,9 @@ def table_text(comparison: Comparison, results: Sequence[EntryResult], *, is_fir
     }
     if not accuracies:
         columns |= _language_columns(results)
+    downstream = kept_downstream(comparison.home)
+    columns |= {**_downstream_columns(results, downstream), "n": _runs}
     columns |= {
-        "n": _runs,
         "tokens/s": lambda result: "" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}",
         "peak memory (MiB)": lambda result: "" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:,.0f}",
     }
@@ -101,12 +104,16 @@ def table_text(comparison: Comparison, results: Sequence[EntryResult], *, is_fir
     if accuracies:
         chance = fmean(value for result in results for value in result.values("chance_accuracy"))
         lines.append(f"Accuracy at multiples of the training length; chance {100 * chance:.1f} %.")
+    lines += [one.words for one in downstream if one.heading in columns]
     lines += [*speeds, *words_on_differences(comparison.entries)]
     runs = [(f"{result.entry.name} seed {run.seed}", run) for result in results for run in result.runs]
     if others := [f"{title} ({run.others})" for title, run in runs if run.others]:
         lines.append(f"Left out, since trained with other settings: {', '.join(others)}.")
     if open_runs := [f"{title} ({run.state})" for title, run in runs if not (run.validation or run.others)]:
         lines.append(f"Not finished: {', '.join(open_runs)}.")
+    for one in downstream:
+        if missing := [title for title, run in runs if run.validation and one.key not in run.finetuned]:
+            lines.append(f"Not fine-tuned on {one.name}: {', '.join(missing)}.")
     return "\n".join(lines)
 
 
@@ -149,7 +156,7 @@ def table_csv(results: Sequence[Sequence[EntryResult]]) -> str:
                 row[f"{name}_mean"], row[f"{name}_deviation"] = (over.mean, over.deviation) if over else (None, None)
             row |= {"gain_over_no_mixer": gain_over_no_mixer(result, found), "n": len(result.values("loss"))}
             row |= {"tokens_per_second": result.tokens_per_second, "peak_bytes": result.peak_bytes}
-            row |= {f"{name}_seed_{run.seed}": run.validation.get(name) for name in metrics for run in result.runs}
+            row |= {f"{name}_seed_{run.seed}": run.metrics.get(name) for name in metrics for run in result.runs}
             rows.append(row)
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
@@ -195,6 +202,18 @@ def _language_columns(results: Sequence[EntryResult]) -> Columns:
     columns |= _gain_column(results)
     if "context_gain" in metrics_of(results):
         columns["context gain (nats)"] = lambda result: _mean(result, "context_gain", 3)
+    return columns
+
+
+def _downstream_columns(results: Sequence[EntryResult], downstream: Sequence[Downstream]) -> Columns:
+    """Of encoders that have been fine-tuned: their scores on each task, and the mean over several."""
+    known, columns = metrics_of(results), {}
+    for one in downstream:
+        if one.key in known:
+            digits, scale = (1, 100) if one.is_share else (one.metric.digits, 1)
+            columns[one.heading] = functools.partial(_mean, metric=one.key, digits=digits, scale=scale)
+    if MEAN in known:
+        columns["mean over tasks (%)"] = functools.partial(_mean, metric=MEAN, digits=1, scale=100)
     return columns
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from matmix.launch.lab.compare.config import Comparison, Entry
+from matmix.launch.lab.compare.downstream import Downstream, kept_downstream, scores_of
 from matmix.launch.lab.compare.speed import current_rows
 from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.many.progress import training_records
@@ -29,6 +30,13 @@ class RunResult:
     """(step, training loss) of each record; [] of a run with other settings."""
     others: str = ""
     """In which settings it differs from what is compared here."""
+    finetuned: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Its scores on tasks, by `Downstream.key`."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All that is known of it."""
+        return {**self.validation, **self.finetuned}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +49,8 @@ class EntryResult:
     peak_bytes: float | None
 
     def values(self, metric: str) -> list[float]:
-        """A validation metric of the finished runs, by seed."""
-        return [run.validation[metric] for run in self.runs if metric in run.validation]
+        """A metric of the finished runs, by seed."""
+        return [run.metrics[metric] for run in self.runs if metric in run.metrics]
 
     def mean(self, metric: str) -> float | None:
         """Its mean over seeds; None where no finished run has it."""
@@ -63,13 +71,13 @@ def collect(comparison: Comparison) -> list[EntryResult]:
     """All entries of a comparison without variants, or of one of them: the best first, those without a finished run
     last. The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss."""
     speeds = current_rows(comparison)
-    tasks = tasks_of(comparison)
+    tasks, downstream = tasks_of(comparison), kept_downstream(comparison.home)
     found = []
     for entry in comparison.entries:
         speed = speeds.get(entry.name, {})
         result = EntryResult(
             entry=entry,
-            runs=[read_run(task) for task in tasks if task.entry == entry.title],
+            runs=[read_run(task, downstream) for task in tasks if task.entry == entry.title],
             tokens_per_second=speed.get("tokens_per_second"),
             peak_bytes=speed.get("peak_bytes"),
         )
@@ -101,8 +109,8 @@ def position_metrics(results: Sequence[EntryResult]) -> dict[str, str]:
 
 
 def metrics_of(results: Sequence[EntryResult]) -> list[str]:
-    """All validation metrics of the finished runs, in the order in which they are recorded."""
-    return list(dict.fromkeys(name for result in results for run in result.runs for name in run.validation))
+    """All metrics of the finished runs, in the order in which they are recorded."""
+    return list(dict.fromkeys(name for result in results for run in result.runs for name in run.metrics))
 
 
 def gain_over_no_mixer(result: EntryResult, results: Sequence[EntryResult]) -> float | None:
@@ -120,8 +128,9 @@ def unnamed_folders(comparison: Comparison) -> list[str]:
     return sorted(str(path.relative_to(comparison.home)) for path in found)
 
 
-def read_run(task: Task) -> RunResult:
-    """A run as it stands. One with other settings has no numbers here: they belong to another comparison."""
+def read_run(task: Task, downstream: Sequence[Downstream]) -> RunResult:
+    """A run as it stands, with its scores on tasks. One with other settings has no numbers here: they belong to another
+    comparison."""
     if others := other_settings(task):
         return RunResult(seed=task.seed, state="other settings", validation={}, curve=[], others=others)
     finished = task.is_finished()
@@ -132,4 +141,5 @@ def read_run(task: Task) -> RunResult:
         state="finished" if finished else "unfinished" if begun else "missing",
         validation={} if summary is None else summary["validation"],
         curve=[(record["step"], record["loss"]) for record in training_records(task.run.path / "metrics.jsonl")],
+        finetuned=scores_of(task, downstream) if finished else {},
     )

@@ -2,10 +2,9 @@
 
 import csv
 import io
-import json
 
 import pytest
-from comparisons import ENTRIES, TINY, VARIANTS
+from comparisons import ENTRIES, TINY, VARIANTS, finish
 
 from matmix.launch.cli import main
 from matmix.launch.lab.compare import speed
@@ -31,17 +30,10 @@ def compared(tmp_path):
         for task in tasks_of(comparison):
             validation = metrics(task.entry, task.seed)
             if validation is not None:
-                _finish(task, validation)
+                finish(task, validation)
         return comparison
 
     return make
-
-
-def _finish(task, validation) -> None:
-    task.run.path.mkdir(parents=True)
-    (task.run.path / "summary.json").write_text(json.dumps({"step": task.config.last_step, "validation": validation}))
-    records = [{"kind": "train", "step": step, "loss": 5.0 - step} for step in range(1, 5)]
-    (task.run.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 LOSSES = {"attention": 2.0, "Hydra, 2 x": 1.5, "no mixer": 2.5, "convolution only": 1.75}

@@ -1,0 +1,88 @@
+"""One fine-tuning with several seeds in one command."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+from labelled import texts, write_jsonl
+from runs import run_recipe
+
+from matmix.launch.cli import main
+from matmix.launch.finetune import finetuning_config
+from matmix.train.loop import train
+
+
+@pytest.fixture(scope="module")
+def command(dataset, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seeds")
+    run_recipe("debug_hydra", dataset, folder / "encoder", "--steps", "2", "--evaluation.every", "0")
+    files = ["--data.examples.train", write_jsonl(folder / "train.jsonl", texts(21))]
+    files += ["--data.examples.validation", write_jsonl(folder / "validation.jsonl", texts(15, seed=1))]
+    fast = ["--device", "cpu", "--global-batch-size", "8", "--epochs", "2", "--logging.picture", "False"]
+    fast += ["--evaluation.every", "2", "--evaluation.best", "accuracy", "--logging.tensorboard", "False"]
+    return [str(folder / "encoder"), "sequence_classification", *files, *fast]
+
+
+def test_each_seed_is_a_run_and_together_they_are_a_table(command, tmp_path, capsys):
+    home = tmp_path / "runs"
+    words = [*command, "--run-dir", str(home)]
+    # The run of seed 0 is there already, by a command without --seeds.
+    train(finetuning_config(words[0], words[1], [*words[2:-1], str(home / "seed-0"), "--seed", "0"]))
+    weights = (home / "seed-0" / "summary.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(["finetune", *words, "--seeds", "0", "1"]) == 0
+    out = capsys.readouterr()
+    assert "1 of 2 runs are finished already" in out.out + out.err
+    assert (home / "seed-0" / "summary.json").stat().st_mtime_ns == weights
+    said = json.loads((home / "seeds.json").read_text())
+    assert said["evaluation"] == "best accuracy"
+    bests = [json.loads((home / f"seed-{seed}" / "summary.json").read_text())["best"] for seed in (0, 1)]
+    values = [best["value"] for best in bests]
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    assert said["metrics"]["accuracy"]["seeds"] == dict(zip("01", values, strict=True))
+    assert (said["metrics"]["accuracy"]["mean"], said["metrics"]["accuracy"]["deviation"]) == (mean, deviation)
+    assert f"{100 * mean:.1f} ± {100 * deviation:.1f}" in out.out
+    assert f"the best evaluation of each seed by accuracy (step {bests[0]['step']}, {bests[1]['step']})" in out.out
+
+    # The same command again trains nothing, and says the same.
+    assert main(["finetune", *words, "--seeds", "0", "1"]) == 0
+    again = capsys.readouterr()
+    assert "2 of 2 runs are finished already" in again.out + again.err
+    assert json.loads((home / "seeds.json").read_text()) == said
+
+    # Its numbers are not taken for those of other settings.
+    assert main(["finetune", *words, "--seeds", "0", "1", "--optimizer.lr", "1e-2"]) == 2
+    assert "optimizer.lr: 5e-05 there, 0.01 here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seeds", "0", "1", "0"], "--seeds: 0 is given twice"),
+        (["--seeds", "0", "-1"], "--seeds: seeds are integers >= 0, got -1"),
+        (["--seeds"], "--seeds is given without a seed"),
+        (["--parallel", "2"], "--parallel belongs to --seeds"),
+        (["--seeds", "0", "--parallel", "0"], "--parallel must lie between 1 and the"),
+        (["--seeds", "0", "--seed", "3"], "--seed and --seeds are both given"),
+        (["--seeds", "0", "--run-dir", "ENCODER"], "is a run, and not a folder for the runs of several seeds"),
+        (["--seeds", "0", "--run-dir", "FILE"], "is a file; choose another --run-dir"),
+    ],
+)
+def test_mistakes_are_one_line(command, words, message, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    names = {"ENCODER": command[0], "FILE": str(tmp_path / "file")}
+    words = [*command, "--run-dir", str(tmp_path / "runs"), *(names.get(word, word) for word in words)]
+    assert main(["finetune", *words]) == 2
+    said = capsys.readouterr().err.strip()
+    assert message in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_shows_one_plan_and_trains_nothing(command, tmp_path, capsys):
+    words = [*command, "--run-dir", str(tmp_path / "runs"), "--seeds", "0", "1", "--dry-run"]
+    assert main(["finetune", *words]) == 0
+    assert capsys.readouterr().out.count("parameters") == 1
+    assert not (tmp_path / "runs").exists()
