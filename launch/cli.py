@@ -35,6 +35,10 @@ VERBS = {
     "prepare": Branch("tokenise text into shards", "matmix.launch.prepare:Prepare"),
     "train": Branch("train a recipe, or resume it (--dry-run: show its size and cost)", "matmix.train.entry:Train"),
     "finetune": Branch("train a pretrained encoder on labelled examples", "matmix.launch.finetune:Finetune"),
+    "glue": Branch(
+        "fine-tune an encoder on the tasks of GLUE, as published, and tabulate the scores",
+        "matmix.launch.glue.command:Glue",
+    ),
     "compare": Branch(
         "train several mixers at equal parameters and tabulate them", "matmix.launch.lab.compare.command:Compare"
     ),

@@ -61,6 +61,7 @@ def test_a_wheel_holds_recipes_and_corpora(tmp_path):
     (wheel,) = tmp_path.glob("matmix-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "matmix/train/recipes/mru_shakespeare.toml" in names
+    assert "matmix/train/recipes/glue/glue_rte.toml" in names
     assert any(name.startswith("matmix/data/corpora/") and name.endswith(".xz") for name in names)
     assert not [name for name in names if name.split("/")[0] not in ("matmix",) and ".dist-info" not in name]
 

@@ -36,7 +36,7 @@ _FILLED_IN = ("data.examples.labels",)
 
 def _bundled() -> dict[str, Path]:
     folder = Path(str(resources.files("matmix.train.recipes")))
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: path for path in sorted(folder.rglob("*.toml"))}
 
 
 def bundled_recipes() -> dict[str, Path]:
@@ -57,8 +57,9 @@ def find_recipe(name_or_path: str) -> Path:
     if path.is_dir() and (path / "config.toml").is_file():
         return path / "config.toml"
     recipes = _bundled()
-    if path.stem in recipes and path.parent in (Path(), Path("train/recipes")):
-        return recipes[path.stem]
+    found = recipes.get(path.stem)  # also by the end of its path, as in train/recipes/lion.toml
+    if found and found.with_suffix("").parts[-len(path.parts) :] == path.with_suffix("").parts:
+        return found
     near = difflib.get_close_matches(path.stem, recipes, n=1)
     hint = f'did you mean "{near[0]}"?' if near else f"bundled recipes: {', '.join(recipes)}"
     raise FileNotFoundError(f"recipe not found: {name_or_path} ({hint})")

@@ -23,7 +23,10 @@ class ExamplesConfig:
     header: bool = True
     """The first line of .tsv and .csv files names the columns."""
     skip_malformed: bool = False
-    """Leave out lines of .tsv and .csv files that have another number of fields than the first one."""
+    """Leave out lines of .tsv and .csv files that have another number of fields than the first one; a warning counts
+    them."""
+    more_fields: bool = False
+    """Lines of .tsv and .csv files may have more fields than the first one; nobody reads those."""
     truncate: bool | None = None
     """Cut texts to data.seqlen tokens, the longer one of a pair first, or refuse longer ones. Left out: cut, but with
     data.packing = "rows", for models of a fixed length, refuse."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import hashlib
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import pyarrow.parquet
 from matmix.data.artifacts import errors_in_one_line, one_line, parse_json
 from matmix.data.examples.config import ExamplesConfig
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -26,6 +29,8 @@ class Rows:
     columns: Mapping[str, Sequence[Any]]
     lines: Sequence[int]
     """Number of each row in the file, from 1 on, for errors."""
+    left_out: int = 0
+    """Rows that were left out as malformed."""
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -48,7 +53,7 @@ def read_rows(path: str, config: ExamplesConfig, needed: Sequence[str], optional
     """The columns that `config.columns` gives to the names in `needed`, and to those in `optional` that the file has.
 
     Raises FileNotFoundError where there is no such file, ValueError (one line) for one that cannot be read, is empty or
-    lacks a column.
+    lacks a column. A warning says how many rows were left out as malformed, where that is allowed.
     """
     names = {role: config.columns.get(role, role) for role in (*needed, *optional)}
     for role in config.columns:
@@ -56,8 +61,17 @@ def read_rows(path: str, config: ExamplesConfig, needed: Sequence[str], optional
             raise ValueError(f"data.examples.columns names {role}, which this task does not read: {', '.join(names)}")
     if not Path(path).exists():
         raise FileNotFoundError(f"examples not found: {path}")
-    options = (tuple(names.items()), frozenset(needed), config.header, config.skip_malformed)
-    return _read(Path(path), Path(path).stat().st_mtime_ns, *options)
+    form = _Form(config.header, config.skip_malformed, config.more_fields)
+    return _read(Path(path), Path(path).stat().st_mtime_ns, tuple(names.items()), frozenset(needed), form)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What .tsv and .csv files may be like, as `ExamplesConfig` says."""
+
+    header: bool
+    skip_malformed: bool
+    more_fields: bool
 
 
 @functools.lru_cache(maxsize=8)  # training reads a file for its rows, validation for its labels
@@ -66,15 +80,14 @@ def _read(
     changed: int,
     names: tuple[tuple[str, str], ...],
     needed: frozenset[str],
-    header: bool,
-    skip_malformed: bool,
+    form: _Form,
 ) -> Rows:
     """changed: when the file was, so that a newer one is read again."""
     kind = "" if path.is_dir() else path.suffix
     if kind not in _READERS:
         known = ", ".join(filter(None, _READERS))
         raise ValueError(f"{path} is no file of examples: give {known}, or a folder with a folder for each class")
-    there, records = _READERS[kind](path, header, skip_malformed)
+    there, records = _READERS[kind](path, form)
     found = {}
     for role, name in names:
         parts = [part.strip() for part in name.split(",")]
@@ -86,8 +99,11 @@ def _read(
             raise ValueError(f'{path} has no column "{missing[0]}" (it has {has}); {hint}')
         found[role] = parts
     columns: dict[str, list[Any]] = {role: [] for role in found}
-    lines = []
+    lines, left_out = [], []
     for line, record in records:
+        if record is None:
+            left_out.append(line)
+            continue
         lines.append(line)
         for role, parts in found.items():
             values = [record.get(part) for part in parts]
@@ -96,32 +112,44 @@ def _read(
             columns[role].append(values[0] if len(parts) == 1 else values)
     if not lines:
         raise ValueError(f"{path} holds no examples")
-    return Rows(path, columns, lines)
+    if left_out:
+        _warn_once(
+            f"{path}: {len(left_out):,} of {len(lines) + len(left_out):,} rows have another number of fields than the "
+            f"first and are left out (the first of them: row {left_out[0]})"
+        )
+    return Rows(path, columns, lines, len(left_out))
 
 
-_Records = tuple[Sequence[str], Iterator[tuple[int, Mapping[str, Any]]]]
-"""Names of the columns, and number and fields of each row."""
+@functools.cache  # a file is read for several ends
+def _warn_once(words: str) -> None:
+    logger.warning(words)
 
 
-def _delimited(delimiter: str) -> Callable[[Path, bool, bool], _Records]:
+_Records = tuple[Sequence[str], Iterator[tuple[int, Mapping[str, Any] | None]]]
+"""Names of the columns, and number and fields of each row; None for one that is to be left out."""
+
+
+def _delimited(delimiter: str) -> Callable[[Path, _Form], _Records]:
     """.csv has quotes, .tsv has none: a quotation mark in it is one."""
 
-    def read(path: Path, header: bool, skip_malformed: bool) -> _Records:
+    def read(path: Path, form: _Form) -> _Records:
         csv.field_size_limit(sys.maxsize)
         quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
         lines = csv.reader(_text_lines(path), delimiter=delimiter, quoting=quoting)
         first = next(lines, None)
         if first is None:
             raise ValueError(f"{path} is empty")
-        names = first if header else [str(number) for number in range(len(first))]
+        names = first if form.header else [str(number) for number in range(len(first))]
 
-        def records() -> Iterator[tuple[int, Mapping[str, Any]]]:
-            if not header:
+        def records() -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+            if not form.header:
                 yield lines.line_num, dict(zip(names, first, strict=True))
             for fields in lines:
-                if len(fields) == len(names):
-                    yield lines.line_num, dict(zip(names, fields, strict=True))
-                elif fields and not skip_malformed:
+                if len(fields) == len(names) or (form.more_fields and len(fields) > len(names)):
+                    yield lines.line_num, dict(zip(names, fields, strict=False))
+                elif fields and form.skip_malformed:
+                    yield lines.line_num, None
+                elif fields:
                     raise ValueError(
                         f"{path}, row {lines.line_num}: {len(fields)} fields instead of {len(names)}; mend it, or set "
                         "data.examples.skip_malformed = true"
@@ -140,7 +168,7 @@ def _text_lines(path: Path) -> Iterator[str]:
             raise ValueError(f"{path} is not UTF-8 ({error})") from None
 
 
-def _jsonl(path: Path, header: bool, skip_malformed: bool) -> _Records:
+def _jsonl(path: Path, form: _Form) -> _Records:
     found = []
     for number, line in enumerate(_text_lines(path), start=1):
         if line.strip():
@@ -153,7 +181,7 @@ def _jsonl(path: Path, header: bool, skip_malformed: bool) -> _Records:
     return list(dict.fromkeys(name for _, record in found for name in record)), iter(found)
 
 
-def _parquet(path: Path, header: bool, skip_malformed: bool) -> _Records:
+def _parquet(path: Path, form: _Form) -> _Records:
     try:
         table = pyarrow.parquet.ParquetFile(path).read()
         return table.column_names, enumerate(table.to_pylist(), start=1)
@@ -161,7 +189,7 @@ def _parquet(path: Path, header: bool, skip_malformed: bool) -> _Records:
         raise ValueError(f"{path} is no parquet file, or it is damaged ({one_line(str(error).strip())})") from None
 
 
-def _folder(path: Path, header: bool, skip_malformed: bool) -> _Records:
+def _folder(path: Path, form: _Form) -> _Records:
     classes = sorted(entry for entry in path.iterdir() if entry.is_dir())
     files = [(entry.name, file) for entry in classes for file in sorted(entry.iterdir()) if file.is_file()]
     records = (
@@ -170,7 +198,7 @@ def _folder(path: Path, header: bool, skip_malformed: bool) -> _Records:
     return ("text", "label"), records
 
 
-_READERS: dict[str, Callable[[Path, bool, bool], _Records]] = {
+_READERS: dict[str, Callable[[Path, _Form], _Records]] = {
     ".tsv": _delimited("\t"),
     ".csv": _delimited(","),
     ".jsonl": _jsonl,

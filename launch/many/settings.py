@@ -53,14 +53,14 @@ def other_settings(task: Task) -> str:
     return "; ".join(texts)
 
 
-def check_directories(tasks: Sequence[Task], advice: str = "") -> None:
+def check_directories(tasks: Sequence[Task], advice: str = "", *, option: str = "--run-dir") -> None:
     """Raises ValueError (one line), before anything is trained, where a folder holds a run with other settings or
-    something that is not a run; advice: what else can be done about other settings."""
+    something that is not a run; advice: what else can be done about other settings. option: names another folder."""
     for task in tasks:
         if others := other_settings(task):
             raise ValueError(
                 f"{task.title}: {task.run.where} was trained with other settings ({others}), and runs of a table are "
-                f"trained alike; give these, or another --run-dir{advice}"
+                f"trained alike; give these, or another {option}{advice}"
             )
         try:
             task.run.check(task.config)

@@ -132,6 +132,13 @@ def test_a_missing_recipe_names_the_nearest():
         find_recipe("mru_shakespear")
 
 
+@pytest.mark.parametrize("name", ["glue_rte", "glue/glue_rte.toml", "train/recipes/glue/glue_rte.toml"])
+def test_bundled_recipes_are_found_by_name_and_by_the_end_of_their_path(name):
+    assert find_recipe(name).name == "glue_rte.toml"
+    with pytest.raises(FileNotFoundError, match="did you mean"):
+        find_recipe("other/glue_rte.toml")
+
+
 def test_differences_are_listed_by_dotted_key(recipe):
     config = load_config(recipe(""))
     other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=1.0))

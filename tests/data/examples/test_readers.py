@@ -78,8 +78,11 @@ def test_bad_files_are_refused_in_one_line(content, message, tmp_path):
 
 def test_malformed_lines_are_left_out_if_asked(tmp_path):
     path = tmp_path / "train.tsv"
-    path.write_text("text\tlabel\na\tb\na\nc\td\n")
-    assert len(read_rows(str(path), ExamplesConfig(skip_malformed=True), ("text", "label"))) == 2
+    path.write_text("text\tlabel\na\tb\na\nc\td\ne\tf\tg\n")
+    rows = read_rows(str(path), ExamplesConfig(skip_malformed=True), ("text", "label"))
+    assert (rows.columns["text"], rows.left_out) == (["a", "c"], 2)
+    rows = read_rows(str(path), ExamplesConfig(skip_malformed=True, more_fields=True), ("text", "label"))
+    assert (rows.columns["label"], rows.left_out) == (["b", "d", "f"], 1)
 
 
 def test_other_files_and_columns_are_refused(tmp_path):

@@ -1,0 +1,138 @@
+"""`matmix glue SOURCE DIR`: fine-tunes an encoder on the tasks of GLUE, and tabulates the scores."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import tyro
+
+from matmix.launch.glue.check import Found, look
+from matmix.launch.glue.plan import Plan, plan_text
+from matmix.launch.glue.results import collect
+from matmix.launch.glue.settings import Column
+from matmix.launch.glue.table import write_table
+from matmix.launch.glue.tasks import TASKS, named
+from matmix.launch.glue.training import train
+from matmix.launch.jobs.environment import cores
+from matmix.launch.many.failures import describe_failures
+from matmix.launch.many.settings import check_directories
+from matmix.train.arguments import check_overrides
+from matmix.train.config import RunConfig
+from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED, EXIT_USER
+
+_OURS = {"--seed": "--seeds", "--run-dir": "--out", "--data.examples.train": "DIR", "--data.examples.validation": "DIR"}
+"""Options of recipes that differ between runs, and which of this verb's says them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Glue:
+    """Fine-tune an encoder on the tasks of GLUE with several seeds, and tabulate the scores. The same command again
+    goes on where it was stopped.
+
+    SOURCE is a run directory or its URL, an export, or a checkpoint of the papers' code; DIR a folder with the files of
+    the public GLUE download. RTE, MRPC and STS-B begin with the weights of the run on MNLI with the same seed. Any
+    field of a recipe can be given too, as in --micro-batch-size 8, and goes to all tasks.
+    """
+
+    first: ClassVar[tuple[str, str]] = ("DIR", "SOURCE DIR [--key value ...], or --check DIR")
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")] = ""
+    """Run directory or its URL, export, or checkpoint."""
+    folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")] = ""
+    """Holds the folders CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI and RTE."""
+    check: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """Only say what is in this folder, and what is missing."""
+    settings: Column = "hydra"
+    """The published settings: hydra; bert, as for MosaicBERT; lion: hydra's with the learning rate 1e-5."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One run of each task for each of them."""
+    tasks: tuple[str, ...] = ()
+    """Only these; default: all that DIR has."""
+    parallel: int = 1
+    """Runs at a time."""
+    out: Path | None = None
+    """Folder of the runs and the table; default: runs/NAME-glue."""
+    report: bool = False
+    """Only tabulate what is there."""
+    dry_run: bool = False
+    """Show the runs and their settings; train nothing."""
+
+    @property
+    def recipe(self) -> str:
+        """The word before options of recipes."""
+        return self.check or self.folder
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Checks, trains or tabulates; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        check_overrides(self, rest, RunConfig)
+        if self.check:
+            found = look(Path(self.check))
+            print("\n".join(task.words() for task in found))
+            return EXIT_USER if any(task.problems for task in found) else EXIT_OK
+        found, plan = self._plan(list(rest))
+        runs = plan.runs()
+        if self.dry_run:
+            print(plan_text(plan, found, runs))
+            return EXIT_OK
+        notes = _notes(found)
+        if self.report:
+            print(write_table(plan, collect(plan, runs), notes))
+            return EXIT_OK
+        if not 1 <= self.parallel <= cores():
+            raise ValueError(f"--parallel must lie between 1 and the {cores()} cores here, got {self.parallel}")
+        check_directories(runs, " (--report leaves this run out)", option="--out")
+        ended = train(plan, runs, self.parallel)
+        if ended.stopped:
+            _say("Stopped; what was running is saved. The same command goes on from there.")
+            return EXIT_STOPPED
+        _say("\n" + write_table(plan, collect(plan, runs), notes))
+        if ended.failures:
+            _say("\n" + describe_failures(ended.failures))
+        return ended.code
+
+    def _plan(self, rest: list[str]) -> tuple[list[Found], Plan]:
+        """The files, and what to do with them. Raises FileNotFoundError or ValueError (one line)."""
+        for word in rest:
+            if ours := _OURS.get(word.partition("=")[0].replace("_", "-")):
+                raise ValueError(f"{word} differs between the runs: give {ours}")
+        if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
+            raise ValueError("--seeds names a seed twice" if self.seeds else "--seeds names no seed")
+        found = look(Path(self.folder), named(self.tasks) if self.tasks else list(TASKS.values()))
+        if not self.tasks:
+            found = [task for task in found if task.begun]
+        problems = [problem for task in found for problem in task.problems]
+        if problems or not found:
+            what = problems[0] if problems else f"{self.folder} has none of the folders {', '.join(TASKS)}"
+            raise ValueError(f"{what} (matmix glue --check {self.folder} lists all that is missing)")
+        name = self.source.rstrip("/").rpartition("/")[2]
+        plan = Plan(
+            source=self.source,
+            name=name,
+            folder=Path(self.folder),
+            out=self.out or Path("runs") / f"{name}-glue",
+            tasks=[task.task for task in found],
+            seeds=self.seeds,
+            settings=self.settings,
+            others=rest,
+        )
+        return found, plan
+
+
+def _notes(found: Sequence[Found]) -> list[str]:
+    """What the table says of the files."""
+    left_out = [
+        f"{count.left_out:,} rows of {task.task.name}/{name}"
+        for task in found
+        for name, count in task.counts.items()
+        if count.left_out
+    ]
+    return [f"Left out as malformed: {', '.join(left_out)}."] if left_out else []
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that was closed: the runs are saved nevertheless
+        print(text, flush=True)

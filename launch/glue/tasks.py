@@ -1,0 +1,106 @@
+"""The eight tasks of GLUE (arXiv 1804.07461, without WNLI): their files in the public download, their recipes, and what
+of each stands in the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from matmix.data.examples.config import ExamplesConfig
+from matmix.train.recipe import config_from_dict, find_recipe, read_toml
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """A number of the table."""
+
+    metric: str
+    """Its name in the records of an evaluation, such as "f1"."""
+    title: str
+    second: bool = False
+    """Found on the task's second file, after training."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GlueTask:
+    """A task. Its training examples are in train.tsv."""
+
+    name: str
+    """Also that of its folder in the download."""
+    scores: tuple[Score, ...]
+    validation: str = "dev.tsv"
+    """The file that is scored while training."""
+    second: str = ""
+    """A second one, scored after training."""
+    from_mnli: bool = False
+    """Begins with the weights of the run on MNLI with the same seed."""
+
+    @property
+    def recipe(self) -> str:
+        """The bundled recipe, with the columns of the files and the published settings."""
+        return f"glue_{self.name.lower().replace('-', '')}"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What the folder must hold. test.tsv has no labels."""
+        return tuple(filter(None, ("train.tsv", self.validation, self.second)))
+
+    def form(self) -> ExamplesConfig:
+        """What the files look like, as the recipe says."""
+        return config_from_dict(read_toml(find_recipe(self.recipe)), self.recipe).data.examples
+
+    def overrides(self, folder: Path) -> list[str]:
+        """The options of the recipe that name the files in `folder`, the whole download."""
+        own = folder / self.name
+        paths = {"train": own / "train.tsv", "validation": own / self.validation}
+        return [word for split, path in paths.items() for word in (f"--data.examples.{split}", str(path))]
+
+
+_ACCURACY = Score(metric="accuracy", title="accuracy")
+_F1 = Score(metric="f1", title="F1")
+_TASKS = (
+    GlueTask(
+        name="MNLI",
+        scores=(
+            Score(metric="accuracy", title="accuracy, matched"),
+            Score(metric="accuracy", title="accuracy, mismatched", second=True),
+        ),
+        validation="dev_matched.tsv",
+        second="dev_mismatched.tsv",
+    ),
+    GlueTask(name="QNLI", scores=(_ACCURACY,)),
+    GlueTask(name="QQP", scores=(_ACCURACY, _F1)),
+    GlueTask(name="RTE", scores=(_ACCURACY,), from_mnli=True),
+    GlueTask(name="SST-2", scores=(_ACCURACY,)),
+    GlueTask(name="MRPC", scores=(_ACCURACY, _F1), from_mnli=True),
+    GlueTask(name="CoLA", scores=(Score(metric="matthews", title="Matthews correlation"),)),
+    GlueTask(
+        name="STS-B",
+        scores=(
+            Score(metric="pearson", title="Pearson correlation"),
+            Score(metric="spearman", title="Spearman correlation"),
+        ),
+        from_mnli=True,
+    ),
+)
+TASKS = {task.name: task for task in _TASKS}
+"""By name, in the order of the papers' tables."""
+
+
+def named(names: Sequence[str]) -> list[GlueTask]:
+    """The tasks of these names, in the order of `TASKS`; case and hyphens do not count. Raises ValueError (one line)
+    for others."""
+    known = {_plain(name): name for name in TASKS}
+    for name in names:
+        if _plain(name) not in known:
+            near = difflib.get_close_matches(_plain(name), known, n=1)
+            hint = f'did you mean "{known[near[0]]}"?' if near else f"known: {', '.join(TASKS)}"
+            raise ValueError(f'--tasks: GLUE has no task "{name}" here ({hint})')
+    wanted = {known[_plain(name)] for name in names}
+    return [task for task in TASKS.values() if task.name in wanted]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "")
