@@ -10,7 +10,7 @@ from statistics import fmean
 
 from matmix.data.artifacts import read_json
 from matmix.data.storage.files import write_atomic
-from matmix.launch.examples import judge
+from matmix.launch.examples import judge, judge_of_run
 from matmix.launch.glue.control import most_frequent
 from matmix.launch.glue.plan import Plan
 from matmix.launch.glue.tasks import TASKS, GlueTask
@@ -90,7 +90,7 @@ def score_second(task: GlueTask, folder: Path, run: RunDirectory) -> None:
 
     Raises FileNotFoundError or ValueError (one line).
     """
-    judged = judge(run.path, str(folder / task.name / task.second))
+    judged = judge(judge_of_run(run.path), str(folder / task.name / task.second))
     record = {**judged.metrics(), "file": task.second, "examples": len(judged.examples)}
     write_atomic(run.path / SECOND, json.dumps(record, indent=2) + "\n")
 
