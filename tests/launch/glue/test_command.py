@@ -60,7 +60,9 @@ def test_two_tasks_and_the_second_begins_with_the_weights_of_the_first(
     assert rte["classifier.output.weight"].shape == (2, 32)
     said = capsys.readouterr().out
     accuracy = records(out / "MNLI" / "seed-5", "validation")[-1]["accuracy"]
-    mismatched = judge(judge_of_run(out / "MNLI" / "seed-5"), str(glue / "MNLI" / "dev_mismatched.tsv")).metrics()["accuracy"]
+    mismatched = judge(judge_of_run(out / "MNLI" / "seed-5"), str(glue / "MNLI" / "dev_mismatched.tsv")).metrics()[
+        "accuracy"
+    ]
     rows = list(csv.DictReader((out / "table.csv").open()))
     assert [float(row["mean"]) for row in rows[:2]] == pytest.approx([accuracy, mismatched])
     assert f"{100 * mismatched:.1f}" in said
