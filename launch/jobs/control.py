@@ -44,7 +44,9 @@ class Resubmit:
         home = find_home(self.home)
         last = last_job(home)
         if last.kind == "local":
-            return resubmit_local(home, last)
+            if local_process(last):
+                raise ValueError(f"process {last.pid} is still running this; matmix launch cancel {home} ends it")
+            return run_local(home, last)
         job = resubmit(home, last)
         print("Nothing to do: it is finished" if job is None else f"Submitted job {job.job} (launch {job.launch})")
         return 0
@@ -87,12 +89,14 @@ def cancel(home: Path, grace: float) -> bool:
 
 
 def _tell_slurm(home: Path) -> dict[str, _Stopping]:
-    found, waiting = False, {}
-    for job in read_jobs(home):
-        states = scheduler.active_states(job.job) if job.job else []
-        found = found or bool(states)
-        for state in states:
-            _mark(home, job, state.job)
+    jobs = [(job, states) for job in read_jobs(home) if job.job and (states := scheduler.active_states(job.job))]
+    if not jobs:
+        print("no job is queued or running")
+    waiting = {}
+    for job, states in jobs:
+        # Keeps the job's own script from requeueing it.
+        for number, run in enumerate(runs_of(home, job)):
+            attempts.mark_cancelled(run, f"{job.job}_{number}" if job.tasks else job.job)
         for state in states:
             if state.state == "RUNNING" and job.kind == "slurm":
                 scheduler.signal_batch(state.job, "USR2")
@@ -101,15 +105,7 @@ def _tell_slurm(home: Path) -> dict[str, _Stopping]:
             else:
                 scheduler.cancel(state.job)
                 print(f"job {state.job}: cancelled while {state.state.lower()}")
-    if not found:
-        print("no job is queued or running")
     return waiting
-
-
-def _mark(home: Path, job: Job, name: str) -> None:
-    """Keeps the job's own script from requeueing it."""
-    for number, run in enumerate(runs_of(home, job)):
-        attempts.mark_cancelled(run, f"{job.job}_{number}" if job.tasks else name)
 
 
 def _tell_process(job: Job) -> dict[str, _Stopping]:
@@ -144,10 +140,3 @@ def resubmit(home: Path, job: Job) -> Job | None:
         return None
     options = [array_option(home / "launch" / job.launch / SCRIPT, open_tasks)] if job.tasks else []
     return submit_scripts(home, job, {SCRIPT: options})
-
-
-def resubmit_local(home: Path, job: Job) -> int:
-    """Runs a local launch again; returns its exit code. Raises ValueError while it runs."""
-    if local_process(job) and job.host == socket.gethostname():
-        raise ValueError(f"process {job.pid} is still running this; matmix launch cancel {home} ends it")
-    return run_local(home, job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from matmix.launch.jobs.slurm import scheduler
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.recipe import read_toml
 from matmix.train.run.directory import RunDirectory
+from matmix.train.run.remote import local_outline
 from matmix.train.words import duration
 
 _SHOWN = 5  # attempts
@@ -101,7 +103,8 @@ def local_process(job: Job) -> psutil.Process | None:
     try:
         process = psutil.Process(job.pid)
         # A number that has gone to another process since: the launcher existed when it wrote the line.
-        return process if process.create_time() <= job.time + 1 and process.status() != psutil.STATUS_ZOMBIE else None
+        same = job.host == socket.gethostname() and process.create_time() <= job.time + 1
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except (psutil.Error, ValueError):
         return None
 
@@ -131,12 +134,7 @@ def records_folder(run: Path) -> Path:
 
     Raises FileNotFoundError or RemoteError where the URL cannot be read.
     """
-    url = read_url(run)
-    if url is None:
-        return run
-    from matmix.train.run.remote import local_outline
-
-    return local_outline(url)
+    return local_outline(read_url(run) or run)
 
 
 def _last_word(run: Path) -> str:

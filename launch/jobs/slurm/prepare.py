@@ -13,7 +13,7 @@ from pathlib import Path
 from matmix.data.prepare.parts import missing_parts
 from matmix.launch.jobs.records import Job, preparation_home
 from matmix.launch.jobs.slurm.options import SlurmOptions
-from matmix.launch.jobs.slurm.script import array_option, directives
+from matmix.launch.jobs.slurm.script import array_option
 from matmix.launch.jobs.slurm.submit import Submission, render_job, submit_scripts
 from matmix.launch.jobs.snapshot import new_launch_id
 from matmix.launch.prepare import Prepare
@@ -44,15 +44,14 @@ def plan_preparation(arguments: Sequence[str], parts: int, options: SlurmOptions
     # A task is one process; the user's template is that of runs.
     one = {"nodes": 1, "gpus_per_node": "0", "tasks_per_node": 1, "template": ""}
     own = dataclasses.replace(options, **one, job_name=name)
-    # With the dependency of the parts the merge would wait for its own kind.
-    last = dataclasses.replace(own, job_name=f"{name}-merge", dependency="")
-    lines = directives(own, home, f"1-{parts}")
-    # A merge whose parts have failed is not left in the queue.
-    merge_lines = [*directives(last, home), "--kill-on-invalid-dep=yes"]
+    # With the dependency of the parts the merge would wait for its own kind; one whose parts have failed is not left in
+    # the queue.
+    sbatch = (*own.sbatch, "kill-on-invalid-dep=yes")
+    last = dataclasses.replace(own, job_name=f"{name}-merge", dependency="", sbatch=sbatch)
     words, merge = ["prepare", *arguments], ["prepare", "--merge", "--out", config.out]
     scripts = {
-        _PARTS: render_job("prepare.sbatch", home, job, own, needed, lines, words=words, parts=parts),
-        _MERGE: render_job("prepare.sbatch", home, job, last, needed, merge_lines, words=merge, parts=0),
+        _PARTS: render_job("prepare.sbatch", home, job, own, needed, f"1-{parts}", words=words, parts=parts),
+        _MERGE: render_job("prepare.sbatch", home, job, last, needed, "", words=merge, parts=0),
     }
 
     def note_out(folder: Path) -> None:

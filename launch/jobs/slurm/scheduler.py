@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Sequence
 
 _PATIENCE = 60  # seconds: a busy controller answers late
+_ACTIVE = ("PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "REQUEUED")
 
 
 class SlurmError(OSError):
@@ -26,10 +27,6 @@ class JobState:
     nodes: str
     reason: str  # why it waits, or how it ended
     restarts: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self.state not in ("PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "REQUEUED")
 
 
 def _call(words: Sequence[str]) -> str:
@@ -87,7 +84,7 @@ def job_states(job: str) -> list[JobState]:
 
 def active_states(job: str) -> list[JobState]:
     """The states of a job, or of the tasks of an array, that are queued or running."""
-    return [state for state in job_states(job) if not state.is_over]
+    return [state for state in job_states(job) if state.state in _ACTIVE]
 
 
 def cancel(job: str) -> None:

@@ -57,14 +57,14 @@ def render_job(
     job: Job,
     options: SlurmOptions,
     needed: Iterable[str | Path],
-    lines: Sequence[str],
+    array: str,
     **own: Any,
 ) -> str:
-    """The text of a batch script. needed: folders, seen in a container; lines: those of #SBATCH; own: values of this
-    template, beside those that every template may use."""
+    """The text of a batch script. needed: folders, seen in a container; array: as in 0-7, "" = no array; own: values of
+    this template, beside those that every template may use."""
     values = {
         "title": "matmix " + " ".join(shlex.join(job.command).split()),
-        "directives": lines,
+        "directives": directives(options, home, array),
         "launch": home / "launch" / job.launch,
         "python": options.container_python if options.container else sys.executable,
         "mounts": mounts(needed, options),
@@ -107,7 +107,7 @@ def plan_configs(
         job,
         options,
         [home, *(path for config in configs for path in (config.data.path, config.data.validation_path))],
-        directives(options, home, f"0-{tasks - 1}" if is_sweep else ""),
+        f"0-{tasks - 1}" if is_sweep else "",
         run=runs[0],
         runs=runs if is_sweep else [],
         master_addr=options.master_addr,
