@@ -1,10 +1,24 @@
-"""Reads .npy files that others may have written: only the expected kind of array, mapped, never unpickled."""
+"""Arrays of one axis in .npy files, written in pieces; files that others may have written are mapped, only where they
+hold the expected kind of array, and never unpickled."""
 
 from __future__ import annotations
 
+import io
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+
+from matmix.data.storage.files import write_atomic
+
+
+def write_vector(path: Path, dtype: str, length: int, pieces: Iterable[bytes]) -> None:
+    """Writes an array of one axis from the bytes of its elements, whole or not at all."""
+    header = io.BytesIO()
+    described = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (length,)}
+    np.lib.format.write_array_header_1_0(header, described)
+    write_atomic(path, itertools.chain([header.getvalue()], pieces))
 
 
 def read_vector(path: Path, dtype: str, where: object, *, length: int | None = None) -> np.ndarray:

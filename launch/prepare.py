@@ -11,7 +11,7 @@ from tyro.constructors import StructFieldSpec
 
 from matmix.data.prepare.command import prepare, prepare_tokenizer
 from matmix.data.prepare.config import PrepareConfig
-from matmix.data.prepare.merge import MergeConfig, merge
+from matmix.data.prepare.merge import merge
 from matmix.data.prepare.upload import prepare_to_url
 from matmix.data.storage.remote import is_url
 from matmix.train.arguments import Options
@@ -93,5 +93,5 @@ class Prepare:
                 raise ValueError(f"the parts were made with options of their own, leave --{flag} out: {_MERGE_USAGE}")
         if is_url(self.out):
             raise ValueError(f"parts are joined in the folder where they were made, not at a URL such as {self.out}")
-        merge(MergeConfig(out=self.out, dry_run=self.dry_run, max_malformed=self.options["max_malformed"]))
+        merge(self.out, dry_run=self.dry_run, max_malformed=self.options["max_malformed"])
         return 0

@@ -11,7 +11,6 @@ again.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from matmix.data.cores import cores
 from matmix.data.formats import make_format
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.config import PrepareConfig
@@ -170,8 +170,7 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
 
 
 def _processes(config: PrepareConfig, input_bytes: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return config.processes or min(cores, 1 + max(0, input_bytes) // (1 << 20))
+    return config.processes or min(cores(), 1 + max(0, input_bytes) // (1 << 20))
 
 
 def _add(

@@ -43,28 +43,18 @@ logger = logging.getLogger(__name__)
 _BOM_BYTES = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MergeConfig:
-    """Join the parts of a preparation into one dataset."""
+def merge(out: str, *, dry_run: bool = False, max_malformed: float = 0.01) -> Manifest | None:
+    """Join the parts of a preparation in the folder `out` into one dataset; None for a dry run.
 
-    out: str
-    """The folder that the parts were given."""
-    dry_run: bool = False
-    """Only show the state of the parts, and check those that are finished."""
-    max_malformed: float = 0.01
-    """Share of all lines (or rows) that may be malformed."""
-
-    def __post_init__(self) -> None:
-        refuse_secrets(self.out, "prepare: out")
-
-
-def merge(config: MergeConfig) -> Manifest | None:
-    """Join the parts in `config.out`; None for a dry run.
+    Args:
+        dry_run: only show the state of the parts, and check those that are finished.
+        max_malformed: share of all lines (or rows) that may be malformed.
 
     Raises FileNotFoundError if there are no parts, and ValueError (one line) if some are missing, are not of the same
     preparation, or do not hold every record of the input exactly once; nothing is changed then.
     """
-    parts = Parts(config.out)
+    refuse_secrets(out, "prepare: out")
+    parts = Parts(out)
     if (parts.out / MANIFEST_NAME).exists():
         manifest = Manifest.load(parts.out)
         shutil.rmtree(parts.folder, ignore_errors=True)
@@ -72,7 +62,7 @@ def merge(config: MergeConfig) -> Manifest | None:
         return manifest
     facts, of = parts.facts(), len(parts.cuts()) - 1
     missing = missing_parts(parts.out, of)
-    if config.dry_run:
+    if dry_run:
         print(parts_table(parts, of, missing), flush=True)
         if missing:
             return None
@@ -86,12 +76,13 @@ def merge(config: MergeConfig) -> Manifest | None:
         tokenizer, options = parts.tokenizer(), facts["options"]
         shard_format = make_format(options, found[0].manifest.dtype)
         shards, moves = plan_moves(parts, found, shard_format)
-        bytes_of = {name: sum(p.manifest.splits[name].bytes for p in found) for name in shards}
-        splits = {name: SplitInfo.of(shards[name], bytes_of[name]) for name in shards}
+        splits = {
+            name: SplitInfo.of(shards[name], sum(part.manifest.splits[name].bytes for part in found)) for name in shards
+        }
         progress = add_up(found, sources)
-        check_malformed(progress, config.max_malformed)
+        check_malformed(progress, max_malformed)
         check_splits(splits, sources, options["validation_fraction"])
-        if config.dry_run:
+        if dry_run:
             print("all parts are finished and fit together: they can be joined", flush=True)
             return None
         logger.info(f"joining {of} parts in {parts.out}")

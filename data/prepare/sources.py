@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import gzip
 import hashlib
 import io
 import lzma
@@ -12,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import zstandard
 
 from matmix.data.corpora import bundled_path
 
@@ -23,10 +24,9 @@ SUFFIXES: dict[str, Literal["txt", "jsonl", "parquet"]] = {
     ".json": "jsonl",
     ".parquet": "parquet",
 }
-COMPRESSIONS = (".gz", ".xz", ".zst")
 _DIGESTED = 1 << 16
 _BLOCK = 1 << 20
-# At once, of compressed bytes: one of zstd makes at most 32 KiB and one of .xz some 7 KiB, so this bounds the memory.
+# At once, of compressed bytes: one of zstd makes at most 32 KiB, of .xz some 7 and of gzip 1, so this bounds the memory.
 _COMPRESSED_BLOCK = 1 << 11
 # For the window of an .xz file: those of `xz -9e` need 65 MiB.
 _XZ_MEMORY = 1 << 29
@@ -65,7 +65,7 @@ class Source:
         try:
             with open(self.path, "rb") as raw:
                 yield _decompressed(raw, self.compression, offset), raw
-        except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
             kind = self.compression.removeprefix(".")
             raise ValueError(f"{self.name} is damaged, or no {kind} file: {error}") from error
 
@@ -144,7 +144,7 @@ def _walk(folder: Path) -> list[Path]:
 def _kind_of(path: Path) -> tuple[Literal["txt", "jsonl", "parquet"], str] | None:
     """Kind and compression of a file by its name; None where it cannot be read."""
     suffix, compression = path.suffix.lower(), ""
-    if suffix in COMPRESSIONS:
+    if suffix in _DECODERS:
         compression, suffix = suffix, Path(path.stem).suffix.lower()
     kind = SUFFIXES.get(suffix)
     return None if kind is None or (kind == "parquet" and compression) else (kind, compression)
@@ -154,15 +154,7 @@ def _decompressed(raw: io.BufferedReader, compression: str, offset: int) -> io.B
     if not compression:
         raw.seek(offset)
         return raw
-    if compression == ".gz":
-        inner = gzip.GzipFile(fileobj=raw)
-    elif compression == ".xz":
-        inner = _Frames(raw, lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY), lzma.LZMAError, b"\0")
-    else:
-        import zstandard
-
-        inner = _Frames(raw, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError, b"")
-    stream = io.BufferedReader(inner, _BLOCK)
+    stream = io.BufferedReader(_Frames(raw, compression), _BLOCK)
     while offset > 0:
         skipped = len(stream.read(min(offset, _BLOCK)))
         if not skipped:
@@ -171,17 +163,22 @@ def _decompressed(raw: io.BufferedReader, compression: str, offset: int) -> io.B
     return stream
 
 
+_DECODERS: dict[str, tuple[Callable[[], Any], bytes]] = {
+    ".gz": (lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), b"\0"),
+    ".xz": (lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY), b"\0"),
+    ".zst": (lambda: zstandard.ZstdDecompressor().decompressobj(), b""),
+}
+"""Suffix -> what decompresses one frame, and the bytes that may stand between frames."""
+
+
 class _Frames(io.RawIOBase):
     """Compressed frames in a row, with a bound on the memory, which the reader of lzma lacks; one that ends early is an
     error, which the reader of zstandard lacks."""
 
-    def __init__(
-        self, raw: io.BufferedReader, decoder: Callable[[], object], error: type[Exception], padding: bytes
-    ) -> None:
-        """padding: the bytes that may stand between frames."""
-        self._raw, self._new, self._error, self._padding = raw, decoder, error, padding
-        # An empty file is an empty text of zstd, but damaged .xz.
-        self._decoder = decoder() if padding else None
+    def __init__(self, raw: io.BufferedReader, compression: str) -> None:
+        self._raw, (self._new, self._padding) = raw, _DECODERS[compression]
+        # An empty file is an empty text of gzip and zstd, but damaged .xz.
+        self._decoder = self._new() if compression == ".xz" else None
         self._input = self._output = b""
 
     def readable(self) -> bool:
@@ -199,10 +196,7 @@ class _Frames(io.RawIOBase):
                 if not self._input:
                     continue
                 self._decoder = self._new()
-            try:
-                self._output = self._decoder.decompress(self._input)
-            except self._error as error:
-                raise EOFError(str(error)) from error
+            self._output = self._decoder.decompress(self._input)
             self._input = b""
             if self._decoder.eof:
                 self._input, self._decoder = self._decoder.unused_data, None

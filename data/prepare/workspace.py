@@ -22,7 +22,7 @@ from typing import Any, Literal
 import filelock
 import numpy as np
 
-from matmix.data.arrays import read_vector
+from matmix.data.arrays import read_vector, write_vector
 from matmix.data.artifacts import one_line, parse_json
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare.config import PrepareConfig
@@ -212,9 +212,7 @@ class Workspace:
 
 def write_histogram(folder: Path, histogram: np.ndarray) -> None:
     """Write how often each token occurs in the training split, int64 (vocab_size,)."""
-    buffer = io.BytesIO()
-    np.save(buffer, histogram, allow_pickle=False)
-    write_atomic(folder / HISTOGRAM_NAME, buffer.getvalue())
+    write_vector(folder / HISTOGRAM_NAME, "int64", len(histogram), [histogram.tobytes()])
 
 
 def read_histogram(folder: Path, vocab_size: int) -> np.ndarray:

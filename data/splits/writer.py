@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from matmix.data.arrays import write_vector
 from matmix.data.formats.base import LARGEST_SHARD, Shard, ShardFormat
 from matmix.data.storage.files import write_atomic
 
@@ -27,10 +26,7 @@ def write_indices(
     directory: Path, shard_format: ShardFormat, shards: Sequence[Shard], lengths: Iterable[bytes]
 ) -> None:
     """Write lengths.npy and index.json of a split. lengths: tokens of its documents as uint32, in pieces."""
-    header = io.BytesIO()
-    described = {"descr": "<u4", "fortran_order": False, "shape": (sum(shard.documents for shard in shards),)}
-    np.lib.format.write_array_header_1_0(header, described)
-    write_atomic(directory / "lengths.npy", itertools.chain([header.getvalue()], lengths))
+    write_vector(directory / "lengths.npy", "<u4", sum(shard.documents for shard in shards), lengths)
     index = json.dumps(shard_format.index(list(shards)), sort_keys=True)
     write_atomic(directory / "index.json", index.encode())
 

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar
 
 import tyro
 
+from matmix.data.cores import cores
 from matmix.launch.glue.check import Found, look
 from matmix.launch.glue.plan import Plan, plan_text
 from matmix.launch.glue.results import collect
@@ -17,7 +18,6 @@ from matmix.launch.glue.settings import Column
 from matmix.launch.glue.table import write_table
 from matmix.launch.glue.tasks import TASKS, named
 from matmix.launch.glue.training import train
-from matmix.launch.jobs.environment import cores
 from matmix.launch.many.failures import describe_failures
 from matmix.launch.many.settings import check_directories
 from matmix.train.arguments import check_overrides

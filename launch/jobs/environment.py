@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 
+from matmix.data.cores import cores
 from matmix.train.process.caches import cache_variables
 
 _EVERYWHERE = {
@@ -22,11 +23,6 @@ _EVERYWHERE = {
     # torch's warnings on sockets that connect at a second try alarm for nothing.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_of_each(ranks: int) -> int:

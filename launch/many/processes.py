@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from matmix.launch.jobs.environment import cores, threads_of_each
+from matmix.data.cores import cores
+from matmix.launch.jobs.environment import threads_of_each
 from matmix.train.process import launcher, stop
 
 

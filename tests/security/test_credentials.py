@@ -6,7 +6,7 @@ import pytest
 
 from matmix.data.config import DataConfig
 from matmix.data.prepare.config import PrepareConfig
-from matmix.data.prepare.merge import MergeConfig
+from matmix.data.prepare.merge import merge
 from matmix.data.splits.reader import open_dataset
 from matmix.data.storage.remote import RemoteFolder
 from matmix.data.storage.urls import has_secret
@@ -52,7 +52,7 @@ def test_every_option_refuses_it_without_repeating_it(url, tmp_path):
         lambda: DataConfig(validation_path=url),
         lambda: PrepareConfig(inputs=(url,), out="x"),
         lambda: PrepareConfig(inputs=("x",), out=url),
-        lambda: MergeConfig(out=url),
+        lambda: merge(url),
         lambda: RunConfig(run_dir=url),
         lambda: open_dataset(url),
         lambda: read_toml(recipe),

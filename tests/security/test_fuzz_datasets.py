@@ -14,7 +14,7 @@ from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 
 from matmix.data.arrays import read_vector
 from matmix.data.manifest import Manifest
-from matmix.data.prepare.merge import MergeConfig, merge
+from matmix.data.prepare.merge import merge
 from matmix.data.prepare.parts import Parts, read_spans
 from matmix.data.splits.reader import open_dataset
 from matmix.data.storage import cache
@@ -135,5 +135,5 @@ def test_parts_of_a_preparation(parts, tmp_path, data):
     file.write_bytes(data.draw(mutated(raw) | mutated_json(json.loads(raw)).map(_signed)))
     works_or_is_one_line(lambda: Parts(str(out)).facts())
     works_or_is_one_line(lambda: read_spans(out / part))
-    works_or_is_one_line(lambda: merge(MergeConfig(out=str(out))))
+    works_or_is_one_line(lambda: merge(str(out)))
     assert {entry.name for entry in tmp_path.iterdir()} == {"out"}

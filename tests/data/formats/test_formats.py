@@ -17,7 +17,7 @@ from matmix.data.loading.loader import build_loader
 from matmix.data.manifest import Manifest
 from matmix.data.prepare import command
 from matmix.data.prepare.config import PrepareConfig
-from matmix.data.prepare.merge import MergeConfig, merge
+from matmix.data.prepare.merge import merge
 from matmix.data.splits.reader import open_dataset
 from matmix.data.tokenizer import Tokenizer
 
@@ -146,7 +146,7 @@ def test_stopped_and_continued_and_in_parts(tmp_path, texts, registered, monkeyp
     assert contents(tmp_path / "again") == contents(tmp_path / "out")
     for part in ("1/2", "2/2"):
         command.prepare(options(tmp_path, "parts", part=part), summary=False)
-    assert merge(MergeConfig(out=str(tmp_path / "parts"))).format == "npy"
+    assert merge(str(tmp_path / "parts")).format == "npy"
     whole, joined = (
         everything(open_dataset(str(tmp_path / name), cache_dir=str(tmp_path / "cache"))) for name in ("out", "parts")
     )

@@ -21,7 +21,7 @@ from matmix.data.prepare import cuts as prepare_cuts
 from matmix.data.prepare import merge as prepare_merge
 from matmix.data.prepare import readers
 from matmix.data.prepare.command import MalformedError, PrepareConfig, prepare, prepare_tokenizer
-from matmix.data.prepare.merge import MergeConfig, merge
+from matmix.data.prepare.merge import merge
 from matmix.data.prepare.parts import missing_parts
 from matmix.data.splits.reader import open_dataset
 
@@ -69,7 +69,7 @@ def prepare_parts(inputs, out, numbers=range(1, PARTS + 1), **changes):
 
 
 def join(out, **changes):
-    return merge(MergeConfig(**{"out": str(out), "max_malformed": 0.1, **changes}))
+    return merge(str(out), **{"max_malformed": 0.1, **changes})
 
 
 def documents(folder, split):
