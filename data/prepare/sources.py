@@ -26,7 +26,7 @@ SUFFIXES: dict[str, Literal["txt", "jsonl", "parquet"]] = {
 }
 _DIGESTED = 1 << 16
 _BLOCK = 1 << 20
-# At once, of compressed bytes: one of zstd makes at most 32 KiB, of .xz some 7 and of gzip 1, so this bounds the memory.
+# At once, of compressed bytes: one of zstd makes up to 32 KiB, of .xz some 7, of gzip 1, so this bounds the memory.
 _COMPRESSED_BLOCK = 1 << 11
 # For the window of an .xz file: those of `xz -9e` need 65 MiB.
 _XZ_MEMORY = 1 << 29

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,6 +51,13 @@ def sync_directory(directory: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def first_free(path: Path, is_taken: Callable[[Path], bool] = Path.exists, again: str = "-") -> Path:
+    """`path`, or the first of those with -2, -3 ... after its stem that is not taken. again: what comes before the
+    number."""
+    paths = itertools.chain([path], (path.with_stem(f"{path.stem}{again}{number}") for number in itertools.count(2)))
+    return next(found for found in paths if not is_taken(found))
 
 
 def set_aside(path: Path) -> Path:

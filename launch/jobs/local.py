@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from matmix.data.storage.files import first_free
 from matmix.launch.jobs import attempts, snapshot
 from matmix.launch.jobs.attempts import DEFAULT_MAX_REQUEUES
 from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_ranks
@@ -70,7 +71,7 @@ def run_local(home: Path, job: Job) -> int:
     print(f"{job.nproc} x {shlex.join(_command(folder))}", flush=True)
     # Attempts are called after the launch, with -again-2 and so on where it is run again.
     used = {attempts.job_of(attempt.attempt) for attempt in attempts.read_attempts(home)}
-    start = snapshot.first_free(job.launch, used.__contains__, "-again-")
+    start = first_free(Path(job.launch), lambda name: str(name) in used, "-again-")
     with StopRequests() as requests:
         for number in itertools.count():
             name = f"{start}.{number}"

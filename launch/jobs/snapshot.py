@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import itertools
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from matmix.data.storage.files import first_free
 from matmix.train.run.revision import git
 
 ROOMS = ("kernels", "model", "data", "train", "launch")
@@ -25,13 +25,7 @@ _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 def new_launch_id(home: Path) -> str:
     """A name for the next launch that sorts by time: 20261122-093000, with -2 and so on if that is taken."""
-    return first_free(time.strftime("%Y%m%d-%H%M%S"), lambda name: (home / "launch" / name).exists())
-
-
-def first_free(name: str, is_taken: Callable[[str], bool], again: str = "-") -> str:
-    """`name`, or the first of `name`-2, `name`-3 ... that is not taken."""
-    names = itertools.chain([name], (f"{name}{again}{number}" for number in itertools.count(2)))
-    return next(found for found in names if not is_taken(found))
+    return first_free(home / "launch" / time.strftime("%Y%m%d-%H%M%S")).name
 
 
 def take_snapshot(folder: Path) -> None:

@@ -150,11 +150,8 @@ def numerical_rank(matrix: torch.Tensor, largest: float | None = None) -> int:
 
     largest: what to take for the largest one, where rounding errors are those of a larger matrix.
     """
-    if matrix.numel() == 0:
-        return 0
-    singular = torch.linalg.svdvals(matrix)
-    scale = float(singular[0]) if largest is None else largest
-    return int((singular > torch.finfo(matrix.dtype).eps * max(matrix.shape) * scale).sum())
+    least = None if largest is None else torch.finfo(matrix.dtype).eps * max(matrix.shape) * largest
+    return int(torch.linalg.matrix_rank(matrix, atol=least))
 
 
 def as_head(matrix: torch.Tensor, name: str, skip: bool = False) -> Head:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from matmix.data.storage.files import first_free
 
 MOST_LABELS = 40
 """Axes name the tokens if there are no more than these."""
@@ -147,14 +148,9 @@ def draw_page(page: Page, path: Path) -> Path:
         _write_header(figure, page, layout)
         _write_footer(figure, page, layout)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path = _free(path, page.description)
+        path = first_free(path, lambda other: other.exists() and _description(other) != page.description)
         figure.savefig(path, format="png", metadata={"Software": "matmix", "Description": page.description})
     return path
-
-
-def _free(path: Path, description: str) -> Path:
-    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2)))
-    return next(name for name in names if not name.exists() or _description(name) == description)
 
 
 def _description(path: Path) -> str | None:
@@ -174,7 +170,9 @@ def _draw_head(axes: Any, head: Head) -> None:
     low, high, diagonal = head.colour_range()
     colours = colormaps[_SIGNED if head.signed else _POSITIVE].with_extremes(bad=_UNSEEN)
     extent = (-0.5, head.tokens - 0.5, head.tokens - 0.5, -0.5)  # whatever the size of the matrix, axes count tokens
-    axes.imshow(np.ma.array(head.matrix, mask=_unseen(head)), cmap=colours, vmin=low, vmax=high, extent=extent)
+    empty = [half for half in (head.later, head.later.T) if not head.matrix[half].any()]  # zero by its form
+    shown = np.ma.array(head.matrix, mask=np.any([np.zeros_like(head.later), *empty], axis=0))
+    axes.imshow(shown, cmap=colours, vmin=low, vmax=high, extent=extent)
     middle = head.tokens // 2 - 0.5
     for line in (axes.axvline, axes.axhline):
         line(middle, color=_INK, linewidth=0.6, alpha=0.35, dashes=(4, 4))
@@ -185,12 +183,6 @@ def _draw_head(axes: Any, head: Head) -> None:
     place = {"xy": (0, 1), "xycoords": "axes fraction", "textcoords": "offset points"}
     axes.annotate(head.name, xytext=(0, 17), fontsize=9.5, fontweight="bold", color=_INK, **place)
     axes.annotate(words, xytext=(0, 5), fontsize=8, color=_PALE, **place)
-
-
-def _unseen(head: Head) -> np.ndarray:
-    """Where M is zero by its form: all above the diagonal, or all below it."""
-    empty = [half for half in (head.later, head.later.T) if not head.matrix[half].any()]
-    return np.any([np.zeros_like(head.later), *empty], axis=0)
 
 
 def _name_axes(axes: Any, labels: list[str], named: bool, left: bool, lowest: bool) -> None:

@@ -54,8 +54,7 @@ def trained(source: str, text: str, step: int | None, max_tokens: int | None) ->
     loaded = load_source(source, step=step, device="cpu")
     step = loaded.step
     state, label = ("export", "export") if step is None else (f"step {step:,}", f"step-{step}")
-    ids, notes = _encode(loaded.model, loaded.tokenizer, loaded.special.get("mask"), text, max_tokens)
-    pieces = _pieces(loaded.tokenizer, ids)
+    ids, pieces, notes = _encode(loaded.model, loaded.tokenizer, loaded.special.get("mask"), text, max_tokens)
     return Subject(_name(source), _where(source), state, label, loaded.model, text, ids, pieces, notes)
 
 
@@ -119,8 +118,7 @@ def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[st
     model = build_model(dataclasses.replace(config.model, vocab_size=vocab_size)).eval()
     initialize(model, config.seed)
     if fast is not None:
-        ids, notes = _encode(model, fast, mask, text, max_tokens)
-        pieces = _pieces(fast, ids)
+        ids, pieces, notes = _encode(model, fast, mask, text, max_tokens)
     else:
         raw, notes = _fill(model, list(text.encode()[: _limit(model, max_tokens)]))
         ids = [byte % vocab_size for byte in raw]
@@ -163,8 +161,8 @@ def _limit(model: Backbone, max_tokens: int | None) -> int:
 
 def _encode(
     model: Backbone, tokenizer: FastTokenizer, mask: int | None, text: str, max_tokens: int | None
-) -> tuple[list[int], list[str]]:
-    """Tokens as in training, and notes about them."""
+) -> tuple[list[int], list[str], list[str]]:
+    """Tokens as in training, the text of each, and notes about them."""
     if not model.config.causal and mask is not None:
         text = text.replace(MASK, tokenizer.id_to_token(mask))
     tokenizer.no_truncation()
@@ -173,7 +171,7 @@ def _encode(
     ids, notes = _fill(model, tokenizer.encode(text).ids)
     if whole > len(ids):
         notes.insert(0, f"The first {len(ids)} of {whole} tokens.")
-    return ids, notes
+    return ids, [tokenizer.id_to_token(index) or f"<unused {index}>" for index in ids], notes
 
 
 def _fill(model: Backbone, ids: list[int]) -> tuple[list[int], list[str]]:
@@ -185,7 +183,3 @@ def _fill(model: Backbone, ids: list[int]) -> tuple[list[int], list[str]]:
         return ids, []
     note = f"The text is repeated until it fills the {length} tokens that {' and '.join(fixed)} needs."
     return (ids * -(-length // len(ids)))[:length], [note]
-
-
-def _pieces(tokenizer: FastTokenizer, ids: list[int]) -> list[str]:
-    return [tokenizer.id_to_token(index) or f"<unused {index}>" for index in ids]
