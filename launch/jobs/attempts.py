@@ -202,13 +202,7 @@ def begin(run: Path, name: str, nodes: str = "") -> None:
 
 
 def conclude(
-    run: Path,
-    name: str,
-    code: int,
-    *,
-    max_requeues: int = DEFAULT_MAX_REQUEUES,
-    signalled: bool = False,
-    ending: str = "",
+    run: Path, name: str, code: int, *, max_requeues: int, signalled: bool, ending: str
 ) -> tuple[PastAttempt, Decision]:
     """Collects how an attempt ended, decides, and writes both down.
 

@@ -120,8 +120,7 @@ class _Reader(RunSync):
 
     def forget_checkpoints(self) -> None:
         """Removes those that this process has not asked for."""
-        folder = self.folder / CHECKPOINTS
-        for path in list(folder.iterdir()) if folder.is_dir() else []:
+        for path in list((self.folder / CHECKPOINTS).glob("*")):
             if step_of(path.name) not in self.steps:
                 (path / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(path)

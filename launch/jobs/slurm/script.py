@@ -64,7 +64,7 @@ def array_option(script: Path, tasks: list[int]) -> str:
     return f"--array={','.join(map(str, tasks))}{percent}{limit}"
 
 
-def directives(options: SlurmOptions, home: Path, array: str = "") -> list[str]:
+def directives(options: SlurmOptions, home: Path, array: str) -> list[str]:
     """The #SBATCH lines, without #SBATCH. Raises ValueError for values that they cannot hold.
 
     home: holds logs/ and names the job where the options do not. array: as in 0-7, "" = no array.

@@ -107,8 +107,8 @@ class Study:
 
     def speed(self, results: Results) -> None:
         """Times of layers, measured again each time: they belong beside those of the same minutes."""
-        for name, found in speed.speed(speed.CASES).items():
-            results.measure("speed", name, lambda found=found: found, again=True)
+        for name, found in speed.speed().items():
+            results.write("speed", name, found)
 
     def report(self, results: Results) -> None:
         """Gathers what is there, writes the record and the pictures to `out` and the tables to the folder of the

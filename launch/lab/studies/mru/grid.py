@@ -24,6 +24,9 @@ T = TypeVar("T")
 
 Result = dict[str, Any]
 
+Shard = tuple[int, int]
+"""Its number, from 1, and the number of shards."""
+
 
 def slug(*parts: str) -> str:
     """A file name for what these words name together."""
@@ -44,13 +47,14 @@ class Results:
         """Where a run leaves its weights."""
         return self.folder / f"weights-{slug(key)}.pt"
 
-    def measure(self, part: str, key: str, run: Callable[[], Result], *, again: bool = False) -> Result | None:
-        """Keeps what `run` returns, and returns it; None where that is there already and not to be measured again."""
-        path = self.path(part, key)
-        if path.exists() and not again:
+    def write(self, part: str, key: str, result: Result) -> None:
+        write_atomic(self.path(part, key), json.dumps({"key": key, **result}))
+
+    def measure(self, part: str, key: str, run: Callable[[], Result]) -> Result | None:
+        """Keeps what `run` returns, and returns it; None where that is there already."""
+        if self.path(part, key).exists():
             return None
-        result = run()
-        write_atomic(path, json.dumps({"key": key, **result}))
+        self.write(part, key, result := run())
         return result
 
     def read(self, part: str) -> dict[str, Result]:
@@ -59,8 +63,8 @@ class Results:
         return {result.pop("key"): result for result in found}
 
 
-def share(items: Sequence[T], shard: tuple[int, int]) -> list[T]:
-    """The items of shard (i, n), i from 1 to n."""
+def share(items: Sequence[T], shard: Shard) -> list[T]:
+    """The items of a shard."""
     return list(items[shard[0] - 1 :: shard[1]])
 
 
@@ -79,13 +83,7 @@ def best_runs(found: Mapping[str, Result]) -> dict[tuple[str, str], Result]:
 
 
 def run_grid(
-    results: Results,
-    data: Mapping[str, str],
-    variants: Sequence[str],
-    *,
-    steps: int,
-    seeds: int = 1,
-    shard: tuple[int, int] = (1, 1),
+    results: Results, data: Mapping[str, str], variants: Sequence[str], *, steps: int, seeds: int, shard: Shard
 ) -> None:
     """Runs what is not there yet; data: name -> folder.
 

@@ -92,10 +92,10 @@ def draw_training(found: dict[str, Any]) -> Any:
         shown: list[float] = []
         for variant in (variant for variant in DRAWN if (name, variant) in best):
             run = best[name, variant]
-            values = [math.nan if value is None else value for value in run["curve"]]
+            values = run["curve"]
             steps = [min(CURVE * (place + 1), run["steps"]) for place in range(len(values))]
             one.plot(steps, values, **{**_style(variant), "label": f"{variant} ({run['rate']:g})"})
-            shown += [value for value in values[len(values) // 8 :] if math.isfinite(value)]
+            shown += [value for value in values[len(values) // 8 :] if value is not None]
         if shown:  # the first steps are alike, and far above
             one.set_ylim(min(shown) - 0.05, max(shown) + 0.05)
         one.set(title=name, xlabel="step", ylabel=f"training loss, mean of {CURVE} steps (nats per token)")
@@ -148,8 +148,7 @@ def draw_beyond(found: dict[str, Any]) -> Any:
     for variant in filter(by_variant.get, DRAWN):
         result = by_variant[variant]
         tokens = result["tokens"]
-        values = [math.nan if value is None else value for value in result["loss"]]
-        left.plot([token - BIN / 2 for token in tokens], values, **_style(variant))
+        left.plot([token - BIN / 2 for token in tokens], result["loss"], **_style(variant))
         if result["log_norm_max"]:
             right.plot(*_to_the_limit(tokens, result["log_norm_max"]), **_style(variant))
     left.set_ylabel(f"loss, mean of {BIN} tokens (nats per token)")

@@ -33,32 +33,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> mixer and its options."""
 
 BATCH, SEQLEN, WIDTH = 4, 1024, 384
+ROUNDS = 5
 
 
-def speed(cases: dict[str, tuple[str, dict[str, Any]]], rounds: int = 5) -> dict[str, dict[str, Any]]:
-    """Milliseconds of forward and backward of a layer: medians of `rounds`, in which all cases take turns."""
+def speed() -> dict[str, dict[str, Any]]:
+    """Milliseconds of forward and backward of each layer: medians of `ROUNDS`, in which all take turns."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
     x, cotangent = (torch.randn(BATCH, SEQLEN, WIDTH, generator=generator).to(device) for _ in range(2))
     x.requires_grad_()
     layers = {}
-    for name, (mixer, options) in cases.items():
+    for name, (mixer, options) in CASES.items():
         config = MIXERS[mixer].Config(**options)
         layer = MIXERS[mixer](WIDTH, config, causal=True, max_seqlen=SEQLEN, output_std=0.02)
         initialize(layer, 0)
         layers[name] = layer.to(device)
 
     clock = Clock(device)
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
-    for turn in range(rounds + 1):
+    taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in layers}
+    for turn in range(ROUNDS + 1):
         for name, layer in layers.items():
             forward, y = clock.seconds(functools.partial(layer, x))
             backward, _ = clock.seconds(functools.partial(y.backward, cotangent))
             if turn:  # the first warms up
-                taken[name].append((forward, backward))
+                taken[name].append((forward, backward, forward + backward))
     found = {}
     for name, times in taken.items():
-        parts = zip(("forward", "backward", "together"), (*zip(*times, strict=True), map(sum, times)), strict=True)
-        medians = {f"{part}_ms": round(1e3 * statistics.median(seconds), 2) for part, seconds in parts}
-        found[name] = {**medians, "device": device.type}
+        medians = [round(1e3 * statistics.median(seconds), 2) for seconds in zip(*times, strict=True)]
+        found[name] = dict(zip(("forward_ms", "backward_ms", "together_ms"), medians, strict=True), device=device.type)
     return found
