@@ -137,10 +137,11 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
     # Of a compressed file it is known only how much of the disk was read, not where on the disk a position lies.
     begin, end = (int(bytes_before[p.source]) + p.offset for p in (share.start, share.stop))
     tokens = sum(w.tokens for w in writers.values())
+    processes = config.processes or min(cores(), 1 + max(0, end - begin) // (1 << 20))
     saved, pause, hopeless = time.monotonic(), STATE_SECONDS, False
     with (
         ProgressReport(end - begin, tokens=tokens) as report,
-        closing(tokenize_in_order(chunks, _processes(config, end - begin), worker)) as results,
+        closing(tokenize_in_order(chunks, processes, worker)) as results,
     ):
         for chunk, done in results:
             _add(chunk, done, writers, histogram, progress)
@@ -167,10 +168,6 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
         write_spans(workspace.out, progress.spans)
     splits = {name: SplitInfo.of(writer.shards, writer.text_bytes) for name, writer in writers.items()}
     write_manifest(workspace.out, workspace.wanted, sources, tokenizer, shard_format, splits, progress)
-
-
-def _processes(config: PrepareConfig, input_bytes: int) -> int:
-    return config.processes or min(cores(), 1 + max(0, input_bytes) // (1 << 20))
 
 
 def _add(

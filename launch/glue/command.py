@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from matmix.data.cores import cores
 from matmix.launch.glue.check import Found, look
 from matmix.launch.glue.plan import Plan, plan_text
 from matmix.launch.glue.results import collect
@@ -19,6 +18,7 @@ from matmix.launch.glue.table import write_table
 from matmix.launch.glue.tasks import TASKS, named
 from matmix.launch.glue.training import train
 from matmix.launch.many.failures import describe_failures
+from matmix.launch.many.processes import check_parallel
 from matmix.launch.many.settings import check_directories
 from matmix.train.arguments import check_overrides
 from matmix.train.config import RunConfig
@@ -82,8 +82,7 @@ class Glue:
         if self.report:
             print(write_table(plan, collect(plan, runs), notes))
             return EXIT_OK
-        if not 1 <= self.parallel <= cores():
-            raise ValueError(f"--parallel must lie between 1 and the {cores()} cores here, got {self.parallel}")
+        check_parallel(self.parallel)
         check_directories(runs, " (--report leaves this run out)", option="--out")
         ended = train(plan, runs, self.parallel)
         if ended.stopped:

@@ -50,7 +50,8 @@ def copy_code(target: Path) -> None:
 
 def describe_revision() -> tuple[str, bytes]:
     """("matmix 0.1.0, git 1a2b... with changes", the changes as a patch); no git, no revision and no patch."""
-    version = f"matmix {_version()}"
+    installed = importlib.metadata.distributions(name="matmix")
+    version = f"matmix {next((found.version for found in installed), 'of unknown version')}"
     head = git("rev-parse", "HEAD")
     if head is None:
         return f"{version}, not from a git working copy", b""
@@ -69,10 +70,3 @@ def installed_packages() -> Sequence[str]:
         for distribution in importlib.metadata.distributions()
     }
     return [f"# Python {sys.version.split()[0]} at {sys.executable}", *sorted(found, key=str.lower)]
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("matmix")
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"

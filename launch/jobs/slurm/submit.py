@@ -21,6 +21,8 @@ from matmix.train.recipe import load_config, write_config
 from matmix.train.run.directory import RunDirectory
 
 SCRIPT = "job.sbatch"
+# What templates may use of the options.
+_OPTIONS = ("setup", "env", "runtime", "container", "gpus", "master_addr", "max_requeues")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ def render_job(
         "launch": home / "launch" / job.launch,
         "python": options.container_python if options.container else sys.executable,
         "mounts": mounts(needed, options),
-        **{name: getattr(options, name) for name in ("setup", "env", "runtime", "container", "gpus")},
+        **{name: getattr(options, name) for name in _OPTIONS},
     }
     return render(template, values | own, options.template)
 
@@ -110,9 +112,7 @@ def plan_configs(
         f"0-{tasks - 1}" if is_sweep else "",
         run=runs[0],
         runs=runs if is_sweep else [],
-        master_addr=options.master_addr,
         tasks_per_node=options.ranks_per_node,
-        max_requeues=options.max_requeues,
     )
 
     def write_configs(folder: Path) -> None:
