@@ -74,11 +74,11 @@ class Prepare:
             return 1
         return 0
 
-    def config(self) -> PrepareConfig:
-        """The preparation that is asked for. Raises ValueError (one line)."""
+    def config(self, usage: str = f"{_USAGE} [--option value ...]") -> PrepareConfig:
+        """The preparation that is asked for. Raises ValueError (one line). usage: how the command is used."""
         for what, given in (("input", self.inputs), ("output folder", self.out)):
             if not given:
-                raise ValueError(f"no {what} given: {_USAGE} [--option value ...]")
+                raise ValueError(f"no {what} given: {usage}")
         return PrepareConfig(inputs=self.inputs, out=self.out, tokenizer_only=self.tokenizer_only, **self.options)
 
     def _merge(self) -> int:

@@ -9,6 +9,7 @@ from matmix.data.examples.base import Examples
 from matmix.data.loading.examples import ExampleFacts
 from matmix.data.loading.loader import Loader
 from matmix.data.synthetic import TASKS
+from matmix.model.config import ModelConfig
 from matmix.train.config import RunConfig
 from matmix.train.plugins import find_part
 
@@ -57,15 +58,21 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
         if names := loader.facts.examples.classes.names:
             examples = dataclasses.replace(config.data.examples, labels=names)
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, examples=examples))
-    vocab_size, needed = config.model.vocab_size, loader.vocab_size
-    if vocab_size == 0:
-        vocab_size = -(-needed // 64) * 64  # matrix units like multiples of 64; the rows on top are never a target
-    elif vocab_size < needed:
+    return dataclasses.replace(config, model=with_vocabulary(config.model, loader.vocab_size))
+
+
+def with_vocabulary(model: ModelConfig, needed: int) -> ModelConfig:
+    """The config of a model for a tokenizer of so many pieces. Raises ValueError (one line) where its own vocabulary is
+    smaller."""
+    if model.vocab_size == 0:
+        # Matrix units like multiples of 64; the rows on top are never a target.
+        return dataclasses.replace(model, vocab_size=-(-needed // 64) * 64)
+    if model.vocab_size < needed:
         raise ValueError(
-            f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {needed} pieces; "
+            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {needed} pieces; "
             f"set it to at least {needed}, or to 0 to take it from the data"
         )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+    return model
 
 
 def _check_examples(config: RunConfig, examples: Examples, token_types: bool) -> None:

@@ -7,8 +7,9 @@ import shlex
 
 import tyro
 
+from matmix.launch.jobs.processes import check_counts
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
-from matmix.launch.jobs.slurm.prepare import plan_preparation
+from matmix.launch.jobs.slurm.prepare import USAGE, plan_preparation
 from matmix.launch.jobs.slurm.submit import plan_launch
 from matmix.launch.jobs.sweep import parse_sweep
 from matmix.train.arguments import Recipe, check_overrides
@@ -46,7 +47,8 @@ class Slurm:
         options = slurm_options(self.profile, self.slurm)
         if self.prepare:
             if self.parts is None:
-                raise ValueError("how many parts? matmix launch slurm --prepare --parts N INPUT ... --out DIR")
+                raise ValueError(f"how many parts? {USAGE}")
+            check_counts(self, "parts")
             plan = plan_preparation([self.recipe, *rest], self.parts, options, typed)
         else:
             if self.parts is not None:

@@ -19,6 +19,7 @@ from matmix.launch.jobs.snapshot import new_launch_id
 from matmix.launch.prepare import Prepare
 from matmix.train.arguments import read_verb
 
+USAGE = "matmix launch slurm --prepare --parts N INPUT ... --out DIR"
 _PARTS, _MERGE = "parts.sbatch", "merge.sbatch"
 
 
@@ -27,14 +28,9 @@ def plan_preparation(arguments: Sequence[str], parts: int, options: SlurmOptions
 
     arguments: of `matmix prepare`, which are checked; nothing is written. Raises ValueError (one line) for mistakes.
     """
-    if parts < 1:
-        raise ValueError(f"--parts must be at least 1, got {parts}")
     verb, unknown = read_verb(Prepare, [*arguments, "--part", f"1/{parts}"], prog="matmix prepare INPUT ... --out DIR")
     assert not unknown
-    if not verb.inputs or not verb.out:
-        what = "output folder" if verb.inputs else "input"
-        raise ValueError(f"no {what} given: matmix launch slurm --prepare --parts N INPUT ... --out DIR")
-    config = verb.config()
+    config = verb.config(USAGE)
     if "://" in config.out:
         raise ValueError(f"parts are made in a folder that all nodes share, not at a URL such as {config.out}")
     home, out = preparation_home(config.out), Path(config.out)

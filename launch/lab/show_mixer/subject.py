@@ -20,6 +20,7 @@ from matmix.model.backbone import Backbone
 from matmix.model.initialization import initialize
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
 from matmix.train.config import RunConfig
+from matmix.train.loaders import with_vocabulary
 from matmix.train.recipe import find_recipe, load_config, read_toml
 
 MOST_TOKENS = 128
@@ -111,17 +112,14 @@ def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[st
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no run at {source}, and {error}") from None
     config = load_config(source, list(overrides))
-    fast, mask, needed = _dataset_tokenizer(config) or (None, None, BYTES)
-    vocab_size = config.model.vocab_size or -(-needed // 64) * 64  # as training takes it from the data
-    if fast is not None and vocab_size < needed:
-        raise ValueError(f"model.vocab_size = {vocab_size} is smaller than the tokenizer's {needed} pieces")
-    model = build_model(dataclasses.replace(config.model, vocab_size=vocab_size)).eval()
+    fast, mask, needed = _dataset_tokenizer(config) or (None, None, config.model.vocab_size or BYTES)
+    model = build_model(with_vocabulary(config.model, needed)).eval()
     initialize(model, config.seed)
     if fast is not None:
         ids, pieces, notes = _encode(model, fast, mask, text, max_tokens)
     else:
         raw, notes = _fill(model, list(text.encode()[: _limit(model, max_tokens)]))
-        ids = [byte % vocab_size for byte in raw]
+        ids = [byte % model.config.vocab_size for byte in raw]
         pieces = [bytes([byte]).decode("ascii", errors="replace") for byte in raw]
         where = config.data.path or "the recipe's data path"
         notes = [f"Tokens are the bytes of the text, modulo the vocabulary: there is no dataset at {where}.", *notes]
