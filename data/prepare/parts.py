@@ -106,16 +106,12 @@ class Parts:
         return self.folder / _name(number, of)
 
     def begin(
-        self,
-        config: PrepareConfig,
-        wanted: dict[str, Any],
-        sources: Sequence[Source],
-        make_tokenizer: Callable[[], Tokenizer],
+        self, config: PrepareConfig, wanted: dict[str, Any], sources: Sequence[Source], make: Callable[[], Tokenizer]
     ) -> Tokenizer:
-        """The tokenizer of all parts, made now if this is the first of them.
+        """The tokenizer of all parts, made by `make` if this is the first of them.
 
         wanted: the fingerprint of the whole. Raises ValueError if OUT holds anything but parts of this preparation,
-        and what `make_tokenizer` raises; nothing is left behind then.
+        and what `make` raises; nothing is left behind then.
         """
         if not (self.folder / "options.json").exists():
             for path in self.out.iterdir() if self.out.is_dir() else ():
@@ -126,7 +122,7 @@ class Parts:
         self.folder.mkdir(parents=True, exist_ok=True)
 
         def begun() -> dict[str, Any]:
-            tokenizer = make_tokenizer()
+            tokenizer = make()
             tokenizer.save(self.folder / "tokenizer", alone=False)
             return {
                 "options": wanted,

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.config import OF_TRAINING, PrepareConfig
 from matmix.data.prepare.documents import Malformed, documents_of
 from matmix.data.prepare.readers import read_chunks
 from matmix.data.prepare.report import check_malformed, empty_sentence
@@ -40,8 +40,7 @@ def train_tokenizer(config: PrepareConfig, sources: Sequence[Source]) -> Tokeniz
         f"{'file' if len(sources) == 1 else 'files'}"
     )
     with tempfile.TemporaryDirectory() as scratch:
-        names = ("vocab_size", "model_type", "byte_fallback", "normalization", "character_coverage")
-        options = {name: getattr(config, name) for name in names}
+        options = {name: getattr(config, name) for name in OF_TRAINING}
         return train_sentencepiece(texts, Path(scratch) / "tokenizer.model", **options)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from matmix.data.arrays import read_vector, write_vector
 from matmix.data.artifacts import one_line, parse_json
 from matmix.data.manifest import MANIFEST_NAME, Manifest
-from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.config import OF_TRAINING, PrepareConfig
 from matmix.data.prepare.documents import Malformed
 from matmix.data.prepare.sources import Position, Source
 from matmix.data.splits.writer import DamagedPreparationError, SplitWriter
@@ -44,9 +44,6 @@ PART_NAME = "part.json"
 # These say how to go about it, not what comes out.
 _WITHOUT_EFFECT_ON_CONTENTS = (
     *("inputs", "out", "tokenizer", "processes", "max_line_megabytes", "max_malformed", "part", "tokenizer_only"),
-)
-_OF_TRAINED_TOKENIZERS = (
-    *("vocab_size", "model_type", "byte_fallback", "character_coverage", "normalization", "sample_megabytes"),
 )
 
 
@@ -73,7 +70,7 @@ class Progress:
 
 def fingerprint(config: PrepareConfig, sources: Sequence[Source], tokenizer_sha256: str) -> dict[str, Any]:
     """What makes two preparations the same. Input files count by name, size and digest, not by folder."""
-    left_out = (*_WITHOUT_EFFECT_ON_CONTENTS, *(_OF_TRAINED_TOKENIZERS if tokenizer_sha256 else ()))
+    left_out = (*_WITHOUT_EFFECT_ON_CONTENTS, *((*OF_TRAINING, "sample_megabytes") if tokenizer_sha256 else ()))
     wanted = {
         **{name: value for name, value in asdict(config).items() if name not in left_out},
         "tokenizer": tokenizer_sha256 or "trained",

@@ -54,13 +54,7 @@ class Submission:
 
 
 def render_job(
-    template: str,
-    home: Path,
-    job: Job,
-    options: SlurmOptions,
-    needed: Iterable[str | Path],
-    array: str,
-    **own: Any,
+    template: str, home: Path, job: Job, options: SlurmOptions, needed: Iterable[str | Path], array: str, **own: Any
 ) -> str:
     """The text of a batch script. needed: folders, seen in a container; array: as in 0-7, "" = no array; own: values of
     this template, beside those that every template may use."""
