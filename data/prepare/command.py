@@ -136,11 +136,10 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
     bytes_before = np.cumsum([0, *(s.bytes for s in sources), 0])
     # Of a compressed file it is known only how much of the disk was read, not where on the disk a position lies.
     begin, end = (int(bytes_before[p.source]) + p.offset for p in (share.start, share.stop))
-    tokens = sum(w.tokens for w in writers.values())
     processes = config.processes or min(cores(), 1 + max(0, end - begin) // (1 << 20))
     saved, pause, hopeless = time.monotonic(), STATE_SECONDS, False
     with (
-        ProgressReport(end - begin, tokens=tokens) as report,
+        ProgressReport(end - begin, tokens=sum(w.tokens for w in writers.values())) as report,
         closing(tokenize_in_order(chunks, processes, worker)) as results,
     ):
         for chunk, done in results:

@@ -58,8 +58,7 @@ def read_spans(folder: Path) -> list[list[int]]:
         if not all(len(span) == 6 and all(type(n) is int and n >= 0 for n in span) for span in spans):
             raise ValueError("its numbers are none")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = one_line(error)
-        raise ValueError(f"{folder / PART_NAME} is missing or damaged ({reason}); delete {folder}") from None
+        raise ValueError(f"{folder / PART_NAME} is missing or damaged ({one_line(error)}); delete {folder}") from None
     return spans
 
 
@@ -193,8 +192,7 @@ class Parts:
                 f"{self.out} holds no parts; make each with matmix prepare INPUT --out {self.out} --part k/n"
             ) from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = one_line(error)
             raise ValueError(
-                f"{path} is damaged ({reason}); delete {self.folder} and prepare the parts again"
+                f"{path} is damaged ({one_line(error)}); delete {self.folder} and prepare the parts again"
             ) from None
         return raw

@@ -33,8 +33,7 @@ def check_splits(
     splits: Mapping[str, SplitInfo | SplitWriter], sources: Sequence[Source], validation_fraction: float
 ) -> None:
     """Raises ValueError if a split has no documents."""
-    total = sum(split.documents for split in splits.values())
-    if not total:
+    if not (total := sum(split.documents for split in splits.values())):
         raise ValueError(empty_sentence(sources))
     for name, split in splits.items():
         if not split.documents:

@@ -129,8 +129,7 @@ def _expand(item: str) -> list[Path]:
     if not path.exists():
         if not glob.has_magic(item):
             raise FileNotFoundError(f"data path {path} does not exist")
-        candidates = sorted(Path(p) for p in glob.glob(str(path), recursive=True))
-        if not candidates:
+        if not (candidates := sorted(Path(p) for p in glob.glob(str(path), recursive=True))):
             raise FileNotFoundError(f"no file matches the pattern {item}")
     return [file for found in candidates for file in (_walk(found) if found.is_dir() else [found])]
 

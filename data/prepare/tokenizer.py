@@ -30,8 +30,7 @@ def copied_tokenizer(folder: Path) -> Tokenizer | None:
 def train_tokenizer(config: PrepareConfig, sources: Sequence[Source]) -> Tokenizer:
     """Train one on the beginning of every source. Raises ValueError if there is no text."""
     met = Progress()
-    texts = list(_sample(config, sources, met))
-    if not texts:
+    if not (texts := list(_sample(config, sources, met))):
         check_malformed(met, 0)
         raise ValueError(empty_sentence(sources))
     logger.info(

@@ -136,8 +136,7 @@ class Workspace:
                     if not path.is_file() or path.stat().st_size != shard.bytes:
                         raise ValueError(f"{path} is missing or damaged; delete {self.out} and prepare it again")
             return "finished"
-        options = self.work / "options.json"
-        if options.exists():
+        if (options := self.work / "options.json").exists():
             compare_preparations(self.out, parse_object(options.read_bytes(), options), self.wanted)
             return "unfinished"
         if (self.out / PARTS_NAME).exists():
@@ -187,8 +186,7 @@ class Workspace:
 
     def restore(self, writers: dict[str, SplitWriter], histogram: np.ndarray, start: Position) -> Progress:
         """Bring writers and histogram (in place) to the last state; if there is none, work begins at `start`."""
-        path = self.work / "state.npz"
-        if not path.exists():
+        if not (path := self.work / "state.npz").exists():
             return Progress(position=start)
         try:
             with np.load(path, allow_pickle=False) as arrays:

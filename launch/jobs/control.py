@@ -54,8 +54,7 @@ class Resubmit:
 
 def last_job(home: Path) -> Job:
     """Raises ValueError where nothing was submitted."""
-    jobs = read_jobs(home)
-    if not jobs:
+    if not (jobs := read_jobs(home)):
         raise ValueError(f"nothing was submitted from {home}")
     return jobs[-1]
 
@@ -111,8 +110,7 @@ def _tell_slurm(home: Path) -> dict[str, _Stopping]:
 def _tell_process(job: Job) -> dict[str, _Stopping]:
     if job.host != socket.gethostname():
         raise ValueError(f"this run was started on {job.host}: cancel it there")
-    process = local_process(job)
-    if process is None:
+    if (process := local_process(job)) is None:
         print("it is not running")
         return {}
     process.send_signal(signal.SIGTERM)

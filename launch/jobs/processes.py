@@ -101,9 +101,8 @@ def _ranks(agent: int) -> Iterator[psutil.Process]:
 
 def environment_for(nproc: int, attempt: str) -> dict[str, str]:
     """This process's environment with what the ranks need."""
-    # torchrun would set the number of threads to 1, with a warning.
-    threads = {"OMP_NUM_THREADS": str(threads_of_each(nproc))}
-    return {**threads, **os.environ, "MATMIX_ATTEMPT": attempt, "PYTHONSAFEPATH": "1"}
+    threads = str(threads_of_each(nproc))  # torchrun would set their number to 1, with a warning
+    return {"OMP_NUM_THREADS": threads, **os.environ, "MATMIX_ATTEMPT": attempt, "PYTHONSAFEPATH": "1"}
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:

@@ -67,8 +67,7 @@ def runs_of(home: Path, job: Job) -> list[Path]:
     """The run directories of a launch: `home` itself, or those of a sweep in the order of its tasks."""
     if job.kind == "prepare" or not job.tasks:
         return [home]
-    tasks = home / "launch" / job.launch / "tasks"
-    folders = sorted(tasks.iterdir(), key=lambda folder: int(folder.name))
+    folders = sorted((home / "launch" / job.launch / "tasks").iterdir(), key=lambda folder: int(folder.name))
     return [run_folder(home, read_toml(folder / "config.toml")["run_dir"]) for folder in folders]
 
 
@@ -83,8 +82,7 @@ def job_lines(job: Job) -> list[str]:
     if job.kind == "local":
         state = "running" if local_process(job) else "ended"
         return [f"local        {state}, started {started} on {job.host}, launch {job.launch}"]
-    states = scheduler.job_states(job.job)
-    if not states:
+    if not (states := scheduler.job_states(job.job)):
         return [f"job {job.job:<8} ended (Slurm no longer knows it), submitted {started}, launch {job.launch}"]
     lines = []
     for state in states:

@@ -71,8 +71,7 @@ def _read_rows(path: Path) -> list[tuple[str, dict[str, str]]]:
         raise ValueError(f"{path}: a sweep is a list of tables [[run]] and nothing else")
     found = []
     for row in rows:
-        name = row.pop("name", "")
-        if not isinstance(name, str):
+        if not isinstance(name := row.pop("name", ""), str):
             raise ValueError(f"{path}: name should be a string, got {name!r}")
         found.append((name, _flatten(row)))
     return found
@@ -92,7 +91,8 @@ def _point(name: str, overrides: dict[str, str], swept: dict[str, str]) -> Point
     """name: given in the file, to which the values of `swept` are added; "" = all of `overrides`."""
     parts = [name, _readable(swept)] if name else [_readable(overrides)]
     flat = [word for key, value in overrides.items() for word in (f"--{key}", *value.split(" "))]
-    return Point(_as_file_name(",".join(part for part in parts if part)) or "run", tuple(flat))
+    named = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", ",".join(filter(None, parts))).strip("-.")[:200]
+    return Point(named or "run", tuple(flat))
 
 
 def _readable(overrides: dict[str, str]) -> str:
@@ -104,7 +104,3 @@ def _readable(overrides: dict[str, str]) -> str:
         alone = (short for short in endings if sum(f".{other}".endswith(f".{short}") for other in overrides) == 1)
         names[key] = next(alone, key)
     return ",".join(f"{names[key]}={value}" for key, value in overrides.items())
-
-
-def _as_file_name(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._=,+-]+", "-", text).strip("-.")[:200]

@@ -148,8 +148,7 @@ def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = 
         raise ValueError(f"{reader.url} has no checkpoint of step {step}; there are: {there}")
     wanted = [step] if step is not None else list(reversed(steps))
     for candidate in wanted:
-        problem = reader.pull(candidate, weights_only=weights_only)
-        if problem is None:
+        if (problem := reader.pull(candidate, weights_only=weights_only)) is None:
             reader.steps.add(candidate)
             reader.forget_checkpoints()
             return reader.folder, reader.path(candidate)

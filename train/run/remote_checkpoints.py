@@ -71,13 +71,11 @@ class RemoteCheckpoints(CheckpointManager):
     def _steps_to_try(self) -> list[int]:
         """Those at the URL. A checkpoint that the last start wrote but could not upload is uploaded first."""
         steps = agree(self.sync.remote_steps, here=self._is_first)[0]
-        unsent = self._find_unsent(max(steps, default=-1))
-        if unsent is not None:
+        if (unsent := self._find_unsent(max(steps, default=-1))) is not None:
             try:
                 self._publish(unsent, None)
             except OSError as error:
-                problem = complaint(error)
-                logger.warning(f"the checkpoint of step {unsent} still cannot be uploaded ({problem})")
+                logger.warning(f"the checkpoint of step {unsent} still cannot be uploaded ({complaint(error)})")
             else:
                 steps = sorted({*steps, unsent})
                 logger.info(f"uploaded the checkpoint of step {unsent}, which the last start of this run could not")
@@ -87,8 +85,7 @@ class RemoteCheckpoints(CheckpointManager):
     def _find_problem(self, step: int, weights_only: bool) -> str | None:
         """Fetches the checkpoint to every node; what is wrong with it on any of them."""
         problems = agree(lambda: self.sync.pull(step, weights_only=weights_only), here=self._folder().leads)
-        problem = next(filter(None, problems), None)
-        if problem is not None:
+        if problem := next(filter(None, problems), None):
             self._uploaded.remove(step)
         return problem
 

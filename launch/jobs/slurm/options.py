@@ -200,8 +200,7 @@ def profiles_path() -> Path:
     """Where profiles are looked for; the file need not exist."""
     if named := os.environ.get("MATMIX_CLUSTERS"):
         return Path(named)
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(base) / "matmix" / "clusters.toml"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "matmix" / "clusters.toml"
 
 
 def load_profile(name: str | None) -> dict[str, Any]:

@@ -73,8 +73,7 @@ def job_states(job: str) -> list[JobState]:
         raise
     found = []
     for line in lines:
-        words = line.strip().split("|", 6)
-        if len(words) < 7:
+        if len(words := line.strip().split("|", 6)) < 7:
             raise SlurmError(f"squeue answered {line!r} about job {job}")
         state = JobState(*("" if word in _NOT_KNOWN else word for word in words))
         restarted = int(restarts.get(state.job, "0"))

@@ -71,8 +71,7 @@ class ShowMixer:
         folder = Path("pictures", subject.name) if self.out is None else Path(self.out)
         fixed, length = subject.model.config.fixed_length_mixers(), subject.model.config.max_seqlen
         if self.max_tokens not in (None, length) and fixed:
-            names = " and ".join(fixed)
-            print(f"--max-tokens {self.max_tokens} does not apply: {names} takes exactly {length} tokens")
+            print(f"--max-tokens {self.max_tokens} does not apply: {' and '.join(fixed)} takes exactly {length} tokens")
         paths = []
         for layer, matrices in mixer_matrices(subject.model, subject.ids, chosen):
             page, words = _page(subject, layer, matrices, self.max_heads)
@@ -112,8 +111,7 @@ class ShowMixer:
 def _check_layers(subject: Subject, layers: Sequence[int] | None) -> list[int]:
     """The layers to draw, ascending. Raises ValueError for those that are not there or hold no mixer."""
     blocks = subject.model.blocks
-    mixing = [index for index, block in enumerate(blocks) if block.mixer is not None]
-    if not mixing:
+    if not (mixing := [index for index, block in enumerate(blocks) if block.mixer is not None]):
         raise ValueError(f"{subject.name} has no mixer in any layer")
     for layer in mixing if layers is None else layers:
         if not 0 <= layer < len(blocks):

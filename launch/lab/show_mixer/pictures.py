@@ -173,9 +173,8 @@ def _draw_head(axes: Any, head: Head) -> None:
     empty = [half for half in (head.later, head.later.T) if not head.matrix[half].any()]  # zero by its form
     shown = np.ma.array(head.matrix, mask=np.any([np.zeros_like(head.later), *empty], axis=0))
     axes.imshow(shown, cmap=colours, vmin=low, vmax=high, extent=extent)
-    middle = head.tokens // 2 - 0.5
     for line in (axes.axvline, axes.axhline):
-        line(middle, color=_INK, linewidth=0.6, alpha=0.35, dashes=(4, 4))
+        line(head.tokens // 2 - 0.5, color=_INK, linewidth=0.6, alpha=0.35, dashes=(4, 4))
     span = f"±{high:.2g}" if head.signed else f"{low:.3g} to {high:.3g}"
     words = f"rank {head.rank}{' + I' if head.skip else ''}   blocks {head.below} / {head.above}   {span}"
     if diagonal > 1.05 * high:

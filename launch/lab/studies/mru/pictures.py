@@ -60,8 +60,7 @@ def _style(variant: str) -> dict[str, Any]:
 def draw_losses(found: dict[str, Any]) -> Any:
     """Every seed of every variant at its best rate, a panel for each dataset; variants as the first one ranks them."""
     names, best = datasets(found), best_runs(found[PART])
-    order = ranked(found, names[0])
-    order += [variant for name in names[1:] for variant in ranked(found, name) if variant not in order]
+    order = list(dict.fromkeys(variant for name in names for variant in ranked(found, name)))
     figure, (axes,) = panels((11, 1.6 + 0.24 * len(order)), 1, len(names), sharey=True)
     for one, name in zip(axes, names, strict=True):
         for place, variant in enumerate(order):

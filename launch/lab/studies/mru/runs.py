@@ -80,10 +80,9 @@ def run(config: RunConfig, weights: Path | None = None) -> dict[str, Any]:
             model = model_config_to_dict(trainer.config.model)
             sha256 = trainer.loader.tokenizer.sha256
             torch.save({"model": model, "state": trainer.engine.module.state_dict(), "tokenizer": sha256}, weights)
-        single = ("loss", "context_gain", "mixing_gain", "bits_per_byte")
         positions = {name.removeprefix(PREFIX): finite(metrics[name]) for name in metrics if name.startswith(PREFIX)}
         return {
-            **{name: finite(metrics.get(name)) for name in single},
+            **{name: finite(metrics.get(name)) for name in ("loss", "context_gain", "mixing_gain", "bits_per_byte")},
             "position_loss": positions,
             "parameters": count_parameters(trainer.config.model),
             "steps": config.steps,

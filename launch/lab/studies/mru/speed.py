@@ -44,8 +44,8 @@ def speed() -> dict[str, dict[str, Any]]:
     x.requires_grad_()
     layers = {}
     for name, (mixer, options) in CASES.items():
-        config = MIXERS[mixer].Config(**options)
-        layer = MIXERS[mixer](WIDTH, config, causal=True, max_seqlen=SEQLEN, output_std=0.02)
+        kind = MIXERS[mixer]
+        layer = kind(WIDTH, kind.Config(**options), causal=True, max_seqlen=SEQLEN, output_std=0.02)
         initialize(layer, 0)
         layers[name] = layer.to(device)
 
