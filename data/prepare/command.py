@@ -144,10 +144,8 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
     ):
         for chunk, done in results:
             _add(chunk, done, writers, histogram, progress)
-            report.update(
-                int(bytes_before[chunk.start.source]) + chunk.disk_bytes - begin,
-                sum(w.tokens for w in writers.values()),
-            )
+            read = int(bytes_before[chunk.start.source]) + chunk.disk_bytes - begin
+            report.update(read, sum(w.tokens for w in writers.values()))
             if hopeless := progress.malformed == progress.records >= HOPELESS_RECORDS:
                 break
             if (now := time.monotonic()) - saved >= pause:

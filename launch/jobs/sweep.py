@@ -41,11 +41,7 @@ def parse_sweep(axes: Sequence[str], file: str | None = None) -> list[Point]:
     combinations = [dict(zip(keys, choice, strict=True)) for choice in itertools.product(*(v for _, v in values))]
     if not rows and not axes:
         return []
-    points = [
-        _point(name, {**row, **combination}, combination)
-        for name, row in rows or [("", {})]
-        for combination in combinations
-    ]
+    points = [_point(name, {**row, **swept}, swept) for name, row in rows or [("", {})] for swept in combinations]
     names = [point.name for point in points]
     if doubled := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f'--sweep: two runs would share the directory "{doubled}"; give them a name in the file')
