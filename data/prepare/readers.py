@@ -79,14 +79,9 @@ def _read_parquet(source: Source, options: ReadOptions, start: Position, limit: 
                 end = batch.num_rows if limit is None else min(batch.num_rows, limit - row)
                 row += skip
                 for values in _portions(batch.column(0)[skip:end], source, options, row):
-                    begin, row = row, row + len(values)
-                    yield Chunk(
-                        source,
-                        replace(start, offset=begin, line=begin + 1),
-                        replace(start, offset=row, line=row + 1),
-                        source.bytes * row // max(1, file.metadata.num_rows),
-                        values,
-                    )
+                    begin, after = (replace(start, offset=at, line=at + 1) for at in (row, row + len(values)))
+                    row = after.offset
+                    yield Chunk(source, begin, after, source.bytes * row // max(1, file.metadata.num_rows), values)
                 if row == limit:
                     return
 

@@ -12,8 +12,9 @@ import os
 import sys
 
 from matmix.launch.jobs.processes import say_failure
+from matmix.train.errors import RunFailure
 from matmix.train.process import launcher
-from matmix.train.process.console import begin_process, guarded
+from matmix.train.process.console import begin_process, guarded, report
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK
 from matmix.train.process.ranks import SECRET_VARIABLE
 from matmix.train.process.temporary import use_own_folder
@@ -51,12 +52,8 @@ def main() -> int:
     except (RendezvousError, DistError) as error:
         reason = "not all came in time" if isinstance(error, RendezvousTimeoutError) else " ".join(str(error).split())
         where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
-        print(
-            f"matmix: error: the {options.nnodes} nodes did not meet at {where}: {reason}; is the same command running "
-            f"on every node, and can each reach that address?",
-            file=sys.stderr,
-            flush=True,
-        )
+        check = "is the same command running on every node, and can each reach that address?"
+        report(RunFailure(f"the {options.nnodes} nodes did not meet at {where}: {reason}; {check}"), every_rank=True)
         return EXIT_FAILED
     return 0
 

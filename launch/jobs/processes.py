@@ -211,10 +211,8 @@ def _tell_ranks(ranks: Iterable[psutil.Process | subprocess.Popen], requests: St
 
 def _end_marked(mark: str) -> None:
     """Kills what bears this mark: an agent or a rank that was killed leaves what it has started."""
-    left = []
-    for process in psutil.process_iter():
+    left = [found for found in psutil.process_iter(["environ"]) if (found.info["environ"] or {}).get(MARK) == mark]
+    for process in left:
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark:
-                left.append(process)
-                process.kill()
+            process.kill()
     psutil.wait_procs(left, timeout=10)

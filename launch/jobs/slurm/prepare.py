@@ -38,8 +38,7 @@ def plan_preparation(arguments: Sequence[str], parts: int, options: SlurmOptions
     needed = [out.parent, *map(_folder_of, config.inputs)]
     name = options.job_name or f"prepare-{out.name}"
     # A task is one process; the user's template is that of runs.
-    one = {"nodes": 1, "gpus_per_node": "0", "tasks_per_node": 1, "template": ""}
-    own = dataclasses.replace(options, **one, job_name=name)
+    own = dataclasses.replace(options, nodes=1, gpus_per_node="0", tasks_per_node=1, template="", job_name=name)
     # With the dependency of the parts the merge would wait for its own kind; one whose parts have failed is not left in
     # the queue.
     sbatch = (*own.sbatch, "kill-on-invalid-dep=yes")

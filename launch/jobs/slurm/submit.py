@@ -94,26 +94,18 @@ def plan_configs(
     """`plan_launch` of configs that are complete: one run, or the tasks of an array, whose run directories lie below
     `home`."""
     configs = [checked(config, options.nodes * options.ranks_per_node) for config in configs]
-    runs = [run_folder(home, config.run_dir) for config in configs] if is_sweep else [home]
-    tasks = len(configs) if is_sweep else 0
-    job = Job(kind="slurm", launch=new_launch_id(home), command=list(command), tasks=tasks)
-    script = render_job(
-        "train.sbatch",
-        home,
-        job,
-        options,
-        [home, *(path for config in configs for path in (config.data.path, config.data.validation_path))],
-        f"0-{tasks - 1}" if is_sweep else "",
-        run=runs[0],
-        runs=runs if is_sweep else [],
-        tasks_per_node=options.ranks_per_node,
-    )
+    runs = [run_folder(home, config.run_dir) for config in configs] if is_sweep else []
+    job = Job(kind="slurm", launch=new_launch_id(home), command=list(command), tasks=len(runs))
+    needed = [home, *(path for config in configs for path in (config.data.path, config.data.validation_path))]
+    array = f"0-{len(runs) - 1}" if runs else ""
+    own = {"run": home, "runs": runs, "tasks_per_node": options.ranks_per_node}
+    script = render_job("train.sbatch", home, job, options, needed, array, **own)
 
     def write_configs(folder: Path) -> None:
         write_config(configs[0], folder / "config.toml")
-        for number, (run, config) in enumerate(zip(runs, configs, strict=True)):
+        for number, (run, config) in enumerate(zip(runs or [home], configs, strict=True)):
             note_url(run, config.run_dir)
-            if is_sweep:
+            if runs:
                 task = folder / "tasks" / str(number)
                 task.mkdir(parents=True)
                 write_config(config, task / "config.toml")
@@ -132,7 +124,7 @@ def checked(config: RunConfig, ranks: int) -> RunConfig:
         return config
     config = dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))
     run = RunDirectory(config.run_dir)
-    if (Path(config.run_dir) / "config.toml").is_file():
+    if run.config_path.is_file():
         # Where it is 0, the run has taken it from its data.
         vocab_size = config.model.vocab_size or run.read_config().model.vocab_size
         run.check(dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size)))

@@ -53,8 +53,7 @@ class Subject:
 def trained(source: str, text: str, step: int | None, max_tokens: int | None) -> Subject:
     """The model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
     loaded = load_source(source, step=step, device="cpu")
-    step = loaded.step
-    state, label = ("export", "export") if step is None else (f"step {step:,}", f"step-{step}")
+    state, label = ("export", "export") if loaded.step is None else (f"step {loaded.step:,}", f"step-{loaded.step}")
     ids, pieces, notes = _encode(loaded.model, loaded.tokenizer, loaded.special.get("mask"), text, max_tokens)
     return Subject(_name(source), _where(source), state, label, loaded.model, text, ids, pieces, notes)
 

@@ -16,10 +16,8 @@ from matmix.launch.many.spread import spread
 def tables(found: dict[str, Any]) -> str:
     """All tables for which there are results. found: part -> results by key."""
     texts = [f"**{data}**\n\n{table_of_grid(found, data)}" for data in datasets(found)]
-    if found["growth"]:
-        texts.append(f"**Growth**\n\n{table_of_growth(found)}")
-    if found["speed"]:
-        texts.append(f"**Speed**\n\n{table_of_speed(found)}")
+    parts = {"Growth": table_of_growth, "Speed": table_of_speed}
+    texts += [f"**{part}**\n\n{make(found)}" for part, make in parts.items() if found[part.lower()]]
     return "\n\n".join(texts)
 
 
