@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from labelled import texts, write_jsonl
+from paths import ROOT
 from runs import losses, records, run_recipe, weights
 
 from matmix.launch.cli import main
-from matmix.launch.finetune import finetuning_config
+from matmix.launch.finetune import finetuning_config, planned_config
+from matmix.train.recipe import load_config
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,16 @@ def test_from_scratch_takes_the_model_and_no_weights(command, tmp_path):
     assert config.run_dir == "runs/encoder-sequence_classification-from-scratch"
     assert main(["finetune", *command, "--from-scratch", "--run-dir", str(tmp_path / "run"), "--stop-step", "1"]) == 0
     assert "weights from" not in (tmp_path / "run" / "messages.log").read_text()
+
+
+@pytest.mark.parametrize("task", sorted(path.stem for path in (ROOT / "train/recipes/finetuning").glob("*.toml")))
+def test_bundled_recipes_fit_an_encoder(task):
+    """Found by name; their model is that of the source but for the head."""
+    encoder = load_config("hydra_base_c4").model
+    config = planned_config(task, encoder, "an encoder")
+    assert config.model.architecture == config.task().architectures[0]
+    assert (config.model.d_model, config.model.layers) == (encoder.d_model, encoder.layers)
+    assert task in config.data.examples.train
 
 
 @pytest.mark.parametrize(
