@@ -53,6 +53,7 @@ def files_of(ranks: int) -> list[str]:
     return sorted(f"{kind}__{rank}_0.distcp" for kind in ("", "moments") for rank in range(ranks))
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_it_is_written(tmp_path):
     names = list(scenarios.ENGINES)
     ranks = run_distributed(saving_scenarios.in_background_all, 2, arguments=(names, str(tmp_path)), timeout=300)

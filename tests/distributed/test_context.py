@@ -17,6 +17,7 @@ OPTIONS += ["--evaluation.every", "2", "--evaluation.batches", "0"]
 OPTIONS += ["--evaluation.ablation-batches", "99", "--logging.progress", "False"]
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_what_one_does(dataset, tmp_path):
     def run(recipe, name, *options):
         return recipe, ["--data.path", dataset, "--run-dir", str(tmp_path / f"{recipe}-{name}"), *OPTIONS, *options]

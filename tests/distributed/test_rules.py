@@ -97,6 +97,7 @@ def test_four_ranks_and_hybrid_sharding(reference):
             assert_same(run, reference)
 
 
+@pytest.mark.slow
 def test_bad_steps_leave_no_trace(on_two_ranks):
     for rank in on_two_ranks[0]:
         for name, (clean, history) in rank["poisoned"].items():

@@ -54,6 +54,7 @@ def _kill_in_phases(run: Run, phases, **more: bool) -> None:
     run.finish()
 
 
+@pytest.mark.slow
 def test_the_launcher_is_killed(make_run, two_ranks):
     """The ranks see that they are alone, save and stop; the next start goes on from there."""
     run = make_run(ranks=2)

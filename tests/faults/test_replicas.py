@@ -22,6 +22,7 @@ def test_a_nan_on_one_rank_after_the_reduction_skips_the_step_on_all(make_run):
     assert losses == [record["loss"] for record in expected.records() if record["step"] != 7]
 
 
+@pytest.mark.slow
 def test_a_changed_weight_stops_the_run_and_the_next_start_goes_on(make_run, two_copies):
     run = make_run(*DDP, "--faults.replica-check-every", "3", ranks=2)
     attempt = run.start(faults=[{"kind": "flip_a_bit", "step": 13, "rank": 1}])

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from fault_harness import assert_same
 
 # Step 18 of a run that nothing happened to reads the samples 68 to 71.
@@ -9,6 +10,7 @@ _SPIKE = {"kind": "high_loss", "first": 68, "last": 71, "factor": 10.0}
 _GUARD = ("--faults.spike-factor", "3", "--faults.spike-window", "8")
 
 
+@pytest.mark.slow
 def test_a_spike_is_left_out_and_kills_change_nothing(make_run, two_ranks):
     alone = make_run(*_GUARD, ranks=2)
     attempt = alone.finish(faults=[_SPIKE])

@@ -63,6 +63,7 @@ def test_while_the_parts_of_the_run_are_made(make_run, one_rank):
     assert_same(run, one_rank)
 
 
+@pytest.mark.slow
 def test_in_the_first_step(make_run, one_rank):
     run = make_run()
     stop_at(run, {"kind": "pause_in", "function": f"{TASK}:TokenPrediction.loss"})

@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -187,6 +188,18 @@ class Cluster:
             except psutil.Error:
                 continue  # gone in the meantime
         return found
+
+    def hears(self, job: str, number: signal.Signals) -> bool:
+        """Whether the batch script of a job has come as far as to catch this signal, which would kill it before.
+
+        Slurm says that a job runs before its script has done anything.
+        """
+        for process in self.find_processes(job, "slurm_script"):
+            with contextlib.suppress(OSError):  # gone in the meantime
+                status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii", errors="replace")
+                if int(re.search(r"^SigCgt:\s*(\w+)$", status, re.M)[1], 16) >> (number - 1) & 1:
+                    return True
+        return False
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
         """The steps (slurmstepd) and tasks on one node or on all; without the daemons."""

@@ -62,6 +62,7 @@ def swept(stage):
         stage.cluster.wait_for_end(task)
 
 
+@pytest.mark.slow
 @tells(swept)
 def test_an_array_of_runs_of_which_one_is_interrupted(told, alone):
     sweep, points, tasks = told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from cluster import wait_until
 from slurm_runs import STEPS, assert_undisturbed
@@ -55,7 +57,7 @@ def signalled_early(stage):
     cluster = stage.cluster
     run = stage.run("signalled-early").submit(stage.dataset)
     yield run
-    cluster.wait_for(run.job, "RUNNING")
+    wait_until(lambda: cluster.hears(run.job, signal.SIGUSR2), "the batch script", poll=0.02)
     cluster.run("scancel", "--batch", "--signal=USR2", run.job)
     cluster.wait_for(run.job, "RUNNING", restarts=1)
     wait_until(lambda: cluster.find_processes(run.job, "matmix.launch.jobs.rank"), "the rank's process", poll=0.5)
@@ -63,6 +65,7 @@ def signalled_early(stage):
     cluster.wait_for_end(run.job)
 
 
+@pytest.mark.slow
 @tells(signalled_early)
 def test_usr2_before_the_first_step_requeues_as_well(told, alone):
     info = told.cluster.info(told.job)
@@ -82,6 +85,7 @@ def requeued(stage):
     stage.cluster.wait_for_end(run.job)
 
 
+@pytest.mark.slow
 @tells(requeued)
 def test_requeue_from_outside_resumes(told, alone):
     info = told.cluster.info(told.job)
@@ -103,6 +107,7 @@ def moved(stage):
         cluster.resume(broken)
 
 
+@pytest.mark.slow
 @tells(moved)
 def test_a_node_that_is_set_down_moves_the_job_to_others(told, alone):
     first, _, third = told.cluster.nodes["shaky"]

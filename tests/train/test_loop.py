@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nightly import each_value_once, nightly
 from runs import losses, records, run_recipe, weights
 
 from matmix.train import loop
@@ -38,8 +39,7 @@ def test_a_run_learns_and_leaves_everything_behind(recipe, dataset, tmp_path):
     assert ("masked_accuracy" if recipe == "debug_hydra" else "bits_per_byte") in validation[-1]
 
 
-@pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize(("recipe", "workers"), each_value_once(["debug_mru", "debug_hydra"], ["0", "2"]))
 def test_resuming_in_the_middle_is_bit_identical(recipe, workers, dataset, tmp_path):
     run_recipe(recipe, dataset, tmp_path / "whole", "--data.workers", workers)
     first = run_recipe(recipe, dataset, tmp_path / "parts", "--data.workers", workers, "--stop-step", "3")
@@ -205,7 +205,7 @@ def test_a_command_line_mistake_is_one_line_and_exit_code_2(tmp_path):
     assert not list(Path(tmp_path).iterdir())
 
 
-@pytest.mark.parametrize("recipe", ["hydra_base_c4", "mru_tinystories"])
+@pytest.mark.parametrize("recipe", [nightly("hydra_base_c4"), "mru_tinystories"])
 def test_a_dry_run_prints_the_plan_without_data(recipe, tmp_path):
     run = subprocess.run(
         [sys.executable, "-P", "-m", "matmix.train", recipe, "--dry-run"], cwd=tmp_path, capture_output=True, text=True

@@ -188,7 +188,8 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("nnodes", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nnodes", ["1", "2"])
 def test_each_start_has_a_name_of_its_own(nnodes, tmp_path):
     words = ["launch", "torchrun", "debug_mru", "--nnodes", nnodes, "--nproc", "1", "--rdzv", "127.0.0.1"]
     words += ["--rdzv-id", "same", "--run-dir", str(tmp_path)]

@@ -153,7 +153,7 @@ def test_copies_of_another_run_are_not_used(start, straight, at_once, tmp_path):
     assert_same(tmp_path / "run", straight)
 
 
-@pytest.mark.parametrize("without", [("--checkpoint.local-every", "0"), ()])
+@pytest.mark.parametrize("without", [("--checkpoint.local-every", "0"), nightly(())])
 def test_copies_of_another_course_are_not_used(without, start, straight, at_once, tmp_path):
     """A start that did not find the copy, because it was on another node or makes none, has gone on from elsewhere."""
     start(kill=7)
@@ -263,7 +263,7 @@ def test_one_save_at_a_time(start, straight, monkeypatch, tmp_path):
     assert_same(tmp_path / "run", straight)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("elsewhere", [nightly(False), True])
 def test_a_run_at_a_url(elsewhere, dataset, tmp_path, straight, monkeypatch, capsys):
     """A copy is used where the records of the steps since the last checkpoint are, which no store has yet."""
     monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))

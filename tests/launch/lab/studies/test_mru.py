@@ -43,6 +43,7 @@ def test_the_rule_is_the_one_that_the_mru_states(dataset):
         assert stated == {(config.optimizer.rule[0].lr, config.optimizer.rule[0].clip)}
 
 
+@pytest.mark.slow
 def test_a_grid_is_run_once_and_reported(study, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(growth, "LENGTH", 128)
