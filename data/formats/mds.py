@@ -5,10 +5,9 @@ the samples. A sample of one variable-size column is its size (uint32) and its b
 (axes << 2 | code of the length's type), the length, the values.
 
 Writing gives the same bytes that streaming's MDSWriter gives (a test compares them); they are laid out here because
-that writer holds a whole directory and cannot go on after a stop, and because importing it costs every tokenising
-process four seconds. Reading uses the library's own `MDSReader` over a memory map: only where a sample's bytes come
-from is replaced, because `MDSReader` opens the file anew for each sample. Pickled columns are refused before anything
-is read.
+that writer holds a whole directory and cannot go on after a stop. Reading uses the library's own `MDSReader` over a
+memory map: only where a sample's bytes come from is replaced, because `MDSReader` opens the file anew for each sample.
+Pickled columns are refused before anything is read.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import numpy as np
 
 from matmix.data.artifacts import one_line, read_json
 from matmix.data.formats.base import OpenShard, Shard, ShardFormat, ShardInfo, damaged
+from matmix.data.streaming_library import streaming_module
 
 COLUMN = "tokens"
 _ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError)
@@ -81,10 +81,9 @@ class Mds(ShardFormat):
 
     @classmethod
     def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: dict[str, Any]) -> OpenShard:
-        from streaming.base.format.mds.reader import MDSReader
-
+        library = streaming_module("format.mds.reader")
         try:
-            reader = MDSReader.from_json(str(path.parent), None, dict(index[path.name]))
+            reader = library.MDSReader.from_json(str(path.parent), None, dict(index[path.name]))
         except _ERRORS as error:
             raise _not_described(where, error) from None
         try:

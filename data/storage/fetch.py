@@ -12,6 +12,7 @@ import hashlib
 from pathlib import Path
 
 from matmix.data.storage.remote import RemoteFolder, first_line, persist
+from matmix.data.streaming_library import streaming_module
 
 # What is decompressed is handed over in pieces of this size, however much of it the input asks for.
 _PIECE = 1 << 20
@@ -34,10 +35,9 @@ def download(url: str, target: Path, largest: int | None = None) -> None:
             problem = error
         else:
             return remote.download(name, target, largest)
-    from streaming.base.storage import CloudDownloader
-
+    downloaders = streaming_module("storage").CloudDownloader
     try:
-        downloader = CloudDownloader.get(url)
+        downloader = downloaders.get(url)
     except (ValueError, ImportError) as error:
         raise problem or ValueError(f"cannot read {url}: {first_line(error)}") from None
     try:
