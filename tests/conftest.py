@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -34,6 +35,12 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     settings.load_profile("others" if config.getoption("--seed") else "the same everywhere")
+
+
+def pytest_collection_finish():
+    """What has been imported stays: each run of a test collects garbage, and would look through all of it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
