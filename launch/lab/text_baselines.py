@@ -1,7 +1,7 @@
 """`python -P -m matmix.launch.lab.text_baselines DIR`: what simple models make of labelled texts, to stand beside
 fine-tuned ones.
 
-DIR holds train.jsonl and test.jsonl as `labelled_texts` writes them. Texts and pairs of texts: the most frequent label,
+DIR holds train.jsonl and test.jsonl as `labelled_texts` writes them; `--train tenth.jsonl` learns from fewer. Texts and pairs of texts: the most frequent label,
 and logistic regression on TF-IDF of words and pairs of words. Tagged sentences: the most frequent tag, and the most
 frequent tag of each word.
 """
@@ -63,13 +63,15 @@ class Baselines:
     """What simple models make of labelled texts."""
 
     folder: tyro.conf.Positional[Path]
-    """Holds train.jsonl and test.jsonl."""
+    """Holds the examples to learn from, and test.jsonl."""
+    train: str = "train.jsonl"
+    """The file of the folder to learn from."""
 
     def run(self) -> int:
         """Prints accuracies and F1; the exit code."""
-        train, test = (list(read_json_lines(self.folder / f"{name}.jsonl")) for name in ("train", "test"))
+        train, test = (list(read_json_lines(self.folder / name)) for name in (self.train, "test.jsonl"))
         if not train or not test:
-            raise ValueError(f"{self.folder} needs train.jsonl and test.jsonl with examples in them")
+            raise ValueError(f"{self.folder} needs {self.train} and test.jsonl with examples in them")
         for name, (labels, found) in predictions(train, test).items():
             f1 = f1_score(labels, found, average="macro", zero_division=0.0)
             print(f"{name:<30} accuracy {accuracy_score(labels, found):6.2%}   macro F1 {f1:6.2%}", flush=True)

@@ -23,6 +23,14 @@ def test_words_tell_topics_that_the_most_frequent_label_does_not(tmp_path, capsy
     assert learned.count("100.00%") == 2
 
 
+def test_fewer_examples_to_learn_from(tmp_path, capsys):
+    write(tmp_path, "train", [{"text": "a ship", "label": "sea"}, {"text": "a sword", "label": "war"}] * 2)
+    write(tmp_path, "tenth", [{"words": ["run"], "tags": ["nn"]}])
+    write(tmp_path, "test", [{"words": ["run", "run"], "tags": ["nn", "vb"]}])
+    assert main([str(tmp_path), "--train", "tenth.jsonl"]) == 0
+    assert "accuracy 50.00%" in capsys.readouterr().out
+
+
 def test_tags_of_known_and_unknown_words(tmp_path, capsys):
     write(tmp_path, "train", [{"words": ["the", "run", "run", "a"], "tags": ["at", "nn", "nn", "at"]}] * 2)
     write(tmp_path, "test", [{"words": ["the", "run", "new", "run"], "tags": ["at", "nn", "at", "vb"]}])
