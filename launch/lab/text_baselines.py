@@ -1,9 +1,9 @@
 """`python -P -m matmix.launch.lab.text_baselines DIR`: what simple models make of labelled texts, to stand beside
 fine-tuned ones.
 
-DIR holds train.jsonl and test.jsonl as `labelled_texts` writes them; `--train tenth.jsonl` learns from fewer. Texts and pairs of texts: the most frequent label,
-and logistic regression on TF-IDF of words and pairs of words. Tagged sentences: the most frequent tag, and the most
-frequent tag of each word.
+DIR holds train.jsonl and test.jsonl as `labelled_texts` writes them; `--train tenth.jsonl` learns from fewer. Texts
+and pairs of texts: the most frequent label, and logistic regression on TF-IDF of words and pairs of words. Tagged
+sentences: the most frequent tag, and the most frequent tag of each word.
 """
 
 from __future__ import annotations
