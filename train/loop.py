@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from matmix.data.loading.loader import Loader
 from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, initialize
 from matmix.model.flops import flops_per_token
@@ -67,13 +66,16 @@ class Trainer:
         self.loader = make_loader(config, "train", rank, world_size, self.run.tokenizer_sha256())
         self.config = config = with_data_facts(config, self.loader)
         self.run.check(config)
+        tokenizer, histogram = self.loader.tokenizer, self.loader.token_histogram  # None where there are no tokens
+        self.tokenizer_sha256 = None if tokenizer is None else tokenizer.sha256
+        # Now, so that what is wrong with it is said before hours of training.
+        self.validation = make_loader(config, "validation", rank, world_size, self.tokenizer_sha256)
         self.task = config.task()
         self.evaluators = make_evaluators(config, self.task)
         known = [metric for evaluator, _ in self.evaluators for metric in evaluator.metrics]
         self.best = BestEvaluation(config.evaluation, [self.task.loss_metric, *self.task.metrics, *known])
         self.state = TrainState()
         self.accumulation = self.loader.micro_batches_per_step
-        self.validation: Loader | None = None
         self.callbacks = make_callbacks(config, rank)
         generators.seed_all(config.seed, rank)
         collectives.watch()
@@ -102,9 +104,7 @@ class Trainer:
         self.goodput = Goodput()
         self.stop_agreed = False
         self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
-        tokenizer, histogram = self.loader.tokenizer, self.loader.token_histogram  # None where there are no tokens
         self.unigram_entropy = None if histogram is None else unigram_entropy(histogram)
-        self.tokenizer_sha256 = None if tokenizer is None else tokenizer.sha256
         self.rules_before: dict[str, list[float]] | None = None  # `rule_record` of the checkpoint that was loaded
         self.unsaved_step = -1  # the step whose checkpoint could not be written
 
@@ -222,7 +222,7 @@ class Trainer:
             try:
                 self.checkpoints.close()
             finally:
-                for loader in filter(None, (self.loader, self.validation)):
+                for loader in (self.loader, self.validation):
                     loader.close()
                 self.call("on_end")
                 if self.log_file is not None:
@@ -385,9 +385,6 @@ class Trainer:
         if self.stop_agreed:
             return False
         with self.speed.paused():
-            if self.validation is None:
-                ranks = self.engine.rank, self.engine.world_size
-                self.validation = make_loader(self.config, "validation", *ranks, self.tokenizer_sha256)
             last = self.state.step == self.config.steps
             due = [evaluator for evaluator, every in self.evaluators if last or self.is_time(every)]
             parts = (self.engine, self.task, self.config, self.validation)

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from labelled import CLASSES, WORDS, texts, write_recipe
+from labelled import CLASSES, WORDS, texts, write_jsonl, write_recipe
 from runs import losses, records, weights
 from sklearn import metrics
 
@@ -179,6 +179,14 @@ def test_mistakes_are_told_in_one_line(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         train(_config(tmp_path, "sequence_classification", *arguments, "--steps", "1"))
     assert "\n" not in str(error.value)
+
+
+def test_mistakes_in_the_validation_file_are_told_before_training(tmp_path):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a word", "label": "unheard of"}])
+    options = ("--data.examples.validation", rows, "--evaluation.every", "0")
+    with pytest.raises(ValueError, match=r'rows\.jsonl, row 1: label "unheard of" is not among the 3 classes'):
+        train(_config(tmp_path, "sequence_classification", *options))
+    assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 def test_the_cost_of_classes_is_torchs(tmp_path):
