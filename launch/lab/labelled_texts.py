@@ -1,7 +1,8 @@
 """`python -P -m matmix.launch.lab.labelled_texts NAME --out DIR`: labelled texts from public packages, for fine-tuning.
 
     DIR/train.jsonl, validation.jsonl, test.jsonl      {"text": ..., "label": ...}; of pairs also "pair"; of tagged
-                                                       sentences {"words": [...], "tags": [...]}
+                                                       sentences {"words": [...], "tags": [...]};
+                                                       without those whose labels train.jsonl lacks
     DIR/tenth.jsonl                                    about a tenth of train.jsonl, with all its labels
     DIR/unlabelled.jsonl                               {"text": ...}: the texts of train.jsonl alone, to pretrain on
 
@@ -199,6 +200,9 @@ def write(texts: Texts, package: Path, out: Path) -> dict[str, int]:
         if split == "train" and _split_of(f"validation {key}") == "test":
             split = "validation"
         examples[split].append(example)
+    known = set().union(*map(_labels, examples["train"]))
+    for split in ("validation", "test"):  # nobody can learn the others
+        examples[split] = [example for example in examples[split] if _labels(example) <= known]
     unlabelled = [
         {"text": text}
         for example in examples["train"]
