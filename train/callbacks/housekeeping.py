@@ -48,10 +48,19 @@ class LauncherGone(Callback):
         if not self.asked:  # now there is a step to lose
             self.asked = True
             launcher.save_when_it_ends()
-        if launcher.is_gone() and not self.told:
-            self.told = True
-            logger.info("the launcher of this run is gone: the run will save and stop")
+        if self._tells():
             stop.request()
+
+    def on_end(self, run: RunView) -> None:
+        self._tells()  # ranks may have agreed to stop by the kernel's signal before this one looked
+
+    def _tells(self) -> bool:
+        """Whether the launcher is seen to be gone for the first time, which is then told."""
+        if self.told or not launcher.is_gone():
+            return False
+        self.told = True
+        logger.info("the launcher of this run is gone: the run saves and stops")
+        return True
 
 
 class DataWait(Callback):

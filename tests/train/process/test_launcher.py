@@ -7,6 +7,9 @@ import time
 
 import pytest
 
+from matmix.train.callbacks.housekeeping import LauncherGone
+from matmix.train.process import launcher
+
 # Waits until its parent is gone, then begins as every process of ours does.
 RANK = (
     "import os, sys, time\n"
@@ -44,3 +47,12 @@ def test_an_orphan_of_our_launcher_ends_at_once():
 
 def test_a_process_that_a_person_starts_may_outlive_the_shell():
     assert start_orphan() == "goes on\n"
+
+
+def test_a_launcher_that_dies_while_ranks_agree_to_stop_is_told_of_once(monkeypatch, told):
+    """The kernel's signal may end the run before the callback's next step."""
+    gone = LauncherGone()
+    monkeypatch.setattr(launcher, "is_gone", lambda: True)
+    gone.on_end(run=None)
+    gone.on_end(run=None)
+    assert told == ["the launcher of this run is gone: the run saves and stops"]
