@@ -46,6 +46,11 @@ def record_launches(run: bool = False) -> Iterator[list[Launch]]:
         _recorder, _running = before
 
 
+def recording() -> bool:
+    """Whether launches are noted here."""
+    return _recorder is not None
+
+
 class ForcedConfiguration:
     """`with force_configuration(config): ...` makes an op's kernels use `config`, which is then its `value`.
 

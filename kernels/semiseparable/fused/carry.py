@@ -10,7 +10,7 @@ from torch import Tensor
 
 from matmix.kernels.launching import launch
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
-from matmix.kernels.semiseparable.fused.scan import Scan, per_token
+from matmix.kernels.semiseparable.fused.scan import Scan, one_or_two, per_token
 from matmix.kernels.semiseparable.fused.states import combine_spans, state_pass
 
 
@@ -23,28 +23,31 @@ class States(NamedTuple):
     """(slots, nheads, directions, d_state) float32: the same for the sums over rows."""
     ends: Tensor | None
     """(documents, nheads, directions, d_state, headdim) float32: behind the last chunk, where asked for."""
+    given: bool
+    """Whether documents begin with states that are not zero."""
 
 
 def pass_states(
     scan: Scan,
-    like: Tensor,
     sides: tuple[ScanSide, ...],
     keys: list[Tensor],
     values: list[Tensor],
     initial: list[Tensor | None],
     form: ScanForm,
+    sums: Tensor | None,
     *,
     cotangent: bool,
     sum_factor: Tensor | None = None,
     want_ends: bool = False,
     store: bool = True,
 ) -> States:
-    """States that enter the chunks; with `cotangent`, the cotangents of the states that leave them."""
-    count, device, vector = len(sides), like.device, form.normalize
+    """States that enter the chunks; with `cotangent`, the cotangents of the states that leave them. What enters a
+    document is left out (unwritten) where all documents begin, or end, with nothing."""
+    count, like, vector = len(sides), values[0], form.normalize
     documents, heads, n, p = scan.documents, scan.heads, scan.d_state, scan.headdim
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=like.device)
 
     slots = scan.slots(scan.chunk)
     # float16 could not hold what long documents add up to.
@@ -53,7 +56,7 @@ def pass_states(
     vectors = empty(slots, heads, count, n) if store and vector else None
     entry = None
     if any(state is not None for state in initial):
-        zero = torch.zeros(documents, heads, n, p, device=device) if None in initial else None
+        zero = torch.zeros(documents, heads, n, p, device=like.device) if None in initial else None
         entry = torch.stack([(zero if state is None else state).float() for state in initial], 2)
     ends = empty(documents, heads, count, n, p) if want_ends else None
 
@@ -64,50 +67,53 @@ def pass_states(
     span = max(8, -(-scan.rows * chunks * heads * tiles // scan.programs))
     split = programs < scan.programs // 2 and chunks >= 4 * span
     if not split:
-        span = max(chunks, 1)
+        # Longer than the row: every document is one unit, numbered like the documents.
+        span = scan.seqlen // scan.chunk + 1
     units = scan.slots(span * scan.chunk) if split else documents
     per_row = scan.per_row(span * scan.chunk) if split else 1
-    if not split and scan.cu_seqlens is not None:
-        # Spans longer than the row: every document is one unit, numbered like the documents.
-        span = scan.seqlen // scan.chunk + 1
     span_ends = empty(units, heads, count, n, p) if split else None
     span_vectors = empty(units, heads, count, n) if split and vector else None
     span_decays = empty(units, heads, count) if split else None
+    first, second, _ = one_or_two(sides, form)
+    scaled = [side.input_scale is not None and not cotangent for side in (first, second)]
+    # Longer than the others', as this kernel makes no pairs of tokens.
+    tile = min(scan.chunk, scan.config.state_tile)
+    common = {
+        "TWO": count == 2, "REVERSE": first.reverse, "COTANGENT": cotangent, "PACKED": scan.cu_seqlens is not None
+    }  # fmt: skip
 
-    def run(number: int, entries: Tensor | None, entry_vectors: Tensor | None, out: Tensor | None, summing: bool):
-        side, key, value = sides[number], keys[number], values[number]
-        scale = None if cotangent else side.input_scale
+    def run(entries: Tensor | None, entry_vectors: Tensor | None, out: Tensor | None, summing: bool) -> None:
         launch(
-            state_pass, (units, heads, tiles),
-            key, key.stride(0), key.stride(1), key.stride(2), value, value.stride(0), value.stride(1), value.stride(2),
-            *per_token(side.log_decay), *per_token(scale), *per_token(sum_factor),
-            None if summing else states, None if summing else vectors, entries, entry_vectors, out,
+            state_pass, (units * heads, tiles, count),
+            keys[0], *keys[0].stride()[:3], keys[-1], *keys[-1].stride()[:3], values[0], values[-1],
+            *values[0].stride()[:3], *per_token(sum_factor),
+            sums, None if summing else states, None if summing else vectors, entries, entry_vectors, out,
             span_vectors if summing else None, span_decays if summing else None,
-            scan.cu_seqlens, documents, scan.seqlen, scan.per_row(scan.chunk), per_row, span, heads,
-            scan.share, n, p, number,
+            scan.table(span * scan.chunk), scan.seqlen, scan.per_row(scan.chunk), per_row, span, heads,
+            scan.share,
             num_warps=scan.config.state_warps, num_stages=scan.config.stages,
-            directions=count, REVERSE=side.reverse != cotangent, COTANGENT=cotangent, SHIFT=form.shift,
-            GATED=side.log_decay is not None, SCALED=scale is not None, STORE=store and not summing, VECTOR=vector,
-            ENTRY=entries is not None, END=out is not None, DECAYS=summing, PACKED=scan.cu_seqlens is not None,
-            CHUNK=scan.chunk, BLOCK_N=block_n, BLOCK_P=block_p, PRECISION=scan.precision,
+            **common, SHIFT=form.shift, GATED1=first.log_decay is not None, GATED2=second.log_decay is not None,
+            SCALED1=scaled[0], SCALED2=scaled[1], STORE=store and not summing, VECTOR=vector,
+            ENTRY=entries is not None, INITIAL=entry is not None, END=out is not None, DECAYS=summing,
+            CHUNK=scan.chunk, TILE=tile, FACTORS=scan.factors(sides),
+            D_STATE=n, HEADDIM=p, BLOCK_N=block_n, BLOCK_P=block_p, PRECISION=scan.precision,
+            EXACT=scan.exact,
         )  # fmt: skip
 
-    for number, side in enumerate(sides):
-        if not split:
-            run(number, entry, None, ends, False)
-            continue
-        run(number, None, None, span_ends, True)
-        for of_span, first, last in ((span_ends, entry, ends), (span_vectors, None, None)):
-            if of_span is not None:
-                elements = of_span[0, 0, 0].numel()
-                block = min(1024, triton.next_power_of_2(elements))
-                launch(
-                    combine_spans, (documents, heads, -(-elements // block)),
-                    of_span, span_decays, first, last, scan.cu_seqlens, scan.seqlen, per_row, span * scan.chunk,
-                    heads, elements, number, num_warps=4,
-                    directions=count, REVERSE=side.reverse != cotangent, INITIAL=first is not None,
-                    FINAL=last is not None, PACKED=scan.cu_seqlens is not None, BLOCK=block,
-                )  # fmt: skip
-        if store:
-            run(number, span_ends, span_vectors, None, False)
-    return States(states, vectors, ends)
+    if not split:
+        run(entry, None, ends, False)
+        return States(states, vectors, ends, entry is not None)
+    run(None, None, span_ends, True)
+    for of_span, start, end in ((span_ends, entry, ends), (span_vectors, None, None)):
+        if of_span is not None:
+            elements = of_span[0, 0, 0].numel()
+            block = min(1024, triton.next_power_of_2(elements))
+            launch(
+                combine_spans, (documents, heads, -(-elements // block) * count),
+                of_span, span_decays, start, end, scan.cu_seqlens, scan.seqlen, per_row, span * scan.chunk,
+                heads, elements, num_warps=4,
+                **common, INITIAL=start is not None, FINAL=end is not None, BLOCK=block,
+            )  # fmt: skip
+    if store:
+        run(span_ends, span_vectors, None, False)
+    return States(states, vectors, ends, entry is not None)

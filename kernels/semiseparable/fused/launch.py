@@ -5,19 +5,17 @@ Nothing here reads values from the device or waits for it, so both passes can be
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from matmix.kernels.launching import launch, rows_in_place
 from matmix.kernels.semiseparable.chunked.setup import reduce_like
 from matmix.kernels.semiseparable.form import ScanForm, ScanOutput, ScanSide, SideGradients
-from matmix.kernels.semiseparable.fused.carry import States, pass_states
-from matmix.kernels.semiseparable.fused.collect import vector_gradients
+from matmix.kernels.semiseparable.fused.carry import pass_states
+from matmix.kernels.semiseparable.fused.collect import gradients
 from matmix.kernels.semiseparable.fused.configs import configurations, force_configuration
 from matmix.kernels.semiseparable.fused.mix import mix
-from matmix.kernels.semiseparable.fused.scan import Scan, one_or_two, per_token, readable, set_up
+from matmix.kernels.semiseparable.fused.scan import one_or_two, per_token, readable, set_up, sum_decays
 
 __all__ = ["backward", "configurations", "force_configuration", "forward"]
 
@@ -34,19 +32,42 @@ def forward(
     """See `scan_forward` of the PyTorch form."""
     scan = set_up(v, sides[0].q, cu_seqlens, chunk_size, False)
     v, sides = rows_in_place(v), tuple(map(readable, sides))
+    sums = sum_decays(scan, sides)
     initial = [side.initial_state for side in sides]
     carried = scan.seqlen > scan.chunk or any(state is not None for state in initial)
     states = None
     if carried or final_state:
         states = pass_states(
-            scan, v, sides, [side.k for side in sides], [v] * len(sides), initial, form,
+            scan, sides, [side.k for side in sides], [v] * len(sides), initial, form, sums,
             cotangent=False, want_ends=final_state, store=carried,
         )  # fmt: skip
-    concat = form.combine == "concat" and len(sides) == 2
+    two = len(sides) == 2
+    concat = form.combine == "concat" and two
     y = torch.empty(*v.shape[:3], scan.headdim * (2 if concat else 1), dtype=v.dtype, device=v.device)
     row_sums = torch.empty(v.shape[:3], dtype=torch.float32, device=v.device) if form.normalize else None
     rest = torch.empty_like(y) if form.normalize and v.itemsize < 4 else None
-    product(scan, y, row_sums, rest, [v], sides, diagonal, form, states if carried else None, False)
+    first, second, self_weight = one_or_two(sides, form)
+    vectors: list = []
+    for side in (first, second):
+        vectors += [side.q, *side.q.stride()[:3], side.k, *side.k.stride()[:3]]
+    block_n, _, block_p, p_blocks = scan.blocks(scan.config.block)
+    heads = scan.heads_at_once(scan.config.heads)
+    launch(
+        mix, (scan.tiles * (scan.heads // heads), p_blocks),
+        y, *y.stride()[:3], row_sums, rest, v, *v.stride()[:3], *vectors,
+        *per_token(diagonal), sums, states.states if carried else None, states.vectors if carried else None,
+        scan.table(scan.chunk),
+        scan.seqlen, scan.per_row(scan.chunk), scan.heads, scan.share, self_weight,
+        form.eps,
+        num_warps=scan.config.mix_warps, num_stages=1, maxnreg=scan.config.mix_registers,
+        TWO=two, REVERSE=first.reverse, SHIFT=form.shift, GATED1=first.log_decay is not None,
+        GATED2=second.log_decay is not None, SCALED1=first.input_scale is not None,
+        SCALED2=second.input_scale is not None, DIAGONAL=diagonal is not None, STORED=carried,
+        INITIAL=carried and states.given, NORMALIZE=row_sums is not None, REST=rest is not None,
+        COMBINE=form.combine if two else "add", PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, TILE=scan.tile,
+        FACTORS=scan.factors(sides), HEADS=heads, D_STATE=scan.d_state, HEADDIM=scan.headdim, BLOCK_N=block_n,
+        BLOCK_P=block_p, PRECISION=scan.precision, EXACT=scan.exact,
+    )  # fmt: skip
     return ScanOutput(y, row_sums, states.ends[:, :, 0] if final_state else None, rest)
 
 
@@ -71,19 +92,19 @@ def backward(
     initial = [side.initial_state for side in sides]
     starts = any(state is not None for state in initial)
     carried = scan.seqlen > scan.chunk or starts or dfinal is not None
+    sums = sum_decays(scan, sides)
     entering = leaving = None
     if carried:
-        entering = pass_states(scan, v, sides, [side.k for side in sides], [v] * count, initial, form, cotangent=False)
+        entering = pass_states(
+            scan, sides, [side.k for side in sides], [v] * count, initial, form, sums, cotangent=False
+        )
         leaving = pass_states(
-            scan, v, sides, [side.q for side in sides], parts, [dfinal, *[None] * (count - 1)], form,
+            scan, sides, [side.q for side in sides], parts, [dfinal, *[None] * (count - 1)], form, sums,
             cotangent=True, sum_factor=drow_sum, want_ends=starts,
         )  # fmt: skip
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    product(scan, dv, None, None, parts, sides, diagonal, form, leaving, True)
-
-    gradients, along = vector_gradients(scan, v, parts, drow_sum, sides, diagonal is not None, form, entering, leaving)
+    found = gradients(scan, v, parts, drow_sum, sides, diagonal, form, sums, entering, leaving)
     finished = []
-    for number, (side, (dq, dk, da, dw)) in enumerate(zip(given, gradients, strict=True)):
+    for number, (side, (dq, dk, da, dw)) in enumerate(zip(given, found.sides, strict=True)):
         initial = None
         if side.initial_state is not None:
             # Copied: of one document and head the slice is contiguous as it is, and outputs of an op share no memory.
@@ -92,46 +113,4 @@ def backward(
         da = None if da is None else reduce_like(da, side.log_decay)
         dw = None if dw is None else dw.to(side.input_scale.dtype)
         finished.append(SideGradients(dq, dk, da, dw, initial))
-    return dv, tuple(finished), None if diagonal is None else reduce_like(along, diagonal)
-
-
-def product(
-    scan: Scan,
-    y: Tensor,
-    row_sums: Tensor | None,
-    rest: Tensor | None,
-    values: list[Tensor],
-    sides: tuple[ScanSide, ...],
-    diagonal: Tensor | None,
-    form: ScanForm,
-    states: States | None,
-    transposed: bool,
-) -> None:
-    """Write M v, or M^T applied to cotangents, into y."""
-    two = len(sides) == 2
-    first, second, self_weight = one_or_two(sides, form)
-    arguments: list = []
-    for side in (first, second):
-        row, col = (side.k, side.q) if transposed else (side.q, side.k)
-        arguments += [row, *row.stride()[:3], col, *col.stride()[:3]]
-    heads = math.gcd(scan.config.heads, scan.share)
-    while heads > 1 and scan.slots(scan.chunk) * (scan.chunk // scan.config.rows) * scan.heads // heads < scan.programs:
-        heads = max(d for d in range(1, heads) if heads % d == 0)
-    rows = min(scan.config.rows, scan.chunk)
-    block_n, n_blocks, block_p, p_blocks = scan.blocks(scan.config.block)
-    launch(
-        mix, (scan.slots(scan.chunk) * (scan.chunk // rows), scan.heads // heads, p_blocks),
-        y, *y.stride()[:3], row_sums, rest, values[0], values[-1], *values[0].stride()[:3], *arguments,
-        *per_token(first.log_decay), *per_token(second.log_decay),
-        *per_token(first.input_scale), *per_token(second.input_scale), *per_token(diagonal),
-        None if states is None else states.states, None if states is None else states.vectors,
-        scan.cu_seqlens, scan.documents, scan.seqlen, scan.per_row(scan.chunk), scan.heads, scan.share, scan.d_state,
-        scan.headdim, self_weight, form.eps,
-        num_warps=scan.config.mix_warps, num_stages=scan.config.stages,
-        TWO=two, REVERSE=first.reverse, TRANSPOSED=transposed, SHIFT=form.shift, GATED1=first.log_decay is not None,
-        GATED2=second.log_decay is not None, SCALED1=first.input_scale is not None,
-        SCALED2=second.input_scale is not None, DIAGONAL=diagonal is not None, CARRIED=states is not None,
-        NORMALIZE=row_sums is not None, REST=rest is not None, COMBINE=form.combine if two else "add",
-        PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, ROWS=rows, HEADS=heads, BLOCK_N=block_n,
-        N_BLOCKS=n_blocks, BLOCK_P=block_p, PRECISION=scan.precision, EXACT=scan.config.itemsize == 4,
-    )  # fmt: skip
+    return found.v, tuple(finished), None if diagonal is None else reduce_like(found.along, diagonal)

@@ -1,8 +1,16 @@
-"""Functions that all scan kernels share: reading tiles, and the decays inside a chunk.
+"""Functions that all scan kernels share: reading tiles, decays between tokens, and states at the edges of tiles.
 
-Exponents are sums of log-decays in units of log 2, added in float64 and, for float32 inputs, split into two
-float32 numbers: a difference of two long sums of strong decays, rounded once, would lose the weak decays between
-them. (For half precision the rounding of those sums is far below that of the inputs.)
+A chunk is what lies between two stored states; a tile is a part of it, whose pairs of tokens one program looks at.
+Tokens of different tiles meet through states only: of the chunk's edge, to which a program adds the tiles between that
+edge and its own.
+
+Exponents are sums of log-decays in units of log 2 over a chunk. They and the input scales stand in a table that sums.py
+makes once, rows of CHUNK numbers for each slot, head and direction. For float32 inputs sums are two float32 numbers: a
+difference of two long sums of strong decays, rounded once, would lose the weak decays between them. (For half
+precision the rounding of those sums is far below that of the inputs.)
+
+Indices of tokens count from the tile's first token, which pointers stand at: `place` tokens of the document come before
+it, `left` tokens are left from it on. Sums of a tile are read at `sums + r0`, r0 being its place in the chunk.
 """
 
 from __future__ import annotations
@@ -10,52 +18,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-151.0)
-"""2 to this power is 0 in float32; a bound keeps sums finite when a decay of exactly 0 (log -inf) is given."""
-HIGHEST = tl.constexpr(0.01 * 1.4426950408889634)
-"""LARGEST_LOG_DECAY of matmix.kernels.checks: values on the device cannot be refused without waiting for it."""
-BEYOND = tl.constexpr(4.0)
-"""More than any exponent inside a triangle can be (HIGHEST times the longest chunk)."""
-
 
 @triton.jit
-def log_decays(gate, stride, index, valid, GATED: tl.constexpr):
-    """log2 of the decays of the tokens at `index`, float64; 0 where there is no token or no gate."""
-    if GATED:
-        a = tl.load(gate + index * stride, mask=valid, other=0.0).to(tl.float32) * LOG2_E
-        # Comparisons, not minimum and maximum: those would swallow a NaN.
-        a = tl.where(a < LOWEST, LOWEST, a)
-        a = tl.where(a > HIGHEST, HIGHEST, a)
-    else:
-        a = tl.zeros_like(index).to(tl.float32)
-    return a.to(tl.float64)
-
-
-@triton.jit
-def two_floats(x):
-    """float64 as the sum of two float32."""
-    high = x.to(tl.float32)
-    return high, (x - high.to(tl.float64)).to(tl.float32)
-
-
-@triton.jit
-def decay_matrix(row_high, row_low, col_high, col_low, EXACT: tl.constexpr):
-    """2 to the power of row + column, where that is below 1 or a little above: elsewhere, outside the triangle that
-    counts, it may be anything finite. A NaN stays one."""
-    exponents = row_high[:, None] + col_high[None, :]
-    if EXACT:
-        exponents += row_low[:, None] + col_low[None, :]
-    return tl.exp2(tl.where(exponents > BEYOND, 0.0, exponents))
-
-
-@triton.jit
-def load_rows(x, stride, index, valid, first, width, BLOCK: tl.constexpr):
-    """Rows `index` of a matrix, columns from `first` on, (rows, BLOCK): zero beyond `width` and where not `valid`."""
+def load_rows(x, stride, index, valid, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows `index` of a matrix, columns from `first` on, (rows, BLOCK): zero beyond WIDTH and where not `valid`."""
     column = first + tl.arange(0, BLOCK)
-    return tl.load(
-        x + index[:, None] * stride + column[None, :], mask=valid[:, None] & (column[None, :] < width), other=0.0
-    )
+    mask = valid[:, None]
+    if WIDTH % BLOCK != 0:
+        mask = mask & (column[None, :] < WIDTH)
+    return tl.load(x + index[:, None] * stride + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -65,33 +36,161 @@ def load_factor(x, stride, index, valid):
 
 
 @triton.jit
-def load_state(states, n0, d_state, p0, headdim, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
-    """A tile of the (d_state, headdim) state that `states` points to."""
+def state_places(n0, p0, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Where the elements of a tile (BLOCK_N, BLOCK_P) of a state stand, and which of them exist."""
     n = n0 + tl.arange(0, BLOCK_N)
     p = p0 + tl.arange(0, BLOCK_P)
-    inside = (n[:, None] < d_state) & (p[None, :] < headdim)
-    return tl.load(states + n[:, None] * headdim + p[None, :], mask=inside, other=0.0)
+    if D_STATE % BLOCK_N == 0 and HEADDIM % BLOCK_P == 0:
+        inside = tl.full((BLOCK_N, BLOCK_P), True, tl.int1)
+    else:
+        inside = (n[:, None] < D_STATE) & (p[None, :] < HEADDIM)
+    return n[:, None] * HEADDIM + p[None, :], inside
 
 
 @triton.jit
-def shifted(index, start, length, REVERSE: tl.constexpr, SHIFT: tl.constexpr):
-    """Where the q that a token reads with stands (its neighbour's with SHIFT), and whether it exists."""
+def shifted(index, place, left, REVERSE: tl.constexpr, SHIFT: tl.constexpr):
+    """Where the q that a token reads with stands (its neighbour's with SHIFT), and whether both exist."""
     source = index + ((1 if REVERSE else -1) if SHIFT else 0)
-    return source, (start + index < length) & (start + source >= 0) & (start + source < length)
+    return source, (index < left) & (source < left) & (source >= -place)
 
 
 @triton.jit
-def side_scores(
-    rows, rows_l, cols, cols_l, from_i, inside_i, from_j, inside_j, d_state,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_N: tl.constexpr, N_BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+def edge_sum(sums, index, CHUNK: tl.constexpr, EXACT: tl.constexpr):
+    """The sum up to and with the chunk's token `index`, as two floats; 0 before the first one."""
+    inside = (index >= 0) & (index < CHUNK)
+    high = tl.load(sums + index, mask=inside, other=0.0)
+    low = tl.load(sums + CHUNK + index, mask=inside, other=0.0) if EXACT else high
+    return high, low
+
+
+@triton.jit
+def write_sums(sums, index, CHUNK: tl.constexpr, EXACT: tl.constexpr):
+    """The sums up to where tokens write: their own decays come before."""
+    high = tl.load(sums + index)
+    low = tl.load(sums + CHUNK + index) if EXACT else high
+    return high, low
+
+
+@triton.jit
+def read_sums(
+    sums, index, r0,
+    REVERSE: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Scalar products of all rows with all columns, (ROWS, COLS) float32."""
-    scores = tl.zeros((ROWS, COLS), tl.float32)
-    for block in range(N_BLOCKS):
-        x = load_rows(rows, rows_l, from_i, inside_i, block * BLOCK_N, d_state, BLOCK_N)
-        c = load_rows(cols, cols_l, from_j, inside_j, block * BLOCK_N, d_state, BLOCK_N)
-        scores = tl.dot(x, tl.trans(c), acc=scores, input_precision=PRECISION)
-    return scores
+    """The sums up to where tokens read: with SHIFT their own decays come after."""
+    if SHIFT:
+        index += 1 if REVERSE else -1
+        inside = index < CHUNK - r0 if REVERSE else index >= -r0
+        high = tl.load(sums + index, mask=inside, other=0.0)
+        low = tl.load(sums + CHUNK + index, mask=inside, other=0.0) if EXACT else high
+    else:
+        high, low = write_sums(sums, index, CHUNK, EXACT)
+    return high, low
+
+
+@triton.jit
+def entering_edge(r0, REVERSE: tl.constexpr, TILE: tl.constexpr):
+    """The chunk's last token before a tile from r0 on."""
+    return r0 + TILE if REVERSE else r0 - 1
+
+
+@triton.jit
+def leaving_edge(r0, REVERSE: tl.constexpr, TILE: tl.constexpr):
+    """The chunk's token that is the last of a tile from r0 on."""
+    return r0 if REVERSE else r0 + TILE - 1
+
+
+@triton.jit
+def exponents(high, low, from_high, from_low, EXACT: tl.constexpr):
+    """Differences of two sums (that broadcast)."""
+    difference = high - from_high
+    if EXACT:
+        difference += low - from_low
+    return difference
+
+
+@triton.jit
+def add_tile(
+    h, z, k, k_l, v, v_l, u, u_l, sums, edge_high, edge_low, r0, place, left, n0, p0,
+    REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
+    VECTOR: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """h + sum over the tokens of a tile of weight_t key_t value_t^T, and z the same without values: what the tile adds
+    to a state (BLOCK_N, BLOCK_P) behind the token up to which `edge_high` sums. With COTANGENT what it adds to the
+    cotangent of that state: the keys are then the q that tokens read with, the values those of dy, and `u` takes the
+    place of ones in the vector.
+
+    REVERSE is the direction's own sense.
+    """
+    i = tl.arange(0, TILE)
+    valid = i < left
+    source, present = shifted(i, place, left, REVERSE, SHIFT and COTANGENT)
+    keys = load_rows(k, k_l, source, present, n0, D_STATE, BLOCK_N)
+    values = load_rows(v, v_l, i, valid, p0, HEADDIM, BLOCK_P)
+    weight = tl.where(valid, 1.0, 0.0)
+    if GATED:
+        if COTANGENT:
+            high, low = read_sums(sums + r0, i, r0, REVERSE, SHIFT, CHUNK, EXACT)
+            weight = tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))
+        else:
+            high, low = write_sums(sums + r0, i, CHUNK, EXACT)
+            weight = tl.exp2(exponents(edge_high, edge_low, high, low, EXACT))
+    if SCALED:
+        weight *= tl.load(sums + ((2 if EXACT else 1) * CHUNK + r0) + i)
+    if GATED or SCALED:
+        values = (values.to(tl.float32) * weight[:, None]).to(keys.dtype)
+    h = tl.dot(tl.trans(keys), values, acc=h, input_precision=PRECISION)
+    if VECTOR:
+        if COTANGENT:
+            weight *= load_factor(u, u_l, i, valid)
+        z += tl.sum(keys.to(tl.float32) * weight[:, None], 0)
+    return h, z
+
+
+@triton.jit
+def add_tiles(
+    h, z, k, k_l, v, v_l, u, u_l, sums, r0, place, left, n0, p0,
+    REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
+    VECTOR: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """What the chunk's tiles on the side that the direction comes from add to the state that enters the tile at r0, or
+    with COTANGENT those on the other side to the cotangent of the state that leaves it."""
+    backward: tl.constexpr = REVERSE != COTANGENT
+    edge = leaving_edge(r0, REVERSE, TILE) if COTANGENT else entering_edge(r0, REVERSE, TILE)
+    edge_high = 0.0
+    edge_low = 0.0
+    if GATED:
+        edge_high, edge_low = edge_sum(sums, edge, CHUNK, EXACT)
+    here = r0 // TILE
+    last = tl.minimum(here + tl.cdiv(left, TILE), CHUNK // TILE)
+    for tile in tl.range(here + 1 if backward else here * 0, last if backward else here, num_stages=1):
+        ahead = tile * TILE - r0
+        h, z = add_tile(
+            h, z, k + ahead * k_l, k_l, v + ahead * v_l, v_l, u + ahead * u_l if VECTOR and COTANGENT else u, u_l, sums,
+            edge_high, edge_low, tile * TILE, place + ahead, left - ahead, n0, p0,
+            REVERSE, COTANGENT, SHIFT, GATED, SCALED, VECTOR, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
+            PRECISION, EXACT,
+        )  # fmt: skip
+    return h, z
+
+
+@triton.jit
+def chunk_decay(
+    sums, r0,
+    REVERSE: tl.constexpr, COTANGENT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The decay between the chunk's edge and the tile's entering edge, or with COTANGENT between its leaving edge and
+    the chunk's other edge."""
+    if COTANGENT:
+        high, low = edge_sum(sums, 0 if REVERSE else CHUNK - 1, CHUNK, EXACT)
+        from_high, from_low = edge_sum(sums, leaving_edge(r0, REVERSE, TILE), CHUNK, EXACT)
+        found = exponents(high, low, from_high, from_low, EXACT)
+    else:
+        found, low = edge_sum(sums, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
+        if EXACT:
+            found += low
+    return tl.exp2(found)
 
 
 @triton.jit
@@ -102,3 +201,40 @@ def state_dot(x, state, acc, PRECISION: tl.constexpr):
     else:
         acc = tl.dot(x, state.to(x.dtype), acc=acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def side_scores(
+    rows, rows_l, cols, cols_l, from_i, inside_i, from_j, inside_j,
+    D_STATE: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scalar products of all rows with all columns, (TILE, TILE) float32."""
+    scores = tl.zeros((TILE, TILE), tl.float32)
+    for n0 in tl.static_range(0, D_STATE, BLOCK_N):
+        x = load_rows(rows, rows_l, from_i, inside_i, n0, D_STATE, BLOCK_N)
+        c = load_rows(cols, cols_l, from_j, inside_j, n0, D_STATE, BLOCK_N)
+        scores = tl.dot(x, tl.trans(c), acc=scores, input_precision=PRECISION)
+    return scores
+
+
+@triton.jit
+def side_exponents(
+    sums, i, r0,
+    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, TRANSPOSED: tl.constexpr, CHUNK: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Log2 of the decay between a writer (column; row if TRANSPOSED) and a reader, each one of a tile's tokens:
+    anything outside of the direction's triangle."""
+    if GATED:
+        # At the tile's edge a reader's sum may come from a neighbouring row of the table: no writer is before it.
+        before = sums + r0 + ((1 if REVERSE else -1) if SHIFT else 0)
+        read_high, read_low = write_sums(before, i, CHUNK, EXACT)
+        write_high, write_low = write_sums(sums + r0, i, CHUNK, EXACT)
+    else:
+        read_high = i * 0.0
+        read_low, write_high, write_low = read_high, read_high, read_high
+    if TRANSPOSED:
+        found = exponents(read_high[None, :], read_low[None, :], write_high[:, None], write_low[:, None], EXACT)
+    else:
+        found = exponents(read_high[:, None], read_low[:, None], write_high[None, :], write_low[None, :], EXACT)
+    return found

@@ -1,12 +1,10 @@
-"""Products with the mixer matrix: y = M v of the forward pass, and dv = M^T dy of the backward pass.
+"""The product with the mixer matrix, y = M v.
 
-One program makes some rows of the matrix of one chunk, for some heads of a group: scores q k^T below and above
-the diagonal from the two directions (computed once for all its heads), times decays and input scales, with the
-whole diagonal added; multiplies it with the chunk's values; and adds what the states that enter the chunk from
-either side hold for its rows. Nothing is flipped, and y is written once.
+One program makes the rows of one tile, for one head: scores q k^T below and above the diagonal from the two directions,
+times decays and input scales, with the whole diagonal added, multiplied with the tile's values; and what those rows
+read from the states that enter the tile from either side. Nothing is flipped, and y is written once.
 
-The transposed product is the same with rows and columns, read and write decays exchanged, and the cotangents of
-the states that leave the chunk in place of the states that enter it.
+Heads vary fastest over programs: those of a group read the same q and k at the same time.
 """
 
 from __future__ import annotations
@@ -15,252 +13,228 @@ import triton
 import triton.language as tl
 
 from matmix.kernels.semiseparable.fused.layout import (
-    decay_matrix,
+    edge_sum,
+    entering_edge,
+    exponents,
     load_factor,
     load_rows,
-    load_state,
-    log_decays,
+    read_sums,
     shifted,
+    side_exponents,
     side_scores,
     state_dot,
-    two_floats,
+    state_places,
+    write_sums,
 )
-from matmix.kernels.slots import first_slot, locate
-
-
-@triton.jit
-def side_exponents(
-    a, a_l, start, r0, length,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, TRANSPOSED: tl.constexpr, GATED: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Log2 decays of one direction: parts that add up to the decay between a row's and a column's token, as two
-    floats each, and the decay between a row's token and the chunk's edge that the state uses."""
-    i = r0 + tl.arange(0, ROWS)
-    j = tl.arange(0, CHUNK)
-    decay_j = log_decays(a, a_l, j, start + j < length, GATED)
-    decay_i = log_decays(a, a_l, i, start + i < length, GATED)
-    if REVERSE:
-        write_j = tl.cumsum(decay_j, 0, reverse=True)
-        write_i = tl.cumsum(decay_i, 0, reverse=True) + tl.sum(tl.where(j >= r0 + ROWS, decay_j, 0.0), 0)
-    else:
-        write_j = tl.cumsum(decay_j, 0)
-        write_i = tl.cumsum(decay_i, 0) + tl.sum(tl.where(j < r0, decay_j, 0.0), 0)
-    if TRANSPOSED:
-        row = -write_i
-        col = write_j - decay_j if SHIFT else write_j
-        state = tl.sum(decay_j, 0) - write_i
-    else:
-        row = write_i - decay_i if SHIFT else write_i
-        col = -write_j
-        state = row
-    row_high, row_low = two_floats(row)
-    col_high, col_low = two_floats(col)
-    return row_high, row_low, col_high, col_low, tl.exp2(state.to(tl.float32))
+from matmix.kernels.slots import located
 
 
 @triton.jit
 def read_state(
-    rows, rows_l, from_i, inside_i, state, vectors, at_vector, d_state, p0, headdim,
-    VECTOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, N_BLOCKS: tl.constexpr, BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr,
+    out, held, q, q_l, k, k_l, v, v_l, sums, state, vector, there, r0, place, left, p0,
+    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, STORED: tl.constexpr,
+    VECTOR: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What rows read from the state at their chunk's edge (ROWS, BLOCK_P), and from its sums (ROWS,)."""
-    read = tl.zeros((ROWS, BLOCK_P), tl.float32)
-    held = tl.zeros((ROWS,), tl.float32)
-    for block in range(N_BLOCKS):
-        # The rows come from a cache: kept in registers over all heads they would crowd out the matrix.
-        x = load_rows(rows, rows_l, from_i, inside_i, block * BLOCK_N, d_state, BLOCK_N)
-        h = load_state(state, block * BLOCK_N, d_state, p0, headdim, BLOCK_N, BLOCK_P)
-        read = state_dot(x, h, read, PRECISION)
-        if VECTOR:
-            n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-            z = tl.load(vectors + at_vector + n, mask=n < d_state, other=0.0)
-            held += tl.sum(x.to(tl.float32) * z[None, :], 1)
-    return read, held
+    """`out` (TILE, BLOCK_P) and what its rows read through the tile's entering edge: from the state at the chunk's edge
+    and from the chunk's tiles between; `held` (TILE,) and the same for sums of rows."""
+    i = tl.arange(0, TILE)
+    source, readable = shifted(i, place, left, REVERSE, SHIFT)
+    read = tl.zeros((TILE, BLOCK_P), tl.float32)
+    sums_read = tl.zeros((TILE,), tl.float32)
+    if GATED:
+        edge_high, edge_low = edge_sum(sums, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
+    if STORED:
+        for n0 in tl.static_range(0, D_STATE, BLOCK_N):
+            x = load_rows(q, q_l, source, readable, n0, D_STATE, BLOCK_N)
+            at, inside = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
+            read = state_dot(x, tl.load(state + at, mask=inside & there, other=0.0), read, PRECISION)
+            if VECTOR:
+                n = n0 + tl.arange(0, BLOCK_N)
+                z = tl.load(vector + n, mask=(n < D_STATE) & there, other=0.0)
+                sums_read += tl.sum(x.to(tl.float32) * z[None, :], 1)
+        if GATED and CHUNK > TILE:
+            through = tl.exp2(edge_high + edge_low if EXACT else edge_high)
+            read *= through
+            sums_read *= through
+    if CHUNK > TILE:
+        here = r0 // TILE
+        last = tl.minimum(here + tl.cdiv(left, TILE), CHUNK // TILE)
+        for tile in tl.range(here + 1 if REVERSE else here * 0, last if REVERSE else here, num_stages=1):
+            ahead = tile * TILE - r0
+            there_j = i < left - ahead
+            scores = side_scores(
+                q, q_l, k + ahead * k_l, k_l, source, readable, i, there_j, D_STATE, TILE, BLOCK_N, PRECISION
+            )
+            weight = i * 0.0 + 1.0
+            if GATED:
+                high, low = write_sums(sums + (r0 + ahead), i, CHUNK, EXACT)
+                weight = tl.exp2(exponents(edge_high, edge_low, high, low, EXACT))
+            if SCALED:
+                weight *= tl.load(sums + ((2 if EXACT else 1) * CHUNK + r0 + ahead) + i)
+            if GATED or SCALED:
+                scores *= weight[None, :]
+            values = load_rows(v + ahead * v_l, v_l, i, there_j, p0, HEADDIM, BLOCK_P)
+            read = tl.dot(scores.to(values.dtype), values, acc=read, input_precision=PRECISION)
+            if VECTOR:
+                sums_read += tl.sum(scores, 1)
+    if GATED:
+        high, low = read_sums(sums + r0, i, r0, REVERSE, SHIFT, CHUNK, EXACT)
+        factor = tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))
+        out += read * factor[:, None]
+        held += sums_read * factor
+    else:
+        out += read
+        held += sums_read
+    return out, held
 
 
-@triton.jit(do_not_specialize=["documents", "seqlen", "per_row", "self_weight", "eps"])
+@triton.jit(do_not_specialize=["seqlen", "per_row", "self_weight", "eps"])
 def mix(
-    y, y_b, y_l, y_h, row_sums, rest,
-    v1, v2, v_b, v_l, v_h,
-    row1, row1_b, row1_l, row1_g, col1, col1_b, col1_l, col1_g,
-    row2, row2_b, row2_l, row2_g, col2, col2_b, col2_l, col2_g,
-    a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h, d, d_b, d_l, d_h,
-    states, vectors,
-    cu_seqlens, documents, seqlen, per_row, heads, share, d_state, headdim, self_weight, eps,
-    TWO: tl.constexpr, REVERSE: tl.constexpr, TRANSPOSED: tl.constexpr, SHIFT: tl.constexpr,
-    GATED1: tl.constexpr, GATED2: tl.constexpr, SCALED1: tl.constexpr, SCALED2: tl.constexpr,
-    DIAGONAL: tl.constexpr, CARRIED: tl.constexpr, NORMALIZE: tl.constexpr, REST: tl.constexpr, COMBINE: tl.constexpr,
-    PACKED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    N_BLOCKS: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    y, y_b, y_l, y_h, row_sums, rest, v, v_b, v_l, v_h,
+    q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g, d, d_b, d_l, d_h,
+    sums, states, vectors, table, seqlen, per_row, heads, share, self_weight, eps,
+    TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
+    SCALED1: tl.constexpr, SCALED2: tl.constexpr, DIAGONAL: tl.constexpr, STORED: tl.constexpr,
+    INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, REST: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, FACTORS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr,
+    HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """y = M v (or M^T v1 + M^T v2 per direction, for the cotangents of a concatenation) of ROWS tokens, HEADS
-    heads and BLOCK_P channels. The first direction runs backward if REVERSE; a second one always does."""
-    tiles: tl.constexpr = CHUNK // ROWS
-    slot = tl.program_id(0) // tiles
-    r0 = tl.program_id(0) % tiles * ROWS
-    h0 = tl.program_id(1) * HEADS
-    p0 = tl.program_id(2) * BLOCK_P
-    group = h0 // share
-    document, chunk, batch_row, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
-    start = chunk * CHUNK
-    if start + r0 >= length:
+    """y = M v of one tile, HEADS heads and BLOCK_P channels. The first direction runs backward if REVERSE; a second one
+    always does."""
+    tiles: tl.constexpr = CHUNK // TILE
+    directions: tl.constexpr = 2 if TWO else 1
+    parts = heads // HEADS
+    h0 = tl.program_id(0) % parts * HEADS
+    unit = tl.program_id(0) // parts
+    slot = unit // tiles
+    r0 = unit % tiles * TILE
+    p0 = tl.program_id(1) * BLOCK_P
+    group = (h0 // share).to(tl.int64)
+    chunk, batch_row, begin, length = located(slot, table, seqlen, per_row, PACKED)
+    place = chunk * CHUNK + r0
+    left = length - place
+    if left <= 0:
         return
     b = batch_row.to(tl.int64)
-    t = (begin + start).to(tl.int64)
-    i = r0 + tl.arange(0, ROWS)
-    j = tl.arange(0, CHUNK)
-    valid_i = start + i < length
-    valid_j = start + j < length
-    diagonal = i[:, None] == j[None, :]
+    t = (begin + place).to(tl.int64)
+    i = tl.arange(0, TILE)
+    valid = i < left
+    on = i[:, None] == i[None, :]
     # Which of the strict triangles belongs to the first direction.
-    first = i[:, None] > j[None, :] if REVERSE == TRANSPOSED else i[:, None] < j[None, :]
+    first = i[:, None] < i[None, :] if REVERSE else i[:, None] > i[None, :]
+    at_q1 = q1 + b * q1_b + t * q1_l + group * q1_g
+    at_k1 = k1 + b * k1_b + t * k1_l + group * k1_g
 
-    # The transposed product has q in its columns. With SHIFT token t reads with the q of its neighbour.
-    if TRANSPOSED:
-        i1, inside_i1 = i, valid_i
-        j1, inside_j1 = shifted(j, start, length, REVERSE, SHIFT)
-        i2, inside_i2 = i, valid_i
-        j2, inside_j2 = shifted(j, start, length, True, SHIFT)
-    else:
-        i1, inside_i1 = shifted(i, start, length, REVERSE, SHIFT)
-        j1, inside_j1 = j, valid_j
-        i2, inside_i2 = shifted(i, start, length, True, SHIFT)
-        j2, inside_j2 = j, valid_j
-    at_row1 = row1 + b * row1_b + t * row1_l + group * row1_g
-    at_row2 = row2 + b * row2_b + t * row2_l + group * row2_g
-    scores = side_scores(
-        at_row1, row1_l, col1 + b * col1_b + t * col1_l + group * col1_g, col1_l,
-        i1, inside_i1, j1, inside_j1, d_state, ROWS, CHUNK, BLOCK_N, N_BLOCKS, PRECISION,
-    )  # fmt: skip
+    source, readable = shifted(i, place, left, REVERSE, SHIFT)
+    scores = side_scores(at_q1, q1_l, at_k1, k1_l, source, readable, i, valid, D_STATE, TILE, BLOCK_N, PRECISION)
+    own1 = tl.zeros((TILE,), tl.float32)
+    own2 = tl.zeros((TILE,), tl.float32)
     if not SHIFT:
-        own1 = tl.sum(tl.where(diagonal, scores, 0.0), 1)
+        own1 += tl.sum(tl.where(on, scores, 0.0), 1)
     if TWO:
-        scores2 = side_scores(
-            at_row2, row2_l, col2 + b * col2_b + t * col2_l + group * col2_g, col2_l,
-            i2, inside_i2, j2, inside_j2, d_state, ROWS, CHUNK, BLOCK_N, N_BLOCKS, PRECISION,
-        )  # fmt: skip
+        at_q2 = q2 + b * q2_b + t * q2_l + group * q2_g
+        at_k2 = k2 + b * k2_b + t * k2_l + group * k2_g
+        source, readable = shifted(i, place, left, True, SHIFT)
+        scores2 = side_scores(at_q2, q2_l, at_k2, k2_l, source, readable, i, valid, D_STATE, TILE, BLOCK_N, PRECISION)
         if not SHIFT:
-            own2 = tl.sum(tl.where(diagonal, scores2, 0.0), 1)
+            own2 += tl.sum(tl.where(on, scores2, 0.0), 1)
         scores = tl.where(first, scores, scores2)
-        scores = tl.where(diagonal, 0.0, scores)
-    else:
-        scores = tl.where(first, scores, 0.0)
+    scales: tl.constexpr = (2 if EXACT else 1) * CHUNK
+    elements: tl.constexpr = D_STATE * HEADDIM
+    starts, ends = chunk > 0, (chunk + 1) * CHUNK < length
 
-    for step in range(HEADS):
-        head = h0 + step
-        at_v = b * v_b + t * v_l + head * v_h
-        values = load_rows(v1 + at_v, v_l, j, valid_j, p0, headdim, BLOCK_P)
+    for step in tl.range(HEADS, num_stages=1):
+        head = (h0 + step).to(tl.int64)
+        of_slot = (slot.to(tl.int64) * heads + head) * directions
+        sums1 = sums + of_slot * (FACTORS * CHUNK) if FACTORS else sums
+        sums2 = sums + (of_slot + 1) * (FACTORS * CHUNK) if FACTORS else sums
+        at_v = v + b * v_b + t * v_l + head * v_h
         matrix = scores
         if GATED1 or GATED2:
-            row_high, row_low, col_high, col_low, factor1 = side_exponents(
-                a1 + b * a1_b + t * a1_l + head * a1_h if GATED1 else a1, a1_l, start, r0, length,
-                REVERSE, SHIFT, TRANSPOSED, GATED1, CHUNK, ROWS,
-            )  # fmt: skip
-            decays = decay_matrix(row_high, row_low, col_high, col_low, EXACT)
+            exponent = side_exponents(sums1, i, r0, REVERSE, SHIFT, GATED1, False, CHUNK, EXACT)
             if TWO:
-                row_high, row_low, col_high, col_low, factor2 = side_exponents(
-                    a2 + b * a2_b + t * a2_l + head * a2_h if GATED2 else a2, a2_l, start, r0, length,
-                    True, SHIFT, TRANSPOSED, GATED2, CHUNK, ROWS,
-                )  # fmt: skip
-                decays = tl.where(first, decays, decay_matrix(row_high, row_low, col_high, col_low, EXACT))
-            matrix *= decays
+                other = side_exponents(sums2, i, r0, True, SHIFT, GATED2, False, CHUNK, EXACT)
+                exponent = tl.where(first, exponent, other)
+            matrix *= tl.exp2(exponent)
         # The diagonal: each direction's own terms (without shift), then the given one.
-        own = tl.zeros((ROWS,), tl.float32)
-        also = tl.zeros((ROWS,), tl.float32)
-        if not SHIFT:
-            own += own1
-            if TWO:
-                also += own2
+        own = own1 * self_weight
+        also = own2 * self_weight
+        scale1 = 1.0
+        scale2 = 1.0
         if SCALED1:
-            at_w = w1 + b * w1_b + t * w1_l + head * w1_h
-            scale1_i = load_factor(at_w, w1_l, i, valid_i)
-            own *= scale1_i
-            scale = scale1_i[:, None] if TRANSPOSED else load_factor(at_w, w1_l, j, valid_j)[None, :]
-            matrix *= tl.where(first, scale, 1.0) if TWO else scale
+            scale1 = tl.load(sums1 + (scales + r0) + i)[None, :]
+            own *= tl.load(sums1 + (scales + r0) + i)
         if SCALED2:
-            at_w = w2 + b * w2_b + t * w2_l + head * w2_h
-            scale2_i = load_factor(at_w, w2_l, i, valid_i)
-            also *= scale2_i
-            scale = scale2_i[:, None] if TRANSPOSED else load_factor(at_w, w2_l, j, valid_j)[None, :]
-            matrix *= tl.where(first, 1.0, scale)
-        own *= self_weight
-        also *= self_weight
-        given = tl.zeros((ROWS,), tl.float32)
+            scale2 = tl.load(sums2 + (scales + r0) + i)[None, :]
+            also *= tl.load(sums2 + (scales + r0) + i)
+        if SCALED1 or SCALED2:
+            matrix *= tl.where(first, scale1, scale2) if TWO else scale1
+        given = tl.zeros((TILE,), tl.float32)
         if DIAGONAL:
-            given += load_factor(d + b * d_b + head * d_h, d_l, t + i, valid_i)
+            given += load_factor(d + b * d_b + t * d_l + head * d_h, d_l, i, valid)
+        # What stands outside of the triangles is anything up to here.
+        if not TWO:
+            matrix = tl.where(first, matrix, 0.0)
 
+        values = load_rows(at_v, v_l, i, valid, p0, HEADDIM, BLOCK_P)
+        row_sum = tl.zeros((TILE,), tl.float32)
         if COMBINE == "add":
-            matrix = tl.where(diagonal, (own + also + given)[:, None], matrix)
+            matrix = tl.where(on, (own + also + given)[:, None], matrix)
             out = tl.dot(matrix.to(values.dtype), values, input_precision=PRECISION)
             if NORMALIZE:
-                sums = tl.sum(matrix, 1)
+                row_sum += tl.sum(matrix, 1)
         else:
             # Where the halves are multiplied the given diagonal is added at the end.
-            in_both = given if COMBINE == "concat" else tl.zeros((ROWS,), tl.float32)
-            half = tl.where(diagonal, (own + in_both)[:, None], tl.where(first, matrix, 0.0))
+            in_both = given if COMBINE == "concat" else tl.zeros((TILE,), tl.float32)
+            half = tl.where(on, (own + in_both)[:, None], tl.where(first, matrix, 0.0))
             out = tl.dot(half.to(values.dtype), values, input_precision=PRECISION)
-            if TRANSPOSED:
-                values = load_rows(v2 + at_v, v_l, j, valid_j, p0, headdim, BLOCK_P)
-            half = tl.where(diagonal, (also + in_both)[:, None], tl.where(first, 0.0, matrix))
+            half = tl.where(on, (also + in_both)[:, None], tl.where(first, 0.0, matrix))
             out2 = tl.dot(half.to(values.dtype), values, input_precision=PRECISION)
 
-        if CARRIED:
-            directions: tl.constexpr = 2 if TWO else 1
-            place = first_slot(document, begin, per_row, CHUNK, PACKED) + chunk
-            which = (place.to(tl.int64) * heads + head) * directions
-            read, held = read_state(
-                at_row1, row1_l, i1, inside_i1, states + which * d_state * headdim, vectors, which * d_state,
-                d_state, p0, headdim, NORMALIZE, ROWS, BLOCK_N, N_BLOCKS, BLOCK_P, PRECISION,
+        if STORED or tiles > 1:
+            out, row_sum = read_state(
+                out, row_sum, at_q1, q1_l, at_k1, k1_l, at_v, v_l, sums1,
+                states + of_slot * elements if STORED else states,
+                vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors,
+                INITIAL | (ends if REVERSE else starts), r0, place, left, p0,
+                REVERSE, SHIFT, GATED1, SCALED1, STORED, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
+                PRECISION, EXACT,
             )  # fmt: skip
-            if GATED1 or GATED2:
-                read *= factor1[:, None]
-                held *= factor1
-            if TRANSPOSED and SCALED1:
-                read *= scale1_i[:, None]
-            out += read
-            if NORMALIZE:
-                sums += held
             if TWO:
-                which += 1
-                read, held = read_state(
-                    at_row2, row2_l, i2, inside_i2, states + which * d_state * headdim, vectors, which * d_state,
-                    d_state, p0, headdim, NORMALIZE, ROWS, BLOCK_N, N_BLOCKS, BLOCK_P, PRECISION,
+                of_slot += 1
+                second, row_sum = read_state(
+                    out if COMBINE == "add" else out2, row_sum, at_q2, q2_l, at_k2, k2_l, at_v, v_l, sums2,
+                    states + of_slot * elements if STORED else states,
+                    vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors, INITIAL | ends, r0, place, left,
+                    p0, True, SHIFT, GATED2, SCALED2, STORED, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N,
+                    BLOCK_P, PRECISION, EXACT,
                 )  # fmt: skip
-                if GATED1 or GATED2:
-                    read *= factor2[:, None]
-                    held *= factor2
-                if TRANSPOSED and SCALED2:
-                    read *= scale2_i[:, None]
                 if COMBINE == "add":
-                    out += read
+                    out = second
                 else:
-                    out2 += read
-                if NORMALIZE:
-                    sums += held
+                    out2 = second
 
         if NORMALIZE:
-            out /= (sums + eps)[:, None]
+            out /= (row_sum + eps)[:, None]
             if p0 == 0:
-                tl.store(row_sums + (b * seqlen + t + i) * heads + head, sums, mask=valid_i)
+                tl.store(row_sums + (b * seqlen + t + i) * heads + head, row_sum, mask=valid)
         p = p0 + tl.arange(0, BLOCK_P)
-        target = y + b * y_b + t * y_l + head * y_h + i[:, None] * y_l + p[None, :]
-        inside = valid_i[:, None] & (p[None, :] < headdim)
+        target = b * y_b + t * y_l + head * y_h
+        at = i[:, None] * y_l + p[None, :]
+        inside = valid[:, None]
+        if HEADDIM % BLOCK_P != 0:
+            inside = inside & (p[None, :] < HEADDIM)
         if COMBINE == "add":
             rounded = out.to(y.dtype.element_ty)
-            tl.store(target, rounded, mask=inside)
+            tl.store(y + target + at, rounded, mask=inside)
             if REST:
-                at_rest = rest + b * y_b + t * y_l + head * y_h + i[:, None] * y_l + p[None, :]
-                tl.store(at_rest, (out - rounded.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
-        elif TRANSPOSED:
-            tl.store(target, (out + out2).to(y.dtype.element_ty), mask=inside)
+                tl.store(rest + target + at, (out - rounded.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
         elif COMBINE == "concat":
-            tl.store(target, out.to(y.dtype.element_ty), mask=inside)
-            tl.store(target + headdim, out2.to(y.dtype.element_ty), mask=inside)
+            tl.store(y + target + at, out.to(y.dtype.element_ty), mask=inside)
+            tl.store(y + target + HEADDIM + at, out2.to(y.dtype.element_ty), mask=inside)
         else:
             out *= out2
             if DIAGONAL:
-                mine = load_rows(v1 + at_v, v_l, i, valid_i, p0, headdim, BLOCK_P)
-                out += given[:, None] * mine.to(tl.float32)
-            tl.store(target, out.to(y.dtype.element_ty), mask=inside)
+                out += given[:, None] * values.to(tl.float32)
+            tl.store(y + target + at, out.to(y.dtype.element_ty), mask=inside)

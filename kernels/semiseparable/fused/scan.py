@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
-from matmix.kernels.launching import dot_precision, rows_in_place
+from matmix.kernels.launching import dot_precision, launch, rows_in_place
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused.configs import ScanConfig, choose
-from matmix.kernels.slots import count_documents, count_slots
+from matmix.kernels.semiseparable.fused.sums import decay_sums
+from matmix.kernels.slots import count_documents, count_slots, slot_table
 
 PROGRAMS = 512
 """Programs that keep any present GPU busy; fewer are not cut any finer than needed to reach it."""
@@ -53,6 +55,35 @@ class Scan(NamedTuple):
     def slots(self, span: int) -> int:
         return count_slots(self.rows, self.seqlen, self.cu_seqlens, span)
 
+    def table(self, span: int) -> Tensor | None:
+        return slot_table(self.rows, self.seqlen, self.cu_seqlens, span)
+
+    @property
+    def tile(self) -> int:
+        return self.config.tile
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all chunks."""
+        return self.slots(self.chunk) * (self.chunk // self.tile)
+
+    def heads_at_once(self, most: int) -> int:
+        """Heads of a group for one program: as many as may be that share evenly and leave enough programs."""
+        most = min(most, max(1, self.tiles * self.heads // self.programs))
+        return max(d for d in range(1, self.share + 1) if self.share % d == 0 and d <= most)
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums of decays are two floats."""
+        return self.config.itemsize == 4
+
+    def factors(self, sides: tuple[ScanSide, ...]) -> int:
+        """Rows of the table of sums for each slot, head and direction."""
+        scaled = any(side.input_scale is not None for side in sides)
+        if not scaled and all(side.log_decay is None for side in sides):
+            return 0
+        return (2 if self.exact else 1) + scaled
+
 
 def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | None, backward: bool) -> Scan:
     rows, seqlen, heads, headdim = v.shape
@@ -62,6 +93,37 @@ def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | No
     return Scan(
         rows, seqlen, heads, headdim, groups, d_state, cu_seqlens, config, chunk, dot_precision(v.dtype), PROGRAMS
     )  # fmt: skip
+
+
+def sum_decays(scan: Scan, sides: tuple[ScanSide, ...]) -> Tensor | None:
+    """(slots, nheads, directions, factors, chunk) float32, what `decay_sums` stores, with room around it; None without
+    any decay or input scale."""
+    factors = scan.factors(sides)
+    if not factors:
+        return None
+    first, second = sides[0], sides[1] if len(sides) == 2 else sides[0]._replace(log_decay=None, input_scale=None)
+    weights = [x for side in (first, second) for x in (side.log_decay, side.input_scale) if x is not None]
+    slots = scan.slots(scan.chunk)
+    room = 16
+    size = slots * scan.heads * len(sides) * factors * scan.chunk
+    sums = torch.empty(size + 2 * room, dtype=torch.float32, device=weights[0].device)[room:]
+    block = min(8, triton.next_power_of_2(scan.heads))
+    launch(
+        decay_sums, (slots, triton.cdiv(scan.heads, block)),
+        sums, *per_token(first.log_decay), *per_token(second.log_decay),
+        *per_token(first.input_scale), *per_token(second.input_scale),
+        scan.table(scan.chunk), scan.seqlen, scan.per_row(scan.chunk), scan.heads, num_warps=4, num_stages=1,
+        TWO=len(sides) == 2, REVERSE=first.reverse, GATED1=first.log_decay is not None,
+        GATED2=second.log_decay is not None, SCALED1=first.input_scale is not None,
+        SCALED2=second.input_scale is not None, PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, FACTORS=factors,
+        BLOCK_H=block, EXACT=scan.exact,
+    )  # fmt: skip
+    return sums
+
+
+def heads_at_once(heads: int) -> int:
+    """Heads that programs take together which look at one number per token and head."""
+    return min(32, triton.next_power_of_2(heads))
 
 
 def per_token(x: Tensor | None) -> tuple:

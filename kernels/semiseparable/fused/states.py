@@ -5,7 +5,7 @@ that leave it: both are h <- exp(sum of decays) h + sum over the chunk's tokens 
 the order of chunks, the keys (k or shifted q), the values (v or dy) and the weights differ.
 
 Few long documents would leave most of a GPU idle. They are cut into spans: a first launch runs every span from
-zero, `combine_kernel` passes the results along the spans, and a second launch runs each span from its true start.
+zero, `combine_spans` passes the results along the spans, and a second launch runs each span from its true start.
 """
 
 from __future__ import annotations
@@ -13,136 +13,182 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.semiseparable.fused.layout import load_factor, load_rows, log_decays, shifted
-from matmix.kernels.slots import bounds, first_slot, locate
+from matmix.kernels.semiseparable.fused.layout import (
+    add_tile,
+    edge_sum,
+    entering_edge,
+    exponents,
+    leaving_edge,
+    state_places,
+)
+from matmix.kernels.slots import bounds, first_slot, located
 
 
 @triton.jit
-def carry_states(
-    k, k_l, v, v_l, a, a_l, w, w_l, u, u_l,
-    states, state_step, vectors, vector_step,
-    h, z, first, last, length, d_state, headdim, n0, p0,
+def pass_side(
+    k, k_l, v, v_l, u, u_l, sums, sums_step, states, vectors, entry, entry_vectors, ends, end_vectors,
+    end_decays, first, last, length, n0, p0, step_of_states, step_of_vectors,
     REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
-    STORE: tl.constexpr, VECTOR: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+    STORE: tl.constexpr, VECTOR: tl.constexpr, ENTRY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr,
+    DECAYS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr,
+    HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Run a tile (BLOCK_N, BLOCK_P) of a state through chunks first .. last - 1 of a document, in either order.
+    """Run a tile (BLOCK_N, BLOCK_P) of one direction's state through chunks first .. last - 1 of a document.
 
-    Pointers stand at the document's first token and the program's head; `states` and `vectors` at the document's
-    first slot. Returns the state, the vector and
-    the sum of log2 decays.
+    Pointers stand at the document's first token or slot and the program's head; those of single states at the state.
     """
-    i = tl.arange(0, CHUNK)
     n = n0 + tl.arange(0, BLOCK_N)
-    p = p0 + tl.arange(0, BLOCK_P)
-    in_state = (n[:, None] < d_state) & (p[None, :] < headdim)
-    passed = tl.sum(tl.zeros((CHUNK,), tl.float64), 0)
-    for step in range(first, last):
-        # (Added to a tensor because the interpreter counts in Python's integers.)
-        chunk = (first + last - 1 - step if REVERSE else first * 0 + step).to(tl.int64)
-        start = chunk * CHUNK
-        valid = start + i < length
-        if STORE:
-            tl.store(
-                states + chunk * state_step + n[:, None] * headdim + p[None, :],
-                h.to(states.dtype.element_ty), mask=in_state,
-            )  # fmt: skip
-            if VECTOR:
-                tl.store(vectors + chunk * vector_step + n, z, mask=n < d_state)
-        decay = log_decays(a, a_l, start + i, valid, GATED)
-        total = tl.sum(decay, 0)
-        # From the token to the edge that the state leaves by.
-        outward = tl.cumsum(decay, 0) if REVERSE else total - tl.cumsum(decay, 0)
-        if REVERSE and not (COTANGENT and not SHIFT):
-            outward -= decay
-        if not REVERSE and COTANGENT and not SHIFT:
-            outward += decay
-        weight = tl.exp2(outward.to(tl.float32))
-        if SCALED:
-            weight *= load_factor(w, w_l, start + i, valid)
-        # The cotangent of a direction's states runs the other way.
-        source, present = shifted(i, start, length, not REVERSE, SHIFT and COTANGENT)
-        keys = load_rows(k + start * k_l, k_l, source, present, n0, d_state, BLOCK_N)
-        values = load_rows(v + start * v_l, v_l, i, valid, p0, headdim, BLOCK_P)
-        values = (values.to(tl.float32) * weight[:, None]).to(keys.dtype)
-        factor = tl.exp2(total.to(tl.float32))
-        h = tl.dot(tl.trans(keys), values, acc=h * factor, input_precision=PRECISION)
-        if VECTOR:
-            if COTANGENT:
-                weight *= load_factor(u, u_l, start + i, valid)
-            z = z * factor + tl.sum(keys.to(tl.float32) * weight[:, None], 0)
-        passed += total
-    return h, z, passed
-
-
-@triton.jit(do_not_specialize=["documents", "seqlen", "per_row", "spans_per_row", "span_chunks", "direction"])
-def state_pass(
-    k, k_b, k_l, k_g, v, v_b, v_l, v_h, a, a_b, a_l, a_h, w, w_b, w_l, w_h, u, u_b, u_l, u_h,
-    states, vectors, entry, entry_vectors, ends, end_vectors, end_decays,
-    cu_seqlens, documents, seqlen, per_row, spans_per_row, span_chunks, heads, share, d_state, headdim, direction,
-    directions: tl.constexpr, REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr,
-    GATED: tl.constexpr, SCALED: tl.constexpr, STORE: tl.constexpr, VECTOR: tl.constexpr, ENTRY: tl.constexpr,
-    END: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One span of one document, one head, one direction, one tile of the state."""
-    unit = tl.program_id(0)
-    head = tl.program_id(1)
-    tiles = tl.cdiv(headdim, BLOCK_P)
-    n0 = tl.program_id(2) // tiles * BLOCK_N
-    p0 = tl.program_id(2) % tiles * BLOCK_P
-    document, piece, row, begin, length = locate(
-        unit, cu_seqlens, documents, seqlen, spans_per_row, span_chunks * CHUNK, PACKED
-    )
-    chunks = tl.cdiv(length, CHUNK)
-    first = piece * span_chunks
-    last = tl.minimum(first + span_chunks, chunks)
-    n = n0 + tl.arange(0, BLOCK_N)
-    p = p0 + tl.arange(0, BLOCK_P)
-    in_state = (n[:, None] < d_state) & (p[None, :] < headdim)
-    which = (unit.to(tl.int64) * heads + head) * directions + direction
-    of_unit = which * d_state * headdim + n[:, None] * headdim + p[None, :]
+    at_state, in_state = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
     h = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
     z = tl.zeros((BLOCK_N,), tl.float32)
     if ENTRY:
-        h += tl.load(entry + of_unit, mask=in_state, other=0.0).to(tl.float32)
+        h += tl.load(entry + at_state, mask=in_state, other=0.0).to(tl.float32)
         if VECTOR:
-            z += tl.load(entry_vectors + which * d_state + n, mask=n < d_state, other=0.0)
-    slot = first_slot(document, begin, per_row, CHUNK, PACKED)
-    of_slot = (slot.to(tl.int64) * heads + head) * directions + direction
+            z += tl.load(entry_vectors + n, mask=n < D_STATE, other=0.0)
+    # The cotangent of a direction's states runs the other way.
+    backward: tl.constexpr = REVERSE != COTANGENT
+    tiles: tl.constexpr = CHUNK // TILE
+    passed = tl.sum(z * 0.0, 0)
+    steps = (last - first) * tiles
+    for step in range(steps):
+        # (Added to a tensor because the interpreter counts in Python's integers.)
+        number = first * tiles + (steps - 1 - step if backward else first * 0 + step)
+        chunk = number // tiles
+        tile = number % tiles
+        r0 = tile * TILE
+        place = number * TILE
+        if STORE:
+            # What enters a document is not stored where it is nothing.
+            inner_chunk = (chunk + 1) * CHUNK < length if backward else chunk > 0
+            if (tile == (tiles - 1 if backward else 0)) & (INITIAL | inner_chunk):
+                target = states + chunk.to(tl.int64) * step_of_states + at_state
+                tl.store(target, h.to(states.dtype.element_ty), mask=in_state)
+                if VECTOR:
+                    tl.store(vectors + chunk.to(tl.int64) * step_of_vectors + n, z, mask=n < D_STATE)
+        # The state goes from one edge of the tile to the other; its cotangent from the last token to before the first.
+        of_chunk = sums
+        edge_high = 0.0
+        edge_low = 0.0
+        if GATED or SCALED:
+            of_chunk = sums + chunk.to(tl.int64) * sums_step
+        if GATED:
+            inner_high, inner_low = edge_sum(of_chunk, leaving_edge(r0, REVERSE, TILE), CHUNK, EXACT)
+            outer_high, outer_low = edge_sum(of_chunk, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
+            through = exponents(inner_high, inner_low, outer_high, outer_low, EXACT)
+            h *= tl.exp2(through)
+            if VECTOR:
+                z *= tl.exp2(through)
+            if DECAYS:
+                passed += through
+            edge_high = outer_high if COTANGENT else inner_high
+            edge_low = outer_low if COTANGENT else inner_low
+        at = place.to(tl.int64)
+        h, z = add_tile(
+            h, z, k + at * k_l, k_l, v + at * v_l, v_l, u + at * u_l if (VECTOR and COTANGENT) else u, u_l, of_chunk,
+            edge_high, edge_low, r0, place, length - place, n0, p0,
+            REVERSE, COTANGENT, SHIFT, GATED, SCALED, VECTOR, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
+            PRECISION, EXACT,
+        )  # fmt: skip
+    if END:
+        tl.store(ends + at_state, h, mask=in_state)
+        if VECTOR:
+            tl.store(end_vectors + n, z, mask=n < D_STATE)
+    if DECAYS:
+        tl.store(end_decays, tl.exp2(passed))
+
+
+@triton.jit(do_not_specialize=["seqlen", "per_row", "spans_per_row", "span_chunks"])
+def state_pass(
+    k1, k1_b, k1_l, k1_g, k2, k2_b, k2_l, k2_g, v1, v2, v_b, v_l, v_h,
+    u, u_b, u_l, u_h, sums, states, vectors, entry, entry_vectors, ends, end_vectors, end_decays,
+    table, seqlen, per_row, spans_per_row, span_chunks, heads, share,
+    TWO: tl.constexpr, REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr,
+    GATED2: tl.constexpr, SCALED1: tl.constexpr, SCALED2: tl.constexpr, STORE: tl.constexpr, VECTOR: tl.constexpr,
+    ENTRY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, FACTORS: tl.constexpr, D_STATE: tl.constexpr,
+    HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """One span of one document, one head, one tile of the state, one direction. The first direction runs backward if
+    REVERSE; a second one always does."""
+    unit = tl.program_id(0) // heads
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    tiles: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
+    n0 = tl.program_id(1) // tiles * BLOCK_N
+    p0 = tl.program_id(1) % tiles * BLOCK_P
+    directions: tl.constexpr = 2 if TWO else 1
+    piece, row, begin, length = located(unit, table, seqlen, spans_per_row, PACKED)
+    first = piece * span_chunks
+    last = tl.minimum(first + span_chunks, tl.cdiv(length, CHUNK))
+    if PACKED:
+        document = tl.load(table + unit * 4)
+    else:
+        document = row
+    slot = first_slot(document, begin, per_row, CHUNK, PACKED).to(tl.int64)
+    unit = unit.to(tl.int64)
     row = row.to(tl.int64)
     begin = begin.to(tl.int64)
     group = head // share
-    h, z, passed = carry_states(
-        k + row * k_b + begin * k_l + group * k_g, k_l,
-        v + row * v_b + begin * v_l + head * v_h, v_l,
-        a + row * a_b + begin * a_l + head * a_h if GATED else a, a_l,
-        w + row * w_b + begin * w_l + head * w_h if SCALED else w, w_l,
-        u + row * u_b + begin * u_l + head * u_h if (VECTOR and COTANGENT) else u, u_l,
-        states + of_slot * d_state * headdim if STORE else states, heads * directions * d_state * headdim,
-        vectors + of_slot * d_state if (STORE and VECTOR) else vectors, heads * directions * d_state,
-        h, z, first, last, length, d_state, headdim, n0, p0,
-        REVERSE, COTANGENT, SHIFT, GATED, SCALED, STORE, VECTOR, CHUNK, BLOCK_N, BLOCK_P, PRECISION,
-    )  # fmt: skip
-    if END:
-        tl.store(ends + of_unit, h, mask=in_state)
-        if VECTOR:
-            tl.store(end_vectors + which * d_state + n, z, mask=n < d_state)
-    if DECAYS:
-        tl.store(end_decays + which, tl.exp2(passed.to(tl.float32)))
+    side: tl.constexpr = FACTORS * CHUNK
+    elements = D_STATE * HEADDIM
+    of_unit = (unit * heads + head) * directions
+    of_slot = (slot * heads + head) * directions
+    steps = heads * directions
+    at_v = row * v_b + begin * v_l + head * v_h
+    of_u = u + row * u_b + begin * u_l + head * u_h if (VECTOR and COTANGENT) else u
+    if not TWO or tl.program_id(2) == 0:
+        pass_side(
+            k1 + row * k1_b + begin * k1_l + group * k1_g, k1_l, v1 + at_v, v_l,
+            of_u, u_l,
+            sums + of_slot * side if FACTORS else sums, steps * side,
+            states + of_slot * elements if STORE else states,
+            vectors + of_slot * D_STATE if STORE and VECTOR else vectors,
+            entry + of_unit * elements if ENTRY else entry,
+            entry_vectors + of_unit * D_STATE if ENTRY and VECTOR else entry_vectors,
+            ends + of_unit * elements if END else ends,
+            end_vectors + of_unit * D_STATE if END and VECTOR else end_vectors,
+            end_decays + of_unit if DECAYS else end_decays,
+            first, last, length, n0, p0, steps * elements, steps * D_STATE,
+            REVERSE, COTANGENT, SHIFT, GATED1, SCALED1, STORE, VECTOR, ENTRY, INITIAL, END, DECAYS,
+            CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
+        )  # fmt: skip
+    else:
+        of_unit += 1
+        of_slot += 1
+        pass_side(
+            k2 + row * k2_b + begin * k2_l + group * k2_g, k2_l, v2 + at_v, v_l,
+            of_u, u_l,
+            sums + of_slot * side if FACTORS else sums, steps * side,
+            states + of_slot * elements if STORE else states,
+            vectors + of_slot * D_STATE if STORE and VECTOR else vectors,
+            entry + of_unit * elements if ENTRY else entry,
+            entry_vectors + of_unit * D_STATE if ENTRY and VECTOR else entry_vectors,
+            ends + of_unit * elements if END else ends,
+            end_vectors + of_unit * D_STATE if END and VECTOR else end_vectors,
+            end_decays + of_unit if DECAYS else end_decays,
+            first, last, length, n0, p0, steps * elements, steps * D_STATE,
+            True, COTANGENT, SHIFT, GATED2, SCALED2, STORE, VECTOR, ENTRY, INITIAL, END, DECAYS,
+            CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["per_row", "span", "seqlen", "direction", "elements"])
+@triton.jit(do_not_specialize=["per_row", "span", "seqlen", "elements"])
 def combine_spans(
-    ends, end_decays, initial, final, cu_seqlens, seqlen, per_row, span, heads, elements, direction,
-    directions: tl.constexpr, REVERSE: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+    ends, end_decays, initial, final, cu_seqlens, seqlen, per_row, span, heads, elements,
+    TWO: tl.constexpr, REVERSE: tl.constexpr, COTANGENT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
     PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Replace what each span of a document adds to the state, in `ends`, by the state that enters the span."""
     document = tl.program_id(0)
-    head = tl.program_id(1)
-    e = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1).to(tl.int64)
+    directions: tl.constexpr = 2 if TWO else 1
+    direction = tl.program_id(2) % directions
+    e = tl.program_id(2) // directions * BLOCK + tl.arange(0, BLOCK)
     inside = e < elements
+    backward = (direction == 1) | REVERSE
+    if COTANGENT:
+        backward = backward == False  # noqa: E712 (a tensor)
     begin, length = bounds(document, cu_seqlens, seqlen, PACKED)
     first = first_slot(document, begin, per_row, span, PACKED)
     spans = tl.cdiv(length, span)
@@ -151,7 +197,7 @@ def combine_spans(
     if INITIAL:
         h += tl.load(initial + of_document, mask=inside, other=0.0).to(tl.float32)
     for step in range(spans):
-        unit = (first + spans - 1 - step if REVERSE else first + step).to(tl.int64)
+        unit = (first + tl.where(backward, spans - 1 - step, step)).to(tl.int64)
         which = (unit * heads + head) * directions + direction
         added = tl.load(ends + which * elements + e, mask=inside, other=0.0)
         tl.store(ends + which * elements + e, h, mask=inside)

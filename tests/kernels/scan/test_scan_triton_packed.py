@@ -145,7 +145,7 @@ def test_forward_spans(interpreter, launched, form):
     got = on(interpreter, quasiseparable_scan)(**inputs, **options)
     wanted = quasiseparable_scan(**inputs, **options, backend="torch")
     assert rmse_ratio(got, wanted) < 1e-5
-    assert names(launched).count("combine_spans") == (4 if form == "lion" else 2)
+    assert names(launched).count("combine_spans") == (2 if form == "lion" else 1)
 
 
 def test_spans_of_several_rows(interpreter, launched):

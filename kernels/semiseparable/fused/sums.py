@@ -1,0 +1,173 @@
+"""Sums of log-decays over chunks, which all other kernels read, and the gradients of the decays that they are made of.
+
+Both take one chunk (or tile) and some heads: tokens lie along one axis and heads along the other, as in memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from matmix.kernels.slots import located
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-151.0)
+"""2 to this power is 0 in float32; a bound keeps sums finite when a decay of exactly 0 (log -inf) is given."""
+HIGHEST = tl.constexpr(0.01 * 1.4426950408889634)
+"""LARGEST_LOG_DECAY of matmix.kernels.checks: values on the device cannot be refused without waiting for it."""
+UNIT = tl.constexpr(2.0**-8)
+"""Sums of multiples of it are exact in float32: of 256 tokens at LOWEST they reach 2^24 units and no more."""
+
+
+@triton.jit
+def store_side(
+    sums, a, a_l, a_h, w, w_l, w_h, i, head, heads, inside,
+    REVERSE: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Sums of one direction's log2 decays from its side of the chunk on, and its input scales; tokens along axis 0."""
+    there = (head < heads)[None, :]
+    if GATED:
+        decay = tl.load(a + i[:, None] * a_l + head[None, :] * a_h, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+        # Comparisons, not minimum and maximum: those would swallow a NaN.
+        decay = tl.where(decay < LOWEST, LOWEST, decay)
+        decay = tl.where(decay > HIGHEST, HIGHEST, decay)
+        coarse = tl.floor(decay * (1.0 / UNIT) + 0.5) * UNIT
+        high = tl.cumsum(coarse, 0, reverse=REVERSE)
+        low = tl.cumsum(decay - coarse, 0, reverse=REVERSE)
+        if EXACT:
+            tl.store(sums, high, mask=there)
+            tl.store(sums + CHUNK, low, mask=there)
+        else:
+            tl.store(sums, high + low, mask=there)
+    if SCALED:
+        scale = tl.load(w + i[:, None] * w_l + head[None, :] * w_h, mask=inside, other=0.0).to(tl.float32)
+        tl.store(sums + (2 if EXACT else 1) * CHUNK, scale, mask=there)
+
+
+@triton.jit(do_not_specialize=["seqlen", "per_row"])
+def decay_sums(
+    sums, a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
+    table, seqlen, per_row, heads,
+    TWO: tl.constexpr, REVERSE: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr, SCALED1: tl.constexpr,
+    SCALED2: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, FACTORS: tl.constexpr, BLOCK_H: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """sums (slots, nheads, directions, FACTORS, CHUNK) float32: one or two floats of sums of log-decays, and input
+    scales where there are any."""
+    slot = tl.program_id(0)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+    chunk, row, begin, length = located(slot, table, seqlen, per_row, PACKED)
+    start = chunk * CHUNK
+    if start >= length:
+        return
+    b = row.to(tl.int64)
+    t = (begin + start).to(tl.int64)
+    i = tl.arange(0, CHUNK)
+    inside = (i < length - start)[:, None] & (head < heads)[None, :]
+    target = sums + (slot.to(tl.int64) * heads + head[None, :]) * ((2 if TWO else 1) * FACTORS * CHUNK) + i[:, None]
+    store_side(
+        target, a1 + b * a1_b + t * a1_l if GATED1 else a1, a1_l, a1_h, w1 + b * w1_b + t * w1_l if SCALED1 else w1,
+        w1_l, w1_h, i, head, heads, inside, REVERSE, GATED1, SCALED1, CHUNK, EXACT,
+    )  # fmt: skip
+    if TWO:
+        store_side(
+            target + FACTORS * CHUNK, a2 + b * a2_b + t * a2_l if GATED2 else a2, a2_l, a2_h,
+            w2 + b * w2_b + t * w2_l if SCALED2 else w2, w2_l, w2_h, i, head, heads, inside,
+            True, GATED2, SCALED2, CHUNK, EXACT,
+        )  # fmt: skip
+
+
+@triton.jit
+def load_parts(x, part_stride, at, mask, PARTS: tl.constexpr):
+    """The sum of what several programs found for the same tokens and heads, in a fixed order."""
+    found = tl.load(x + at, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        found += tl.load(x + part * part_stride + at, mask=mask, other=0.0)
+    return found
+
+
+@triton.jit
+def side_decay_gradients(
+    da, dw, readers, writers, scales, read, wrote, through, part_stride, tile_stride, a, a_l, a_h, w, w_l, w_h,
+    t, i, left, head, heads,
+    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, STATES: tl.constexpr,
+    PARTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """da and dw of one direction, for tokens t + i (`left` of them in the tile) of heads `head`.
+
+    The gradient of a token's log-decay is the sum over everything whose decay it takes part in: the pairs of a reader
+    and a writer on either side of it inside the tile, those who read the entering state after it, those who wrote to
+    the leaving state before it, and what passes through the tile.
+    """
+    there = (head < heads)[None, :]
+    mask = (i < left)[:, None] & there
+    at = (t + i)[:, None] * heads + head[None, :]
+    if SCALED:
+        dscale = tl.load(scales + at, mask=mask, other=0.0)
+        if STATES:
+            dscale += load_parts(wrote, part_stride, at, mask, PARTS)
+        tl.store(dw + at, dscale, mask=mask)
+    if GATED:
+        # Loaded from where they are to be counted: sums with a token's own share taken off again would lose what
+        # strong decays leave.
+        after = i + ((-1 if REVERSE else 1) if SHIFT else 0)
+        is_after = ((after >= 0) & (after < left))[:, None] & there
+        at_after = (t + after)[:, None] * heads + head[None, :]
+        reads = tl.load(readers + at_after, mask=is_after, other=0.0)
+        if STATES:
+            reads += load_parts(read, part_stride, at_after, is_after, PARTS)
+        gradient = tl.cumsum(reads - tl.load(writers + at, mask=mask, other=0.0), 0, reverse=not REVERSE)
+        if STATES:
+            before = i + (1 if REVERSE else -1)
+            is_before = ((before >= 0) & (before < left))[:, None] & there
+            at_before = (t + before)[:, None] * heads + head[None, :]
+            writes = load_parts(wrote, part_stride, at_before, is_before, PARTS)
+            if SCALED:
+                at_w = before[:, None] * w_l + head[None, :] * w_h
+                writes *= tl.load(w + at_w, mask=is_before, other=0.0).to(tl.float32)
+            gradient += tl.cumsum(writes, 0, reverse=REVERSE)
+            gradient += load_parts(through, tile_stride, head, head < heads, PARTS)[None, :]
+        # Larger decays are taken as the largest one, whatever they are.
+        decay = tl.load(a + i[:, None] * a_l + head[None, :] * a_h, mask=mask, other=0.0).to(tl.float32) * LOG2_E
+        tl.store(da + at, tl.where(decay > HIGHEST * 1.000001, 0.0, gradient), mask=mask)
+
+
+@triton.jit(do_not_specialize=["seqlen", "per_row", "part_stride", "tile_stride"])
+def decay_gradients(
+    da1, dw1, readers1, writers1, scales1, read1, wrote1, through1,
+    da2, dw2, readers2, writers2, scales2, read2, wrote2, through2, part_stride, tile_stride,
+    a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
+    table, seqlen, per_row, heads,
+    TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
+    SCALED1: tl.constexpr, SCALED2: tl.constexpr, STATES: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Gradients of decays and input scales of one tile, from what `pair_gradients` and `state_gradients` (with STATES,
+    in PARTS blocks of d_state) found out about its tokens."""
+    tiles: tl.constexpr = CHUNK // TILE
+    unit = tl.program_id(0)
+    slot = unit // tiles
+    r0 = unit % tiles * TILE
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    chunk, row, begin, length = located(slot, table, seqlen, per_row, PACKED)
+    left = tl.minimum(length - chunk * CHUNK - r0, TILE)
+    if left <= 0:
+        return
+    b = row.to(tl.int64)
+    t = (begin + chunk * CHUNK + r0).to(tl.int64)
+    i = tl.arange(0, TILE)
+    of_tile = unit.to(tl.int64) * heads
+    side_decay_gradients(
+        da1, dw1, readers1, writers1, scales1, read1, wrote1, through1 + of_tile if (STATES and GATED1) else through1,
+        part_stride, tile_stride,
+        a1 + b * a1_b + t * a1_l if GATED1 else a1, a1_l, a1_h, w1 + b * w1_b + t * w1_l if SCALED1 else w1, w1_l, w1_h,
+        b * seqlen + t, i, left, head, heads, REVERSE, SHIFT, GATED1, SCALED1, STATES, PARTS, TILE,
+    )  # fmt: skip
+    if TWO:
+        side_decay_gradients(
+            da2, dw2, readers2, writers2, scales2, read2, wrote2,
+            through2 + of_tile if (STATES and GATED2) else through2, part_stride, tile_stride,
+            a2 + b * a2_b + t * a2_l if GATED2 else a2, a2_l, a2_h,
+            w2 + b * w2_b + t * w2_l if SCALED2 else w2, w2_l, w2_h,
+            b * seqlen + t, i, left, head, heads, True, SHIFT, GATED2, SCALED2, STATES, PARTS, TILE,
+        )  # fmt: skip
