@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.jit import compute_cache_key
 
+from matmix.kernels.instructions import by_loop_depth, disassemble, in_float64, operations
 from matmix.kernels.launching import Launch, constants_on, stages_on
 
 
@@ -64,6 +65,10 @@ class Resources(NamedTuple):
     tensor_memory: int
     compile_seconds: float
     """Time that the compiler took when it last ran: results come from Triton's cache if they are there."""
+    instructions: tuple[int, ...] = ()
+    """By the depth of loops around them; empty for other than NVIDIA's GPUs."""
+    float64: int = 0
+    """Instructions that compute with doubles, on NVIDIA's GPUs."""
     error: str = ""
     """Why it does not compile; the numbers are then 0."""
 
@@ -149,6 +154,7 @@ def compiled(job: Compilation) -> Resources:
         except Exception as error:  # whatever the compiler raises is a finding about this kernel
             return Resources(*about, 0, 0, 0, 0, 0.0, error=f"{type(error).__name__}: {error}")
     report = found.metadata.report
+    named = operations(disassemble(found.asm["cubin"])) if "cubin" in found.asm else []
     return Resources(
         *about,
         report["registers"],
@@ -156,14 +162,24 @@ def compiled(job: Compilation) -> Resources:
         found.metadata.shared,
         getattr(found.metadata, "tmem_size", None) or 0,
         report["seconds"],
+        by_loop_depth(named) if named else (),
+        in_float64(named),
     )
 
 
-def problem(found: Resources) -> str:
-    """The reason why this kernel should not be used; empty if there is none.
+def resident_warps(found: Resources) -> int:
+    """Warps that one multiprocessor of sm_90 can hold at the same time, by registers and shared memory.
 
-    Spills count on sm_90, the hardware that configurations are chosen for; elsewhere they only cost time.
+    CUDA C++ programming guide, compute capability 9.0: 65,536 registers, given out in eights per thread; 228 KB of
+    shared memory, of which each block takes 1 KB more than it asks for; 64 warps in at most 32 blocks.
     """
+    registers = 65_536 // (-(-found.registers // 8) * 8 * 32 * found.num_warps)
+    shared = 228 * 1024 // (found.shared_bytes + 1024)
+    return min(registers, shared, 32, 64 // found.num_warps) * found.num_warps
+
+
+def problem(found: Resources) -> str:
+    """The reason why this kernel cannot be used; empty if there is none. Spills only cost time."""
     hardware = HARDWARE[found.target]
     if found.error:
         return found.error
@@ -171,8 +187,6 @@ def problem(found: Resources) -> str:
         return f"takes {found.shared_bytes:,} bytes of shared memory; {hardware.shared_memory:,} are there"
     if found.tensor_memory > hardware.tensor_memory:
         return f"takes {found.tensor_memory} columns of tensor memory; {hardware.tensor_memory} are there"
-    if found.spill_bytes and found.target == "sm_90":
-        return f"spills {found.spill_bytes:,} bytes"
     return ""
 
 

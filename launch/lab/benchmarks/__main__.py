@@ -14,6 +14,7 @@ On a GPU (or, to try them out, with --device cpu and small sizes), against the p
 Anywhere:
   cpu        all operations against their peers, with peak memory
   cpu_memory peak bytes of one candidate of one case of `cpu`, in this process
+  counts     warp-instructions and bytes per token of the main calls' kernels, in code compiled for sm_90
   resources  registers, spills and shared memory of every kernel, compiled for GPUs that need not be there
   costs      what the loop, evaluations, comparisons of replicas and data cost beside the training steps of a recipe
   memory     the memory that training takes, against what a dry run estimates
@@ -30,7 +31,7 @@ import sys
 from matmix.train.process.console import guarded
 
 COMMANDS = {
-    **{name: f"kernels.{name}:main" for name in ("scan", "conv", "norm", "mru", "cpu", "resources")},
+    **{name: f"kernels.{name}:main" for name in ("scan", "conv", "norm", "mru", "cpu", "resources", "counts")},
     "cpu_memory": "kernels.cpu:memory_main",
     **{
         name: f"training.{name}:main"

@@ -109,7 +109,9 @@ def scan_calls(dtype: torch.dtype) -> Iterator[Call]:
 
     hydra = {"form": ScanForm(shift=True), "decay": "token", "scale": True, "diagonal": "token"}
     yield call("Hydra", main=True, **hydra)
+    yield call("Hydra, one group", groups=1, rows=32, **hydra)
     yield call("Hydra, packed", packed=True, **hydra)
+    yield call("Hydra, rows of an image's patches", rows=256, **hydra)
     yield call("Hydra, one long row", rows=1, **hydra)
     yield call("Hydra, short rows", rows=1024, **hydra)
     for d_state in (16, 128):
@@ -145,8 +147,9 @@ def _run_scan(
     packed: bool = False,
     states: bool = False,
     rows: int = BATCH,
+    groups: int = 2,
 ) -> None:
-    heads, groups, batch = 24, 2, 1 if packed else rows
+    heads, batch = 24, 1 if packed else rows
     seqlen, cu_seqlens = BATCH * SEQLEN // batch, _documents() if packed else None
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     v = _empty(batch, seqlen, heads, headdim, dtype=dtype)

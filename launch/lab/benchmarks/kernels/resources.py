@@ -1,7 +1,7 @@
 """What the kernels take of a GPU: `python -P -m matmix.launch.lab.benchmarks resources`.
 
 Compiles every launch of every op, for GPUs that need not be there, and prints registers, spills and shared memory.
-Ends with status 1 if anything does not compile, spills on sm_90 or takes more memory than the hardware has.
+Ends with status 1 if anything does not compile or takes more memory than the hardware has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tqdm import tqdm
 
@@ -25,12 +25,16 @@ from matmix.kernels.compiling import HARDWARE, Compilation, Resources, compilati
 from matmix.kernels.launching import Launch, record_launches
 from matmix.launch.lab.benchmarks.kernels.calls import Call, calls
 
+Beside = TypeVar("Beside")
+
 
 class Recorded(NamedTuple):
     """A launch and what it was recorded from."""
 
     call: Call
     launch: Launch
+    calls: int
+    """Launches that its call makes; recorded again under other configurations, they follow."""
 
 
 def launches(scope: str = "standard", only: Iterable[str] = ()) -> list[Recorded]:
@@ -54,7 +58,7 @@ def launches(scope: str = "standard", only: Iterable[str] = ()) -> list[Recorded
             force = contextlib.nullcontext() if configuration is None else module.force_configuration(configuration)
             with force, record_launches() as recorded:
                 call.run(module)
-            found += [Recorded(call, launch) for launch in recorded]
+            found += [Recorded(call, launch, len(recorded)) for launch in recorded]
     if scope == "sample":
         found = list({(x.launch.kernel.__name__, x.call.dtype): x for x in reversed(found)}.values())[::-1]
     return found
@@ -64,14 +68,15 @@ def compilations(found: Iterable[Recorded], targets: Iterable[str]) -> dict[str,
     """What is to be compiled, each only once, by its key."""
     jobs: dict[str, tuple[Call, Compilation]] = {}
     for target in targets:
-        for call, launch in found:
+        for call, launch, _ in found:
             job = compilation(launch, target)
             jobs.setdefault(job.key, (call, job))
     return jobs
 
 
-def compile_all(jobs: dict[str, tuple[Call, Compilation]], workers: int) -> Iterator[tuple[Call, Resources]]:
-    """Compile in `workers` processes, with a progress bar; results come as they are done."""
+def compile_all(jobs: dict[str, tuple[Beside, Compilation]], workers: int) -> Iterator[tuple[Beside, Resources]]:
+    """Compile in `workers` processes, with a progress bar; results come as they are done, with what stands beside the
+    compilation."""
     context = get_context("forkserver")  # the compiler is not safe to fork once it has threads
     context.set_forkserver_preload(["matmix.kernels.compiling"])
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
