@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from labelled import CLASSES, WORDS, texts, write_jsonl, write_recipe
 from runs import losses, records, weights
 from sklearn import metrics
 
+from matmix.data.examples.labels import Classes
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
 from matmix.train.evaluators.scores import in_order
@@ -19,9 +21,10 @@ from matmix.train.loaders import make_loader
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
 from matmix.train.tasks.base import Predicted
+from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
-from matmix.train.tasks.finetuning.entities import entity_scores
 from matmix.train.tasks.finetuning.question_answering import exact_match, overlap_f1
+from matmix.train.tasks.finetuning.token_classification import TokenClassification, entity_scores
 
 
 def _pairs(count, seed):
@@ -210,7 +213,7 @@ def test_predictions_are_put_in_order_and_fillers_left_out():
     assert in_order(parts).values.tolist() == [20, 30, 31]
 
 
-def test_entities_are_those_of_seqeval():
+def test_entities_are_counted_as_conlleval_does_or_strictly():
     # From the README of seqeval, and the difference between its modes.
     true = [["O", "O", "O", "B-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
     guess = [["O", "O", "B-MISC", "I-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
@@ -220,6 +223,21 @@ def test_entities_are_those_of_seqeval():
     assert entity_scores(true, guess, strict=True)["entity_f1"] == 0.0
     other = entity_scores([["B-A", "I-B", "I-B", "O", "S-C"]], [["B-A", "I-B", "O", "O", "S-C"]])
     assert (other["entity_precision"], other["entity_recall"]) == (2 / 3, 2 / 3)
+    nothing = {"entity_precision": 0, "entity_recall": 0, "entity_f1": 0}
+    assert entity_scores([["O"]], [["O"]]) == entity_scores([["O"]], [["O"]], strict=True) == nothing
+
+
+def test_words_without_a_label_are_no_part_of_entities():
+    """Where a file has labels for some of its texts only."""
+    task = TokenClassification(ObjectiveConfig(name="token_classification"))
+    names = ("B-X", "I-X", "O")
+    labels = np.array([0, 1, IGNORED, IGNORED, 0, 2])
+    found = task.scores(
+        Predicted(np.array([0, 0, 1, 1, 2, 2]), np.array([0, 1, 0, 0, 2, 2]), labels),
+        SimpleNamespace(classes=Classes(names)),
+    )
+    assert found["accuracy"] == 3 / 4
+    assert (found["entity_precision"], found["entity_recall"]) == (1, 1 / 2)
 
 
 def test_token_classes_with_prefixes_are_scored_as_entities(tmp_path):
@@ -229,6 +247,20 @@ def test_token_classes_with_prefixes_are_scored_as_entities(tmp_path):
     options = ["--model.architecture", "token_classifier", "--objective.name", "token_classification"]
     result = train(load_config(recipe, [*options, "--run-dir", str(folder / "run"), "--steps", "2", "--device", "cpu"]))
     assert {"entity_f1", "entity_precision", "entity_recall", "accuracy"} <= result.metrics.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "strict", "message"),
+    [("S-X", True, 'class "S-X" is no tag of IOB2'), ("", False, "a class has an empty name")],
+)
+def test_classes_that_spell_no_entities_are_told_before_training(name, strict, message, tmp_path):
+    rows = [{"text": "word1 word2 word3", "label": ["B-X", "O", name]}]
+    recipe = write_recipe(tmp_path, rows, rows)
+    options = ["--model.architecture", "token_classifier", "--objective.name", "token_classification"]
+    options += ["--objective.options", "{strict = true}"] if strict else []
+    with pytest.raises(ValueError, match=message) as error:
+        train(load_config(recipe, [*options, "--run-dir", str(tmp_path / "run"), "--steps", "1", "--device", "cpu"]))
+    assert "\n" not in str(error.value)
 
 
 def test_answers_are_compared_as_squad_does():
