@@ -28,7 +28,6 @@ from matmix.train.tasks.base import Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
 
 _BATCH = 32
-_BINS = 15
 _MOST_CLASSES = 60
 """Of a picture that can be read."""
 
@@ -62,12 +61,9 @@ class Judged:
         return tuple(names) if one_of_them else ()
 
     def metrics(self) -> dict[str, float]:
-        """Those of the task, and the calibration error of classes; {} where no example has a label."""
-        values, labels = with_labels(self.predicted)
-        if not len(labels):
-            return {}
-        found = self.task.scores(self.predicted, self.examples)
-        return found | ({"calibration_error": calibration_error(values, labels)} if self.classes else {})
+        """Those of the task; {} where no example has a label."""
+        _, labels = with_labels(self.predicted)
+        return self.task.scores(self.predicted, self.examples) if len(labels) else {}
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A JSON object for each prediction, with the number of the example in its file, from 0 on."""
@@ -146,15 +142,6 @@ def judge(by: Judge, file: str) -> Judged:
         predicted = task.costs(model, batch.to(device)).predicted
         parts.append(Predicted(*(values.cpu().numpy() for values in predicted)))
     return Judged(task, examples, in_order(parts), by.where)
-
-
-def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """The expected calibration error of probabilities (n, classes) for labels (n,): how far accuracy and confidence are
-    apart, by 15 bins of confidence of equal width, weighted by their numbers of predictions (arXiv 1706.04599)."""
-    confidence, right = probabilities.max(1), probabilities.argmax(1) == labels
-    bins = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
-    gaps = np.bincount(bins, right.astype(float) - confidence, _BINS)
-    return float(np.abs(gaps).sum() / len(labels))
 
 
 def say(judged: Judged, *, out: Path | None, predictions: Path | None, confusion: Path | None) -> None:

@@ -12,7 +12,6 @@ from runs import records, run_recipe
 from sklearn.metrics import accuracy_score
 
 from matmix.launch.cli import main
-from matmix.launch.examples import calibration_error
 from matmix.launch.export import export_run
 from matmix.model.interop.importing.exported import read_labels
 
@@ -168,11 +167,3 @@ def test_tasks_that_do_not_fit_are_one_line(tuned, exported, dataset, tmp_path, 
     error = capsys.readouterr().err
     assert why in error
     assert error.count("\n") == 1
-
-
-def test_calibration_error_is_the_gap_of_confidence_and_accuracy():
-    """Half of the predictions say 0.9 and are right in 2 of 4 cases, the others say 0.6 and always are."""
-    probabilities = np.array([[0.9, 0.1]] * 4 + [[0.4, 0.6]] * 4)
-    labels = np.array([0, 0, 1, 1, 1, 1, 1, 1])
-    assert calibration_error(probabilities, labels) == pytest.approx((0.4 + 0.4) / 2)
-    assert calibration_error(np.array([[1.0, 0.0]] * 3), np.zeros(3, int)) == 0

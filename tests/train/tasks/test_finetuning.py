@@ -22,7 +22,7 @@ from matmix.train.loop import train
 from matmix.train.recipe import load_config
 from matmix.train.tasks.base import Predicted
 from matmix.train.tasks.config import ObjectiveConfig
-from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
+from matmix.train.tasks.finetuning.classes import ClassOptions, calibration_error, class_cost
 from matmix.train.tasks.finetuning.question_answering import exact_match, overlap_f1
 from matmix.train.tasks.finetuning.token_classification import TokenClassification, entity_scores
 
@@ -106,9 +106,11 @@ def _config(folder, task="sequence_classification", *arguments, run="run"):
 )
 def test_every_task_trains_and_scores(task, packing, tmp_path):
     steps = "24" if packing == "concat" else "2"
-    result = train(_config(tmp_path, task, "--data.packing", packing, "--steps", steps, "--evaluation.every", "0"))
+    config = _config(tmp_path, task, "--data.packing", packing, "--steps", steps, "--evaluation.every", "0")
+    result = train(config)
     _, _, _, metric, least = TASKS[task]
     assert result.finished
+    assert result.metrics.keys() <= {"step", "loss", *(known.name for known in config.task().metrics)}
     assert 0 <= result.metrics[metric] <= 1 or metric == "pearson"
     if packing == "concat":
         assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
@@ -245,8 +247,11 @@ def test_token_classes_with_prefixes_are_scored_as_entities(tmp_path):
     folder.mkdir()
     recipe = write_recipe(folder, _entities(53, 0), _entities(31, 1))
     options = ["--model.architecture", "token_classifier", "--objective.name", "token_classification"]
-    result = train(load_config(recipe, [*options, "--run-dir", str(folder / "run"), "--steps", "2", "--device", "cpu"]))
-    assert {"entity_f1", "entity_precision", "entity_recall", "accuracy"} <= result.metrics.keys()
+    config = load_config(recipe, [*options, "--run-dir", str(folder / "run"), "--steps", "2", "--device", "cpu"])
+    result = train(config)
+    known = {metric.name: metric.higher_is_better for metric in config.task().metrics}
+    assert {"entity_f1", "entity_precision", "entity_recall", "accuracy"} == result.metrics.keys() - {"step", "loss"}
+    assert all(known[name] for name in ("entity_f1", "entity_precision", "entity_recall", "accuracy"))
 
 
 @pytest.mark.parametrize(
@@ -296,3 +301,11 @@ def test_pairs_come_close_and_others_do_not(tmp_path):
     wrong = task.cost(vectors.roll(1, 0), batch)
     assert right.sums["in_batch_accuracy"] == 4
     assert right.loss < 1e-3 < wrong.loss
+
+
+def test_calibration_error_is_the_gap_of_confidence_and_accuracy():
+    """Half of the predictions say 0.9 and are right in 2 of 4 cases, the others say 0.6 and always are."""
+    probabilities = np.array([[0.9, 0.1]] * 4 + [[0.4, 0.6]] * 4)
+    labels = np.array([0, 0, 1, 1, 1, 1, 1, 1])
+    assert calibration_error(probabilities, labels) == pytest.approx((0.4 + 0.4) / 2)
+    assert calibration_error(np.array([[1.0, 0.0]] * 3), np.zeros(3, int)) == 0

@@ -1,14 +1,18 @@
-"""The cost of classes, shared by all tasks whose examples have one class."""
+"""The cost and the calibration of classes, shared by the tasks whose examples have one class."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
 from matmix.data.labels import IGNORED
-from matmix.train.tasks.base import Loss
+from matmix.train.tasks.base import Loss, Metric
+
+CALIBRATION = Metric(name="calibration_error", title="expected calibration error")
+_BINS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +48,12 @@ def class_cost(logits: Tensor, labels: Tensor, options: ClassOptions) -> Loss:
             label_smoothing=options.label_smoothing,
         )
     return Loss(total, plain.detach(), {"accuracy": (logits.argmax(1) == labels).sum().float()})
+
+
+def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
+    """The expected calibration error of probabilities (n, classes) for labels (n,): how far accuracy and confidence are
+    apart, by 15 bins of confidence of equal width, weighted by their numbers of predictions (arXiv 1706.04599)."""
+    confidence, right = probabilities.max(1), probabilities.argmax(1) == labels
+    bins = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
+    gaps = np.bincount(bins, right.astype(float) - confidence, _BINS)
+    return float(np.abs(gaps).sum() / len(labels))

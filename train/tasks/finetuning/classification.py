@@ -15,7 +15,7 @@ from matmix.data.loading.examples import class_names
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, labelled, with_labels
-from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
+from matmix.train.tasks.finetuning.classes import CALIBRATION, ClassOptions, calibration_error, class_cost
 
 _SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
 
@@ -31,6 +31,7 @@ class SequenceClassification(ExampleTask):
         Metric(name="accuracy", title="accuracy", **_SHARE),
         Metric(name="f1", title="F1", **_SHARE),
         Metric(name="matthews", title="Matthews correlation", higher_is_better=True, digits=3),
+        CALIBRATION,
     )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
@@ -50,6 +51,7 @@ class SequenceClassification(ExampleTask):
             "accuracy": float(metrics.accuracy_score(labels, found)),
             "f1": float(metrics.f1_score(labels, found, zero_division=0, **several)),
             "matthews": float(metrics.matthews_corrcoef(labels, found)),
+            "calibration_error": calibration_error(values, labels),
         }
 
     def outputs(self, data: DataConfig) -> Outputs:

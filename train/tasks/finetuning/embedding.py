@@ -38,6 +38,9 @@ class Embedding(ExampleTask):
         Metric(name="pair_accuracy", title="nearest text is the right one", unit="%", higher_is_better=True, digits=1),
         Metric(name="reciprocal_rank", title="mean reciprocal rank", higher_is_better=True, digits=3),
         Metric(name="spearman", title="Spearman correlation", higher_is_better=True, digits=3),
+        Metric(
+            name="in_batch_accuracy", title="right among the batch's texts", unit="%", higher_is_better=True, digits=1
+        ),
     )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:

@@ -12,7 +12,7 @@ from matmix.data.loading.batch import Batch
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
-from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
+from matmix.train.tasks.finetuning.classes import CALIBRATION, ClassOptions, calibration_error, class_cost
 
 
 class MultipleChoice(ExampleTask):
@@ -22,7 +22,7 @@ class MultipleChoice(ExampleTask):
     examples = Choices
     Options = ClassOptions
     recorded = ("accuracy",)
-    metrics = (Metric(name="accuracy", title="accuracy", unit="%", higher_is_better=True, digits=1),)
+    metrics = (Metric(name="accuracy", title="accuracy", unit="%", higher_is_better=True, digits=1), CALIBRATION)
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         return class_cost(outputs.view(len(batch.labels), -1), batch.labels, self.options)
@@ -35,7 +35,10 @@ class MultipleChoice(ExampleTask):
         from sklearn import metrics
 
         values, labels = with_labels(predicted)
-        return {"accuracy": float(metrics.accuracy_score(labels, values.argmax(1)))}
+        return {
+            "accuracy": float(metrics.accuracy_score(labels, values.argmax(1))),
+            "calibration_error": calibration_error(values, labels),
+        }
 
     def example_batch(self, inputs: Tensor) -> Batch:
         """Two choices each."""

@@ -45,6 +45,8 @@ class TokenClassification(ExampleTask):
         Metric(name="entity_f1", title="entity F1", **_SHARE),
         Metric(name="accuracy", title="accuracy", **_SHARE),
         Metric(name="f1", title="mean F1 of the classes", **_SHARE),
+        Metric(name="entity_precision", title="entity precision", **_SHARE),
+        Metric(name="entity_recall", title="entity recall", **_SHARE),
     )
 
     def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
