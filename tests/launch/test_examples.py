@@ -147,6 +147,11 @@ def test_a_pretrained_encoder_is_scored_as_an_embedder(tuned, tmp_path, source):
     [
         ("encoder", ["--task", "sequence_classification"], "a sequence_classifier; matmix finetune ENCODER sequence_"),
         ("encoder", ["--task", "masked_lm"], '"masked_lm" is no task on labelled examples'),
+        (
+            "encoder",
+            ["--task", "causal_lm"],
+            "has architecture encoder: matmix finetune takes sequence_classification, ",
+        ),
         ("encoder", ["--labels", "a", "b"], "belong to --task: name the task"),
         ("encoder", [], "gives no text a probability: name a task on labelled examples, --task"),
         ("export", ["--task", "regression"], "has 3 outputs, and"),
