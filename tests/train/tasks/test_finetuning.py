@@ -23,6 +23,7 @@ from matmix.train.recipe import load_config
 from matmix.train.tasks.base import Predicted
 from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.finetuning.classes import ClassOptions, calibration_error, class_cost
+from matmix.train.tasks.finetuning.classification import MultiLabel
 from matmix.train.tasks.finetuning.question_answering import exact_match, overlap_f1
 from matmix.train.tasks.finetuning.token_classification import TokenClassification, entity_scores
 
@@ -205,6 +206,25 @@ def test_the_cost_of_classes_is_torchs(tmp_path):
     plain = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
     assert cost.loss.item() == pytest.approx(plain.item())
     assert cost.sums["accuracy"] == (logits.argmax(1) == labels).sum()
+
+
+def test_weights_of_several_labels_count_for_the_examples_that_have_them():
+    counts, labels = torch.tensor([0.5, 1.0, 4.0]), torch.tensor([[1.0, 0, 1], [torch.nan] * 3, [0, 0, 1], [0, 1, 0]])
+    logits = torch.randn(4, 3, requires_grad=True)
+    task = MultiLabel(ObjectiveConfig(name="multi_label", options={"class_weights": counts.tolist()}))
+    cost = task.cost(logits, SimpleNamespace(labels=labels))
+    kept = [0, 2, 3]
+    wanted, right = logits[kept], labels[kept]
+    there, absent = (torch.nn.functional.logsigmoid(sign * wanted) for sign in (1, -1))
+    expected = -(counts * right * there + (1 - right) * absent).sum()
+    assert cost.total.item() == pytest.approx(expected.item(), rel=1e-5)
+    plain = torch.nn.functional.binary_cross_entropy_with_logits(wanted, right, reduction="sum")
+    assert cost.loss.item() == pytest.approx(plain.item(), rel=1e-5)
+    task = MultiLabel(ObjectiveConfig(name="multi_label", options={"class_weights": [1.0]}))
+    with pytest.raises(ValueError, match="class_weights has 1 numbers for 3 classes"):
+        task.cost(logits, SimpleNamespace(labels=labels))
+    with pytest.raises(ValueError, match="class_weights must be 0 or more"):
+        MultiLabel(ObjectiveConfig(name="multi_label", options={"class_weights": [-1.0, 1.0, 1.0]}))
 
 
 def test_predictions_are_put_in_order_and_fillers_left_out():

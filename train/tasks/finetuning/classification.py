@@ -15,7 +15,14 @@ from matmix.data.loading.examples import class_names
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, labelled, with_labels
-from matmix.train.tasks.finetuning.classes import CALIBRATION, ClassOptions, calibration_error, class_cost
+from matmix.train.tasks.finetuning.classes import (
+    CALIBRATION,
+    ClassOptions,
+    calibration_error,
+    check_weights,
+    class_cost,
+    weights_like,
+)
 
 _SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
 
@@ -63,6 +70,12 @@ class SequenceClassification(ExampleTask):
 class MultiLabelOptions:
     threshold: float = 0.5
     """A class is predicted from this probability on."""
+    class_weights: tuple[float, ...] = ()
+    """What an example that has a class counts for it in training, in the order of the classes; one that lacks it counts
+    1. Empty = 1 each. Weights above 1 make rare classes be found more often."""
+
+    def __post_init__(self) -> None:
+        check_weights(self.class_weights)
 
 
 class MultiLabel(ExampleTask):
@@ -79,10 +92,15 @@ class MultiLabel(ExampleTask):
     )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
-        kept = labelled(batch.labels)[:, None]
-        each = F.binary_cross_entropy_with_logits(outputs, batch.labels.nan_to_num(), reduction="none")
-        total = (each * kept).sum()
-        return Loss(total, total.detach(), {})
+        """With weights to train on, without them to report."""
+        kept, labels = labelled(batch.labels)[:, None], batch.labels.nan_to_num()
+
+        def summed(weights: Tensor | None) -> Tensor:
+            each = F.binary_cross_entropy_with_logits(outputs, labels, pos_weight=weights, reduction="none")
+            return (each * kept).sum()
+
+        weights, plain = weights_like(self.options.class_weights, outputs), summed(None)
+        return Loss(plain if weights is None else summed(weights), plain.detach(), {})
 
     def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
         return Predicted(batch.examples, outputs.sigmoid(), batch.labels)
