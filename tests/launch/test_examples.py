@@ -99,6 +99,18 @@ def exported(tuned) -> Path:
         (tuned.parent / "away.jsonl").rename(train)
 
 
+def test_the_model_card_of_a_fine_tuned_run_has_data_and_scores(tuned, exported):
+    """Of the data the name of the file, not where it lay; the scores of the step that is exported."""
+    card, wanted = (exported / "README.md").read_text(), records(tuned, "validation")[-1]
+    assert "| data | train.jsonl (labelled examples) |" in card
+    assert str(tuned.parent) not in card
+    where = f"(validation, step {wanted['step']})"
+    assert f"| accuracy {where} | {wanted['accuracy']:.1%} |" in card
+    assert f"| F1 {where} | {wanted['f1']:.1%} |" in card
+    assert f"| Matthews correlation {where} | {wanted['matthews']:.3f} |" in card
+    assert f"| expected calibration error {where} | {wanted['calibration_error']:.4f} |" in card
+
+
 def test_classes_are_known_without_the_training_examples(tuned, exported, tmp_path, capsys):
     assert read_labels(exported) == CLASSES
     (tuned.parent / "train.jsonl").rename(tuned.parent / "away.jsonl")
