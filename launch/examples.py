@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from matmix.data.examples.base import Examples
@@ -66,14 +65,10 @@ class Judged:
         return self.task.scores(self.predicted, self.examples) if len(labels) else {}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A JSON object for each prediction, with the number of the example in its file, from 0 on."""
-        names = self.classes
-        for number, values, label in zip(*(array.tolist() for array in self.predicted), strict=True):
-            row: dict[str, Any] = {"example": number}
-            if names:
-                row["predicted"] = names[int(np.argmax(values))]
-                row["label"] = names[label] if label >= 0 else None
-            yield {**row, "values": values}
+        """A JSON object for each example: its number in the file, from 0 on, the row that errors name it by, and what
+        the task says of it."""
+        for number, found in self.task.prediction_rows(self.predicted, self.examples):
+            yield {"example": number, "row": self.examples.rows.lines[number], **found}
 
 
 def task_of(source: str | Path) -> str:
@@ -154,14 +149,14 @@ def say(judged: Judged, *, out: Path | None, predictions: Path | None, confusion
         raise ValueError(
             f"--confusion draws one class for each example, at most {_MOST_CLASSES} of them, against its label"
         )
-    print(f"{judged.where}: {len(judged.examples):,} examples in {judged.examples.config.test}")
+    print(f"{judged.where}: {len(judged.examples.rows):,} examples in {judged.examples.config.test}")
     for name, value in metrics.items():
         title = known[name].title if name in known else name.replace("_", " ")
         print(f"  {title:<28}{known[name].number(value) if name in known else f'{value:.4f}':>12}")
     if not metrics:
         print("  no example has a label, so there is nothing to score")
     if out is not None:
-        write_atomic(out, json.dumps({**metrics, "examples": len(judged.examples)}, indent=2) + "\n")
+        write_atomic(out, json.dumps({**metrics, "examples": len(judged.examples.rows)}, indent=2) + "\n")
     if predictions is not None:
         write_atomic(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in judged.rows()))
     if confusion is not None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress
+from typing import Any
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,7 +18,7 @@ from matmix.data.loading.batch import Batch
 from matmix.data.loading.examples import class_names
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
-from matmix.train.tasks.finetuning.base import ExampleTask, labelled, with_labels
+from matmix.train.tasks.finetuning.base import ExampleTask, each, labelled, with_labels
 from matmix.train.tasks.finetuning.classes import (
     CALIBRATION,
     ClassOptions,
@@ -61,6 +65,13 @@ class SequenceClassification(ExampleTask):
             "calibration_error": calibration_error(values, labels),
         }
 
+    def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Names of classes, and the probability of each under "values"."""
+        names = examples.classes.names
+        for number, values, label in each(predicted):
+            row = {"predicted": names[int(np.argmax(values))], "label": None if label is None else names[label]}
+            yield number, {**row, "values": values}
+
     def outputs(self, data: DataConfig) -> Outputs:
         names = class_names(self.examples, data)
         return Outputs(labels=names, problem_type="single_label_classification")
@@ -96,8 +107,8 @@ class MultiLabel(ExampleTask):
         kept, labels = labelled(batch.labels)[:, None], batch.labels.nan_to_num()
 
         def summed(weights: Tensor | None) -> Tensor:
-            each = F.binary_cross_entropy_with_logits(outputs, labels, pos_weight=weights, reduction="none")
-            return (each * kept).sum()
+            costs = F.binary_cross_entropy_with_logits(outputs, labels, pos_weight=weights, reduction="none")
+            return (costs * kept).sum()
 
         weights, plain = weights_like(self.options.class_weights, outputs), summed(None)
         return Loss(plain if weights is None else summed(weights), plain.detach(), {})
@@ -115,6 +126,15 @@ class MultiLabel(ExampleTask):
             "f1_macro": float(metrics.f1_score(labels, found, average="macro", zero_division=0)),
             "accuracy": float(metrics.accuracy_score(labels, found)),
         }
+
+    def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Lists of names of classes, and the probability of each class under "values"."""
+
+        names = examples.classes.names
+        found = (predicted.values >= self.options.threshold).tolist()
+        for (number, values, label), given in zip(each(predicted), found, strict=True):
+            row = {"predicted": list(compress(names, given))}
+            yield number, {**row, "label": None if label is None else list(compress(names, label)), "values": values}
 
     def example_batch(self, inputs: Tensor) -> Batch:
         batch = super().example_batch(inputs)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +15,7 @@ from matmix.data.examples.texts import Choices
 from matmix.data.loading.batch import Batch
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
-from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
+from matmix.train.tasks.finetuning.base import ExampleTask, each, with_labels
 from matmix.train.tasks.finetuning.classes import CALIBRATION, ClassOptions, calibration_error, class_cost
 
 
@@ -39,6 +43,11 @@ class MultipleChoice(ExampleTask):
             "accuracy": float(metrics.accuracy_score(labels, values.argmax(1))),
             "calibration_error": calibration_error(values, labels),
         }
+
+    def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Numbers of choices from 0 on, and the probability of each under "values"."""
+        for number, values, label in each(predicted):
+            yield number, {"predicted": int(np.argmax(values)), "label": label, "values": values}
 
     def example_batch(self, inputs: Tensor) -> Batch:
         """Two choices each."""

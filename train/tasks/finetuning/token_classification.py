@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from matmix.data.config import DataConfig
 from matmix.data.examples.base import Examples
+from matmix.data.examples.labels import as_list, name_of
 from matmix.data.examples.words import Words
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
@@ -87,6 +88,19 @@ class TokenClassification(ExampleTask):
         borders = np.flatnonzero(np.diff(numbers)) + 1
         wanted, given = ([part.tolist() for part in np.split(names[tags], borders)] for tags in (labels, values))
         return scores | entity_scores(wanted, given, strict=self.options.strict)
+
+    def prediction_rows(self, predicted: Predicted, examples: Words) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Lists of the words, and of the names of their classes: None is predicted for words that were cut off or have
+        no token."""
+        names = np.array([*examples.classes.names, None], object)
+        for number in range(len(examples)):
+            words, kept = examples.words(number)
+            begin, end = np.searchsorted(predicted.numbers, [number, number + 1])
+            found = np.full(len(words), -1)
+            found[kept] = predicted.values[begin:end]
+            label = examples.cell("label", number)
+            row = {"words": words, "predicted": names[found].tolist()}
+            yield number, {**row, "label": None if label is None else [name_of(one) for one in as_list(label)]}
 
     def example_batch(self, inputs: Tensor) -> Batch:
         batch = super().example_batch(inputs)
