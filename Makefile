@@ -16,9 +16,10 @@ help:
 	  { echo "matmix needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 	  { echo "Python's venv module is incomplete; on Debian or Ubuntu run: apt-get install python3-venv"; exit 2; }
+	@# --use-pep517: seqeval has no wheel, and is built apart also where .venv has setuptools and wheel already.
 	@echo "Installing the pinned set into .venv (about 6 GB on disk, a few minutes) ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --use-pep517 -c constraints.txt -e '.[test,bench]'
 	@touch $@
 
 # Each command says so and does nothing where its work is already done, so a second `make pretrain` resumes or ends.

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from matmix.data.examples.base import Examples
@@ -28,7 +27,6 @@ from matmix.train.tasks.base import Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
 
 _BATCH = 32
-_BINS = 15
 _MOST_CLASSES = 60
 """Of a picture that can be read."""
 
@@ -62,22 +60,15 @@ class Judged:
         return tuple(names) if one_of_them else ()
 
     def metrics(self) -> dict[str, float]:
-        """Those of the task, and the calibration error of classes; {} where no example has a label."""
-        values, labels = with_labels(self.predicted)
-        if not len(labels):
-            return {}
-        found = self.task.scores(self.predicted, self.examples)
-        return found | ({"calibration_error": calibration_error(values, labels)} if self.classes else {})
+        """Those of the task; {} where no example has a label."""
+        _, labels = with_labels(self.predicted)
+        return self.task.scores(self.predicted, self.examples) if len(labels) else {}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A JSON object for each prediction, with the number of the example in its file, from 0 on."""
-        names = self.classes
-        for number, values, label in zip(*(array.tolist() for array in self.predicted), strict=True):
-            row: dict[str, Any] = {"example": number}
-            if names:
-                row["predicted"] = names[int(np.argmax(values))]
-                row["label"] = names[label] if label >= 0 else None
-            yield {**row, "values": values}
+        """A JSON object for each example: its number in the file, from 0 on, the row that errors name it by, and what
+        the task says of it."""
+        for number, found in self.task.prediction_rows(self.predicted, self.examples):
+            yield {"example": number, "row": self.examples.rows.lines[number], **found}
 
 
 def task_of(source: str | Path) -> str:
@@ -148,15 +139,6 @@ def judge(by: Judge, file: str) -> Judged:
     return Judged(task, examples, in_order(parts), by.where)
 
 
-def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """The expected calibration error of probabilities (n, classes) for labels (n,): how far accuracy and confidence are
-    apart, by 15 bins of confidence of equal width, weighted by their numbers of predictions (arXiv 1706.04599)."""
-    confidence, right = probabilities.max(1), probabilities.argmax(1) == labels
-    bins = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
-    gaps = np.bincount(bins, right.astype(float) - confidence, _BINS)
-    return float(np.abs(gaps).sum() / len(labels))
-
-
 def say(judged: Judged, *, out: Path | None, predictions: Path | None, confusion: Path | None) -> None:
     """Prints the metrics, and writes the files that are named: metrics (.json), predictions (.jsonl), picture (.png).
 
@@ -167,14 +149,14 @@ def say(judged: Judged, *, out: Path | None, predictions: Path | None, confusion
         raise ValueError(
             f"--confusion draws one class for each example, at most {_MOST_CLASSES} of them, against its label"
         )
-    print(f"{judged.where}: {len(judged.examples):,} examples in {judged.examples.config.test}")
+    print(f"{judged.where}: {len(judged.examples.rows):,} examples in {judged.examples.config.test}")
     for name, value in metrics.items():
         title = known[name].title if name in known else name.replace("_", " ")
         print(f"  {title:<28}{known[name].number(value) if name in known else f'{value:.4f}':>12}")
     if not metrics:
         print("  no example has a label, so there is nothing to score")
     if out is not None:
-        write_atomic(out, json.dumps({**metrics, "examples": len(judged.examples)}, indent=2) + "\n")
+        write_atomic(out, json.dumps({**metrics, "examples": len(judged.examples.rows)}, indent=2) + "\n")
     if predictions is not None:
         write_atomic(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in judged.rows()))
     if confusion is not None:

@@ -1,4 +1,4 @@
-"""What the model card of an export says of the run that it is from: data, tokens, optimizer, losses."""
+"""What the model card of an export says of the run that it is from: data, tokens, optimizer, losses and scores."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from matmix.train.tasks import TASKS
 
 
 def notes_on(trained: Trained) -> str:
-    """A Markdown table. Of local data it names the last folder only: a card is for others."""
+    """A Markdown table. Of local data it names the last folder or the file only: a card is for others."""
     config, counted = trained.config, trained.manifest["extra"]["train_state"]
+    sequences = "examples, texts of up to" if config.data.examples.train else "sequences of"
     rows = {
         "data": ", ".join(data_names(config.data)),
         "tokens seen": f"{counted['tokens']:,}",
-        "batch": f"{config.global_batch_size:,} sequences of {config.data.seqlen:,}",
+        "batch": f"{config.global_batch_size:,} {sequences} {config.data.seqlen:,} tokens",
         "objective": config.objective.name,
         "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}",
         **dict(_measured(trained, counted["step"])),
@@ -30,9 +31,12 @@ def notes_on(trained: Trained) -> str:
 
 
 def data_names(data: DataConfig) -> list[str]:
-    """The datasets of a run: URLs as they are, local ones by their last folder, shares of a mixture in percent."""
+    """The datasets of a run: URLs as they are, local ones by their last folder, shares of a mixture in percent; the
+    file of the examples that it was fine-tuned on."""
     if data.synthetic.task:
         return [f"{data.synthetic.task} (generated)"]
+    if data.examples.train:
+        return [f"{Path(data.examples.train).name} (labelled examples)"]
     total = sum(data.mixture.values())
     shares = {path: f" ({weight / total:.0%})" for path, weight in data.mixture.items()} or {data.path: ""}
     return [(path if is_url(path) else Path(path).name) + share for path, share in shares.items()]

@@ -14,6 +14,7 @@ import tyro
 from matmix.data.loading.examples import open_examples
 from matmix.launch.many.processes import check_parallel
 from matmix.launch.many.seeds import tasks_of_seeds, train_seeds
+from matmix.model import ARCHITECTURES
 from matmix.model.config import ModelConfig, model_config_to_dict
 from matmix.train.arguments import Recipe
 from matmix.train.command import train_phases
@@ -96,8 +97,9 @@ def finetuning_config(
 
     Raises FileNotFoundError or ValueError (one line) for a source, a task, examples or options that cannot be used.
     """
-    values, kind = read_task(task, overrides, source)
+    values, kind = read_task(task, overrides)
     start = source_of(InitConfig(from_=source, step=step))
+    kind = on_examples(kind, values, source, start.model)
     if from_scratch:
         values.pop("init", None)
     else:
@@ -120,29 +122,63 @@ def planned_config(task: str, model: ModelConfig, words: str) -> RunConfig:
 
     Raises FileNotFoundError or ValueError (one line) for a task or a model that cannot be used.
     """
-    values, kind = read_task(task, [], words)
+    values, kind = read_task(task, [])
+    kind = on_examples(kind, values, words, model)
     values["model"] = _model(model, words, kind, values.get("model", {}))
     _fill_lengths(values.setdefault("data", {}), model)
     return config_from_dict(plain(values), task)
 
 
-def read_task(task: str, overrides: Sequence[str], source: str) -> tuple[dict[str, Any], type[ExampleTask]]:
-    """What the recipe of a task says, and the task; source: what it is to be fine-tuned from.
+def read_task(task: str, overrides: Sequence[str]) -> tuple[dict[str, Any], type[Task]]:
+    """What the recipe of a task says, and the task.
 
-    Raises FileNotFoundError or ValueError (one line) where there is no such recipe, or its task has no examples.
+    Raises FileNotFoundError or ValueError (one line) where there is no such recipe or task.
     """
     values = read_toml(find_recipe(_OF_TASKS if task in TASKS else task))
     objective = values.setdefault("objective", {})
     if task in TASKS:
         objective["name"] = task
     objective["name"] = _typed(overrides, "--objective.name") or objective.get("name", "")
-    kind = find_part(objective["name"], TASKS, "objective.name", Task)
-    if not issubclass(kind, ExampleTask):
+    return values, find_part(objective["name"], TASKS, "objective.name", Task)
+
+
+def on_examples(
+    kind: type[Task], values: dict[str, Any], source: str, model: ModelConfig | None = None
+) -> type[ExampleTask]:
+    """The task, which the recipe `values` names, if it is one on labelled examples. source, model: what is to be
+    fine-tuned on it, as far as that is known.
+
+    Raises ValueError (one line) where it is another task, and says which ones fit the model.
+    """
+    if issubclass(kind, ExampleTask):
+        return kind
+    name = values["objective"]["name"]
+    if model is None or _fits(kind, model):
         raise ValueError(
-            f'"{objective["name"]}" is no task on labelled examples: matmix train RECIPE --init.from {source} goes on '
-            "training with it"
+            f'"{name}" is no task on labelled examples: matmix train RECIPE --init.from {source} goes on training with '
+            "it"
         )
-    return values, kind
+    needed = " or ".join(kind.architectures)
+    raise ValueError(
+        f'"{name}" trains architecture {needed}, and {source} has architecture {model.architecture}: '
+        + _tasks_of(model, source)
+    )
+
+
+def _fits(kind: type[Task], model: ModelConfig) -> bool:
+    """Whether a task trains models that see as much of a text as this one: all of it, or what came before. Of
+    architectures from outside nothing is known."""
+    known = [ARCHITECTURES[name].causal for name in kind.architectures if name in ARCHITECTURES]
+    return model.causal in known or len(known) < max(1, len(kind.architectures))
+
+
+def _tasks_of(model: ModelConfig, source: str) -> str:
+    """The bundled tasks for a model, and the commands that take them."""
+    fitting = {name: kind for name, kind in TASKS.items() if _fits(kind, model)}
+    examples = ", ".join(name for name, kind in fitting.items() if issubclass(kind, ExampleTask))
+    others = " or ".join(name for name, kind in fitting.items() if not issubclass(kind, ExampleTask))
+    on_text = f"matmix train RECIPE --init.from {source} goes on with {others}"
+    return f"matmix finetune takes {examples}, and {on_text}" if examples else on_text
 
 
 def judging_config(source: str | Path, task: str, *, step: int | None = None) -> tuple[RunConfig, InitSource]:
@@ -152,7 +188,8 @@ def judging_config(source: str | Path, task: str, *, step: int | None = None) ->
     Raises FileNotFoundError or ValueError (one line) for a source or a task that cannot be used, also together.
     """
     start = source_of(InitConfig(from_=str(source), step=step or 0))
-    values, kind = read_task(task, [], str(source))
+    values, kind = read_task(task, [])
+    kind = on_examples(kind, values, str(source), start.model)
     needed, name = kind.architectures[0], values["objective"]["name"]
     if start.model.architecture in kind.architectures:
         values["model"] = model_config_to_dict(start.model)
@@ -172,7 +209,10 @@ def judging_config(source: str | Path, task: str, *, step: int | None = None) ->
 def _model(model: ModelConfig, words: str, kind: type[ExampleTask], own: dict[str, Any]) -> dict[str, Any]:
     """The table [model]: that of the source with another output, and what a recipe says of head and dropout."""
     if model.causal:
-        raise ValueError(f"{words} is a {model.architecture}, which sees no later tokens: give an encoder")
+        raise ValueError(
+            f"{words} is a {model.architecture}, which sees no later tokens: give an encoder; "
+            + _tasks_of(model, "SOURCE")
+        )
     values = model_config_to_dict(model)
     head = {name: value for name, value in values.pop("head", {}).items() if name != "outputs"}
     architecture = {"architecture": kind.architectures[0]}

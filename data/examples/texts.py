@@ -87,14 +87,19 @@ class ValueTexts(Texts):
             self.label(number)
 
     def label(self, number: int) -> np.ndarray:
+        values = self.values(number)
+        return self.nothing if values is None else np.array([values], np.float32)
+
+    def values(self, number: int) -> list[float] | None:
+        """As the file has them; None where there are none."""
         cell = self.cell("label", number)
         if cell is None:
-            return self.nothing
+            return None
         where = self.rows.where(number)
         values = [read_number(value, where) for value in (cell if isinstance(cell, list) else [cell])]
         if len(values) != self.outputs:
             raise ValueError(f"{where}: {len(values)} values instead of {self.outputs}")
-        return np.array([values], np.float32)
+        return values
 
     @property
     def nothing(self) -> np.ndarray:

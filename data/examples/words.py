@@ -8,7 +8,7 @@ import numpy as np
 
 from matmix.data.examples.base import Example, Examples
 from matmix.data.examples.config import ExamplesConfig
-from matmix.data.examples.encoding import Encoder
+from matmix.data.examples.encoding import Document, Encoder
 from matmix.data.examples.labels import Classes, as_list
 from matmix.data.labels import IGNORED
 
@@ -28,13 +28,24 @@ class Words(Examples):
             self._labels(number, len(as_list(self.cell("text", number))))
 
     def __getitem__(self, number: int) -> Example:
-        words = as_list(self.cell("text", number))
-        tokens = self.encoder.words([str(word) for word in words])
+        document, begins, kept = self._encoded(self._words(number), number)
+        return Example((document,), self._labels(number, len(kept))[kept], document.starts[0] + begins[kept])
+
+    def words(self, number: int) -> tuple[list[str], np.ndarray]:
+        """The words of an example, and bool (words,): those that have a token which was not cut off."""
+        words = self._words(number)
+        return words, self._encoded(words, number)[2]
+
+    def _words(self, number: int) -> list[str]:
+        return [str(word) for word in as_list(self.cell("text", number))]
+
+    def _encoded(self, words: list[str], number: int) -> tuple[Document, np.ndarray, np.ndarray]:
+        """The tokens of all words; of each word the number of its first token, and whether it is there."""
+        tokens = self.encoder.words(words)
         document = self.encoder.document([[token for word in tokens for token in word]], self.rows.where(number))
         ends = np.cumsum([len(word) for word in tokens], dtype=np.int64)
         begins = ends - np.array([len(word) for word in tokens], np.int64)
-        kept = (begins < document.kept[0]) & (begins < ends)
-        return Example((document,), self._labels(number, len(words))[kept], document.starts[0] + begins[kept])
+        return document, begins, (begins < document.kept[0]) & (begins < ends)
 
     def _labels(self, number: int, count: int) -> np.ndarray:
         if (cell := self.cell("label", number)) is None:

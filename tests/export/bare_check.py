@@ -27,7 +27,7 @@ import torch
 import transformers
 from bare_heads import check_head, check_new_heads
 from bare_libraries import check_libraries
-from bare_loading import fine_tune, largest, load
+from bare_loading import check_hidden_states, fine_tune, largest, load
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
@@ -131,7 +131,7 @@ def check_language_model(folder: Path, saved: Path, tokenizer) -> None:
     backbone, problems = load(AutoModel, path)
     assert not problems, problems
     assert backbone(ids).last_hidden_state.shape == (*ids.shape, model.config.hidden_size)
-    check_hidden_states(model, backbone, ids)
+    check_hidden_states(model, backbone, ids, TOLERANCE)
     fine_tune(model, "next tokens", input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
     check_saved(model, AutoModelForCausalLM, ids, saved)
     check_tied(model)
@@ -156,7 +156,7 @@ def check_encoder(folder: Path, saved: Path, tokenizer) -> None:
     backbone, problems = load(AutoModel, path)
     assert not problems, problems
     assert backbone(**batch).last_hidden_state.shape[-1] == backbone.config.hidden_size
-    check_hidden_states(model, backbone, ids)
+    check_hidden_states(model, backbone, ids, TOLERANCE)
     masked = torch.where(torch.arange(ids.shape[1]) % 3 == 0, tokenizer.mask_token_id, ids)
     labels = ids.masked_fill(masked == ids, -100)
     fine_tune(model, "masked tokens", input_ids=masked, labels=labels)
@@ -164,22 +164,6 @@ def check_encoder(folder: Path, saved: Path, tokenizer) -> None:
     check_tied(model)
     if folder.name == "hydra":  # heads are the same on all encoders
         check_new_heads(path, batch, saved.with_name("heads"))
-
-
-def check_hidden_states(model, backbone, ids: torch.Tensor) -> None:
-    """One stream before the first layer and one after each, the last of which makes the logits; the same from both
-    classes, and none where nobody asks."""
-    mask = torch.ones_like(ids)
-    mask[0, -3:] = 0
-    with torch.no_grad():
-        streams = backbone(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-        also = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-        last = backbone(ids, attention_mask=mask).last_hidden_state
-    assert len(streams) == len(also) == model.config.num_hidden_layers + 1
-    assert all(stream.shape == last.shape for stream in streams)
-    assert all(largest(a, b) <= TOLERANCE for a, b in zip(streams, also, strict=True))
-    assert largest(streams[-1], last) <= TOLERANCE
-    assert model(ids).hidden_states is None
 
 
 def check_resizing(folder: Path, auto_class, saved: Path) -> None:

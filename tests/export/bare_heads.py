@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from bare_loading import fine_tune, largest, load
+from bare_loading import check_hidden_states, fine_tune, largest, load
 from safetensors.torch import load_file
 from transformers import AutoModel
 
@@ -64,6 +64,7 @@ def check_head(folder: Path, saved: Path, tokenizer) -> None:
     body, problems = load(AutoModel, path)
     assert not problems, problems
     assert body(ids, attention_mask=mask).last_hidden_state.shape == (*ids.shape, body.config.hidden_size)
+    check_hidden_states(model, body, ids, TOLERANCE)
     pair = tokenizer("one", "two", return_tensors="pt")
     assert pair["token_type_ids"].sum() > 0
     if name == "AutoModel":

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from labelled import CLASSES, texts, write_jsonl
+from labelled import CLASSES, EXAMPLES, texts, write_jsonl, write_task
 from runs import records, run_recipe
-from sklearn.metrics import accuracy_score
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score
 
 from matmix.launch.cli import main
-from matmix.launch.examples import calibration_error
 from matmix.launch.export import export_run
 from matmix.model.interop.importing.exported import read_labels
+from matmix.train.loop import train
+from matmix.train.recipe import load_config
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,18 @@ def exported(tuned) -> Path:
         (tuned.parent / "away.jsonl").rename(train)
 
 
+def test_the_model_card_of_a_fine_tuned_run_has_data_and_scores(tuned, exported):
+    """Of the data the name of the file, not where it lay; the scores of the step that is exported."""
+    card, wanted = (exported / "README.md").read_text(), records(tuned, "validation")[-1]
+    assert "| data | train.jsonl (labelled examples) |" in card
+    assert str(tuned.parent) not in card
+    where = f"(validation, step {wanted['step']})"
+    assert f"| accuracy {where} | {wanted['accuracy']:.1%} |" in card
+    assert f"| F1 {where} | {wanted['f1']:.1%} |" in card
+    assert f"| Matthews correlation {where} | {wanted['matthews']:.3f} |" in card
+    assert f"| expected calibration error {where} | {wanted['calibration_error']:.4f} |" in card
+
+
 def test_classes_are_known_without_the_training_examples(tuned, exported, tmp_path, capsys):
     assert read_labels(exported) == CLASSES
     (tuned.parent / "train.jsonl").rename(tuned.parent / "away.jsonl")
@@ -139,8 +153,8 @@ def test_a_pretrained_encoder_is_scored_as_an_embedder(tuned, tmp_path, source):
     assert main(["evaluate", *words, *more, "--predictions", str(tmp_path / "vectors.jsonl")]) == 0
     assert json.loads((tmp_path / "scores.json").read_text())["pair_accuracy"] == 1
     assert main(["embed", *words, "--out", str(tmp_path / "vectors.npy"), "--normalize"]) == 0
-    found = [json.loads(line)["values"] for line in (tmp_path / "vectors.jsonl").read_text().splitlines()]
-    np.testing.assert_allclose(np.array(found)[:, :32], np.load(tmp_path / "vectors.npy"), atol=1e-5)
+    found = [json.loads(line)["vectors"][0] for line in (tmp_path / "vectors.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose(np.array(found), np.load(tmp_path / "vectors.npy"), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +162,11 @@ def test_a_pretrained_encoder_is_scored_as_an_embedder(tuned, tmp_path, source):
     [
         ("encoder", ["--task", "sequence_classification"], "a sequence_classifier; matmix finetune ENCODER sequence_"),
         ("encoder", ["--task", "masked_lm"], '"masked_lm" is no task on labelled examples'),
+        (
+            "encoder",
+            ["--task", "causal_lm"],
+            "has architecture encoder: matmix finetune takes sequence_classification, ",
+        ),
         ("encoder", ["--labels", "a", "b"], "belong to --task: name the task"),
         ("encoder", [], "gives no text a probability: name a task on labelled examples, --task"),
         ("export", ["--task", "regression"], "has 3 outputs, and"),
@@ -170,9 +189,78 @@ def test_tasks_that_do_not_fit_are_one_line(tuned, exported, dataset, tmp_path, 
     assert error.count("\n") == 1
 
 
-def test_calibration_error_is_the_gap_of_confidence_and_accuracy():
-    """Half of the predictions say 0.9 and are right in 2 of 4 cases, the others say 0.6 and always are."""
-    probabilities = np.array([[0.9, 0.1]] * 4 + [[0.4, 0.6]] * 4)
-    labels = np.array([0, 0, 1, 1, 1, 1, 1, 1])
-    assert calibration_error(probabilities, labels) == pytest.approx((0.4 + 0.4) / 2)
-    assert calibration_error(np.array([[1.0, 0.0]] * 3), np.zeros(3, int)) == 0
+def _reproduced(task: str, rows: list[dict]) -> dict[str, float]:
+    """Metrics of a task, computed from nothing but a file of predictions."""
+    given, right = ([row[name] for row in rows] for name in ("predicted", "label"))
+    if task == "multi_label":
+        matrices = (np.array([[name in names for name in CLASSES] for names in each]) for each in (right, given))
+        return {
+            "f1_macro": f1_score(*matrices, average="macro"),
+            "accuracy": np.mean([a == b for a, b in zip(given, right, strict=True)]),
+        }
+    if task == "regression":
+        return {"pearson": pearsonr(given, right).statistic, "spearman": spearmanr(given, right).statistic}
+    if task == "question_answering":
+        return {"exact_match": np.mean([a in b for a, b in zip(given, right, strict=True)])}
+    if task == "embedding":
+        first, second = np.array([row["vectors"] for row in rows]).transpose(1, 0, 2)
+        np.testing.assert_allclose(given, (first * second).sum(1), atol=1e-6)
+        return {"pair_accuracy": np.mean((first @ second.T).argmax(1) == np.arange(len(first)))}
+    if task == "token_classification":
+        pairs = [
+            pair for row in rows for pair in zip(row["label"], row["predicted"], strict=True) if pair[1] is not None
+        ]
+        right, given = zip(*pairs, strict=True)
+    return {"accuracy": accuracy_score(right, given)}
+
+
+@pytest.mark.parametrize("task", EXAMPLES)
+def test_the_metrics_of_every_task_can_be_computed_from_its_predictions(task, tmp_path):
+    """What is predicted has the form of a label, one for each example of the file; without labels it is the same."""
+    recipe, *options = write_task(tmp_path, task)
+    train(
+        load_config(recipe, [*options, "--run-dir", str(tmp_path / "run"), "--steps", "3", "--evaluation.every", "0"])
+    )
+    examples = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    found = {}
+    for name, left_out in (("labels", ()), ("none", ("label",))):
+        file = write_jsonl(
+            tmp_path / f"{name}.jsonl", [{k: v for k, v in row.items() if k not in left_out} for row in examples]
+        )
+        files = ["--out", str(tmp_path / f"{name}.json"), "--predictions", str(tmp_path / "predictions.jsonl")]
+        assert main(["evaluate", str(tmp_path / "run"), file, *files]) == 0
+        found[name] = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    metrics, rows = json.loads((tmp_path / "labels.json").read_text()), found["labels"]
+    assert [(row["example"], row["row"]) for row in rows] == [(n, n + 1) for n in range(31)]
+    assert metrics["examples"] == 31
+    if task != "embedding":
+        wanted = [example["label"] for example in examples]
+        assert [row["label"] for row in rows] == (
+            [[label] for label in wanted] if task == "question_answering" else wanted
+        )
+    if task == "question_answering":
+        pairs = zip(rows, examples, strict=True)
+        assert all(row["predicted"] and row["predicted"] in example["pair"] for row, example in pairs)
+    for name, value in _reproduced(task, rows).items():
+        assert value == pytest.approx(metrics[name], abs=1e-5), name
+    assert [row["predicted"] for row in found["none"]] == [row["predicted"] for row in rows]
+    assert all(row["label"] is None for row in found["none"])
+
+
+def test_words_that_were_cut_off_have_no_prediction(tmp_path):
+    recipe, *options = write_task(tmp_path, "token_classification")
+    train(
+        load_config(recipe, [*options, "--run-dir", str(tmp_path / "run"), "--steps", "1", "--evaluation.every", "0"])
+    )
+    texts = [["word1", "word2"], [f"word{number}" for number in range(40)], ["word3"]]
+    rows = [{"text": texts[0], "label": ["I", "O"]}, {"text": texts[1], "label": ["B"] * 40}, {"text": texts[2]}]
+    file = write_jsonl(tmp_path / "new.jsonl", rows)
+    assert main(["evaluate", str(tmp_path / "run"), file, "--predictions", str(tmp_path / "p.jsonl")]) == 0
+    short, long, unlabelled = (json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines())
+    assert [row["words"] for row in (short, long, unlabelled)] == texts
+    assert short["label"] == ["I", "O"]
+    assert unlabelled["label"] is None
+    for row, there in ((short, 2), (long, 30), (unlabelled, 1)):  # 32 tokens with the special ones
+        assert set(row["predicted"][:there]) <= set("BIO")
+        assert row["predicted"][there:] == [None] * (len(row["words"]) - there)
+    assert long["label"] == ["B"] * 40

@@ -78,7 +78,10 @@ def test_bundled_recipes_fit_an_encoder(task):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({1: "masked_lm"}, "is no task on labelled examples"),
+        ({1: "masked_lm"}, "is no task on labelled examples: matmix train RECIPE --init.from"),
+        ({1: "causal_lm"}, '"causal_lm" trains architecture language_model, and'),
+        ({1: "causal_lm"}, "has architecture encoder: matmix finetune takes sequence_classification, multi_label, "),
+        ({1: "causal_lm"}, "goes on with masked_lm"),
         ({1: "sequence_clasification"}, "recipe not found: sequence_clasification"),
         ({0: "no/run"}, "there is no no/run"),
         ({3: "no.jsonl"}, "examples not found: no.jsonl"),
@@ -92,7 +95,27 @@ def test_mistakes_are_one_line(command, change, message, capsys):
     assert len(said.splitlines()) == 1
 
 
-def test_a_language_model_is_no_encoder(dataset, command, tmp_path, capsys):
-    run_recipe("debug_mru", dataset, tmp_path / "lm", "--steps", "1", "--evaluation.every", "0")
-    assert main(["finetune", str(tmp_path / "lm"), *command[1:]]) == 2
-    assert "which sees no later tokens: give an encoder" in capsys.readouterr().err
+@pytest.fixture(scope="module")
+def language_model(dataset, tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "lm"
+    run_recipe("debug_mru", dataset, run, "--steps", "1", "--evaluation.every", "0")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("sequence_classification", "which sees no later tokens: give an encoder; matmix train RECIPE --init.from"),
+        (
+            "masked_lm",
+            '"masked_lm" trains architecture encoder, and {} has architecture language_model: matmix train RECIPE',
+        ),
+        ("causal_lm", '"causal_lm" is no task on labelled examples: matmix train RECIPE --init.from {} goes on'),
+    ],
+)
+def test_a_language_model_is_no_encoder(language_model, command, task, message, capsys):
+    assert main(["finetune", str(language_model), task, *command[2:]]) == 2
+    said = capsys.readouterr().err.strip()
+    assert message.format(language_model) in said
+    assert len(said.splitlines()) == 1
+    assert ("goes on with causal_lm" in said) == (task != "causal_lm")

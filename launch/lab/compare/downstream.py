@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 
 from matmix.data.storage.files import write_atomic
-from matmix.launch.finetune import finetuning_config, planned_config, read_task
+from matmix.launch.finetune import finetuning_config, on_examples, planned_config, read_task
 from matmix.launch.lab.compare.config import FINETUNED, Comparison
 from matmix.launch.many.finetunings import summarize
 from matmix.launch.many.settings import matters
@@ -141,7 +141,8 @@ def plan_of_downstream(found: Sequence[Downstream], tasks: Sequence[Task]) -> st
 
 
 def _read(word: str, recipe: Path, name: str, home: Path) -> Downstream:
-    values, kind = read_task(str(recipe), [], word)
+    values, kind = read_task(str(recipe), [])
+    kind = on_examples(kind, values, word)
     return Downstream(name, recipe, values, (*kind.metrics, kind.loss_metric)[0], home)
 
 

@@ -79,9 +79,9 @@ def test_the_last_evaluations_of_the_finished_runs_are_summarised(task):
     accuracies = [0.5, 0.75, 0.625]
     tasks = [task(seed) for seed in range(4)]
     for one, accuracy in zip(tasks, accuracies, strict=False):  # that of the last seed is not there
-        finish(one, _found(12, accuracy))
+        finish(one, _found(12, accuracy, calibration_error=0.1))
     found = summarize(tasks)
-    assert list(found) == ["accuracy", "f1", "matthews", "loss"]
+    assert list(found) == ["accuracy", "f1", "matthews", "calibration_error", "loss"]
     assert found["accuracy"] == accuracies
     assert found["matthews"] == [0.125] * 3
     scores = read_scores(tasks)

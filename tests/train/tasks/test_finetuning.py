@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from labelled import CLASSES, WORDS, texts, write_jsonl, write_recipe
+from labelled import entities, write_jsonl, write_recipe, write_task
 from runs import losses, records, weights
 from sklearn import metrics
 
+from matmix.data.examples.labels import Classes
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
 from matmix.train.evaluators.scores import in_order
@@ -19,93 +20,40 @@ from matmix.train.loaders import make_loader
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
 from matmix.train.tasks.base import Predicted
-from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
-from matmix.train.tasks.finetuning.entities import entity_scores
+from matmix.train.tasks.config import ObjectiveConfig
+from matmix.train.tasks.finetuning.classes import ClassOptions, calibration_error, class_cost
+from matmix.train.tasks.finetuning.classification import MultiLabel
 from matmix.train.tasks.finetuning.question_answering import exact_match, overlap_f1
+from matmix.train.tasks.finetuning.token_classification import TokenClassification, entity_scores
 
-
-def _pairs(count, seed):
-    """A text, and the same words in another order."""
-    draw, found = random.Random(seed), []
-    for _ in range(count):
-        words = [draw.choice(WORDS) for _ in range(6)]
-        found.append({"text": " ".join(words), "pair": " ".join(draw.sample(words, 6))})
-    return found
-
-
-def _words(count, seed):
-    return [
-        {"text": row["text"], "label": ["BIO"[WORDS.index(word) % 3] for word in row["text"].split()]}
-        for row in texts(count, seed)
-    ]
-
-
-def _entities(count, seed):
-    names = {"B": "B-X", "I": "I-X", "O": "O"}
-    return [{**row, "label": [names[label] for label in row["label"]]} for row in _words(count, seed)]
-
-
-def _questions(count, seed):
-    """The answer is the word that the question names, in texts longer than a window."""
-    draw, found = random.Random(seed), []
-    for _ in range(count):
-        words = draw.sample(WORDS, 40)
-        answer = draw.choice(words)
-        found.append({"text": answer, "pair": " ".join(words), "label": answer})
-    return found
-
-
-def _choices(count, seed):
-    """The right one is among the first ten words, the others are not."""
-    draw, found = random.Random(seed), []
-    for _ in range(count):
-        text, *choices = draw.sample(WORDS[10:], 4)
-        label = draw.randrange(3)
-        choices[label] = draw.choice(WORDS[:10])
-        found.append({"text": text, "choices": choices, "label": label})
-    return found
-
-
-def _values(count, seed):
-    return [{**row, "label": len(row["text"].split()) / 12} for row in texts(count, seed)]
-
-
-def _several(count, seed):
-    return [
-        {**row, "label": sorted({CLASSES[WORDS.index(word) % 3] for word in row["text"].split()})}
-        for row in texts(count, seed)
-    ]
-
-
-TASKS = {
-    "sequence_classification": (texts, "sequence_classifier", 3, "accuracy", 0.6),
-    "multi_label": (_several, "sequence_classifier", 3, "f1_micro", 0.8),
-    "regression": (_values, "sequence_classifier", 1, "pearson", 0.5),
-    "token_classification": (_words, "token_classifier", 3, "accuracy", 0.8),
-    "question_answering": (_questions, "span_classifier", 2, "f1", 0.0),
-    "multiple_choice": (_choices, "sequence_classifier", 1, "accuracy", 0.6),
-    "embedding": (_pairs, "text_embedder", 2, "pair_accuracy", 0.5),
+SCORES = {
+    "sequence_classification": ("accuracy", 0.6),
+    "multi_label": ("f1_micro", 0.8),
+    "regression": ("pearson", 0.5),
+    "token_classification": ("accuracy", 0.8),
+    "question_answering": ("f1", 0.0),
+    "multiple_choice": ("accuracy", 0.6),
+    "embedding": ("pair_accuracy", 0.5),
 }
+"""Task -> a metric, and what it is at least after a short training."""
 
 
 def _config(folder, task="sequence_classification", *arguments, run="run"):
-    rows, architecture, outputs, _, _ = TASKS[task]
-    folder.mkdir(exist_ok=True)
-    more = "stride = 4\n" if task == "question_answering" else ""
-    recipe = write_recipe(folder, rows(53, 0), rows(31, 1), more=more)
-    options = ["--model.architecture", architecture, "--model.head.outputs", str(outputs), "--device", "cpu"]
-    return load_config(recipe, [*options, "--objective.name", task, "--run-dir", str(folder / run), *arguments])
+    recipe, *options = write_task(folder, task)
+    return load_config(recipe, [*options, "--run-dir", str(folder / run), *arguments])
 
 
 @pytest.mark.parametrize(
     ("task", "packing"),
-    [*((task, "concat") for task in TASKS), ("question_answering", "document"), ("embedding", "document")],
+    [*((task, "concat") for task in SCORES), ("question_answering", "document"), ("embedding", "document")],
 )
 def test_every_task_trains_and_scores(task, packing, tmp_path):
     steps = "24" if packing == "concat" else "2"
-    result = train(_config(tmp_path, task, "--data.packing", packing, "--steps", steps, "--evaluation.every", "0"))
-    _, _, _, metric, least = TASKS[task]
+    config = _config(tmp_path, task, "--data.packing", packing, "--steps", steps, "--evaluation.every", "0")
+    result = train(config)
+    metric, least = SCORES[task]
     assert result.finished
+    assert result.metrics.keys() <= {"step", "loss", *(known.name for known in config.task().metrics)}
     assert 0 <= result.metrics[metric] <= 1 or metric == "pearson"
     if packing == "concat":
         assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
@@ -202,6 +150,25 @@ def test_the_cost_of_classes_is_torchs(tmp_path):
     assert cost.sums["accuracy"] == (logits.argmax(1) == labels).sum()
 
 
+def test_weights_of_several_labels_count_for_the_examples_that_have_them():
+    counts, labels = torch.tensor([0.5, 1.0, 4.0]), torch.tensor([[1.0, 0, 1], [torch.nan] * 3, [0, 0, 1], [0, 1, 0]])
+    logits = torch.randn(4, 3, requires_grad=True)
+    task = MultiLabel(ObjectiveConfig(name="multi_label", options={"class_weights": counts.tolist()}))
+    cost = task.cost(logits, SimpleNamespace(labels=labels))
+    kept = [0, 2, 3]
+    wanted, right = logits[kept], labels[kept]
+    there, absent = (torch.nn.functional.logsigmoid(sign * wanted) for sign in (1, -1))
+    expected = -(counts * right * there + (1 - right) * absent).sum()
+    assert cost.total.item() == pytest.approx(expected.item(), rel=1e-5)
+    plain = torch.nn.functional.binary_cross_entropy_with_logits(wanted, right, reduction="sum")
+    assert cost.loss.item() == pytest.approx(plain.item(), rel=1e-5)
+    task = MultiLabel(ObjectiveConfig(name="multi_label", options={"class_weights": [1.0]}))
+    with pytest.raises(ValueError, match="class_weights has 1 numbers for 3 classes"):
+        task.cost(logits, SimpleNamespace(labels=labels))
+    with pytest.raises(ValueError, match="class_weights must be 0 or more"):
+        MultiLabel(ObjectiveConfig(name="multi_label", options={"class_weights": [-1.0, 1.0, 1.0]}))
+
+
 def test_predictions_are_put_in_order_and_fillers_left_out():
     parts = [
         Predicted(np.array([3, 3, -1]), np.array([30, 31, 0]), np.zeros(3)),
@@ -210,7 +177,7 @@ def test_predictions_are_put_in_order_and_fillers_left_out():
     assert in_order(parts).values.tolist() == [20, 30, 31]
 
 
-def test_entities_are_those_of_seqeval():
+def test_entities_are_counted_as_conlleval_does_or_strictly():
     # From the README of seqeval, and the difference between its modes.
     true = [["O", "O", "O", "B-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
     guess = [["O", "O", "B-MISC", "I-MISC", "I-MISC", "I-MISC", "O"], ["B-PER", "I-PER", "O"]]
@@ -220,15 +187,47 @@ def test_entities_are_those_of_seqeval():
     assert entity_scores(true, guess, strict=True)["entity_f1"] == 0.0
     other = entity_scores([["B-A", "I-B", "I-B", "O", "S-C"]], [["B-A", "I-B", "O", "O", "S-C"]])
     assert (other["entity_precision"], other["entity_recall"]) == (2 / 3, 2 / 3)
+    nothing = {"entity_precision": 0, "entity_recall": 0, "entity_f1": 0}
+    assert entity_scores([["O"]], [["O"]]) == entity_scores([["O"]], [["O"]], strict=True) == nothing
+
+
+def test_words_without_a_label_are_no_part_of_entities():
+    """Where a file has labels for some of its texts only."""
+    task = TokenClassification(ObjectiveConfig(name="token_classification"))
+    names = ("B-X", "I-X", "O")
+    labels = np.array([0, 1, IGNORED, IGNORED, 0, 2])
+    found = task.scores(
+        Predicted(np.array([0, 0, 1, 1, 2, 2]), np.array([0, 1, 0, 0, 2, 2]), labels),
+        SimpleNamespace(classes=Classes(names)),
+    )
+    assert found["accuracy"] == 3 / 4
+    assert (found["entity_precision"], found["entity_recall"]) == (1, 1 / 2)
 
 
 def test_token_classes_with_prefixes_are_scored_as_entities(tmp_path):
     folder = tmp_path / "words"
     folder.mkdir()
-    recipe = write_recipe(folder, _entities(53, 0), _entities(31, 1))
+    recipe = write_recipe(folder, entities(53, 0), entities(31, 1))
     options = ["--model.architecture", "token_classifier", "--objective.name", "token_classification"]
-    result = train(load_config(recipe, [*options, "--run-dir", str(folder / "run"), "--steps", "2", "--device", "cpu"]))
-    assert {"entity_f1", "entity_precision", "entity_recall", "accuracy"} <= result.metrics.keys()
+    config = load_config(recipe, [*options, "--run-dir", str(folder / "run"), "--steps", "2", "--device", "cpu"])
+    result = train(config)
+    known = {metric.name: metric.higher_is_better for metric in config.task().metrics}
+    assert {"entity_f1", "entity_precision", "entity_recall", "accuracy"} == result.metrics.keys() - {"step", "loss"}
+    assert all(known[name] for name in ("entity_f1", "entity_precision", "entity_recall", "accuracy"))
+
+
+@pytest.mark.parametrize(
+    ("name", "strict", "message"),
+    [("S-X", True, 'class "S-X" is no tag of IOB2'), ("", False, "a class has an empty name")],
+)
+def test_classes_that_spell_no_entities_are_told_before_training(name, strict, message, tmp_path):
+    rows = [{"text": "word1 word2 word3", "label": ["B-X", "O", name]}]
+    recipe = write_recipe(tmp_path, rows, rows)
+    options = ["--model.architecture", "token_classifier", "--objective.name", "token_classification"]
+    options += ["--objective.options", "{strict = true}"] if strict else []
+    with pytest.raises(ValueError, match=message) as error:
+        train(load_config(recipe, [*options, "--run-dir", str(tmp_path / "run"), "--steps", "1", "--device", "cpu"]))
+    assert "\n" not in str(error.value)
 
 
 def test_answers_are_compared_as_squad_does():
@@ -264,3 +263,11 @@ def test_pairs_come_close_and_others_do_not(tmp_path):
     wrong = task.cost(vectors.roll(1, 0), batch)
     assert right.sums["in_batch_accuracy"] == 4
     assert right.loss < 1e-3 < wrong.loss
+
+
+def test_calibration_error_is_the_gap_of_confidence_and_accuracy():
+    """Half of the predictions say 0.9 and are right in 2 of 4 cases, the others say 0.6 and always are."""
+    probabilities = np.array([[0.9, 0.1]] * 4 + [[0.4, 0.6]] * 4)
+    labels = np.array([0, 0, 1, 1, 1, 1, 1, 1])
+    assert calibration_error(probabilities, labels) == pytest.approx((0.4 + 0.4) / 2)
+    assert calibration_error(np.array([[1.0, 0.0]] * 3), np.zeros(3, int)) == 0

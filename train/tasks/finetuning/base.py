@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,6 +47,13 @@ class ExampleTask(Task):
         """The metrics of the predictions of a split: arrays in the order of the examples, each of them once."""
         raise NotImplementedError
 
+    def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
+        """For a file of predictions of a split: the number of each example's row, from 0 on, and JSON values: under
+        "predicted" what stands under "label" in a file of examples, "label" itself, None where there is none, and what
+        else there is to say. predicted: as of `scores`, but labels may be missing."""
+        for number, value, label in each(predicted):
+            yield number, {"predicted": value, "label": label}
+
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         return self.cost(self.forward(model, batch).float(), batch)
 
@@ -68,6 +76,13 @@ def labelled(labels: Tensor) -> Tensor:
     if not labels.is_floating_point():
         return (labels != IGNORED).reshape(len(labels), -1).all(1)
     return ~labels.isnan().reshape(len(labels), -1).any(1)
+
+
+def each(predicted: Predicted) -> Iterator[tuple[int, Any, Any]]:
+    """Number, value and label of each prediction, as numbers and lists of them; None for a label that is not there."""
+    there = labelled(torch.from_numpy(predicted.labels)).tolist()
+    for number, value, label, known in zip(*(array.tolist() for array in predicted), there, strict=True):
+        yield number, value, label if known else None
 
 
 def with_labels(predicted: Predicted) -> tuple[np.ndarray, np.ndarray]:

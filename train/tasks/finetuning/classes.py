@@ -1,14 +1,19 @@
-"""The cost of classes, shared by all tasks whose examples have one class."""
+"""The cost and the calibration of classes, shared by the tasks whose examples have one class."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
 from matmix.data.labels import IGNORED
-from matmix.train.tasks.base import Loss
+from matmix.train.tasks.base import Loss, Metric
+
+CALIBRATION = Metric(name="calibration_error", title="expected calibration error")
+_BINS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +27,25 @@ class ClassOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
-        if any(weight < 0 for weight in self.class_weights):
-            raise ValueError(f"class_weights must be 0 or more, got {self.class_weights}")
+        check_weights(self.class_weights)
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """Raises ValueError (one line) for a weight below 0."""
+    if any(weight < 0 for weight in weights):
+        raise ValueError(f"class_weights must be 0 or more, got {weights}")
+
+
+def weights_like(weights: Sequence[float], logits: Tensor) -> Tensor | None:
+    """(classes,): the weights of the classes that logits (n, classes) stand for; None where none are given.
+
+    Raises ValueError (one line) for another number of them.
+    """
+    if not weights:
+        return None
+    if len(weights) != logits.shape[1]:
+        raise ValueError(f"objective.options.class_weights has {len(weights)} numbers for {logits.shape[1]} classes")
+    return logits.new_tensor(weights)
 
 
 def class_cost(logits: Tensor, labels: Tensor, options: ClassOptions) -> Loss:
@@ -32,15 +54,21 @@ def class_cost(logits: Tensor, labels: Tensor, options: ClassOptions) -> Loss:
     plain = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     total = plain
     if options.label_smoothing or options.class_weights:
-        weights, classes = options.class_weights, logits.shape[1]
-        if weights and len(weights) != classes:
-            raise ValueError(f"objective.options.class_weights has {len(weights)} numbers for {classes} classes")
         total = F.cross_entropy(
             logits,
             labels,
-            weight=logits.new_tensor(weights) if weights else None,
+            weight=weights_like(options.class_weights, logits),
             ignore_index=IGNORED,
             reduction="sum",
             label_smoothing=options.label_smoothing,
         )
     return Loss(total, plain.detach(), {"accuracy": (logits.argmax(1) == labels).sum().float()})
+
+
+def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
+    """The expected calibration error of probabilities (n, classes) for labels (n,): how far accuracy and confidence are
+    apart, by 15 bins of confidence of equal width, weighted by their numbers of predictions (arXiv 1706.04599)."""
+    confidence, right = probabilities.max(1), probabilities.argmax(1) == labels
+    bins = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
+    gaps = np.bincount(bins, right.astype(float) - confidence, _BINS)
+    return float(np.abs(gaps).sum() / len(labels))

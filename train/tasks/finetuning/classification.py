@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import compress
+from typing import Any
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,8 +18,15 @@ from matmix.data.loading.batch import Batch
 from matmix.data.loading.examples import class_names
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
-from matmix.train.tasks.finetuning.base import ExampleTask, labelled, with_labels
-from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
+from matmix.train.tasks.finetuning.base import ExampleTask, each, labelled, with_labels
+from matmix.train.tasks.finetuning.classes import (
+    CALIBRATION,
+    ClassOptions,
+    calibration_error,
+    check_weights,
+    class_cost,
+    weights_like,
+)
 
 _SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
 
@@ -31,6 +42,7 @@ class SequenceClassification(ExampleTask):
         Metric(name="accuracy", title="accuracy", **_SHARE),
         Metric(name="f1", title="F1", **_SHARE),
         Metric(name="matthews", title="Matthews correlation", higher_is_better=True, digits=3),
+        CALIBRATION,
     )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
@@ -50,7 +62,15 @@ class SequenceClassification(ExampleTask):
             "accuracy": float(metrics.accuracy_score(labels, found)),
             "f1": float(metrics.f1_score(labels, found, zero_division=0, **several)),
             "matthews": float(metrics.matthews_corrcoef(labels, found)),
+            "calibration_error": calibration_error(values, labels),
         }
+
+    def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Names of classes, and the probability of each under "values"."""
+        names = examples.classes.names
+        for number, values, label in each(predicted):
+            row = {"predicted": names[int(np.argmax(values))], "label": None if label is None else names[label]}
+            yield number, {**row, "values": values}
 
     def outputs(self, data: DataConfig) -> Outputs:
         names = class_names(self.examples, data)
@@ -61,6 +81,12 @@ class SequenceClassification(ExampleTask):
 class MultiLabelOptions:
     threshold: float = 0.5
     """A class is predicted from this probability on."""
+    class_weights: tuple[float, ...] = ()
+    """What an example that has a class counts for it in training, in the order of the classes; one that lacks it counts
+    1. Empty = 1 each. Weights above 1 make rare classes be found more often."""
+
+    def __post_init__(self) -> None:
+        check_weights(self.class_weights)
 
 
 class MultiLabel(ExampleTask):
@@ -77,10 +103,15 @@ class MultiLabel(ExampleTask):
     )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
-        kept = labelled(batch.labels)[:, None]
-        each = F.binary_cross_entropy_with_logits(outputs, batch.labels.nan_to_num(), reduction="none")
-        total = (each * kept).sum()
-        return Loss(total, total.detach(), {})
+        """With weights to train on, without them to report."""
+        kept, labels = labelled(batch.labels)[:, None], batch.labels.nan_to_num()
+
+        def summed(weights: Tensor | None) -> Tensor:
+            costs = F.binary_cross_entropy_with_logits(outputs, labels, pos_weight=weights, reduction="none")
+            return (costs * kept).sum()
+
+        weights, plain = weights_like(self.options.class_weights, outputs), summed(None)
+        return Loss(plain if weights is None else summed(weights), plain.detach(), {})
 
     def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
         return Predicted(batch.examples, outputs.sigmoid(), batch.labels)
@@ -95,6 +126,15 @@ class MultiLabel(ExampleTask):
             "f1_macro": float(metrics.f1_score(labels, found, average="macro", zero_division=0)),
             "accuracy": float(metrics.accuracy_score(labels, found)),
         }
+
+    def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Lists of names of classes, and the probability of each class under "values"."""
+
+        names = examples.classes.names
+        found = (predicted.values >= self.options.threshold).tolist()
+        for (number, values, label), given in zip(each(predicted), found, strict=True):
+            row = {"predicted": list(compress(names, given))}
+            yield number, {**row, "label": None if label is None else list(compress(names, label)), "values": values}
 
     def example_batch(self, inputs: Tensor) -> Batch:
         batch = super().example_batch(inputs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +40,9 @@ class Embedding(ExampleTask):
         Metric(name="pair_accuracy", title="nearest text is the right one", unit="%", higher_is_better=True, digits=1),
         Metric(name="reciprocal_rank", title="mean reciprocal rank", higher_is_better=True, digits=3),
         Metric(name="spearman", title="Spearman correlation", higher_is_better=True, digits=3),
+        Metric(
+            name="in_batch_accuracy", title="right among the batch's texts", unit="%", higher_is_better=True, digits=1
+        ),
     )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
@@ -60,7 +65,7 @@ class Embedding(ExampleTask):
         """Among the second texts of the whole split; where pairs have a label, its correlation with their cosine."""
         from sklearn import metrics
 
-        first, second = np.split(predicted.values.astype(np.float64), 2, axis=1)
+        first, second = _both(predicted)
         if (similarities := examples.similarities) is not None:
             cosines, labels = (first * second).sum(1, keepdims=True), np.array(similarities)[predicted.numbers, None]
             return {"spearman": correlations(cosines, labels)["spearman"]}
@@ -70,10 +75,25 @@ class Embedding(ExampleTask):
             "reciprocal_rank": float(metrics.label_ranking_average_precision_score(np.eye(len(first)), cosines)),
         }
 
+    def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The cosine of both texts, and their vectors, of length 1, under "vectors"."""
+        labels = examples.similarities
+        for number, first, second in zip(predicted.numbers.tolist(), *_both(predicted), strict=True):
+            label = None if labels is None else labels[number]
+            yield (
+                number,
+                {"predicted": float(first @ second), "label": label, "vectors": [first.tolist(), second.tolist()]},
+            )
+
     def example_batch(self, inputs: Tensor) -> Batch:
         batch = super().example_batch(inputs.repeat_interleave(2, 0))
         batch.labels = torch.zeros(len(inputs), dtype=torch.long)
         return batch
+
+
+def _both(predicted: Predicted) -> list[np.ndarray]:
+    """Twice (n, width), float64: the vectors of the first and of the second texts."""
+    return np.split(predicted.values.astype(np.float64), 2, axis=1)
 
 
 def _several() -> bool:

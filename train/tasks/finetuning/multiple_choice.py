@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,8 +15,8 @@ from matmix.data.examples.texts import Choices
 from matmix.data.loading.batch import Batch
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
-from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
-from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
+from matmix.train.tasks.finetuning.base import ExampleTask, each, with_labels
+from matmix.train.tasks.finetuning.classes import CALIBRATION, ClassOptions, calibration_error, class_cost
 
 
 class MultipleChoice(ExampleTask):
@@ -22,7 +26,7 @@ class MultipleChoice(ExampleTask):
     examples = Choices
     Options = ClassOptions
     recorded = ("accuracy",)
-    metrics = (Metric(name="accuracy", title="accuracy", unit="%", higher_is_better=True, digits=1),)
+    metrics = (Metric(name="accuracy", title="accuracy", unit="%", higher_is_better=True, digits=1), CALIBRATION)
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         return class_cost(outputs.view(len(batch.labels), -1), batch.labels, self.options)
@@ -35,7 +39,15 @@ class MultipleChoice(ExampleTask):
         from sklearn import metrics
 
         values, labels = with_labels(predicted)
-        return {"accuracy": float(metrics.accuracy_score(labels, values.argmax(1)))}
+        return {
+            "accuracy": float(metrics.accuracy_score(labels, values.argmax(1))),
+            "calibration_error": calibration_error(values, labels),
+        }
+
+    def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Numbers of choices from 0 on, and the probability of each under "values"."""
+        for number, values, label in each(predicted):
+            yield number, {"predicted": int(np.argmax(values)), "label": label, "values": values}
 
     def example_batch(self, inputs: Tensor) -> Batch:
         """Two choices each."""

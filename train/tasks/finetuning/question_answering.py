@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,6 +94,12 @@ class QuestionAnswering(ExampleTask):
         ]
         exact, f1 = np.mean(found, axis=0).tolist()
         return {"exact_match": exact, "f1": f1}
+
+    def prediction_rows(self, predicted: Predicted, examples: Answers) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The answer to each question, "" = none, and the list of right ones."""
+        known = "label" in examples.rows.columns
+        for row, answer in self.answers(predicted, examples).items():
+            yield row, {"predicted": answer, "label": examples.answers(row) if known else None}
 
     def example_batch(self, inputs: Tensor) -> Batch:
         batch = super().example_batch(inputs)

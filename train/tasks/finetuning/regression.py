@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 from torch import Tensor
 
@@ -37,6 +40,12 @@ class Regression(ExampleTask):
         """Means over the values of an example."""
         values, labels = with_labels(predicted)
         return correlations(values, labels)
+
+    def prediction_rows(self, predicted: Predicted, examples: ValueTexts) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Numbers, or lists of them where an example has several."""
+        for number, values in zip(predicted.numbers.tolist(), predicted.values.tolist(), strict=True):
+            found = {"predicted": values, "label": examples.values(number)}
+            yield number, {name: one[0] if one and len(one) == 1 else one for name, one in found.items()}
 
     def example_batch(self, inputs: Tensor) -> Batch:
         batch = super().example_batch(inputs)

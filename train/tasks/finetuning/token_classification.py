@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,16 +12,19 @@ from torch import Tensor
 
 from matmix.data.config import DataConfig
 from matmix.data.examples.base import Examples
+from matmix.data.examples.labels import as_list, name_of
 from matmix.data.examples.words import Words
+from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.examples import class_names
+from matmix.data.loading.loader import Loader
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
-from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
+from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
-from matmix.train.tasks.finetuning.entities import entity_scores
 
 _SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
+_ENTITIES = ("B-", "I-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,24 @@ class TokenClassification(ExampleTask):
         Metric(name="entity_f1", title="entity F1", **_SHARE),
         Metric(name="accuracy", title="accuracy", **_SHARE),
         Metric(name="f1", title="mean F1 of the classes", **_SHARE),
+        Metric(name="entity_precision", title="entity precision", **_SHARE),
+        Metric(name="entity_recall", title="entity recall", **_SHARE),
     )
+
+    def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
+        """Raises ValueError (one line) for names of classes that entities cannot be read from."""
+        loader = super().make_loader(data, split=split, **options)
+        names = loader.dataset.examples.classes.names
+        if _spell_entities(names) and "" in names:
+            raise ValueError('a class has an empty name, and others spell entities, such as B-...; name it, as in "O"')
+        if _spell_entities(names) and self.options.strict:
+            for name in names:
+                if name != "O" and not name.startswith(_ENTITIES):
+                    raise ValueError(
+                        f'class "{name}" is no tag of IOB2, which are O, B-... and I-...; leave out '
+                        "objective.options.strict, or rename it"
+                    )
+        return loader
 
     @property
     def target_share(self) -> float:
@@ -56,15 +78,29 @@ class TokenClassification(ExampleTask):
     def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
         from sklearn import metrics
 
-        values, labels = with_labels(predicted)
+        kept = predicted.labels != IGNORED
+        numbers, values, labels = (array[kept] for array in predicted)
         scores = {"accuracy": float(metrics.accuracy_score(labels, values))}
         names = np.array(examples.classes.names)
-        if not any(name[:2] in ("B-", "I-") for name in names):
+        if not _spell_entities(examples.classes.names):
             f1 = metrics.f1_score(labels, values, average="macro", labels=range(len(names)), zero_division=0)
             return scores | {"f1": float(f1)}
-        borders = np.flatnonzero(np.diff(predicted.numbers)) + 1
-        sentences = (np.split(names[numbers], borders) for numbers in (predicted.labels, predicted.values))
-        return scores | entity_scores(*(map(list, each) for each in sentences), strict=self.options.strict)
+        borders = np.flatnonzero(np.diff(numbers)) + 1
+        wanted, given = ([part.tolist() for part in np.split(names[tags], borders)] for tags in (labels, values))
+        return scores | entity_scores(wanted, given, strict=self.options.strict)
+
+    def prediction_rows(self, predicted: Predicted, examples: Words) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Lists of the words, and of the names of their classes: None is predicted for words that were cut off or have
+        no token."""
+        names = np.array([*examples.classes.names, None], object)
+        for number in range(len(examples)):
+            words, kept = examples.words(number)
+            begin, end = np.searchsorted(predicted.numbers, [number, number + 1])
+            found = np.full(len(words), -1)
+            found[kept] = predicted.values[begin:end]
+            label = examples.cell("label", number)
+            row = {"words": words, "predicted": names[found].tolist()}
+            yield number, {**row, "label": None if label is None else [name_of(one) for one in as_list(label)]}
 
     def example_batch(self, inputs: Tensor) -> Batch:
         batch = super().example_batch(inputs)
@@ -74,3 +110,21 @@ class TokenClassification(ExampleTask):
 
     def outputs(self, data: DataConfig) -> Outputs:
         return Outputs(labels=class_names(self.examples, data))
+
+
+def _spell_entities(names: Sequence[str]) -> bool:
+    return any(name.startswith(_ENTITIES) for name in names)
+
+
+def entity_scores(labels: list[list[str]], predicted: list[list[str]], *, strict: bool = False) -> dict[str, float]:
+    """F1, precision and recall by seqeval over the entities of all sentences, 0 where there is none; labels and
+    predicted: the tags of the words of each sentence."""
+    from seqeval.metrics.sequence_labeling import precision_recall_fscore_support as by_conlleval
+    from seqeval.metrics.v1 import precision_recall_fscore_support as by_scheme
+    from seqeval.scheme import IOB2
+
+    options = {"average": "micro", "zero_division": 0}
+    found = (
+        by_scheme(labels, predicted, scheme=IOB2, **options) if strict else by_conlleval(labels, predicted, **options)
+    )
+    return dict(zip(("entity_precision", "entity_recall", "entity_f1"), map(float, found[:3]), strict=True))
