@@ -18,7 +18,7 @@ from matmix.launch.glue.table import write_table
 from matmix.launch.glue.tasks import TASKS, named
 from matmix.launch.glue.training import train
 from matmix.launch.many.failures import describe_failures
-from matmix.launch.many.processes import check_parallel
+from matmix.launch.many.processes import begin_alone, check_alone, check_parallel
 from matmix.launch.many.settings import check_directories
 from matmix.train.arguments import check_overrides
 from matmix.train.config import RunConfig
@@ -66,8 +66,13 @@ class Glue:
         """The word before options of recipes."""
         return self.check or self.folder
 
+    def begin(self) -> int:
+        """What comes first in a process that is ours; exit code, 0 = go on."""
+        return begin_alone()
+
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Checks, trains or tabulates; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        check_alone("matmix glue")
         check_overrides(self, rest, RunConfig)
         if self.check:
             found = look(Path(self.check))

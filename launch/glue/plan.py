@@ -11,14 +11,13 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from matmix.launch.finetune import finetuning_config
+from matmix.launch.finetune import counted, finetuning_config
 from matmix.launch.glue.check import Found
 from matmix.launch.glue.settings import Column, overrides
 from matmix.launch.glue.tasks import TASKS, GlueTask
 from matmix.launch.many.table import markdown
 from matmix.launch.many.task import Task
 from matmix.train.config import InitConfig, RunConfig
-from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.run.directory import RunDirectory
 
 _MNLI = TASKS["MNLI"].name
@@ -46,12 +45,7 @@ class Plan:
         Raises FileNotFoundError or ValueError (one line) for a source, examples or options that cannot be used.
         """
         words = [*task.overrides(self.folder), *overrides(self.settings, task.name), *self.others]
-        config = finetuning_config(self.source, task.recipe, words)
-        loader = make_loader(config, "train", 0, 1)
-        try:
-            return with_data_facts(config, loader)
-        finally:
-            loader.close()
+        return counted(finetuning_config(self.source, task.recipe, words))
 
     def runs(self) -> list[Task]:
         """All runs, seed by seed; `Task.entry` is the name of the task. Raises as `config`."""

@@ -18,7 +18,7 @@ from matmix.launch.lab.compare.speed import is_measured, measure_all
 from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import matched
 from matmix.launch.many.failures import Ended, describe_failures
-from matmix.launch.many.processes import check_parallel, listening, say
+from matmix.launch.many.processes import begin_alone, check_alone, check_parallel, listening, say
 from matmix.launch.many.runs import run_tasks
 from matmix.launch.many.settings import check_directories
 from matmix.launch.many.task import Task, check_data
@@ -65,8 +65,13 @@ class Compare:
     profile: Profile = None
     slurm_options: tyro.conf.OmitArgPrefixes[SlurmWords]
 
+    def begin(self) -> int:
+        """What comes first in a process that is ours; exit code, 0 = go on."""
+        return begin_alone()
+
     def run(self, rest: list[str], typed: list[str]) -> int:
         """Trains, submits or tabulates; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        check_alone("matmix compare")
         check_overrides(self, [word for word in rest if not word.startswith("--comparison.")], RunConfig)
         check_parallel(self.parallel)
         given = sorted(name for name, value in self.slurm_options.items() if value not in (None, ()))
