@@ -141,16 +141,16 @@ def counted(config: RunConfig) -> RunConfig:
         loader.close()
 
 
-def planned_config(task: str, model: ModelConfig, words: str) -> RunConfig:
+def planned_config(task: str, model: ModelConfig, words: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of a run that fine-tunes a model which is yet to be trained, but for its tokens and the number of
     outputs; words: what messages call the model.
 
     Raises FileNotFoundError or ValueError (one line) for a task or a model that cannot be used.
     """
-    values, kind = read_task(task, [], words)
+    values, kind = read_task(task, overrides, words)
     values["model"] = _model(model, words, kind, values.get("model", {}))
     _fill_lengths(values.setdefault("data", {}), model)
-    return config_from_dict(plain(values), task)
+    return resolved_config(plain(values), task, overrides, values.get("run_dir", ""))
 
 
 def read_task(task: str, overrides: Sequence[str], source: str) -> tuple[dict[str, Any], type[ExampleTask]]:

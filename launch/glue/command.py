@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 import tyro
 
 from matmix.launch.glue.check import Found, look, notes_on, whole
-from matmix.launch.glue.plan import Plan, plan_text
+from matmix.launch.glue.plan import Plan, check_options, plan_text
 from matmix.launch.glue.results import collect
 from matmix.launch.glue.settings import Column
 from matmix.launch.glue.table import write_table
@@ -100,9 +100,7 @@ class Glue:
 
     def _plan(self, rest: list[str]) -> tuple[list[Found], Plan]:
         """The files, and what to do with them. Raises FileNotFoundError or ValueError (one line)."""
-        for word in rest:
-            if ours := _OURS.get(word.partition("=")[0].replace("_", "-")):
-                raise ValueError(f"{word} differs between the runs: give {ours}")
+        check_options(rest, _OURS)
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise ValueError("--seeds names a seed twice" if self.seeds else "--seeds names no seed")
         found = whole(Path(self.folder), named(self.tasks))

@@ -8,9 +8,10 @@ OUT/RTE-without-MNLI/seed-0   the same from the source itself, where there is no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matmix.data.examples.config import ExamplesConfig
 from matmix.launch.finetune import counted, finetuning_config
 from matmix.launch.glue.check import Found
 from matmix.launch.glue.settings import Column, overrides
@@ -29,6 +30,8 @@ class GlueRun(Task):
     """One of the runs; `entry` is the name of the task, with that of the model where several are fine-tuned."""
 
     task: GlueTask
+    examples: ExamplesConfig
+    """Where its examples and tokens are now; a run that was moved knows where they were."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +69,7 @@ class Plan:
                 seed=seed,
                 config=self._of_seed(task, configs[task.name], seed),
                 task=task,
+                examples=configs[task.name].data.examples,
             )
             for seed in self.seeds
             for task in self.tasks
@@ -91,6 +95,13 @@ class Plan:
         return run.read_summary() is not None and run.read_config().init.from_ == self.source
 
 
+def check_options(words: Sequence[str], instead: Mapping[str, str]) -> None:
+    """Raises ValueError (one line) for options of recipes that differ between the runs; instead: what says them."""
+    for word in words:
+        if ours := instead.get(word.partition("=")[0].replace("_", "-")):
+            raise ValueError(f"{word} differs between the runs: give {ours}")
+
+
 def run_in(out: Path, task: GlueTask, seed: int) -> GlueRun | None:
     """The run of a task with a seed as it lies in `out`, whatever its settings; None where there is none. One that
     began with the weights of a run on MNLI comes before one that did not."""
@@ -100,7 +111,7 @@ def run_in(out: Path, task: GlueTask, seed: int) -> GlueRun | None:
             config = dataclasses.replace(run.read_config(), run_dir=str(run.path))
         except (FileNotFoundError, ValueError):
             continue
-        return GlueRun(entry=task.name, seed=seed, config=config, task=task)
+        return GlueRun(entry=task.name, seed=seed, config=config, task=task, examples=config.data.examples)
     return None
 
 

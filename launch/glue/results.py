@@ -105,6 +105,7 @@ def collect(plan: Plan, runs: Sequence[GlueRun]) -> list[TaskScores]:
     for task in plan.tasks:
         own = [run for run in runs if run.task == task]
         folder, config = plan.folder / task.name, own[0].config
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, examples=own[0].examples))
         second = most_frequent(config, str(folder / task.second)) if task.second else {}
         control = _values(task, most_frequent(config, str(folder / task.validation)), second)
         found.append(TaskScores(task=task, runs=[read_run(run) for run in own], control=control))
