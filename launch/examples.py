@@ -12,8 +12,8 @@ import torch
 
 from matmix.data.examples.base import Examples
 from matmix.data.storage.files import write_atomic
+from matmix.launch.figures import png_of
 from matmix.launch.finetune import judging_config
-from matmix.launch.lab.figures import png_of
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.model.interop.importing.exported import load_weights, read_labels

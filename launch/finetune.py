@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -12,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 import tyro
 
 from matmix.data.loading.examples import open_examples
-from matmix.launch.many.processes import check_parallel
+from matmix.launch.many.processes import begin_alone, check_alone, check_parallel, is_one_of_several
 from matmix.launch.many.seeds import tasks_of_seeds, train_seeds
 from matmix.model import ARCHITECTURES
 from matmix.model.config import ModelConfig, model_config_to_dict
@@ -21,8 +20,10 @@ from matmix.train.command import train_phases
 from matmix.train.config import InitConfig, RunConfig
 from matmix.train.entry import Train
 from matmix.train.init.sources import InitSource, source_of
+from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.plugins import find_part
-from matmix.train.recipe import config_from_dict, find_recipe, plain, read_toml, resolved_config
+from matmix.train.process.exits import EXIT_OK
+from matmix.train.recipe import config_from_dict, find_recipe, plain, read_toml, resolved_config, write_config
 from matmix.train.tasks import TASKS, Task
 from matmix.train.tasks.finetuning.base import ExampleTask
 
@@ -44,6 +45,9 @@ class Finetune:
     With --seeds 0 1 2 each seed is a run of its own, RUN_DIR/seed-0 and so on, on one GPU or its share of the cores.
     At the end comes a table of the mean, the sample standard deviation and each seed's value of all metrics, which
     RUN_DIR/seeds.json holds unrounded. The same command goes on where it was stopped.
+
+    On several GPUs: torchrun --nproc-per-node=8 -m matmix.launch.cli finetune SOURCE TASK [--key value ...]; or
+    --write-recipe FILE, and then matmix launch local (or torchrun, slurm) FILE.
     """
 
     first: ClassVar[tuple[str, str]] = ("task", "SOURCE TASK [--key value ...]")
@@ -62,13 +66,22 @@ class Finetune:
     """With --seeds: runs at a time."""
     dry_run: bool = False
     """Show parameters, FLOPs, memory and steps, and train nothing. With --seeds: of the first."""
+    write_recipe: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the whole recipe of the run into this file, for matmix launch, and train nothing."""
 
     def begin(self) -> int:
         """What comes first in a process that is ours; exit code, 0 = go on."""
-        return Train(recipe=self.recipe, dry_run=self.dry_run or bool(self.seeds)).begin()
+        trains = not (self.dry_run or self.seeds or self.write_recipe)
+        if not trains and is_one_of_several():
+            return begin_alone()
+        return Train(recipe=self.recipe, dry_run=not trains).begin()
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Trains; returns the exit code (`matmix.train.process.exits`)."""
+        if self.seeds and not self.dry_run:
+            check_alone("--seeds")
+        if self.write_recipe is not None and is_one_of_several():
+            raise ValueError("--write-recipe writes a file and trains nothing: give it in one process")
         config = finetuning_config(self.source, self.recipe, list(rest), step=self.step, from_scratch=self.from_scratch)
         if self.seeds:
             return self._train_seeds(config, rest)
@@ -76,17 +89,19 @@ class Finetune:
             raise ValueError("--seeds is given without a seed")
         if self.parallel != 1:
             raise ValueError("--parallel belongs to --seeds: give both")
-        return train_phases([config], dry_run=self.dry_run)
+        if self.write_recipe is not None:
+            return _write(config, self.write_recipe)
+        return train_phases([counted(config) if self.dry_run else config], dry_run=self.dry_run)
 
     def _train_seeds(self, config: RunConfig, rest: Sequence[str]) -> int:
         if _typed(rest, "--seed") is not None:
             raise ValueError("--seed and --seeds are both given: keep one of them")
+        if self.write_recipe is not None:
+            raise ValueError("--write-recipe writes the recipe of one run: give it without --seeds")
         check_parallel(self.parallel)
         tasks = tasks_of_seeds(config, self.seeds)
         if self.dry_run:
-            return train_phases([tasks[0].config], dry_run=True)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError("--seeds starts a process for each seed: do not start it on several ranks itself")
+            return train_phases([counted(tasks[0].config)], dry_run=True)
         return train_seeds(tasks, Path(config.run_dir), self.parallel)
 
 
@@ -116,17 +131,29 @@ def finetuning_config(
     return config
 
 
-def planned_config(task: str, model: ModelConfig, words: str) -> RunConfig:
+def counted(config: RunConfig) -> RunConfig:
+    """`config` with the steps of its epochs, which the number of examples decides.
+
+    Raises FileNotFoundError or ValueError (one line) for examples that cannot be used.
+    """
+    loader = make_loader(config, "train", 0, 1)
+    try:
+        return with_data_facts(config, loader)
+    finally:
+        loader.close()
+
+
+def planned_config(task: str, model: ModelConfig, words: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of a run that fine-tunes a model which is yet to be trained, but for its tokens and the number of
     outputs; words: what messages call the model.
 
     Raises FileNotFoundError or ValueError (one line) for a task or a model that cannot be used.
     """
-    values, kind = read_task(task, [])
+    values, kind = read_task(task, overrides)
     kind = on_examples(kind, values, words, model)
     values["model"] = _model(model, words, kind, values.get("model", {}))
     _fill_lengths(values.setdefault("data", {}), model)
-    return config_from_dict(plain(values), task)
+    return resolved_config(plain(values), task, overrides, values.get("run_dir", ""))
 
 
 def read_task(task: str, overrides: Sequence[str]) -> tuple[dict[str, Any], type[Task]]:
@@ -248,6 +275,15 @@ def _with_outputs(config: RunConfig, kind: type[ExampleTask]) -> RunConfig:
         return config
     head = dataclasses.replace(config.model.head, outputs=outputs)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, head=head))
+
+
+def _write(config: RunConfig, path: Path) -> int:
+    """Writes the recipe of a run into a new file; exit code."""
+    if path.exists():
+        raise ValueError(f"--write-recipe: there is a {path} already; give the name of a new file")
+    write_config(config, path)
+    print(f"{path}: a run in {config.run_dir}. Next: matmix launch local {path} --nproc N, or matmix train {path}")
+    return EXIT_OK
 
 
 def _typed(words: Sequence[str], key: str) -> str | None:

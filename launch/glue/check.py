@@ -57,6 +57,30 @@ def look(folder: Path, tasks: Sequence[GlueTask] = tuple(TASKS.values())) -> lis
     return [_look(folder / task.name, task) for task in tasks]
 
 
+def whole(folder: Path, tasks: Sequence[GlueTask] = ()) -> list[Found]:
+    """The files of these tasks, or of all that `folder` has. Raises FileNotFoundError or ValueError (one line) where
+    some are missing or cannot be read."""
+    found = look(folder, tasks or list(TASKS.values()))
+    if not tasks:
+        found = [task for task in found if task.begun]
+    problems = [problem for task in found for problem in task.problems]
+    if problems or not found:
+        what = problems[0] if problems else f"{folder} has none of the folders {', '.join(TASKS)}"
+        raise ValueError(f"{what} (matmix glue --check {folder} lists all that is missing)")
+    return found
+
+
+def notes_on(found: Sequence[Found]) -> list[str]:
+    """What a table says of the files."""
+    left_out = [
+        f"{count.left_out:,} rows of {task.task.name}/{name}"
+        for task in found
+        for name, count in task.counts.items()
+        if count.left_out
+    ]
+    return [f"Left out as malformed: {', '.join(left_out)}."] if left_out else []
+
+
 def _look(folder: Path, task: GlueTask) -> Found:
     if not folder.is_dir():
         return Found(task, folder, {}, [f"there is no folder {folder}; unpack {task.name} of the GLUE download there"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,15 +9,15 @@ from typing import Annotated, ClassVar
 
 import tyro
 
-from matmix.launch.glue.check import Found, look
-from matmix.launch.glue.plan import Plan, plan_text
+from matmix.launch.glue.check import Found, look, notes_on, whole
+from matmix.launch.glue.plan import Plan, check_options, plan_text
 from matmix.launch.glue.results import collect
 from matmix.launch.glue.settings import Column
 from matmix.launch.glue.table import write_table
-from matmix.launch.glue.tasks import TASKS, named
+from matmix.launch.glue.tasks import named
 from matmix.launch.glue.training import train
 from matmix.launch.many.failures import describe_failures
-from matmix.launch.many.processes import check_parallel
+from matmix.launch.many.processes import begin_alone, check_alone, check_parallel, listening, say
 from matmix.launch.many.settings import check_directories
 from matmix.train.arguments import check_overrides
 from matmix.train.config import RunConfig
@@ -66,8 +65,13 @@ class Glue:
         """The word before options of recipes."""
         return self.check or self.folder
 
+    def begin(self) -> int:
+        """What comes first in a process that is ours; exit code, 0 = go on."""
+        return begin_alone()
+
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Checks, trains or tabulates; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        check_alone("matmix glue")
         check_overrides(self, rest, RunConfig)
         if self.check:
             found = look(Path(self.check))
@@ -78,35 +82,28 @@ class Glue:
         if self.dry_run:
             print(plan_text(plan, found, runs))
             return EXIT_OK
-        notes = _notes(found)
+        notes = notes_on(found)
         if self.report:
             print(write_table(plan, collect(plan, runs), notes))
             return EXIT_OK
         check_parallel(self.parallel)
         check_directories(runs, " (--report leaves this run out)", option="--out")
-        ended = train(plan, runs, self.parallel)
+        with listening():
+            ended = train([(plan, runs)], self.parallel)
         if ended.stopped:
-            _say("Stopped; what was running is saved. The same command goes on from there.")
+            say("Stopped; what was running is saved. The same command goes on from there.")
             return EXIT_STOPPED
-        _say("\n" + write_table(plan, collect(plan, runs), notes))
+        say("\n" + write_table(plan, collect(plan, runs), notes))
         if ended.failures:
-            _say("\n" + describe_failures(ended.failures))
+            say("\n" + describe_failures(ended.failures))
         return ended.code
 
     def _plan(self, rest: list[str]) -> tuple[list[Found], Plan]:
         """The files, and what to do with them. Raises FileNotFoundError or ValueError (one line)."""
-        for word in rest:
-            if ours := _OURS.get(word.partition("=")[0].replace("_", "-")):
-                raise ValueError(f"{word} differs between the runs: give {ours}")
+        check_options(rest, _OURS)
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise ValueError("--seeds names a seed twice" if self.seeds else "--seeds names no seed")
-        found = look(Path(self.folder), named(self.tasks) if self.tasks else list(TASKS.values()))
-        if not self.tasks:
-            found = [task for task in found if task.begun]
-        problems = [problem for task in found for problem in task.problems]
-        if problems or not found:
-            what = problems[0] if problems else f"{self.folder} has none of the folders {', '.join(TASKS)}"
-            raise ValueError(f"{what} (matmix glue --check {self.folder} lists all that is missing)")
+        found = whole(Path(self.folder), named(self.tasks))
         name = self.source.rstrip("/").rpartition("/")[2]
         plan = Plan(
             source=self.source,
@@ -119,19 +116,3 @@ class Glue:
             others=rest,
         )
         return found, plan
-
-
-def _notes(found: Sequence[Found]) -> list[str]:
-    """What the table says of the files."""
-    left_out = [
-        f"{count.left_out:,} rows of {task.task.name}/{name}"
-        for task in found
-        for name, count in task.counts.items()
-        if count.left_out
-    ]
-    return [f"Left out as malformed: {', '.join(left_out)}."] if left_out else []
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that was closed: the runs are saved nevertheless
-        print(text, flush=True)

@@ -8,20 +8,30 @@ OUT/RTE-without-MNLI/seed-0   the same from the source itself, where there is no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matmix.launch.finetune import finetuning_config
+from matmix.data.examples.config import ExamplesConfig
+from matmix.launch.finetune import counted, finetuning_config
 from matmix.launch.glue.check import Found
 from matmix.launch.glue.settings import Column, overrides
 from matmix.launch.glue.tasks import TASKS, GlueTask
 from matmix.launch.many.table import markdown
 from matmix.launch.many.task import Task
 from matmix.train.config import InitConfig, RunConfig
-from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.run.directory import RunDirectory
 
 _MNLI = TASKS["MNLI"].name
+_ALONE = "-without-MNLI"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GlueRun(Task):
+    """One of the runs; `entry` is the name of the task, with that of the model where several are fine-tuned."""
+
+    task: GlueTask
+    examples: ExamplesConfig
+    """Where its examples and tokens are now; a run that was moved knows where they were."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +49,8 @@ class Plan:
     settings: Column = "hydra"
     others: Sequence[str] = ()
     """Options of recipes that the command line gives to all tasks."""
+    model: str = ""
+    """What messages call the source, where other models are fine-tuned beside it."""
 
     def config(self, task: GlueTask) -> RunConfig:
         """That of a task's runs, with the steps of its epochs, but for what differs between seeds.
@@ -46,18 +58,19 @@ class Plan:
         Raises FileNotFoundError or ValueError (one line) for a source, examples or options that cannot be used.
         """
         words = [*task.overrides(self.folder), *overrides(self.settings, task.name), *self.others]
-        config = finetuning_config(self.source, task.recipe, words)
-        loader = make_loader(config, "train", 0, 1)
-        try:
-            return with_data_facts(config, loader)
-        finally:
-            loader.close()
+        return counted(finetuning_config(self.source, task.recipe, words))
 
-    def runs(self) -> list[Task]:
-        """All runs, seed by seed; `Task.entry` is the name of the task. Raises as `config`."""
+    def runs(self) -> list[GlueRun]:
+        """All runs, seed by seed. Raises as `config`."""
         configs = {task.name: self.config(task) for task in self.tasks}
         return [
-            Task(entry=task.name, seed=seed, config=self._of_seed(task, configs[task.name], seed))
+            GlueRun(
+                entry=f"{self.model} on {task.name}" if self.model else task.name,
+                seed=seed,
+                config=self._of_seed(task, configs[task.name], seed),
+                task=task,
+                examples=configs[task.name].data.examples,
+            )
             for seed in self.seeds
             for task in self.tasks
         ]
@@ -73,7 +86,7 @@ class Plan:
             # The same model but for its classifier, which knows other classes.
             init = InitConfig(from_=str(self.mnli(seed)), ignore=("classifier.*",))
         elif task.from_mnli:
-            folder += "-without-MNLI"
+            folder += _ALONE
         return dataclasses.replace(config, seed=seed, run_dir=str(self.out / folder / f"seed-{seed}"), init=init)
 
     def _has_mnli(self, seed: int) -> bool:
@@ -82,13 +95,38 @@ class Plan:
         return run.read_summary() is not None and run.read_config().init.from_ == self.source
 
 
-def plan_text(plan: Plan, found: Sequence[Found], runs: Sequence[Task]) -> str:
+def check_options(words: Sequence[str], instead: Mapping[str, str]) -> None:
+    """Raises ValueError (one line) for options of recipes that differ between the runs; instead: what says them."""
+    for word in words:
+        if ours := instead.get(word.partition("=")[0].replace("_", "-")):
+            raise ValueError(f"{word} differs between the runs: give {ours}")
+
+
+def run_in(out: Path, task: GlueTask, seed: int) -> GlueRun | None:
+    """The run of a task with a seed as it lies in `out`, whatever its settings; None where there is none. One that
+    began with the weights of a run on MNLI comes before one that did not."""
+    for folder in (task.name, f"{task.name}{_ALONE}"):
+        run = RunDirectory(out / folder / f"seed-{seed}")
+        try:
+            config = dataclasses.replace(run.read_config(), run_dir=str(run.path))
+        except (FileNotFoundError, ValueError):
+            continue
+        return GlueRun(entry=task.name, seed=seed, config=config, task=task, examples=config.data.examples)
+    return None
+
+
+def begins_alone(run: GlueRun) -> bool:
+    """Whether the run lacks the weights of a run on MNLI which its task begins with as published."""
+    return run.run.path.parent.name.endswith(_ALONE)
+
+
+def plan_text(plan: Plan, found: Sequence[Found], runs: Sequence[GlueRun]) -> str:
     """What would be trained."""
     columns = ["task", "train", "validation", "lr", "weight decay", "epochs", "batch", "steps", "begins with"]
     rows = []
     for files in found:
         task = files.task
-        config = next(run.config for run in runs if run.entry == task.name)
+        config = next(run.config for run in runs if run.task == task)
         examples = [f"{files.counts[name].examples:,}" for name in ("train.tsv", task.validation)]
         rates = [f"{config.optimizer.lr:g}", f"{config.optimizer.weight_decay:g}", f"{config.epochs:g}"]
         start = "source" if config.init.from_ == plan.source else "MNLI"

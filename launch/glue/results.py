@@ -12,10 +12,9 @@ from matmix.data.artifacts import read_json
 from matmix.data.storage.files import write_atomic
 from matmix.launch.examples import judge, judge_of_run
 from matmix.launch.glue.control import most_frequent
-from matmix.launch.glue.plan import Plan
+from matmix.launch.glue.plan import GlueRun, Plan
 from matmix.launch.glue.tasks import TASKS, GlueTask
 from matmix.launch.many.settings import other_settings
-from matmix.launch.many.task import Task
 from matmix.train.run.directory import RunDirectory
 
 SECOND = "second.json"
@@ -100,21 +99,22 @@ def needs_second(task: GlueTask, run: RunDirectory) -> bool:
     return bool(task.second) and not (run.path / SECOND).is_file()
 
 
-def collect(plan: Plan, runs: Sequence[Task]) -> list[TaskScores]:
+def collect(plan: Plan, runs: Sequence[GlueRun]) -> list[TaskScores]:
     """All tasks of `plan` with their runs as they stand, and the scores of the most frequent class."""
     found = []
     for task in plan.tasks:
-        own = [run for run in runs if run.entry == task.name]
+        own = [run for run in runs if run.task == task]
         folder, config = plan.folder / task.name, own[0].config
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, examples=own[0].examples))
         second = most_frequent(config, str(folder / task.second)) if task.second else {}
         control = _values(task, most_frequent(config, str(folder / task.validation)), second)
-        found.append(TaskScores(task=task, runs=[_read(task, run) for run in own], control=control))
+        found.append(TaskScores(task=task, runs=[read_run(run) for run in own], control=control))
     return found
 
 
-def _read(task: GlueTask, run: Task) -> RunScores:
+def read_run(run: GlueRun) -> RunScores:
     """A run as it stands. One with other settings has no numbers here."""
-    why, values = other_settings(run), {}
+    task, why, values = run.task, other_settings(run), {}
     if not why and not run.is_finished():
         why = "not finished" if run.run.config_path.is_file() else "not begun"
     elif not why and needs_second(task, run.run):

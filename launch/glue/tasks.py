@@ -89,15 +89,15 @@ TASKS = {task.name: task for task in _TASKS}
 """By name, in the order of the papers' tables."""
 
 
-def named(names: Sequence[str]) -> list[GlueTask]:
+def named(names: Sequence[str], option: str = "--tasks") -> list[GlueTask]:
     """The tasks of these names, in the order of `TASKS`; case and hyphens do not count. Raises ValueError (one line)
-    for others."""
+    for others, which `option` gave."""
     known = {_plain(name): name for name in TASKS}
     for name in names:
         if _plain(name) not in known:
             near = difflib.get_close_matches(_plain(name), known, n=1)
             hint = f'did you mean "{known[near[0]]}"?' if near else f"known: {', '.join(TASKS)}"
-            raise ValueError(f'--tasks: GLUE has no task "{name}" here ({hint})')
+            raise ValueError(f'{option}: GLUE has no task "{name}" here ({hint})')
     wanted = {known[_plain(name)] for name in names}
     return [task for task in TASKS.values() if task.name in wanted]
 

@@ -31,6 +31,28 @@ def check_parallel(parallel: int) -> None:
         raise ValueError(f"--parallel must lie between 1 and the {cores()} cores here, got {parallel}")
 
 
+def is_one_of_several() -> bool:
+    """Whether a launcher such as torchrun has started this process as one of several ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def begin_alone() -> int:
+    """What comes first in a process of a command that is not for several ranks; exit code, 0 = go on.
+
+    Where it is one of several, it outlives the signal by which the launcher ends the others when the first of them has
+    found that out: rank 0 is the one that says it.
+    """
+    if is_one_of_several():
+        stop.listen()
+    return 0
+
+
+def check_alone(words: str) -> None:
+    """Raises ValueError (one line) in one of several ranks; words: what starts processes of its own."""
+    if is_one_of_several():
+        raise ValueError(f"{words} starts a process for each run: do not start it on several ranks itself")
+
+
 def threads(parallel: int = 1) -> int:
     """Threads of each of so many processes at a time: the user's OMP_NUM_THREADS, else a share of the cores."""
     given = os.environ.get("OMP_NUM_THREADS", "")

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import time
 
 import pytest
 from labelled import texts, write_jsonl
-from runs import run_recipe
+from runs import losses, run_recipe, weights
 
+from matmix.data.cores import cores
 from matmix.launch.cli import main
 from matmix.launch.finetune import finetuning_config
 from matmix.train.loop import train
+from matmix.train.process.exits import EXIT_STOPPED
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +93,45 @@ def test_a_dry_run_shows_one_plan_and_trains_nothing(command, tmp_path, capsys):
     assert main(["finetune", *words]) == 0
     assert capsys.readouterr().out.count("parameters") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cores() < 2, reason="two runs at a time need two cores")
+def test_two_seeds_at_a_time_are_stopped_and_go_on(command, tmp_path):
+    """Each becomes the run that it would have been alone."""
+    steps = 150
+    words = [*command, "--steps", str(steps), "--epochs", "0", "--evaluation.every", "100", "--logging.every", "1"]
+    home = tmp_path / "runs"
+    start = [sys.executable, "-P", "-m", "matmix.launch.cli", "finetune", *words, "--run-dir", str(home)]
+    start += ["--seeds", "0", "1", "--parallel", "2"]
+    options = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    runs = [home / f"seed-{seed}" for seed in (0, 1)]
+    with subprocess.Popen(start, text=True, **options) as process:
+        deadline = time.monotonic() + 120
+        while not all((run / "metrics.jsonl").is_file() and len(losses_of(run)) > 2 for run in runs):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=120)
+    assert process.returncode == EXIT_STOPPED, said
+    assert "Stopped; what was running is saved." in said
+    assert not (home / "seeds.json").exists()
+    before = [len(losses_of(run)) for run in runs]
+    assert all(2 < count < steps for count in before)
+
+    said = subprocess.run(start, text=True, check=True, timeout=300, **options).stdout
+    assert "Mean ± sample standard deviation over 2 seeds" in said
+    assert set(json.loads((home / "seeds.json").read_text())["metrics"]["accuracy"]["seeds"]) == {"0", "1"}
+    for seed, run in enumerate(runs):
+        alone = tmp_path / f"alone-{seed}"
+        train(finetuning_config(words[0], words[1], [*words[2:], "--run-dir", str(alone), "--seed", str(seed)]))
+        assert losses(run) == losses(alone)
+        ours, theirs = weights(run), weights(alone)
+        assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def losses_of(run) -> list[str]:
+    """The whole lines of training steps, while others may be written."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [line for line in lines if '"train"' in line and line.endswith("}")]

@@ -8,17 +8,25 @@ from typing import Annotated
 
 import tyro
 
+from matmix.launch.glue.settings import Column
 from matmix.launch.jobs.records import launch_home
 from matmix.launch.jobs.slurm import submit as slurm
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
 from matmix.launch.lab.compare.config import Comparison, keep_recipe, read_comparison
-from matmix.launch.lab.compare.downstream import Downstream, keep_downstream, plan_of_downstream, read_downstream
+from matmix.launch.lab.compare.downstream import (
+    keep_downstream,
+    plan_of_downstream,
+    read_downstream,
+    train_downstream,
+)
+from matmix.launch.lab.compare.finetuned import Finetuned
+from matmix.launch.lab.compare.finetuned_glue import GlueSettings, glue_options
 from matmix.launch.lab.compare.report import plan_text, write_report
 from matmix.launch.lab.compare.speed import is_measured, measure_all
 from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import matched
-from matmix.launch.many.failures import Ended, describe_failures
-from matmix.launch.many.processes import check_parallel, listening, say
+from matmix.launch.many.failures import describe_failures
+from matmix.launch.many.processes import begin_alone, check_alone, check_parallel, listening, say
 from matmix.launch.many.runs import run_tasks
 from matmix.launch.many.settings import check_directories
 from matmix.launch.many.task import Task, check_data
@@ -41,7 +49,10 @@ class Compare:
     goes on where it was stopped, and so does `matmix compare FOLDER`.
 
     With --finetune every finished encoder is then fine-tuned on each TASK, a recipe as `matmix finetune` takes it that
-    names its examples; the table gets a column for each, and one for the mean over several.
+    names its examples; the table gets a column for each, and one for the mean over several. TASK glue:DIR stands for
+    the tasks of GLUE in a folder with the public download, trained as by `matmix glue`, with a column for each and one
+    for their average; its options are --glue-settings, --glue-tasks, --glue-seeds and, for any field of its recipes,
+    as in --glue.micro-batch-size 8.
     """
 
     recipe: Recipe = ""
@@ -53,7 +64,13 @@ class Compare:
     only: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
     """This entry or variant alone."""
     finetune: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASK [TASK ...]")] = ()
-    """Then fine-tune every encoder on these recipes (TOML files or bundled names)."""
+    """Then fine-tune every encoder on these recipes (TOML files or bundled names), or on GLUE: glue:DIR."""
+    glue_settings: Column = "hydra"
+    """The published settings, as --settings of `matmix glue`."""
+    glue_tasks: tuple[str, ...] = ()
+    """Only these tasks of GLUE; default: all that DIR has."""
+    glue_seeds: tuple[int, ...] = ()
+    """Fine-tune each run with each of them on GLUE; default: with the seed of the run."""
     report: bool = False
     """Only tabulate what is there, fine-tunings too."""
     no_speed: Annotated[bool, _SPEED] = False
@@ -65,8 +82,14 @@ class Compare:
     profile: Profile = None
     slurm_options: tyro.conf.OmitArgPrefixes[SlurmWords]
 
+    def begin(self) -> int:
+        """What comes first in a process that is ours; exit code, 0 = go on."""
+        return begin_alone()
+
     def run(self, rest: list[str], typed: list[str]) -> int:
         """Trains, submits or tabulates; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        check_alone("matmix compare")
+        rest, options = glue_options(rest)
         check_overrides(self, [word for word in rest if not word.startswith("--comparison.")], RunConfig)
         check_parallel(self.parallel)
         given = sorted(name for name, value in self.slurm_options.items() if value not in (None, ()))
@@ -78,7 +101,10 @@ class Compare:
             print(write_report(comparison))
             return EXIT_OK
         check_directories(tasks, _LEFT_OUT)
-        downstream = read_downstream(self.finetune, comparison)
+        glue = GlueSettings(
+            settings=self.glue_settings, tasks=self.glue_tasks, seeds=self.glue_seeds, options=tuple(options)
+        )
+        downstream = read_downstream(self.finetune, comparison, glue)
         if self.slurm:
             if downstream:
                 raise ValueError("--finetune trains on this host: give it without --slurm, when the runs are done")
@@ -89,11 +115,11 @@ class Compare:
         return _train(comparison, tasks, downstream, self)
 
 
-def _plan(comparison: Comparison, tasks: list[Task], downstream: list[Downstream]) -> str:
+def _plan(comparison: Comparison, tasks: list[Task], downstream: list[Finetuned]) -> str:
     return "\n".join([plan_text(comparison), *([plan_of_downstream(downstream, tasks)] if downstream else [])])
 
 
-def _train(comparison: Comparison, tasks: list[Task], downstream: list[Downstream], given: Compare) -> int:
+def _train(comparison: Comparison, tasks: list[Task], downstream: list[Finetuned], given: Compare) -> int:
     check_data(tasks)
     with listening():
         say(_plan(comparison, tasks, downstream) + "\n")
@@ -101,7 +127,8 @@ def _train(comparison: Comparison, tasks: list[Task], downstream: list[Downstrea
         keep_downstream(downstream)
         ended = run_tasks(tasks, given.parallel)
         if downstream and not ended.stopped:
-            ended = ended.then(_finetune(downstream, [task for task in tasks if task.is_finished()], given.parallel))
+            pretrained = [task for task in tasks if task.is_finished()]
+            ended = ended.then(train_downstream(downstream, pretrained, given.parallel))
         if ended.stopped:
             say("Stopped; what was running is saved. The same command goes on from there.")
             return EXIT_STOPPED
@@ -113,12 +140,6 @@ def _train(comparison: Comparison, tasks: list[Task], downstream: list[Downstrea
     if ended.failures:
         say("\n" + describe_failures(ended.failures))
     return ended.code
-
-
-def _finetune(downstream: list[Downstream], pretrained: list[Task], parallel: int) -> Ended:
-    finetunings = [task for one in downstream for task in one.tasks(pretrained)]
-    check_directories(finetunings)
-    return run_tasks(finetunings, parallel)
 
 
 def _submit(comparison: Comparison, tasks: list[Task], given: Compare, command: list[str]) -> int:

@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from matmix.launch.figures import panels, png_of
 from matmix.launch.lab.compare.controls import Control
 from matmix.launch.lab.compare.results import EntryResult, accuracy_metrics, position_metrics
-from matmix.launch.lab.figures import panels, png_of
 from matmix.launch.many.spread import spread
 
 _SMOOTH = 0.05  # share of the records over which the curves of the training loss are averaged

@@ -11,10 +11,12 @@ from typing import TypeVar
 
 from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.compare.config import Comparison
-from matmix.launch.lab.compare.downstream import MEAN, Downstream, kept_downstream
+from matmix.launch.lab.compare.downstream import kept_downstream, score_columns
+from matmix.launch.lab.compare.finetuned import ScoreColumn
 from matmix.launch.lab.compare.picture import picture
 from matmix.launch.lab.compare.results import (
     EntryResult,
+    RunResult,
     accuracy_metrics,
     collect,
     gain_over_no_mixer,
@@ -23,6 +25,7 @@ from matmix.launch.lab.compare.results import (
 )
 from matmix.launch.lab.compare.settings import changed_headdims, words_on_differences
 from matmix.launch.lab.compare.speed import current_rows, speed_words
+from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import headdims
 from matmix.launch.many.spread import mean_in_words, metric_in_words, spread
 from matmix.launch.many.table import markdown
@@ -90,7 +93,8 @@ def table_text(comparison: Comparison, results: Sequence[EntryResult], *, is_fir
     if not accuracies:
         columns |= _language_columns(results)
     downstream = kept_downstream(comparison.home)
-    columns |= {**_downstream_columns(results, downstream), "n": _runs}
+    scores = score_columns(downstream)
+    columns |= {**_downstream_columns(results, scores), "n": _runs}
     columns |= {
         "tokens/s": lambda result: "" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}",
         "peak memory (MiB)": lambda result: "" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:,.0f}",
@@ -104,17 +108,16 @@ def table_text(comparison: Comparison, results: Sequence[EntryResult], *, is_fir
     if accuracies:
         chance = fmean(value for result in results for value in result.values("chance_accuracy"))
         lines.append(f"Accuracy at multiples of the training length; chance {100 * chance:.1f} %.")
-    lines += [one.words for one in downstream if one.heading in columns]
+    for one in downstream:
+        if any(column.heading in columns for column in one.columns):
+            lines += one.words(tasks_of(comparison))
     lines += [*speeds, *words_on_differences(comparison.entries)]
     runs = [(f"{result.entry.name} seed {run.seed}", run) for result in results for run in result.runs]
     if others := [f"{title} ({run.others})" for title, run in runs if run.others]:
         lines.append(f"Left out, since trained with other settings: {', '.join(others)}.")
     if open_runs := [f"{title} ({run.state})" for title, run in runs if not (run.validation or run.others)]:
         lines.append(f"Not finished: {', '.join(open_runs)}.")
-    for one in downstream:
-        if missing := [title for title, run in runs if run.validation and one.key not in run.finetuned]:
-            lines.append(f"Not fine-tuned on {one.name}: {', '.join(missing)}.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_lines_on_missing_scores(runs, scores)])
 
 
 def summary_text(parts: Sequence[Comparison], results: Sequence[Sequence[EntryResult]]) -> str:
@@ -205,16 +208,24 @@ def _language_columns(results: Sequence[EntryResult]) -> Columns:
     return columns
 
 
-def _downstream_columns(results: Sequence[EntryResult], downstream: Sequence[Downstream]) -> Columns:
-    """Of encoders that have been fine-tuned: their scores on each task, and the mean over several."""
-    known, columns = metrics_of(results), {}
-    for one in downstream:
-        if one.key in known:
-            digits, scale = (1, 100) if one.is_share else (one.metric.digits, 1)
-            columns[one.heading] = functools.partial(_mean, metric=one.key, digits=digits, scale=scale)
-    if MEAN in known:
-        columns["mean over tasks (%)"] = functools.partial(_mean, metric=MEAN, digits=1, scale=100)
-    return columns
+def _downstream_columns(results: Sequence[EntryResult], scores: Sequence[ScoreColumn]) -> Columns:
+    """Of encoders that have been fine-tuned: their scores on each task, and means over several."""
+    known = metrics_of(results)
+    return {
+        one.heading: functools.partial(_mean, metric=one.key, digits=one.digits, scale=one.scale)
+        for one in scores
+        if one.key in known
+    }
+
+
+def _lines_on_missing_scores(runs: Sequence[tuple[str, RunResult]], scores: Sequence[ScoreColumn]) -> list[str]:
+    """Which finished runs, by their titles, lack a score."""
+    tasks: dict[str, list[str]] = {}
+    for one in scores:
+        lacks = [title for title, run in runs if run.validation and len(run.finetuned.get(one.key, ())) < one.runs]
+        if one.task and lacks:
+            tasks.setdefault(", ".join(lacks), []).append(one.task)
+    return [f"Not fine-tuned on {', '.join(names)}: {titles}." for titles, names in tasks.items()]
 
 
 def _gain_column(results: Sequence[EntryResult]) -> Columns:

@@ -6,10 +6,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Literal
 
 from matmix.launch.lab.compare.config import Comparison, Entry
-from matmix.launch.lab.compare.downstream import Downstream, kept_downstream, scores_of
+from matmix.launch.lab.compare.downstream import kept_downstream, scores_of
+from matmix.launch.lab.compare.finetuned import Finetuned, Scores
 from matmix.launch.lab.compare.speed import current_rows
 from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.many.progress import training_records
@@ -30,13 +32,13 @@ class RunResult:
     """(step, training loss) of each record; [] of a run with other settings."""
     others: str = ""
     """In which settings it differs from what is compared here."""
-    finetuned: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Its scores on tasks, by `Downstream.key`."""
+    finetuned: Scores = dataclasses.field(default_factory=dict)
+    """Its scores on tasks, those of each of its fine-tunings."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """All that is known of it."""
-        return {**self.validation, **self.finetuned}
+        """All that is known of it; of scores on tasks the mean over its fine-tunings."""
+        return {**self.validation, **{name: fmean(values) for name, values in self.finetuned.items()}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +51,11 @@ class EntryResult:
     peak_bytes: float | None
 
     def values(self, metric: str) -> list[float]:
-        """A metric of the finished runs, by seed."""
-        return [run.metrics[metric] for run in self.runs if metric in run.metrics]
+        """A metric of the finished runs, by seed; a score on a task of all their fine-tunings."""
+        found = []
+        for run in self.runs:
+            found += run.finetuned.get(metric, [run.validation[metric]] if metric in run.validation else [])
+        return found
 
     def mean(self, metric: str) -> float | None:
         """Its mean over seeds; None where no finished run has it."""
@@ -128,7 +133,7 @@ def unnamed_folders(comparison: Comparison) -> list[str]:
     return sorted(str(path.relative_to(comparison.home)) for path in found)
 
 
-def read_run(task: Task, downstream: Sequence[Downstream]) -> RunResult:
+def read_run(task: Task, downstream: Sequence[Finetuned]) -> RunResult:
     """A run as it stands, with its scores on tasks. One with other settings has no numbers here: they belong to another
     comparison."""
     if others := other_settings(task):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from matmix.launch.lab.figures import panels, png_of
+from matmix.launch.figures import panels, png_of
 from matmix.launch.lab.studies.mru.grid import PART, best_runs
 from matmix.launch.lab.studies.mru.growth import BIN
 from matmix.launch.lab.studies.mru.runs import CURVE

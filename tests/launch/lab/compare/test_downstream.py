@@ -79,7 +79,7 @@ def _comparison(path: str, tmp_path, *words: str):
 def _score(one, pretrained, values: dict[str, float]) -> None:
     """A fine-tuning of a run that is finished with these metrics."""
     planned = planned_config(str(one.recipe), pretrained.config.model, pretrained.title)
-    finetuned = dataclasses.replace(planned, run_dir=str(one.run_dir(pretrained)))
+    finetuned = dataclasses.replace(planned, run_dir=str(one.folder_of(pretrained)))
     finish(dataclasses.replace(pretrained, config=finetuned), {"step": 3, "loss": 1.0, **values})
 
 
@@ -128,6 +128,10 @@ def test_the_table_has_a_column_for_each_task_and_one_for_their_mean(scored, cap
     assert float(row["finetune/topic/accuracy_mean"]) == 0.5625
     assert float(row["finetune/topic/accuracy_seed_1"]) == 0.625
     assert float(row["finetune/mean_mean"]) == 0.53125
+    # And all other metrics of the tasks.
+    assert float(row["finetune/topic/f1_mean"]) == pytest.approx(0.1)
+    assert float(row["finetune/likeness/spearman_seed_0"]) == pytest.approx(0.2)
+    assert float(row["finetune/likeness/loss_mean"]) == 1
 
 
 def test_runs_that_are_left_out_have_no_scores_in_the_table(scored, tmp_path):
@@ -171,6 +175,7 @@ CAUSAL = TINY.replace('"encoder"', '"language_model"').replace("masked_lm", "cau
         ({"text": CAUSAL}, ["topic"], 'entry "attention" is a language_model, which sees no later tokens'),
         ({}, ["topic", "other/topic"], "two tasks are called topic"),
         ({}, ["finetune"], "finetune: no examples given: set data.examples.train"),
+        ({}, ["glue_rte"], "glue_rte: no examples given: set data.examples.train"),
         ({}, ["debug_hydra"], '"masked_lm" is no task on labelled examples'),
         ({}, ["absent.toml"], "recipe not found: absent.toml"),
         ({"lose": True}, ["topic"], "examples not found: "),

@@ -1,4 +1,4 @@
-"""What the pictures of comparisons and of the study have in common: panels beside each other, and their PNG."""
+"""What the pictures of comparisons, studies and scores have in common: panels beside each other, and their PNG."""
 
 from __future__ import annotations
 
