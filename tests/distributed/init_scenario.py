@@ -2,13 +2,83 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
 from beginnings import first_weights
+from saved_weights import read_weights
 
+from matmix.train.checkpoint.files import read_manifest
+from matmix.train.engine import sharded_files
+from matmix.train.engine.full_state import MODEL, FullState
+from matmix.train.engine.kinds import open_full
 from matmix.train.entry import main
+from matmix.train.init import start
+from matmix.train.init.sources import InitSource, source_of
 
 
-def begin_all(runs: list[tuple[str, list[str]]], phases: list[str]) -> tuple[dict[str, dict], int]:
-    """The first weights of each run, as lists, by its name; and the exit code of a recipe with phases."""
-    found = {name: first_weights("debug_hydra", arguments) for name, arguments in runs}
-    as_lists = {name: {key: tensor.tolist() for key, tensor in weights.items()} for name, weights in found.items()}
-    return as_lists, main(phases)
+class _Counting(FullState):
+    """A state that counts the elements of each tensor that are read."""
+
+    def __init__(self, state: FullState) -> None:
+        self.entries, self.state, self.read_elements = state.entries, state, Counter()
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        found = self.state.read(key, start, stop)
+        self.read_elements[key] += found.numel()
+        return found
+
+
+def begin_all(runs: list[tuple[str, list[str]]]) -> tuple[dict[str, dict], dict[str, dict[str, int]]]:
+    """By the name of each run: its first weights, as lists, and how many elements of each of the source's tensors this
+    rank has read."""
+    weights, read = {}, {}
+    for name, arguments in runs:
+        states: list[_Counting] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(start, "source_of", _counted(states))
+            found = first_weights("debug_hydra", arguments)
+        weights[name] = {key: tensor.tolist() for key, tensor in found.items()}
+        read[name] = dict(states[0].read_elements)
+    return weights, read
+
+
+def _counted(states: list[_Counting]) -> Callable[..., InitSource]:
+    def source(*arguments: object) -> InitSource:
+        found = source_of(*arguments)
+        states.append(_Counting(found.state))
+        return dataclasses.replace(found, state=states[-1])
+
+    return source
+
+
+def train_phases(phases: list[str]) -> int:
+    """The exit code of a recipe with phases."""
+    return main(phases)
+
+
+def train_and_begin(source: list[str], begin: list[str]) -> tuple[bool, int, int]:
+    """Trains a run on all ranks, and begins another with its weights: whether these are the same, how many bytes of the
+    source's files this rank has read for that, and how many bytes all of its weights have there."""
+    assert main(["debug_hydra", *source, "--device", "cpu"]) == 0
+    lengths: list[int] = []
+
+    class Reader(sharded_files._Reader):
+        def _slice_file(self, file, place):
+            if source[-1] in str(self.path):
+                lengths.append(place.length)
+            return super()._slice_file(file, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_files, "_Reader", Reader)
+        found = first_weights("debug_hydra", begin)
+    checkpoint = max(Path(source[-1]).glob("checkpoints/step-*"))
+    expected = dict(read_weights(checkpoint))
+    same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    places = open_full(checkpoint, read_manifest(checkpoint)["layout"])._index.storage_data
+    stored = sum(place.length for index, place in places.items() if index.fqn.startswith(MODEL))
+    return same, sum(lengths), stored

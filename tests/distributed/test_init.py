@@ -1,36 +1,89 @@
-"""A run begins with the same weights on every engine and on any number of ranks."""
+"""A run begins with the same weights on every engine and on any number of ranks, of which each reads its own part."""
 
 import init_scenario
 import pytest
 from beginnings import first_weights
 from harness import run_distributed
 from nightly import nightly
+from paths import GOLDEN
 from runs import losses, run_recipe
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from matmix.launch.export import export_run
+from matmix.train.config import InitConfig
+from matmix.train.init.sources import source_of
 
 ENGINES = {
     "fsdp2": ["--engine.name", "fsdp2"],
     "ddp": ["--engine.name", "ddp"],
     **{f"zero{n}": ["--engine.name", "deepspeed", "--engine.zero-stage", str(n)] for n in range(4)},
 }
+SHARDED = ("fsdp2", "zero3")
+"""Of which each rank holds a part of the weights."""
 
 
-@pytest.mark.parametrize("engines", [("fsdp2", "zero3"), nightly(tuple(ENGINES))])
-def test_every_engine_begins_with_the_same_weights(engines, dataset, tmp_path):
-    """Part of the rows of the vocabulary and one layer are new; the source's rows end within what a rank holds."""
-    source = tmp_path / "source"
-    run_recipe("debug_hydra", dataset, source, "--steps", "1", "--evaluation.batches", "1")
-    changes = ["--seed", "5", "--model.vocab-size", "384", "--init.from", str(source), "--init.ignore", "blocks.1.*"]
-    common = ["--data.path", dataset, *changes, "--logging.progress", "False"]
+def write_source(kind, dataset, folder) -> list[str]:
+    """Writes a source and returns the options that begin with it: part of the rows of the vocabulary and one layer are
+    new; the source's rows end within what a rank holds."""
+    common = ["--seed", "5", "--model.vocab-size", "384", "--init.ignore", "blocks.1.*", "--init.from"]
+    if kind == "checkpoint":  # of the papers' code, in half precision
+        with safe_open(GOLDEN / "hydra_mlm_postnorm.safetensors", "pt") as file:
+            keys = [key for key in file.keys() if key.startswith("state.")]  # noqa: SIM118
+            state = {key.removeprefix("state."): file.get_tensor(key).bfloat16() for key in keys}
+            save_file(state, folder / "weights.safetensors", metadata=file.metadata())
+        sizes = ["--model.d-model", "64", "--model.n-layers", "3", "--model.layers", "hydra", "--model.mlp-ratio", "0"]
+        sizes += ["--model.norm", "post", "--model.norm-bias", "True", "--model.mixers.hydra.d-state", "16"]
+        return [*sizes, *common, str(folder / "weights.safetensors")]
+    run_recipe("debug_hydra", dataset, folder / "source", "--steps", "1", "--evaluation.batches", "1")
+    if kind == "export":
+        export_run(folder / "source", folder / "export")
+        return [*common, str(folder / "export")]
+    return [*common, str(folder / "source")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "engines"),
+    [
+        ("run", SHARDED),
+        ("export", ("fsdp2",)),
+        ("checkpoint", ("fsdp2",)),
+        *(nightly(kind, tuple(ENGINES)) for kind in ("run", "export", "checkpoint")),
+    ],
+)
+def test_every_engine_begins_with_the_same_weights(kind, engines, dataset, tmp_path):
+    *options, source = write_source(kind, dataset, tmp_path)
+    common = ["--data.path", dataset, *options, source, "--logging.progress", "False"]
     one = first_weights("debug_hydra", [*common, "--run-dir", str(tmp_path / "one")])
     expected = {name: tensor.tolist() for name, tensor in one.items()}
     runs = [(name, [*common, *ENGINES[name], "--run-dir", str(tmp_path / name)]) for name in engines]
+    ranks = run_distributed(init_scenario.begin_all, 2, arguments=(runs,), timeout=200)
+    for found, _ in ranks:
+        assert list(found) == list(engines)
+        assert [name for name, weights in found.items() if weights != expected] == []
+    entries = source_of(InitConfig(from_=source)).state.entries
+    taken = {f"model.{key}": entries[f"model.{key}"].numel for key in expected if not key.startswith("blocks.1.")}
+    for name in engines:
+        read = {key: sum(read[name][key] for _, read in ranks) for key in taken}
+        assert read == {key: size if name in SHARDED else 2 * size for key, size in taken.items()}, name
+
+
+def test_phases_begin_on_several_ranks(dataset, tmp_path):
     recipe = tmp_path / "phases.toml"
     recipe.write_text("steps = 1\nglobal_batch_size = 2\ndevice = 'cpu'\n[[phase]]\n[[phase]]\ndata.seqlen = 32\n")
     model = ["--model.layers", "attention", "--model.d-model", "16", "--model.n-layers", "1", "--data.seqlen", "16"]
     model += ["--model.mixers.attention.headdim", "8"]
     phases = [str(recipe), "--data.path", dataset, "--data.workers", "0", *model, "--run-dir", str(tmp_path / "phases")]
-    for found, code in run_distributed(init_scenario.begin_all, 2, arguments=(runs, phases), timeout=200):
-        assert list(found) == list(engines)
-        assert [name for name, weights in found.items() if weights != expected] == []
-        assert code == 0
+    assert run_distributed(init_scenario.train_phases, 2, arguments=(phases,), timeout=200) == [0, 0]
     assert len(losses(tmp_path / "phases" / "phase-2")) == 1
+
+
+def test_a_rank_reads_those_parts_of_a_sharded_run_that_it_needs(dataset, tmp_path):
+    """Of a run of two ranks each of two ranks reads what one of them wrote."""
+    common = ["--data.path", dataset, "--logging.progress", "False"]
+    source = [*common, "--steps", "1", "--evaluation.batches", "1", "--run-dir", str(tmp_path / "source")]
+    begin = [*common, "--seed", "5", "--init.from", str(tmp_path / "source"), "--run-dir", str(tmp_path / "run")]
+    ranks = run_distributed(init_scenario.train_and_begin, 2, arguments=(source, begin), timeout=200)
+    for same, read, stored in ranks:
+        assert same
+        assert 0.4 * stored < read < 0.6 * stored

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from bare_libraries import check_sentence_transformer, check_trainer
+from bare_libraries import TRAINED, check_sentence_transformer, check_trainer
 from safetensors.torch import load_file
 from small_models import HEADS, with_head
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -99,10 +99,12 @@ def test_a_configuration_says_what_the_model_has_become(head_exports, tmp_path):
     torch.testing.assert_close(read_export(tmp_path).eval()(ids), model(ids).logits)
 
 
-def test_trainer_continues(head_exports, tmp_path):
+@pytest.mark.parametrize("name", TRAINED)
+def test_trainer_continues(head_exports, name, tmp_path):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate, which is not installed")
-    saved = check_trainer(head_exports / "classes" / "export", tmp_path)
-    assert read_export(saved).config.architecture == "sequence_classifier"
+    saved = check_trainer(head_exports, name, tmp_path)
+    found, expected = read_export(saved).config, HEADS[name][0]
+    assert (found.architecture, found.head) == (expected.architecture, expected.head)
 
 
 @pytest.mark.parametrize("name", ["embedder", "hydra"])

@@ -188,11 +188,13 @@ class Run:
         *overrides: str,
         ranks: int = 1,
         nodes: int = 1,
-        recipe: str = "debug_mru",
+        command: tuple[str, ...] = ("debug_mru",),
     ) -> None:
-        self.zygote, self.folder, self.ranks, self.nodes, self.recipe = zygote, folder, ranks, nodes, recipe
+        """dataset: "" where the command names its data itself."""
+        self.zygote, self.folder, self.ranks, self.nodes, self.command = zygote, folder, ranks, nodes, command
         self.path = folder / "run"
-        self.overrides = ["--data.path", dataset, "--run-dir", str(self.path), "--device", "cpu", *overrides]
+        data = ["--data.path", dataset] if dataset else []
+        self.overrides = [*data, "--run-dir", str(self.path), "--device", "cpu", *overrides]
         self.attempts: list[Attempt] = []
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -214,7 +216,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
         }
-        arguments = [self.recipe, *self.overrides, *overrides]
+        arguments = [*self.command, *self.overrides, *overrides]
         attempt = Attempt(self.zygote, common["FAULTS_MARK"], markers, [], [])
         self.attempts.append(attempt)
         if torchrun:

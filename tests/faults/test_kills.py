@@ -6,6 +6,8 @@ import time
 
 import pytest
 from fault_harness import Run, assert_same, wait_until
+from labelled import texts, write_jsonl
+from runs import run_recipe
 
 from matmix.train.process.exits import EXIT_STOPPED
 from matmix.train.run.outcome import read_last_step, read_outcomes
@@ -52,6 +54,40 @@ def _kill_in_phases(run: Run, phases, **more: bool) -> None:
             _assert_survivor_ended_well(attempt, 1 - rank)
         attempt.kill()
     run.finish()
+
+
+def test_a_fine_tuning_is_killed(zygote, dataset, tmp_path):
+    """Between two saves and within one, on both ranks: weights and scores are those of the run that was left alone."""
+    run_recipe("debug_hydra", dataset, tmp_path / "source", "--steps", "2", "--evaluation.every", "0")
+    command = ("finetune", str(tmp_path / "source"), "sequence_classification")
+    settings = ["--data.examples.train", write_jsonl(tmp_path / "train.jsonl", texts(53))]
+    settings += ["--data.examples.validation", write_jsonl(tmp_path / "validation.jsonl", texts(31, seed=1))]
+    settings += ["--global-batch-size", "8", "--epochs", "2", "--optimizer.lr", "1e-3", "--logging.every", "1"]
+    settings += ["--checkpoint.every", "4", "--evaluation.every", "4"]
+    reference, run = (
+        Run(zygote, tmp_path / name, "", *settings, ranks=2, command=command) for name in ("reference", "killed")
+    )
+    try:
+        reference.finish()
+        for name, fault in (
+            ("pause", {"kind": "pause", "step": 7, "markers": True}),
+            ("writing", *_pause("writing", 8)),
+        ):
+            attempt = run.start(faults=[fault])
+            attempt.wait_for_mark(name)
+            attempt.kill()
+        run.finish()
+    finally:
+        reference.close()
+        run.close()
+    assert len(reference.curve()) == 14, "2 epochs of 53 examples, 8 a step"
+    assert_same(run, reference)
+    scores = ("step", "loss", "accuracy", "f1", "matthews")
+    ours, theirs = (
+        [[record[score] for score in scores] for record in each.records("validation")] for each in (run, reference)
+    )
+    assert ours == theirs
+    assert [step for step, *_ in ours] == [4, 8, 12, 14]
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""`python worker.py RECIPE [--key value ...]`: the train command, with the faults of $FAULTS put into its process.
+"""`python worker.py RECIPE [--key value ...]`: the train command, with the faults of $FAULTS put into its process;
+with `finetune SOURCE TASK` in place of RECIPE that command.
 
 $FAULTS is a JSON list of {"kind": ..., "rank": the rank that suffers it (all, if absent), ...}; the kinds are the
 functions in `injections.py`. The product knows nothing of this.
@@ -22,9 +23,11 @@ def main(arguments: list[str]) -> int:
 
         for fault in wanted:
             getattr(injections, fault.pop("kind"))(**fault)
-    from matmix.train.entry import main as train
-
-    return train(arguments)
+    if arguments[0] == "finetune":
+        from matmix.launch.cli import main as command
+    else:
+        from matmix.train.entry import main as command
+    return command(arguments)
 
 
 if __name__ == "__main__":

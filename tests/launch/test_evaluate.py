@@ -15,7 +15,9 @@ from runs import run_recipe
 
 from matmix.launch.cli import main
 from matmix.launch.export import export_run
+from matmix.launch.generate import continue_text
 from matmix.launch.loading import Source, load_source
+from matmix.launch.sampling import Sampling
 from matmix.launch.scoring import score_texts, score_with_state, windows_of
 
 LM_EVAL_PYTHON = os.environ.get("MATMIX_LM_EVAL_PYTHON")
@@ -147,48 +149,76 @@ TASKS = {
 KINDS = {"whole": "loglikelihood_rolling", "choice": "multiple_choice", "go_on": "generate_until"}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not LM_EVAL_PYTHON, reason="MATMIX_LM_EVAL_PYTHON names no Python with lm_eval")
-def test_lm_eval_loads_an_export_and_finds_the_same(run, source, tmp_path):
-    """Of whole texts in windows, of choices, and of cached generation."""
-    export_run(run, tmp_path / "export")
-    file = tmp_path / "texts.jsonl"
+def run_lm_eval(export: Path, work: Path, tasks: list[str], *more: str) -> tuple[dict, dict[str, list[dict]]]:
+    """Results, and the samples of each task on TEXTS; more: arguments of the model besides those that all need."""
+    work.mkdir()
+    file = work / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    for name, text in TASKS.items():
-        (tmp_path / f"{name}.yaml").write_text(text.format(name=name, file=file, kind=KINDS[name]))
-    model = f"pretrained={tmp_path / 'export'},trust_remote_code=True,max_length=32,add_bos_token=False"
-    command = [LM_EVAL_PYTHON, "-P", "-m", "lm_eval", "--model", "hf", "--model_args", model]
-    command += [
-        "--tasks",
-        ",".join(TASKS),
-        "--include_path",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--batch_size",
-        "2",
-        "--log_samples",
-    ]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    for name in tasks:
+        (work / f"{name}.yaml").write_text(TASKS[name].format(name=name, file=file, kind=KINDS[name]))
+    command = [LM_EVAL_PYTHON, "-P", "-m", "lm_eval", "--model", "hf"]
+    command += ["--model_args", ",".join([f"pretrained={export}", "trust_remote_code=True", *more])]
+    command += ["--tasks", ",".join(tasks), "--include_path", str(work), "--device", "cpu", "--batch_size", "2"]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(work / "hub")}
     done = subprocess.run(
-        [*command, "--output_path", str(tmp_path / "out")],
+        [*command, "--log_samples", "--output_path", str(work / "out")],
         env=os.environ | offline,
-        cwd=tmp_path,
+        cwd=work,
         capture_output=True,
         text=True,
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (results,) = (tmp_path / "out").rglob("results_*.json")
-    found = json.loads(results.read_text())["results"]
-    wanted = score_texts(source, TEXTS, window=32, stride=32)
-    assert found["whole"]["bits_per_byte,none"] == pytest.approx(wanted.bits_per_byte, abs=1e-4)
-    (samples,) = (tmp_path / "out").rglob("samples_choice_*.jsonl")
-    for line in samples.read_text().splitlines():
-        sample = json.loads(line)
+    (results,) = (work / "out").rglob("results_*.json")
+    samples = {}
+    for name in tasks:
+        (lines,) = (work / "out").rglob(f"samples_{name}_*.jsonl")
+        samples[name] = [json.loads(line) for line in lines.read_text().splitlines()]
+    return json.loads(results.read_text())["results"], samples
+
+
+def check_choices(source: Source, samples: list[dict], window: int, *, special: bool) -> None:
+    """Log-likelihoods of the choices after each text; window: as many tokens as the model reads; special: whether the
+    tokenizer's own token stands before them."""
+    assert len(samples) == len(TEXTS)
+    for sample in samples:
+        text = sample["doc"]["text"]
+        # There, spaces at the end of a text belong to the choice.
+        read = source.tokenizer.encode(text.rstrip(), add_special_tokens=special).ids
         for choice, (value, _) in zip((" king", " xqz xqz"), sample["filtered_resps"], strict=True):
-            read = source.tokenizer.encode(sample["doc"]["text"], add_special_tokens=False).ids
-            both = source.tokenizer.encode(sample["doc"]["text"] + choice, add_special_tokens=False).ids
-            assert float(value) == pytest.approx(-nats_of(source, both[-33:-1], both[len(read) :]), abs=1e-3)
-    (samples,) = (tmp_path / "out").rglob("samples_go_on_*.jsonl")
-    assert all(json.loads(line)["resps"][0][0] for line in samples.read_text().splitlines())
+            both = source.tokenizer.encode(text + choice, add_special_tokens=special).ids
+            wanted = -nats_of(source, both[-window - 1 : -1], both[len(read) :])
+            assert float(value) == pytest.approx(wanted, abs=1e-4), (text, choice)
+
+
+def check_continuations(source: Source, samples: list[dict]) -> None:
+    """The likeliest tokens, one after the other."""
+    assert len(samples) == len(TEXTS)
+    for sample in samples:
+        prompt, greedy = sample["doc"]["text"], Sampling(temperature=0)
+        wanted = "".join(continue_text(source, prompt, max_new_tokens=12, sampling=greedy))
+        assert sample["resps"][0][0] == wanted, prompt
+
+
+needs_lm_eval = pytest.mark.skipif(not LM_EVAL_PYTHON, reason="MATMIX_LM_EVAL_PYTHON names no Python with lm_eval")
+
+
+@pytest.mark.slow
+@needs_lm_eval
+def test_lm_eval_loads_an_export_as_it_is_and_finds_the_same(run, source, tmp_path):
+    """Of choices and of cached generation."""
+    export_run(run, tmp_path / "export")
+    _, samples = run_lm_eval(tmp_path / "export", tmp_path / "work", ["choice", "go_on"])
+    check_choices(source, samples["choice"], 500, special=True)
+    check_continuations(source, samples["go_on"])
+
+
+@pytest.mark.slow
+@needs_lm_eval
+def test_lm_eval_finds_the_same_of_whole_texts_in_windows(run, source, tmp_path):
+    export_run(run, tmp_path / "export")
+    work, more = tmp_path / "work", ("max_length=32", "add_bos_token=False")
+    results, samples = run_lm_eval(tmp_path / "export", work, ["whole", "choice"], *more)
+    wanted = score_texts(source, TEXTS, window=32, stride=32)
+    assert results["whole"]["bits_per_byte,none"] == pytest.approx(wanted.bits_per_byte, abs=1e-4)
+    check_choices(source, samples["choice"], 32, special=False)

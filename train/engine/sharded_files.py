@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,8 +20,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -76,6 +78,22 @@ class _TensorsOnly(DefaultLoadPlanner):
         raise AssertionError(f"{read_item} is no tensor: the index was checked")
 
 
+class _Rows(_TensorsOnly):
+    """Reads the rows of one tensor from `first` on, as many as the tensor to fill has."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    def create_local_plan(self) -> LoadPlan:
+        ((key, rows),) = self.state_dict.items()
+        wanted = ChunkStorageMetadata(torch.Size((self.first, *[0] * (rows.dim() - 1))), rows.shape)
+        return LoadPlan(create_read_items_for_chunk_list(key, self.metadata.state_dict_metadata[key], [wanted]))
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn]
+
+
 def write_sharded(state: dict[str, torch.Tensor], directory: Path, group: dist.ProcessGroup | None = None) -> None:
     """Writes `state` (tensors, DTensors) into `directory`, on all ranks together.
 
@@ -102,14 +120,22 @@ class ShardedFiles(CheckpointFiles):
         }
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Reads those parts of the tensor, as the ranks wrote them, that hold any of the elements."""
         entry = self.entries[key]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        self._read({key: tensor}, alone=True)
-        return tensor.flatten()[start:stop]
+        stop = entry.numel if stop is None else stop
+        if start == 0 and stop == entry.numel:
+            tensor = torch.empty(entry.shape, dtype=entry.dtype)
+            self._read({key: tensor}, _TensorsOnly(), alone=True)
+            return tensor.flatten()
+        row = math.prod(entry.shape[1:])
+        first, last = start // row, -(-stop // row)
+        rows = torch.empty((last - first, *entry.shape[1:]), dtype=entry.dtype)
+        self._read({key: rows}, _Rows(first), alone=True)
+        return rows.flatten()[start - first * row : stop - first * row]
 
     def fill(self, state: dict[str, torch.Tensor]) -> None:
         """Fills tensors or DTensors, given by key, in place, on all ranks together."""
-        self._read(state, alone=not is_distributed())
+        self._read(state, _TensorsOnly(), alone=not is_distributed())
 
     def files_of(self, state: dict[str, torch.Tensor]) -> set[str]:
         """Names of the files from which `fill` would read on this rank."""
@@ -126,10 +152,10 @@ class ShardedFiles(CheckpointFiles):
         needed = {f"{SUBDIRECTORY}/{place.relative_path}" for index, place in places if index.fqn.startswith(MODEL)}
         return [name for name in files if name in needed or not name.endswith(SHARD_SUFFIX)]
 
-    def _read(self, state: dict[str, torch.Tensor], *, alone: bool) -> None:
+    def _read(self, state: dict[str, torch.Tensor], planner: DefaultLoadPlanner, *, alone: bool) -> None:
         reader = _Reader(self.directory, self._index)
         try:
-            dcp.load(state, storage_reader=reader, planner=_TensorsOnly(), no_dist=alone)
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=alone)
         except CheckpointException as failure:
             error, _ = next(iter(failure.failures.values()))
             raise ValueError(f"checkpoint {self.directory} cannot be read: {' '.join(str(error).split())}") from None

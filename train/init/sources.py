@@ -11,7 +11,7 @@ import torch
 from matmix.data.storage.remote import is_url
 from matmix.data.tokenizer import FastTokenizer, Tokenizer
 from matmix.model.config import ModelConfig
-from matmix.model.interop.importing.checkpoints import SOURCES, read_checkpoint
+from matmix.model.interop.importing.checkpoints import SOURCES, open_checkpoint
 from matmix.model.interop.importing.exported import read_export_config, weight_files
 from matmix.model.interop.importing.foreign import read_object
 from matmix.train.checkpoint.files import read_manifest
@@ -53,13 +53,22 @@ class _Found:
     checkpoint: Path | None = None  # of a run
 
 
-class _InMemory(FullState):
+class _Mapped(FullState):
+    """Tensors that may lie in the map of a file, in any type of numbers: only what is asked for is read, and made
+    float32."""
+
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = {MODEL + name: tensor for name, tensor in tensors.items()}
-        self.entries = {key: Entry(tuple(tensor.shape), tensor.dtype) for key, tensor in self._tensors.items()}
+        self.entries = {key: Entry(tuple(tensor.shape)) for key, tensor in self._tensors.items()}
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        return self._tensors[key].flatten()[start:stop].clone()
+        tensor = self._tensors[key]
+        stop = tensor.numel() if stop is None else stop
+        if not tensor.is_contiguous():  # flattened, it would be copied as a whole
+            row = tensor[0].numel()
+            first = start // row
+            tensor, start, stop = tensor[first : -(-stop // row)], start - first * row, stop - first * row
+        return tensor.flatten()[start:stop].to(torch.float32, copy=True)
 
 
 def source_of(init: InitConfig) -> InitSource:
@@ -115,14 +124,14 @@ def _open_checkpoint(found: _Found, init: InitConfig) -> InitSource:
     folder, problems = found.path if found.path.is_dir() else found.path.parent, {}
     for project in [init.project] if init.project else SOURCES:
         try:
-            model, tensors = read_checkpoint(project, found.path)
+            model, tensors = open_checkpoint(project, found.path)
         except ValueError as error:
             problems[project] = error
             continue
         # The encoders of that project were trained on [CLS] text [SEP]; its language models on bare text.
         around = ("none", "none") if model.causal else ("cls", "sep")
         words = f"the {project} checkpoint {found.words}"
-        return InitSource(words, model, _InMemory(tensors), _tokenizer_in(folder), *around)
+        return InitSource(words, model, _Mapped(tensors), _tokenizer_in(folder), *around)
     reasons = "; ".join(f"{project}: {error}" for project, error in problems.items())
     raise ValueError(f"init.from: {found.path} is no run, no export, and no known checkpoint ({reasons})")
 

@@ -41,6 +41,13 @@ def read_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[Mo
     Returns: the model's configuration, and its state in our names, float32.
     Raises: FileNotFoundError; ValueError, one line, for what cannot be read or does not fit.
     """
+    config, state = open_checkpoint(source, path, **overrides)
+    return config, {name: tensor.float().contiguous() for name, tensor in state.items()}
+
+
+def open_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """As `read_checkpoint`, with the tensors as they lie in the file, in its types of numbers. Those of .safetensors
+    files, and of torch files since version 1.6, are views of a map of the file: what nobody touches is not read."""
     if source not in SOURCES:
         raise ValueError(f"cannot import from {source!r}; known: {', '.join(SOURCES)}")
     path = Path(path)
@@ -71,7 +78,7 @@ def _fitted(
     config, layout = reference_layout(kind, state, values)
     expected = dict(build_model(config, device="meta").named_parameters())
     renamed = rename_state(layout, expected, state)
-    return config, {name: tensor.detach().float().contiguous() for name, tensor in renamed.items()}
+    return config, {name: tensor.detach() for name, tensor in renamed.items()}
 
 
 def _check_size(name: str, value: Any, tensors: int) -> None:

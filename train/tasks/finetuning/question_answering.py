@@ -69,7 +69,7 @@ class QuestionAnswering(ExampleTask):
             values[window] = torch.stack(
                 [scores.new_tensor(best // width), scores.new_tensor(best % width), scores.max(), found[0].sum()]
             )
-        starts = F.pad(_windows(batch).diff() != 0, (1, 0), value=True)
+        starts = F.pad(_windows(batch).diff() != 0, (1, 0), value=True)[: len(batch.examples)]  # there may be none
         return Predicted(batch.examples[starts], values, batch.labels)
 
     def answers(self, predicted: Predicted, examples: Answers) -> dict[int, str]:
