@@ -10,9 +10,11 @@ Triton's interpreter on CPU tensors: slow, but enough to check them without a GP
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from typing import Literal
 
@@ -47,9 +49,21 @@ def implementation(
     """
     if backend == "triton":
         check_backend(op, backend, like, why_not)
+    tell_fallback(op, backend, like, why_not)
     if why_not or not takes_triton(backend, like):
         return torch_form
     return getattr(importlib.import_module(_TRITON_FORMS[op]), half)
+
+
+def tell_fallback(op: str, backend: str, like: Tensor, why_not: str) -> None:
+    """Warn, once for each reason, where inputs like this one would take the Triton form if `why_not` were empty."""
+    if why_not and takes_triton(backend, like) and not torch.compiler.is_compiling():
+        _warn_once(f"{op}: its Triton form {why_not}; its PyTorch form is used, which is slower")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def takes_triton(backend: str, like: Tensor) -> bool:

@@ -13,6 +13,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CHUNK_SIZES = (16, 32, 64, 128, 256)
@@ -31,6 +32,18 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
         if device is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, other inputs on {device}; move them together")
         device = tensor.device
+
+
+def check_no_tangents(op: str, *tensors: Tensor | None) -> None:
+    """No tensor has a tangent: the registered ops have no forward mode, and would answer with tangents of zero."""
+    if torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(
+                f"{op}: an input has a tangent, and this op has no forward-mode derivative; use reverse mode "
+                "(backward, torch.func.vjp or jacrev)"
+            )
 
 
 def check_same_dtype(op: str, **tensors: Tensor) -> None:

@@ -24,7 +24,7 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.jit import compute_cache_key
 
 from matmix.kernels.instructions import by_loop_depth, disassemble, in_float64, operations
-from matmix.kernels.launching import Launch, constants_on, stages_on
+from matmix.kernels.launching import Launch, constants_on, safe_on, stages_on
 
 
 class Hardware(NamedTuple):
@@ -111,11 +111,12 @@ def compilation(launch: Launch, target: str) -> Compilation:
     if target.startswith("gfx"):  # see launching.dot_precision
         constants = {name: "ieee" if value in ("tf32", "tf32x3") else value for name, value in constants.items()}
     num_stages = stages_on(launch.num_stages, hip=target.startswith("gfx"))
+    num_warps, constants = safe_on(launch.num_warps, constants, target == "sm_100")
     arguments = tuple(_pointer(x) if isinstance(x, torch.Tensor) else x for x in launch.arguments)
     with _pretend(target):
         hardware = HARDWARE[target]
         *_, binder = launch.kernel.device_caches[hardware.target]
-        options = {"num_warps": launch.num_warps, "num_stages": num_stages}
+        options = {"num_warps": num_warps, "num_stages": num_stages}
         _, specialization, options = binder(*arguments, **constants, **options)
         key = compute_cache_key({}, specialization, options)
     function = launch.kernel.fn
@@ -124,7 +125,7 @@ def compilation(launch: Launch, target: str) -> Compilation:
         function.__qualname__,
         arguments,
         constants,
-        launch.num_warps,
+        num_warps,
         num_stages,
         target,
         f"{function.__module__}.{function.__qualname__}-{target}-{key}",

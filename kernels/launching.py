@@ -7,6 +7,7 @@ configuration can be compiled ahead of time for hardware that this machine does 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -88,6 +89,7 @@ def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages
         return
     num_stages = stages_on(num_stages, hip=bool(torch.version.hip))
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
+    num_warps, constants = safe_on(num_warps, constants, device.type == "cuda" and is_blackwell(device.index))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         constants = constants_on(constants, hip=bool(torch.version.hip))
         kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
@@ -97,6 +99,32 @@ def constants_on(constants: dict[str, Any], hip: bool) -> dict[str, Any]:
     """What the compiler of the platform takes. "maxnreg", the registers that a thread may have, is NVIDIA's: without
     it the assembler at times spills a few of them to fit more programs side by side."""
     return {name: value for name, value in constants.items() if name != "maxnreg"} if hip else constants
+
+
+def safe_on(num_warps: int, constants: dict[str, Any], blackwell: bool) -> tuple[int, dict[str, Any]]:
+    """Warps and constants with which a kernel is right on a GPU.
+
+    Triton before 3.8 leaves out barriers around Blackwell's tensor memory, so that products in loops (the kernels with
+    a PRECISION) give other numbers at each run (triton-lang/triton issue 9871, fla-org/flash-linear-attention issues
+    945 and 1228). Tensor memory takes four warps: with two, products go through registers as on older GPUs.
+    """
+    if not blackwell or "PRECISION" not in constants or blackwell_is_right():
+        return num_warps, constants
+    return min(num_warps, 2), {name: value for name, value in constants.items() if name != "maxnreg"}
+
+
+@functools.cache
+def is_blackwell(device: int | None) -> bool:
+    """Whether this GPU has tensor memory: NVIDIA's compute capability 10 or 11."""
+    return not torch.version.hip and torch.cuda.get_device_capability(device)[0] in (10, 11)
+
+
+@functools.cache
+def blackwell_is_right() -> bool:
+    """Whether the installed Triton has the barriers that Blackwell's tensor memory needs."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
 
 def stages_on(num_stages: int, hip: bool) -> int:

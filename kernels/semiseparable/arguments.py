@@ -13,10 +13,14 @@ from matmix.kernels.checks import (
     check_cu_seqlens,
     check_finite,
     check_floating,
+    check_no_tangents,
     check_same_dtype,
     check_shape,
 )
 from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY
+
+LARGEST_WIDTH = 256
+"""Of d_state and headdim: wider ones the Triton kernels are not compiled for in any test."""
 
 
 def check_scan(
@@ -38,6 +42,7 @@ def check_scan(
         if tensor is None:
             raise ValueError(f"{op}: {name} is None; give a floating-point tensor")
     check_floating(op, **tensors)
+    check_no_tangents(op, *tensors.values())
     check_same_dtype(op, v=v, **vectors)
     if v.dim() != 4 or 0 in v.shape:
         raise ValueError(
@@ -61,6 +66,14 @@ def check_scan(
             check_shape(op, name, tensors[name], *expected)
     check_at_most(op, LARGEST_LOG_DECAY, **decays)
     check_finite(op, below=tuple(decays), **tensors)
+
+
+def no_kernel(v: Tensor, q: Tensor) -> str:
+    """The reason why the Triton form cannot be used; empty if it can."""
+    d_state, headdim = q.shape[3], v.shape[3]
+    if max(d_state, headdim) > LARGEST_WIDTH:
+        return f"takes states of at most {LARGEST_WIDTH} x {LARGEST_WIDTH} a head, not {d_state} x {headdim}"
+    return ""
 
 
 def check_form(

@@ -13,7 +13,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation
 from matmix.kernels.checks import check_chunk_size
-from matmix.kernels.semiseparable.arguments import check_form, check_scan, empty_like_each, none_if_absent, or_empty
+from matmix.kernels.semiseparable.arguments import (
+    check_form,
+    check_scan,
+    empty_like_each,
+    no_kernel,
+    none_if_absent,
+    or_empty,
+)
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.chunked.setup import scan_dtype
@@ -78,7 +85,7 @@ def semiseparable_scan(
         cu_seqlens,
     )
     check_chunk_size(op, chunk_size)
-    check_backend(op, backend, v)
+    check_backend(op, backend, v, no_kernel(v, q))
     y, final = torch.ops.matmix.semiseparable_scan(
         v,
         q,
@@ -109,7 +116,7 @@ def _semiseparable(
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    run = implementation("semiseparable_scan", "forward", scan_forward, backend, v)
+    run = implementation("semiseparable_scan", "forward", scan_forward, backend, v, no_kernel(v, q))
     side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
     y, _, final, _ = run(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size, final_state)
     return y, *or_empty(v, final)
@@ -138,7 +145,7 @@ def _semiseparable_backward(
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = implementation("semiseparable_scan", "backward", scan_backward, backend, v)
+    run = implementation("semiseparable_scan", "backward", scan_backward, backend, v, no_kernel(v, q))
     side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
     dv, (d,), ddiagonal = run(dy, None, dfinal, v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size)
     return dv, d.q, d.k, *or_empty(v, d.log_decay, d.input_scale, ddiagonal, d.initial_state)
@@ -242,7 +249,7 @@ def quasiseparable_scan(
     check_form(op, shift, combine, self_term, normalize, eps, gate_offset, states)
     check_scan(op, v, vectors, decays, scales, diagonal, states, cu_seqlens)
     check_chunk_size(op, chunk_size)
-    check_backend(op, backend, v)
+    check_backend(op, backend, v, no_kernel(v, q_forward))
     y, *_ = torch.ops.matmix.quasiseparable_scan(
         v,
         *vectors.values(),
@@ -286,7 +293,7 @@ def _quasiseparable(
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("quasiseparable_scan", "forward", scan_forward, backend, v)
+    run = implementation("quasiseparable_scan", "forward", scan_forward, backend, v, no_kernel(v, qf))
     sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
     form = ScanForm(shift, combine, self_term, normalize, eps)
     y, row_sum, _, rest = run(v, sides, diagonal, form, cu_seqlens, chunk_size, False)
@@ -330,8 +337,9 @@ def _quasiseparable_backward(
     chunk_size: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    forward = implementation("quasiseparable_scan", "forward", scan_forward, backend, v)
-    backward = implementation("quasiseparable_scan", "backward", scan_backward, backend, v)
+    why_not = no_kernel(v, qf)
+    forward = implementation("quasiseparable_scan", "forward", scan_forward, backend, v, why_not)
+    backward = implementation("quasiseparable_scan", "backward", scan_backward, backend, v, why_not)
     sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
     form = ScanForm(shift, combine, self_term, normalize, eps)
     dv, (f, b), ddiagonal = combined_backward(

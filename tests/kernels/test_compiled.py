@@ -18,7 +18,7 @@ import triton.language as tl
 
 from matmix.kernels.backend import _TRITON_FORMS
 from matmix.kernels.compiling import HARDWARE, Resources, amdgcn_report, compilation, compiled, problem, ptxas_report
-from matmix.kernels.launching import launch, record_launches
+from matmix.kernels.launching import blackwell_is_right, launch, record_launches, safe_on
 
 OTHERS = [target for target in HARDWARE if target != "sm_90"]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -70,6 +70,8 @@ def test_a_sample_fits_sm_90(tmp_path, op):
 def test_a_sample_fits_the_other_gpus(tmp_path, op):
     targets = [word for target in OTHERS for word in ("--target", target)]
     found = resources_of(tmp_path, op, "--scope", "sample", *targets)
+    if not blackwell_is_right():  # products through tensor memory are not to be trusted
+        assert not any(x["tensor_memory"] for x in found if x["target"] == "sm_100")
     kernels = {target: {x["kernel"] for x in found if x["target"] == target} for target in OTHERS}
     assert len(kernels["sm_80"]) >= 2, "a forward and a backward pass"
     assert kernels["sm_80"] == kernels["sm_100"] == kernels["gfx942"]
@@ -176,6 +178,17 @@ def test_problems_are_named():
     assert "513 columns" in problem(fine._replace(target="sm_100", tensor_memory=513))
     assert problem(fine._replace(spill_bytes=8)) == ""  # costs time, which is counted
     assert problem(fine._replace(error="no such type")) == "no such type"
+
+
+def test_products_on_blackwell_keep_out_of_tensor_memory(monkeypatch):
+    constants = {"PRECISION": "tf32", "BLOCK": 64, "maxnreg": 168}
+    monkeypatch.setattr("matmix.kernels.launching.blackwell_is_right", lambda: False)
+    assert safe_on(4, constants, blackwell=False) == (4, constants)
+    assert safe_on(4, constants, blackwell=True) == (2, {"PRECISION": "tf32", "BLOCK": 64})
+    assert safe_on(1, constants, blackwell=True)[0] == 1
+    assert safe_on(8, {"BLOCK": 64}, blackwell=True) == (8, {"BLOCK": 64})  # makes no products
+    monkeypatch.setattr("matmix.kernels.launching.blackwell_is_right", lambda: True)
+    assert safe_on(4, constants, blackwell=True) == (4, constants)
 
 
 def test_reports_are_parsed_in_full():

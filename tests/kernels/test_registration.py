@@ -8,6 +8,7 @@ import pytest
 import torch
 from compare import packed, rmse_ratio
 from flop_count import FlopCount, cost_class
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -121,6 +122,18 @@ def test_schema_fake_and_autograd_registration(name):
         if not func.name().endswith("_backward"):
             utils += ("test_aot_dispatch_static",)
         torch.library.opcheck(func, args, test_utils=utils)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "mru step"])  # plain PyTorch, which has it
+def test_forward_mode_is_refused_and_never_answered_with_zeros(name):
+    op, tensors = samples()[name]
+    tangents = [torch.ones_like(x) if number == 0 else torch.zeros_like(x) for number, x in enumerate(tensors)]
+    values = tuple(x.detach() for x in tensors)
+    with pytest.raises(ValueError, match="has no forward-mode derivative; use reverse mode"):
+        torch.func.jvp(op, values, tuple(tangents))
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="an input has a tangent"):
+        op(*values[:-1], forward_ad.make_dual(values[-1], tangents[-1]))
+    op(*values)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -29,7 +29,7 @@ from matmix.kernels.semiseparable.chunked.setup import (
     spread_heads,
 )
 from matmix.kernels.semiseparable.chunked.states import entering_states, grouped_rows, pass_states, ungrouped_rows
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide, SideGradients
+from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanForm, ScanSide, SideGradients
 
 
 class SideStates(NamedTuple):
@@ -289,6 +289,8 @@ def side_gradients(
     if side.log_decay is not None:
         dlog = side_decay_backward(decay, sums.row, sums.col, sums.leave, sums.total, setup.exclusive)
         dlog = reduce_like(layout.join(dlog), side.log_decay)
+        # Where values are not refused, larger decays are taken as the largest one, whatever they are.
+        dlog.masked_fill_(side.log_decay > LARGEST_LOG_DECAY, 0.0)
     if side.input_scale is not None:
         dscale = layout.join(sums.scale).to(side.input_scale.dtype)
     if side.initial_state is not None:

@@ -103,9 +103,9 @@ def _run_norm(dtype: torch.dtype, width: int, group: int | None, module: ModuleT
 
 
 def scan_calls(dtype: torch.dtype) -> Iterator[Call]:
-    def call(title: str, sides: int = 2, main: bool = False, **options) -> Call:
+    def call(title: str, sides: int = 2, main: bool = False, rare: bool = False, **options) -> Call:
         op = "semiseparable_scan" if sides == 1 else "quasiseparable_scan"
-        return Call(op, title, dtype, functools.partial(_run_scan, dtype, sides, **options), main)
+        return Call(op, title, dtype, functools.partial(_run_scan, dtype, sides, **options), main, rare)
 
     hydra = {"form": ScanForm(shift=True), "decay": "token", "scale": True, "diagonal": "token"}
     yield call("Hydra", main=True, **hydra)
@@ -117,6 +117,7 @@ def scan_calls(dtype: torch.dtype) -> Iterator[Call]:
     for d_state in (16, 128):
         for headdim in (16, 128):
             yield call(f"Hydra, state {d_state} x {headdim}", d_state=d_state, headdim=headdim, **hydra)
+    yield call("Hydra, state 256 x 256", rare=True, d_state=256, headdim=256, **hydra)
     yield call("Hydra, concat", **hydra | {"form": ScanForm(shift=True, combine="concat"), "diagonal": "head"})
     yield call("Hydra, mult", **hydra | {"form": ScanForm(shift=True, combine="mult")})
     lion = {"form": ScanForm(self_term="mean", normalize=True), "decay": "head"}
