@@ -205,15 +205,20 @@ def state_dot(x, state, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def side_scores(
-    rows, rows_l, cols, cols_l, from_i, inside_i, from_j, inside_j,
+    whole, rows, rows_l, cols, cols_l, from_i, inside_i, from_j, inside_j,
     D_STATE: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scalar products of all rows with all columns, (TILE, TILE) float32."""
-    scores = tl.zeros((TILE, TILE), tl.float32)
-    for n0 in tl.static_range(0, D_STATE, BLOCK_N):
-        x = load_rows(rows, rows_l, from_i, inside_i, n0, D_STATE, BLOCK_N)
-        c = load_rows(cols, cols_l, from_j, inside_j, n0, D_STATE, BLOCK_N)
-        scores = tl.dot(x, tl.trans(c), acc=scores, input_precision=PRECISION)
+    """Scalar products of all rows with all columns, (TILE, TILE) float32. `whole`: the rows, loaded before, where one
+    block holds all of d_state."""
+    if D_STATE <= BLOCK_N:
+        c = load_rows(cols, cols_l, from_j, inside_j, 0, D_STATE, BLOCK_N)
+        scores = tl.dot(whole, tl.trans(c), input_precision=PRECISION)
+    else:
+        scores = tl.zeros((TILE, TILE), tl.float32)
+        for n0 in tl.static_range(0, D_STATE, BLOCK_N):
+            x = load_rows(rows, rows_l, from_i, inside_i, n0, D_STATE, BLOCK_N)
+            c = load_rows(cols, cols_l, from_j, inside_j, n0, D_STATE, BLOCK_N)
+            scores = tl.dot(x, tl.trans(c), acc=scores, input_precision=PRECISION)
     return scores
 
 

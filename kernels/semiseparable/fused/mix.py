@@ -31,13 +31,13 @@ from matmix.kernels.slots import located
 
 @triton.jit
 def read_state(
-    out, held, q, q_l, k, k_l, v, v_l, sums, state, vector, there, r0, place, left, p0,
+    whole, q, q_l, k, k_l, v, v_l, sums, state, vector, there, r0, place, left, p0,
     REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, STORED: tl.constexpr,
     VECTOR: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """`out` (TILE, BLOCK_P) and what its rows read through the tile's entering edge: from the state at the chunk's edge
-    and from the chunk's tiles between; `held` (TILE,) and the same for sums of rows."""
+    """What a tile's rows (TILE, BLOCK_P) read through the tile's entering edge, from the state at the chunk's edge and
+    from the chunk's tiles between; and the same for sums of rows, (TILE,)."""
     i = tl.arange(0, TILE)
     source, readable = shifted(i, place, left, REVERSE, SHIFT)
     read = tl.zeros((TILE, BLOCK_P), tl.float32)
@@ -46,7 +46,7 @@ def read_state(
         edge_high, edge_low = edge_sum(sums, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
     if STORED:
         for n0 in tl.static_range(0, D_STATE, BLOCK_N):
-            x = load_rows(q, q_l, source, readable, n0, D_STATE, BLOCK_N)
+            x = whole if D_STATE <= BLOCK_N else load_rows(q, q_l, source, readable, n0, D_STATE, BLOCK_N)
             at, inside = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
             read = state_dot(x, tl.load(state + at, mask=inside & there, other=0.0), read, PRECISION)
             if VECTOR:
@@ -64,7 +64,7 @@ def read_state(
             ahead = tile * TILE - r0
             there_j = i < left - ahead
             scores = side_scores(
-                q, q_l, k + ahead * k_l, k_l, source, readable, i, there_j, D_STATE, TILE, BLOCK_N, PRECISION
+                whole, q, q_l, k + ahead * k_l, k_l, source, readable, i, there_j, D_STATE, TILE, BLOCK_N, PRECISION
             )
             weight = i * 0.0 + 1.0
             if GATED:
@@ -81,12 +81,35 @@ def read_state(
     if GATED:
         high, low = read_sums(sums + r0, i, r0, REVERSE, SHIFT, CHUNK, EXACT)
         factor = tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))
-        out += read * factor[:, None]
-        held += sums_read * factor
-    else:
-        out += read
-        held += sums_read
-    return out, held
+        read *= factor[:, None]
+        sums_read *= factor
+    return read, sums_read
+
+
+@triton.jit
+def tile_scores(
+    whole1, q1, q1_l, k1, k1_l, whole2, q2, q2_l, k2, k2_l, place, left,
+    TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(TILE, TILE) scores of readers (rows) and writers of a tile, each triangle from the direction that it belongs to,
+    and (TILE,) those of tokens with themselves, by direction (zero with SHIFT)."""
+    i = tl.arange(0, TILE)
+    valid = i < left
+    on = i[:, None] == i[None, :]
+    source, readable = shifted(i, place, left, REVERSE, SHIFT)
+    scores = side_scores(whole1, q1, q1_l, k1, k1_l, source, readable, i, valid, D_STATE, TILE, BLOCK_N, PRECISION)
+    own1 = tl.zeros((TILE,), tl.float32)
+    own2 = tl.zeros((TILE,), tl.float32)
+    if not SHIFT:
+        own1 += tl.sum(tl.where(on, scores, 0.0), 1)
+    if TWO:
+        source, readable = shifted(i, place, left, True, SHIFT)
+        scores2 = side_scores(whole2, q2, q2_l, k2, k2_l, source, readable, i, valid, D_STATE, TILE, BLOCK_N, PRECISION)
+        if not SHIFT:
+            own2 += tl.sum(tl.where(on, scores2, 0.0), 1)
+        scores = tl.where(i[:, None] < i[None, :] if REVERSE else i[:, None] > i[None, :], scores, scores2)
+    return scores, own1, own2
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "self_weight", "eps"])
@@ -126,20 +149,22 @@ def mix(
     at_q1 = q1 + b * q1_b + t * q1_l + group * q1_g
     at_k1 = k1 + b * k1_b + t * k1_l + group * k1_g
 
-    source, readable = shifted(i, place, left, REVERSE, SHIFT)
-    scores = side_scores(at_q1, q1_l, at_k1, k1_l, source, readable, i, valid, D_STATE, TILE, BLOCK_N, PRECISION)
-    own1 = tl.zeros((TILE,), tl.float32)
-    own2 = tl.zeros((TILE,), tl.float32)
-    if not SHIFT:
-        own1 += tl.sum(tl.where(on, scores, 0.0), 1)
+    at_q2 = at_q1
+    at_k2 = at_k1
     if TWO:
         at_q2 = q2 + b * q2_b + t * q2_l + group * q2_g
         at_k2 = k2 + b * k2_b + t * k2_l + group * k2_g
+    source, readable = shifted(i, place, left, REVERSE, SHIFT)
+    whole1 = load_rows(at_q1, q1_l, source, readable, 0, D_STATE, BLOCK_N)
+    whole2 = whole1
+    if TWO:
         source, readable = shifted(i, place, left, True, SHIFT)
-        scores2 = side_scores(at_q2, q2_l, at_k2, k2_l, source, readable, i, valid, D_STATE, TILE, BLOCK_N, PRECISION)
-        if not SHIFT:
-            own2 += tl.sum(tl.where(on, scores2, 0.0), 1)
-        scores = tl.where(first, scores, scores2)
+        whole2 = load_rows(at_q2, q2_l, source, readable, 0, D_STATE, BLOCK_N)
+    if HEADS > 1:
+        scores, own1, own2 = tile_scores(
+            whole1, at_q1, q1_l, at_k1, k1_l, whole2, at_q2, q2_l, at_k2, k2_l, place, left, TWO, REVERSE, SHIFT,
+            TILE, D_STATE, BLOCK_N, PRECISION,
+        )  # fmt: skip
     scales: tl.constexpr = (2 if EXACT else 1) * CHUNK
     elements: tl.constexpr = D_STATE * HEADDIM
     starts, ends = chunk > 0, (chunk + 1) * CHUNK < length
@@ -150,6 +175,35 @@ def mix(
         sums1 = sums + of_slot * (FACTORS * CHUNK) if FACTORS else sums
         sums2 = sums + (of_slot + 1) * (FACTORS * CHUNK) if FACTORS else sums
         at_v = v + b * v_b + t * v_l + head * v_h
+        row_sum = tl.zeros((TILE,), tl.float32)
+        out = tl.zeros((TILE, BLOCK_P), tl.float32)
+        out2 = out
+        if STORED or tiles > 1:
+            out, row_sum = read_state(
+                whole1, at_q1, q1_l, at_k1, k1_l, at_v, v_l, sums1, states + of_slot * elements if STORED else states,
+                vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors,
+                INITIAL | (ends if REVERSE else starts), r0, place, left, p0,
+                REVERSE, SHIFT, GATED1, SCALED1, STORED, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
+                PRECISION, EXACT,
+            )  # fmt: skip
+            if TWO:
+                of_slot += 1
+                out2, sums_read = read_state(
+                    whole2, at_q2, q2_l, at_k2, k2_l, at_v, v_l, sums2,
+                    states + of_slot * elements if STORED else states,
+                    vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors, INITIAL | ends, r0, place, left,
+                    p0, True, SHIFT, GATED2, SCALED2, STORED, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N,
+                    BLOCK_P, PRECISION, EXACT,
+                )  # fmt: skip
+                row_sum += sums_read
+                if COMBINE == "add":
+                    out += out2
+        if HEADS == 1:
+            # Here and not further up, so that fewer tiles are in registers at the same time.
+            scores, own1, own2 = tile_scores(
+                whole1, at_q1, q1_l, at_k1, k1_l, whole2, at_q2, q2_l, at_k2, k2_l, place, left, TWO, REVERSE, SHIFT,
+                TILE, D_STATE, BLOCK_N, PRECISION,
+            )  # fmt: skip
         matrix = scores
         if GATED1 or GATED2:
             exponent = side_exponents(sums1, i, r0, REVERSE, SHIFT, GATED1, False, CHUNK, EXACT)
@@ -178,42 +232,18 @@ def mix(
             matrix = tl.where(first, matrix, 0.0)
 
         values = load_rows(at_v, v_l, i, valid, p0, HEADDIM, BLOCK_P)
-        row_sum = tl.zeros((TILE,), tl.float32)
         if COMBINE == "add":
             matrix = tl.where(on, (own + also + given)[:, None], matrix)
-            out = tl.dot(matrix.to(values.dtype), values, input_precision=PRECISION)
+            out = tl.dot(matrix.to(values.dtype), values, acc=out, input_precision=PRECISION)
             if NORMALIZE:
                 row_sum += tl.sum(matrix, 1)
         else:
             # Where the halves are multiplied the given diagonal is added at the end.
             in_both = given if COMBINE == "concat" else tl.zeros((TILE,), tl.float32)
             half = tl.where(on, (own + in_both)[:, None], tl.where(first, matrix, 0.0))
-            out = tl.dot(half.to(values.dtype), values, input_precision=PRECISION)
+            out = tl.dot(half.to(values.dtype), values, acc=out, input_precision=PRECISION)
             half = tl.where(on, (also + in_both)[:, None], tl.where(first, 0.0, matrix))
-            out2 = tl.dot(half.to(values.dtype), values, input_precision=PRECISION)
-
-        if STORED or tiles > 1:
-            out, row_sum = read_state(
-                out, row_sum, at_q1, q1_l, at_k1, k1_l, at_v, v_l, sums1,
-                states + of_slot * elements if STORED else states,
-                vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors,
-                INITIAL | (ends if REVERSE else starts), r0, place, left, p0,
-                REVERSE, SHIFT, GATED1, SCALED1, STORED, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
-                PRECISION, EXACT,
-            )  # fmt: skip
-            if TWO:
-                of_slot += 1
-                second, row_sum = read_state(
-                    out if COMBINE == "add" else out2, row_sum, at_q2, q2_l, at_k2, k2_l, at_v, v_l, sums2,
-                    states + of_slot * elements if STORED else states,
-                    vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors, INITIAL | ends, r0, place, left,
-                    p0, True, SHIFT, GATED2, SCALED2, STORED, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N,
-                    BLOCK_P, PRECISION, EXACT,
-                )  # fmt: skip
-                if COMBINE == "add":
-                    out = second
-                else:
-                    out2 = second
+            out2 = tl.dot(half.to(values.dtype), values, acc=out2, input_precision=PRECISION)
 
         if NORMALIZE:
             out /= (row_sum + eps)[:, None]

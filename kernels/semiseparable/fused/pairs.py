@@ -87,7 +87,7 @@ def side_pairs(
 
 @triton.jit
 def write_state(
-    out, q, q_l, k, k_l, dy, dy_l, sums, leaving, there, r0, place, left, p0,
+    out, whole, q, q_l, k, k_l, dy, dy_l, sums, leaving, there, r0, place, left, p0,
     REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, STORED: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -101,7 +101,7 @@ def write_state(
         edge_high, edge_low = edge_sum(sums, leaving_edge(r0, REVERSE, TILE), CHUNK, EXACT)
     if STORED:
         for n0 in tl.static_range(0, D_STATE, BLOCK_N):
-            c = load_rows(k, k_l, i, valid, n0, D_STATE, BLOCK_N)
+            c = whole if D_STATE <= BLOCK_N else load_rows(k, k_l, i, valid, n0, D_STATE, BLOCK_N)
             at, inside = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
             wrote = state_dot(c, tl.load(leaving + at, mask=inside & there, other=0.0), wrote, PRECISION)
         if GATED and CHUNK > TILE:
@@ -113,7 +113,7 @@ def write_state(
             ahead = tile * TILE - r0
             source, readable = shifted(i, place + ahead, left - ahead, REVERSE, SHIFT)
             scores = side_scores(
-                k, k_l, q + ahead * q_l, q_l, i, valid, source, readable, D_STATE, TILE, BLOCK_N, PRECISION
+                whole, k, k_l, q + ahead * q_l, q_l, i, valid, source, readable, D_STATE, TILE, BLOCK_N, PRECISION
             )
             if GATED:
                 high, low = read_sums(sums + (r0 + ahead), i, r0 + ahead, REVERSE, SHIFT, CHUNK, EXACT)
@@ -206,7 +206,11 @@ def pair_gradients(
     at_q1 = q1 + b * q1_b + t * q1_l + group * q1_g
     at_k1 = k1 + b * k1_b + t * k1_l + group * k1_g
     source, readable = shifted(i, place, left, REVERSE, SHIFT)
-    scores = side_scores(at_k1, k1_l, at_q1, q1_l, i, valid, source, readable, D_STATE, TILE, BLOCK_N, PRECISION)
+    whole1 = load_rows(at_k1, k1_l, i, valid, 0, D_STATE, BLOCK_N)
+    whole2 = whole1
+    scores = side_scores(
+        whole1, at_k1, k1_l, at_q1, q1_l, i, valid, source, readable, D_STATE, TILE, BLOCK_N, PRECISION
+    )
     met1 = tl.zeros((TILE,), tl.float32)
     met2 = tl.zeros((TILE,), tl.float32)
     own1 = tl.zeros((TILE,), tl.float32)
@@ -217,7 +221,10 @@ def pair_gradients(
         at_q2 = q2 + b * q2_b + t * q2_l + group * q2_g
         at_k2 = k2 + b * k2_b + t * k2_l + group * k2_g
         source, readable = shifted(i, place, left, True, SHIFT)
-        scores2 = side_scores(at_k2, k2_l, at_q2, q2_l, i, valid, source, readable, D_STATE, TILE, BLOCK_N, PRECISION)
+        whole2 = load_rows(at_k2, k2_l, i, valid, 0, D_STATE, BLOCK_N)
+        scores2 = side_scores(
+            whole2, at_k2, k2_l, at_q2, q2_l, i, valid, source, readable, D_STATE, TILE, BLOCK_N, PRECISION
+        )
         if not SHIFT:
             own2 += tl.sum(tl.where(on, scores2, 0.0), 1)
         scores = tl.where(on, 0.0, tl.where(first, scores, scores2))
@@ -298,14 +305,14 @@ def pair_gradients(
                 out = tl.dot(half.to(grad.dtype), grad, acc=out, input_precision=PRECISION)
             if STORED or tiles > 1:
                 out = write_state(
-                    out, at_q1, q1_l, at_k1, k1_l, dy1 + at_y, dy_l, sums1,
+                    out, whole1, at_q1, q1_l, at_k1, k1_l, dy1 + at_y, dy_l, sums1,
                     leaving + of_slot * elements if STORED else leaving, INITIAL | (starts if REVERSE else ends), r0,
                     place, left, p0, REVERSE, SHIFT, GATED1, SCALED1, STORED, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N,
                     BLOCK_P, PRECISION, EXACT,
                 )  # fmt: skip
                 if TWO:
                     out = write_state(
-                        out, at_q2, q2_l, at_k2, k2_l, dy2 + at_y, dy_l, sums2,
+                        out, whole2, at_q2, q2_l, at_k2, k2_l, dy2 + at_y, dy_l, sums2,
                         leaving + (of_slot + 1) * elements if STORED else leaving, INITIAL | starts, r0,
                         place, left, p0, True, SHIFT, GATED2, SCALED2, STORED, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N,
                         BLOCK_P, PRECISION, EXACT,

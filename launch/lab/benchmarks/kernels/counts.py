@@ -47,7 +47,8 @@ LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
     # The code of both directions stands in one kernel, and a program runs one of them.
     "state_gradients": lambda names: (_scan_loops(names)[0] / _directions(names), *_scan_loops(names)[1:]),
     "state_pass": lambda names: (math.ceil(names["seqlen"] / names["TILE"]) / _directions(names),),
-    "_weight_gradients": lambda names: (names["walk"],),
+    "_convolve": lambda names: (names["SPAN"] / names["ROWS"],),
+    "_conv_gradients": lambda names: (names["walk"], (names["SPAN"] + names["WIDTH"] - 1) / names["ROWS"]),
     "_gradients": lambda names: (names["walk"],),
     "_statistics": lambda names: (math.ceil(names["group"] / names["COLUMNS"]),),
 }

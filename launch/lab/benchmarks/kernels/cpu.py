@@ -114,7 +114,7 @@ def packed(op: str, seqlen: int = 8192, mean: int = 150) -> Candidates:
 
 
 def conv(seqlen: int = 2048, batch: int = 2, d: int = 1792) -> Candidates:
-    """Hydra's convolution (width 7, SiLU) against conv1d over channels-first views."""
+    """Hydra's convolution (width 7, SiLU) against conv1d over channels-first views, eager and compiled."""
     x, cotangent = torch.randn(2, batch, seqlen, d).unbind(0)
     weight, bias = torch.randn(d, 7), torch.randn(d)
 
@@ -125,11 +125,12 @@ def conv(seqlen: int = 2048, batch: int = 2, d: int = 1792) -> Candidates:
     return {
         "ours": forward_backward(lambda *t: short_conv(*t, activation="silu"), [x, weight, bias], cotangent),
         "conv1d + silu": forward_backward(plain, [x, weight, bias], cotangent),
+        "conv1d + silu compiled": forward_backward(torch.compile(plain, dynamic=False), [x, weight, bias], cotangent),
     }
 
 
 def norm(rows: int = 8192, d: int = 1536) -> Candidates:
-    """Gated RMSNorm against the same line of PyTorch under autograd."""
+    """Gated RMSNorm against the same line of PyTorch under autograd, eager and compiled."""
     x, gate, cotangent = torch.randn(3, rows, d).unbind(0)
     weight = torch.randn(d)
 
@@ -139,6 +140,7 @@ def norm(rows: int = 8192, d: int = 1536) -> Candidates:
     return {
         "ours": forward_backward(gated_norm, [x, weight, gate], cotangent),
         "rms_norm * silu": forward_backward(plain, [x, weight, gate], cotangent),
+        "rms_norm * silu compiled": forward_backward(torch.compile(plain, dynamic=False), [x, weight, gate], cotangent),
     }
 
 
