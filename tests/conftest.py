@@ -49,16 +49,21 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
 
 
+_ON_ONE_WORKER = ("distributed/test_convert.py", "security/test_bombs.py", "faults/test_storage.py")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With -n: the tests on a Slurm cluster go to one worker, which starts with them; the others one by one."""
+    """With -n: the tests on a Slurm cluster go to one worker, which starts with them; so do those of files whose fixtures
+    take longer than their tests; all others one by one."""
     if config.getvalue("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "slurm" if "/slurm/" in nodeid else nodeid
+            file = nodeid.partition("::")[0]
+            return "slurm" if "/slurm/" in file else file if file.endswith(_ON_ONE_WORKER) else nodeid
 
     return Scheduling(config, log)
 

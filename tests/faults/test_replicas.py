@@ -47,6 +47,7 @@ def test_a_changed_weight_sends_the_run_back(make_run, two_copies):
     assert run.records()[-1]["goodput/rewinds"] > 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_changes_its_weights_again_and_again_ends_the_run(make_run):
     options = (*DDP, *EVERY, "--faults.on-replica-difference", "restore", "--faults.max-rewinds", "1")
     run = make_run(*options, ranks=2)

@@ -425,6 +425,7 @@ prepare(PrepareConfig(
 """
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_and_one_that_is_killed(tmp_path, inputs):
     """Four processes at the same moment train one tokenizer; the one that holds the lock is killed."""
     program, go = tmp_path / "program.py", tmp_path / "go"

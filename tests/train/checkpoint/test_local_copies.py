@@ -143,6 +143,7 @@ def test_damaged_copies_are_not_used(damage, start, straight, at_once, tmp_path)
     assert_same(tmp_path / "run", straight)
 
 
+@pytest.mark.slow
 def test_copies_of_another_run_are_not_used(start, straight, at_once, tmp_path):
     """The folder was removed, and the same command begun again."""
     start(kill=7)

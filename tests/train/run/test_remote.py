@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from nightly import nightly
 from object_store import running_store
 from runs import losses, run_recipe
 from saved_weights import read_weights
@@ -123,6 +124,7 @@ def test_a_failed_upload_costs_one_line_and_no_checkpoint(store, url, dataset, t
     assert losses(local_folder(url)) == losses(straight)
 
 
+@pytest.mark.slow
 def test_uploads_that_fail_until_the_end_leave_the_last_one_valid(store, url, dataset, tmp_path, straight, capsys):
     store.refuse = lambda method, path: method == "PUT" and "checkpoints/step" in path and "step-00000004" not in path
     assert not run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "10").saved
@@ -272,7 +274,7 @@ def test_who_lost_the_run_to_another_job_does_not_touch_it(store, url, dataset, 
     assert store.get("runs/a/metrics.jsonl") == b"of the other job"
 
 
-@pytest.mark.parametrize("kind", ["file", "memory"])
+@pytest.mark.parametrize("kind", ["file", nightly("memory")])
 def test_other_urls(kind, dataset, tmp_path, monkeypatch, straight):
     monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))
     monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
@@ -383,6 +385,7 @@ def test_generate_and_export_fetch_and_hash_only_what_holds_weights_and_that_onc
     assert moments  # they lie in files of their own
 
 
+@pytest.mark.slow
 def test_old_checkpoints_that_cannot_be_removed_here_do_not_end_the_run(store, url, dataset, monkeypatch, capsys):
     """Also where an upload has just failed: what one rank alone would raise there leaves the others waiting."""
     store.refuse = lambda method, path: method == "PUT" and "step-00000008" in path
