@@ -54,8 +54,8 @@ _ON_ONE_WORKER = ("distributed/test_convert.py", "security/test_bombs.py", "faul
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With -n: the tests on a Slurm cluster go to one worker, which starts with them; so do those of files whose fixtures
-    take longer than their tests; all others one by one."""
+    """With -n: the tests on a Slurm cluster go to one worker, which starts with them; so do those of a file whose
+    fixtures take longer than its tests; all others one by one."""
     if config.getvalue("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
