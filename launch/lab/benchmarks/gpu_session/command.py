@@ -9,6 +9,7 @@ on. Without a GPU, --device cpu runs the same parts at toy sizes, the kernels in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -16,10 +17,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from matmix.data.parent_process import end_with
 from matmix.launch.lab.benchmarks.measuring.settings import RESULTS, device_name, device_of, slug
 
 PARTS = {"correctness": "correctness", "sweep": "sweep", "kernels": "times", "peers": "peers"}
@@ -88,17 +91,32 @@ def run_part(part: str, device: torch.device, out: Path, seconds: float, only: s
         if device.type == "cpu":
             environment["TRITON_INTERPRET"] = "1"  # before Triton is imported
         process = subprocess.Popen(command, env=environment, start_new_session=True)
-        try:
-            status = process.wait(left + GRACE)
-        except subprocess.TimeoutExpired:
-            print(f"{part}: ended, as it took longer than its time", flush=True)
-            return LEFT
-        finally:
-            _end(process)
+        with _terminated_as_an_exception():
+            try:
+                status = process.wait(left + GRACE)
+            except subprocess.TimeoutExpired:
+                print(f"{part}: ended, as it took longer than its time", flush=True)
+                return LEFT
+            finally:
+                _end(process)
         if status in (DONE, WRONG, 2, LEFT) or _pieces(out, part) == before:
             break
         print(f"{part}: its process ended with status {status}; going on in another one", flush=True)
     return status
+
+
+@contextlib.contextmanager
+def _terminated_as_an_exception() -> Iterator[None]:
+    """In this block SIGTERM leaves through `finally`, as Ctrl-C does."""
+
+    def leave(*_) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -126,6 +144,7 @@ def run_here(part: str, device: torch.device, out: Path, seconds: float, only: s
         torch.cuda.set_device(device)
     elif os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("--here --device cpu: set TRITON_INTERPRET=1, so that kernels are interpreted")
+    end_with(os.getppid(), signal.SIGKILL)  # nothing is to run on alone on the device
     session = Session(device, out, toy=device.type == "cpu", limit=Limit(seconds), only=only)
     run = importlib.import_module(f"matmix.launch.lab.benchmarks.gpu_session.{PARTS[part]}").run
     try:

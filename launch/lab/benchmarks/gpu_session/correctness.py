@@ -362,9 +362,14 @@ def same_bits(run: Callable[[], dict[str, Tensor]], wanted: dict[str, Tensor], d
 def run(session: Session) -> list[str]:
     """The part; returns what is left."""
     record = session.record("correctness")
-    pieces = []
+    pieces: list[Piece] = []
+    tried: set[Callable] = set()
     for case in checks(session.toy):
         for dtype in DTYPES:
+            # In the interpreter bfloat16 only shows that nothing fails.
+            if session.toy and dtype == torch.bfloat16 and case.op in tried:
+                continue
+            tried.add(case.op)
             name = f"{case.name}, {str(dtype).removeprefix('torch.')}"
             rest = case, dtype, session.device
             pieces.append(Piece(name, partial(check, *rest), partial(dry, *rest)))
@@ -415,7 +420,7 @@ def _no_tests() -> str:
 
 def run_pytest(session: Session, log: Path) -> bool:
     """Run the tests that have not passed according to the log, and write on in it; whether there was time for all."""
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--tb=line"]
     command += ["-p", "matmix.launch.lab.benchmarks.gpu_session.pytest_log"]
     if importlib.util.find_spec("xdist") and not session.toy:
         command += ["-n", str(min(8, len(os.sched_getaffinity(0))))]

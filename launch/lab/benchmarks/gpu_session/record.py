@@ -15,7 +15,7 @@ import torch
 
 import matmix.kernels
 from matmix.data.storage.files import write_atomic
-from matmix.kernels.compiling import HARDWARE, compilation, warmed
+from matmix.kernels.compiling import HARDWARE, Compilation, compilation, warmed
 from matmix.kernels.launching import record_launches
 from matmix.kernels.tiles.table import architecture
 from matmix.launch.lab.benchmarks.kernels.resources import compile_all
@@ -30,7 +30,7 @@ ATTEMPTS = 2
 LEAST_SECONDS = 3.0
 """A piece of unknown length is begun if so much time is left."""
 
-AHEAD = 24
+AHEAD = 48
 """Pieces whose kernels are compiled together before the first of them runs."""
 
 
@@ -92,6 +92,13 @@ class Record:
         """A piece is begun: if its process does not come back, the file says so."""
         self.pieces[name] = {"begun": self.pieces.get(name, {}).get("begun", 0) + 1}
         self.write()
+
+    def tries_to_compile(self, first: str) -> bool:
+        """Whether kernels of the pieces from this one on should be compiled ahead: not where that never came back."""
+        tries = self.content.setdefault("compiled_ahead", {})
+        tries[first] = tries.get(first, 0) + 1
+        self.write()
+        return tries[first] <= ATTEMPTS
 
     def put(self, name: str, found: dict[str, Any]) -> None:
         """A piece is done."""
@@ -163,7 +170,8 @@ class Session(NamedTuple):
             if self.limit.left() < longest + longest_ahead:
                 break
             start = time.monotonic()
-            compile_ahead(batch, self.device)
+            if record.tries_to_compile(batch[0].name):
+                compile_ahead(batch, self.device)
             longest_ahead = max(longest_ahead, 1.2 * (time.monotonic() - start))
             for piece in batch:
                 if self.limit.left() < longest:
@@ -185,15 +193,20 @@ def compile_ahead(pieces: list[Piece], device: torch.device) -> None:
     target = architecture(device)
     if target not in HARDWARE:
         return
-    launches = []
+    jobs: dict[str, tuple[str, Compilation]] = {}
     for piece in pieces:
         if piece.dry is not None:
-            with contextlib.suppress(Exception), record_launches() as found:  # `run` will meet the same and say it
+            # What is raised here `run` will meet and say. Tensors of one piece are gone before those of the next.
+            with contextlib.suppress(Exception), record_launches() as found:
                 piece.dry()
-            launches += found
-    jobs = {job.key: (job.key, job) for job in (compilation(launch, target) for launch in launches)}
-    for _ in compile_all(jobs, len(os.sched_getaffinity(0)), warmed):
-        pass
+            for job in (compilation(launch, target) for launch in found):
+                jobs[job.key] = job.key, job
+            del found
+    try:
+        for _ in compile_all(jobs, len(os.sched_getaffinity(0)), warmed):
+            pass
+    except Exception as error:  # a compiler that ended its process; each piece then compiles for itself
+        print(f"kernels could not be compiled ahead: {error}", flush=True)
 
 
 def survived(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
