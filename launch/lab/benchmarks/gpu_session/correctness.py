@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import matmix.kernels
 from matmix.kernels import (
     gated_norm,
     matrix_product_scan,
@@ -38,14 +37,14 @@ from matmix.kernels.mru.definition import mru_mixer_definition
 from matmix.kernels.mru.op import FUSED
 from matmix.kernels.semiseparable.definition import quasiseparable_definition, semiseparable_definition
 from matmix.kernels.short_conv.definition import short_conv_definition
-from matmix.launch.lab.benchmarks.gpu_session.record import LEAST_SECONDS, Piece, Record, Session
+from matmix.launch.lab.benchmarks.gpu_session.record import KERNELS, LEAST_SECONDS, Piece, Record, Session
 from matmix.launch.lab.benchmarks.measuring.timing import graph_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXACT, ROUNDED = 5e-5, 5e-3
 """Largest error of an output (root mean square, over that of the wanted values) in float32 and in half precision. A
 gradient in half precision may have twice as much, and twice again where the op is not linear in its values."""
-TREE = Path(matmix.kernels.__path__[0]).resolve().parent
+TREE = KERNELS.resolve().parent
 TESTS = ("tests/kernels",)
 FEW_TESTS = ("tests/kernels/test_graph_capture.py::test_the_small_ops_look_at_no_value",)
 

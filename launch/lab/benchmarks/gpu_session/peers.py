@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matmix.launch.lab.benchmarks.gpu_session.record import Piece, Session
+from matmix.launch.lab.benchmarks.gpu_session.record import OutOfTime, Piece, Session
 
 LONGEST = 150.0
 """Seconds that one piece may take: peers that choose tiles by trying them take a minute at their first length."""
@@ -67,7 +67,7 @@ def pieces(session: Session) -> list[Piece]:
 
 
 def measured(short: Short, session: Session) -> dict[str, Any]:
-    """The record of a command; or what it ended with."""
+    """The record of a command; or what it ended with. Raises `OutOfTime`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         command = [sys.executable, "-P", "-m", "matmix.launch.lab.benchmarks", short.command, "--no-compile"]
@@ -80,6 +80,8 @@ def measured(short: Short, session: Session) -> dict[str, Any]:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
         except subprocess.TimeoutExpired:
+            if limit < LONGEST:
+                raise OutOfTime from None
             return {"status": f"failed: took longer than {limit:.0f} s"}
         if not out.exists():
             last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]

@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-import matmix.kernels
 from matmix.data.storage.files import write_atomic
 from matmix.kernels.compiling import HARDWARE, Compilation, compilation, warmed
 from matmix.kernels.launching import record_launches
-from matmix.kernels.tiles.table import architecture
+from matmix.kernels.tiles.table import FOLDER, architecture
 from matmix.launch.lab.benchmarks.kernels.resources import compile_all
 from matmix.launch.lab.benchmarks.measuring.environment import environment
 from matmix.launch.lab.benchmarks.measuring.settings import device_name
 
 SAME = ("part", "device", "versions", "code", "tiles", "toy")
 """What has to be as it was for a record to be gone on with."""
-KERNELS = Path(matmix.kernels.__path__[0])
+KERNELS = FOLDER.parent
 ATTEMPTS = 2
 """How often a piece is begun that ends the process, or the device, each time."""
 LEAST_SECONDS = 3.0
@@ -44,6 +43,10 @@ def digest(paths: Iterable[Path]) -> str:
 
 class DeviceLost(Exception):
     """The device answers no more: what comes next has to run in another process."""
+
+
+class OutOfTime(Exception):
+    """A piece had to stop because the part's time was over; it is left, and not wrong."""
 
 
 class Record:
@@ -99,6 +102,11 @@ class Record:
         tries[first] = tries.get(first, 0) + 1
         self.write()
         return tries[first] <= ATTEMPTS
+
+    def undo(self, name: str) -> None:
+        """A piece that was begun is as if it had not been."""
+        del self.pieces[name]
+        self.write()
 
     def put(self, name: str, found: dict[str, Any]) -> None:
         """A piece is done."""
@@ -178,7 +186,11 @@ class Session(NamedTuple):
                     return [x.name for x in todo]
                 record.begin(piece.name)
                 start = time.monotonic()
-                found = survived(piece.run)
+                try:
+                    found = survived(piece.run)
+                except OutOfTime:
+                    record.undo(piece.name)
+                    return [x.name for x in todo]
                 seconds = time.monotonic() - start
                 longest = max(longest, 1.2 * seconds)
                 record.put(piece.name, found | {"took_seconds": round(seconds, 2)})
@@ -210,9 +222,11 @@ def compile_ahead(pieces: list[Piece], device: torch.device) -> None:
 
 
 def survived(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a piece found, or why it failed. Raises `DeviceLost` if the device answers no more."""
+    """What a piece found, or why it failed. Raises `DeviceLost` if the device answers no more, and `OutOfTime`."""
     try:
         return {"status": "ok"} | run()
+    except OutOfTime:
+        raise
     except torch.OutOfMemoryError:
         found = {"status": "out of memory"}
     except Exception as error:  # a finding about the kernels that ran

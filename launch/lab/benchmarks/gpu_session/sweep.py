@@ -66,11 +66,18 @@ HALF_TILES = ((64, 32), (64, 64), (128, 32), (128, 64), (128, 128), (256, 64))
 SINGLE_TILES = ((32, 32), (64, 16), (64, 32), (64, 64), (128, 32))
 
 
-def _half_mix() -> Iterator[tuple[int, ...]]:
+def _half_tiles() -> Iterator[tuple[int, int, int]]:
+    """Chunks, tiles and warps; 4 warps have too few registers for tiles of 128."""
     for chunk, tile in HALF_TILES:
-        for warps in (4, 8):
-            for registers in (128, 168, 255):
-                yield chunk, tile, 1, 64, warps, registers
+        for warps in (8,) if tile == 128 else (4, 8):
+            yield chunk, tile, warps
+    yield 256, 32, 4
+
+
+def _half_mix() -> Iterator[tuple[int, ...]]:
+    for chunk, tile, warps in _half_tiles():
+        for registers in (128, 168, 255):
+            yield chunk, tile, 1, 64, warps, registers
     for registers in (168, 255):
         yield 128, 64, 2, 64, 4, registers
         yield 128, 64, 1, 32, 4, registers
@@ -101,10 +108,9 @@ def _single_states() -> Iterator[tuple[int, ...]]:
 
 
 def _half_gradients() -> Iterator[tuple[int, ...]]:
-    for chunk, tile in HALF_TILES:
-        for warps in (4, 8):
-            for registers in (168, 208, 255):
-                yield chunk, tile, 64, warps, registers
+    for chunk, tile, warps in _half_tiles():
+        for registers in (168, 208, 255):
+            yield chunk, tile, 64, warps, registers
     for registers in (168, 255):
         yield 128, 64, 32, 4, registers
         yield 64, 64, 32, 4, registers

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from matmix.kernels import matrix_product_scan, mru_mixer, quasiseparable_scan, semiseparable_scan
 from matmix.kernels.launching import Launch, record_launches
-from matmix.launch.lab.benchmarks.gpu_session.record import Piece, Session
+from matmix.launch.lab.benchmarks.gpu_session.record import OutOfTime, Piece, Session
 from matmix.launch.lab.benchmarks.gpu_session.sweep import again
 from matmix.launch.lab.benchmarks.kernels import conv, mru, norm
 from matmix.launch.lab.benchmarks.kernels.counts import _bytes
@@ -205,19 +205,24 @@ def run(session: Session) -> list[str]:
 
 NCU = ("Hydra's scan", "SSD's scan", "short convolution, width 7", "gated norm")
 """Calls whose bytes are counted by ncu, at the smaller number of tokens."""
+NCU_SECONDS = 120.0
+"""What one of them may take."""
 
 
 def counted(name: str, session: Session) -> dict[str, Any]:
-    """Bytes that the kernels of a call moved, by NVIDIA's counters; left out where they cannot be read."""
+    """Bytes that the kernels of a call moved, by NVIDIA's counters; left out where they cannot be read. Raises
+    `OutOfTime`."""
     ncu = shutil.which("ncu")
     if ncu is None or session.device.type != "cuda":
         return {"status": "left out", "why": "ncu is not installed" if ncu is None else "there is no GPU"}
     command = [ncu, "--csv", "--metrics", ",".join(METRICS), "--profile-from-start", "off", sys.executable, "-P", "-m"]
     command += ["matmix.launch.lab.benchmarks.gpu_session.one_call", str(session.device), str(TOKENS[0]), name]
     try:
-        limit = max(5.0, min(120.0, session.limit.left() - 5))
+        limit = max(5.0, min(NCU_SECONDS, session.limit.left() - 5))
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=dict(os.environ))
     except subprocess.TimeoutExpired:
+        if limit < NCU_SECONDS:
+            raise OutOfTime from None
         return {"status": "left out", "why": "ncu took too long"}
     kernels = read_ncu(done.stdout)
     if not kernels:

@@ -304,6 +304,19 @@ def test_a_peer_runs_in_its_own_process(tmp_path, monkeypatch):
     assert "Brent-Kung" in names
 
 
+def test_a_peer_without_time_is_left_and_one_that_takes_too_long_is_wrong(tmp_path, monkeypatch):
+    def slow(command, timeout, **options):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(peers.subprocess, "run", slow)
+    now = session(tmp_path, seconds=60.0)
+    assert len(peers.run(now)) == len(peers.TOY)
+    assert pieces_of(tmp_path, "peers") == {}
+    assert peers.run(session(tmp_path, "scan", seconds=1000.0)) == []
+    (piece,) = pieces_of(tmp_path, "peers").values()
+    assert piece["status"] == "failed: took longer than 150 s"
+
+
 def test_a_command_that_fails_is_one_line(tmp_path):
     short = peers.Short("mru", 48, 24, ("--sizes", "5x2"))
     assert "failed: matmix: error: --sizes 5x2" in peers.measured(short, session(tmp_path))["status"]
@@ -402,22 +415,26 @@ def test_all_parts_at_toy_size(tmp_path):
     assert time.monotonic() - start < 120  # nothing is done again
 
 
+# As on a machine with an H100, but for the launches themselves.
 WARMING = """
-import importlib, sys
-from pathlib import Path
 import torch
-from matmix.kernels.compiling import compilation, warmed
-from matmix.kernels.launching import record_launches
-from matmix.launch.lab.benchmarks.kernels.calls import norm_calls
-with record_launches() as found:
-    next(norm_calls(torch.bfloat16)).run(importlib.import_module("matmix.kernels.gated_norm.fused"))
-assert warmed(compilation(found[0], "sm_90")) == ""
+from matmix.kernels import backend
+from matmix.launch.lab.benchmarks.gpu_session import correctness, record
+backend._no_triton = lambda like: ""
+record.architecture = lambda device: "sm_90"
+(case,) = [x for x in correctness.checks(True) if x.name == "gated_norm, groups of 4"]
+cpu = torch.device("cpu")
+dry = lambda: correctness.dry(case, torch.bfloat16, cpu)
+record.compile_ahead([record.Piece("norm", dict, dry), record.Piece("broken", dict, lambda: 1 / 0)], cpu)
 """
 
 
 def test_kernels_are_compiled_ahead_where_their_launch_looks_for_them(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    subprocess.run([sys.executable, "-P", "-c", WARMING], env=environment, check=True)
-    (cubin,) = tmp_path.rglob("*.cubin")
-    assert cubin.parent.parent == tmp_path
+    done = subprocess.run([sys.executable, "-P", "-c", WARMING], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ahead" not in done.stdout
+    cubins = list(tmp_path.rglob("*.cubin"))
+    assert len({path.stem for path in cubins}) >= 2
+    assert {path.parent.parent for path in cubins} == {tmp_path}
