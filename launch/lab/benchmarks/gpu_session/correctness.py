@@ -365,13 +365,13 @@ def run(session: Session) -> list[str]:
     tried: set[Callable] = set()
     for case in checks(session.toy):
         for dtype in DTYPES:
-            # In the interpreter bfloat16 only shows that nothing fails.
-            if session.toy and dtype == torch.bfloat16 and case.op in tried:
+            # In the interpreter, which is slow, half precision only shows that nothing fails.
+            if session.toy and dtype.itemsize == 2 and case.op in tried:
                 continue
-            tried.add(case.op)
             name = f"{case.name}, {str(dtype).removeprefix('torch.')}"
             rest = case, dtype, session.device
             pieces.append(Piece(name, partial(check, *rest), partial(dry, *rest)))
+        tried.add(case.op)
     left = session.work(
         record, pieces, lambda found: f"worst {found['worst']}" + ("" if found["judged"] else " (not judged)")
     )

@@ -105,16 +105,18 @@ def test_a_file_that_is_no_record_is_one_line(tmp_path):
 
 
 def test_correctness_of_one_op(interpreter, tmp_path, capsys):
-    now = session(tmp_path, "gated_norm, groups of 4, float")
+    now = session(tmp_path, "gated_norm")
     assert correctness.run(now) == []
     found = pieces_of(tmp_path, "correctness")
-    assert set(found) == {"gated_norm, groups of 4, float16", "gated_norm, groups of 4, float32"}
-    for piece in found.values():
+    dtypes = ("bfloat16", "float16", "float32")
+    assert set(found) == {f"gated_norm, groups of 16, {dtype}" for dtype in dtypes} | {
+        "gated_norm, groups of 4, float32"
+    }
+    for name, piece in found.items():
         assert piece["status"] == "ok"
         assert piece["same_bits"]
-        assert set(piece["errors"]) == {"output 0", "d x", "d gate"} | (
-            {"d weight"} if len(piece["errors"]) > 3 else set()
-        )
+        weight = {"d weight"} if "float32" in name else set()  # sums over tokens may be next to nothing
+        assert set(piece["errors"]) == {"output 0", "d x", "d gate"} | weight
     assert "worst" in capsys.readouterr().out
 
 
