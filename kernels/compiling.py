@@ -168,6 +168,19 @@ def compiled(job: Compilation) -> Resources:
     )
 
 
+def warmed(job: Compilation) -> str:
+    """Compile into Triton's ordinary cache, where processes on a machine with this GPU find it; returns the compiler's
+    error, "" if there is none."""
+    kernel = getattr(importlib.import_module(job.module), job.kernel)
+    with _pretend(job.target, noting=False):
+        try:
+            options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
+            kernel.run(*job.arguments, grid=None, warmup=True, **options, **job.constants)
+        except Exception as error:  # the launch itself will meet it again
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def resident_warps(found: Resources) -> int:
     """Warps that one multiprocessor of sm_90 can hold at the same time, by registers and shared memory.
 
@@ -208,14 +221,16 @@ class _AbsentGPU:
 
 
 @contextlib.contextmanager
-def _pretend(target: str) -> Iterator[None]:
-    """Triton compiles for `target` in this block and notes what the assembler says in the kernel's metadata."""
+def _pretend(target: str, noting: bool = True) -> Iterator[None]:
+    """Triton compiles for `target` in this block and, if `noting`, notes what the assembler says in the kernel's
+    metadata."""
     before = driver._active
     driver.set_active(_AbsentGPU(HARDWARE[target].target))
     with knobs.cache.scope(), knobs.runtime.scope():
-        # Entries of the ordinary cache, for a GPU that is there, lack the notes.
-        knobs.cache.dir = os.path.join(knobs.cache.dir, "resources")
-        knobs.runtime.add_stages_inspection_hook = _note_resources
+        if noting:
+            # Entries of the ordinary cache, for a GPU that is there, lack the notes.
+            knobs.cache.dir = os.path.join(knobs.cache.dir, "resources")
+            knobs.runtime.add_stages_inspection_hook = _note_resources
         try:
             yield
         finally:

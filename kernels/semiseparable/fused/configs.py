@@ -1,16 +1,19 @@
-"""Tile sizes of the scan kernels, chosen from dtype and shapes alone.
+"""Tile sizes of the scan kernels, chosen from dtype, shapes and the GPU's architecture alone.
 
-There is no tuning at run time: another process could choose other tiles and round differently, and a resumed run would
-not give the same losses. `force_configuration` tries others.
+Where sizes were measured on an architecture, they stand in its file in `kernels/tiles`, which is read once; elsewhere
+those below are taken. There is no tuning at run time: another process could choose other tiles and round differently,
+and a resumed run would not give the same losses. `force_configuration` tries others.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from matmix.kernels.launching import ForcedConfiguration
+from matmix.kernels.tiles import table
 
 
 class ScanConfig(NamedTuple):
@@ -54,20 +57,68 @@ _SINGLE = ScanConfig(4, 64, 64, 32, 1, 32, 32, 32, 32, 4, 4, 4, 4, 255, 255, 255
 _WHOLE = 256
 """Rows up to this length are one chunk: no states are carried."""
 
+OPERATION = "scan"
+"""Its name in the files of measured tiles."""
+
+
+_SIZES = (
+    "forward_chunk", "backward_chunk", "tile", "state_tile", "block", "pair_block", "state_gradient_block"
+)  # fmt: skip
+_WARPS = ("state_warps", "mix_warps", "pair_warps", "state_gradient_warps")
+_REGISTERS = ("mix_registers", "pair_registers", "state_gradient_registers")
+
+
+def checked(config: ScanConfig, where: str) -> ScanConfig:
+    """The configuration. Raises ValueError, one line that begins with `where`, for one that no kernel can be made
+    with."""
+    if config.itemsize not in (2, 4):
+        raise ValueError(f"{where}: itemsize is {config.itemsize}; it has to be 2 or 4")
+    for name in (*_SIZES, *_WARPS):
+        value, least = getattr(config, name), 16 if name in _SIZES else 1
+        most = 256 if name in _SIZES else 32
+        if value & (value - 1) or not least <= value <= most:
+            raise ValueError(f"{where}: {name} is {value}; it has to be a power of two from {least} to {most}")
+    if config.tile > min(config.forward_chunk, config.backward_chunk):
+        raise ValueError(f"{where}: tile is {config.tile}, which is longer than a chunk")
+    for name in _REGISTERS:
+        if not 24 <= getattr(config, name) <= 255:
+            raise ValueError(f"{where}: {name} is {getattr(config, name)}; it has to be from 24 to 255")
+    return config
+
+
+def measured(folder: Path = table.FOLDER) -> dict[str, dict[int, ScanConfig]]:
+    """What was measured, by architecture and bytes per number. Raises ValueError for a file that cannot be used."""
+    found = table.read_all(OPERATION, ScanConfig, folder)
+    for architecture, configs in found.items():
+        for config in configs.values():
+            checked(config, f"{folder / architecture}.json: {OPERATION}")
+    return found
+
+
+MEASURED = measured()
+
 force_configuration = ForcedConfiguration()
 """Takes effect on scans whose inputs have the size that the configuration is for."""
 
 
 def configurations() -> tuple[ScanConfig, ...]:
     """All configurations that `choose` can return."""
-    return _HALF, _SINGLE
+    return tuple(dict.fromkeys((_HALF, _SINGLE, *(x for found in MEASURED.values() for x in found.values()))))
 
 
-def choose(dtype: torch.dtype, seqlen: int, chunk_size: int | None) -> ScanConfig:
-    """The configuration of a scan; `chunk_size` is the caller's wish for the tokens between stored states."""
+def usual(itemsize: int, architecture: str = "") -> ScanConfig:
+    """The configuration for inputs of so many bytes per number: what was measured on the architecture, or the one that
+    is built in."""
+    built_in = _SINGLE if itemsize == 4 else _HALF
+    return MEASURED.get(architecture, {}).get(itemsize, built_in)
+
+
+def choose(dtype: torch.dtype, seqlen: int, chunk_size: int | None, architecture: str = "") -> ScanConfig:
+    """The configuration of a scan; `chunk_size` is the caller's wish for the tokens between stored states, and
+    `architecture` that of the GPU, such as "sm_90"."""
     config = force_configuration.value
     if config is None or config.itemsize != dtype.itemsize:
-        config = _SINGLE if dtype.itemsize == 4 else _HALF
+        config = usual(dtype.itemsize, architecture)
         if chunk_size is None and seqlen <= _WHOLE and dtype.itemsize == 2:
             config = config._replace(forward_chunk=_WHOLE, backward_chunk=_WHOLE)
         if chunk_size is not None:

@@ -13,6 +13,7 @@ from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused.configs import ScanConfig, choose
 from matmix.kernels.semiseparable.fused.sums import decay_sums
 from matmix.kernels.slots import count_documents, count_slots, slot_table
+from matmix.kernels.tiles.table import architecture
 
 PROGRAMS = 512
 """Programs that keep any present GPU busy; fewer are not cut any finer than needed to reach it."""
@@ -88,7 +89,7 @@ class Scan(NamedTuple):
 def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | None, backward: bool) -> Scan:
     rows, seqlen, heads, headdim = v.shape
     groups, d_state = q.shape[2:]
-    config = choose(v.dtype, seqlen, chunk_size)
+    config = choose(v.dtype, seqlen, chunk_size, architecture(v.device))
     chunk = config.backward_chunk if backward else config.forward_chunk
     return Scan(
         rows, seqlen, heads, headdim, groups, d_state, cu_seqlens, config, chunk, dot_precision(v.dtype), PROGRAMS

@@ -10,6 +10,8 @@ On a GPU (or, to try them out, with --device cpu and small sizes), against the p
   encoder    a training step of Hydra and BERT encoders
   language_model
              a training step of an MRU language model and of a GPT of its size
+  gpu-session
+             half an hour on a GPU: whether the kernels are right, their fastest tiles, what each takes, and the peers
 
 Anywhere:
   cpu        all operations against their peers, with peak memory
@@ -32,6 +34,7 @@ from matmix.train.process.console import guarded
 
 COMMANDS = {
     **{name: f"kernels.{name}:main" for name in ("scan", "conv", "norm", "mru", "cpu", "resources", "counts")},
+    "gpu-session": "gpu_session.command:main",
     "cpu_memory": "kernels.cpu:memory_main",
     **{
         name: f"training.{name}:main"

@@ -17,7 +17,7 @@ from matmix.kernels import quasiseparable_scan, semiseparable_scan
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused
 from matmix.kernels.semiseparable.fused import scan
-from matmix.kernels.semiseparable.fused.configs import choose
+from matmix.kernels.semiseparable.fused.configs import MEASURED, choose
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SMALL = {"batch": 1, "heads": 2, "groups": 1}
@@ -53,12 +53,15 @@ def test_every_configuration_on_documents(interpreter, config):
 
 def test_the_rule_picks_every_configuration_and_no_other():
     picked = {
-        choose(dtype, seqlen, None) for dtype in (torch.float32, torch.bfloat16) for seqlen in (64, 65, 128, 100_000)
+        choose(dtype, seqlen, None, architecture)
+        for dtype in (torch.float32, torch.bfloat16)
+        for seqlen in (64, 65, 128, 100_000)
+        for architecture in ("", *MEASURED)
     }
     for config in fused.configurations():
         assert config in picked
-    # Others have chunks cut to the row, or smaller tiles for float16, whose states are float32.
-    assert len(picked) <= len(fused.configurations()) + 1
+    # Others have chunks cut to the row.
+    assert {x for x in picked if max(x.forward_chunk, x.backward_chunk) > 128} <= set(fused.configurations())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,7 +25,7 @@ from matmix.kernels.compiling import HARDWARE, Compilation, Resources, compilati
 from matmix.kernels.launching import Launch, record_launches
 from matmix.launch.lab.benchmarks.kernels.calls import Call, calls
 
-Beside = TypeVar("Beside")
+Beside, Found = TypeVar("Beside"), TypeVar("Found")
 
 
 class Recorded(NamedTuple):
@@ -74,13 +74,15 @@ def compilations(found: Iterable[Recorded], targets: Iterable[str]) -> dict[str,
     return jobs
 
 
-def compile_all(jobs: dict[str, tuple[Beside, Compilation]], workers: int) -> Iterator[tuple[Beside, Resources]]:
-    """Compile in `workers` processes, with a progress bar; results come as they are done, with what stands beside the
-    compilation."""
+def compile_all(
+    jobs: dict[str, tuple[Beside, Compilation]], workers: int, how: Callable[[Compilation], Found] = compiled
+) -> Iterator[tuple[Beside, Found]]:
+    """Compile in `workers` processes, with a progress bar; results (what `how` returns) come as they are done, with
+    what stands beside the compilation."""
     context = get_context("forkserver")  # the compiler is not safe to fork once it has threads
     context.set_forkserver_preload(["matmix.kernels.compiling"])
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        waiting = {pool.submit(compiled, job): call for call, job in jobs.values()}
+        waiting = {pool.submit(how, job): call for call, job in jobs.values()}
         for done in tqdm(as_completed(waiting), total=len(waiting), unit="kernel", mininterval=1.0):
             yield waiting[done], done.result()
 

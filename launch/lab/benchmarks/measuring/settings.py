@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser, lengths: str = LENGTHS, *, wi
 
 def settings_from(command: str, options: argparse.Namespace) -> Settings:
     """Checked settings. Raises ValueError, one line, for what cannot be."""
-    device = _device(options.device)
+    device = device_of(options.device)
     try:
         lengths = tuple(int(part) for part in options.lengths.split(","))
     except ValueError:
@@ -94,7 +94,8 @@ def settings_from(command: str, options: argparse.Namespace) -> Settings:
     )
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """A device that is there. Raises ValueError, one line, for any other."""
     try:
         device = torch.device(name)
     except RuntimeError:
