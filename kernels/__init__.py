@@ -9,7 +9,9 @@ from matmix.kernels.matrix_product.op import matrix_product_scan
 from matmix.kernels.mru.op import mru_mixer, mru_mixer_is_fused
 from matmix.kernels.mru.step import mru_step
 from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
+from matmix.kernels.semiseparable.step import semiseparable_step
 from matmix.kernels.short_conv.op import short_conv
+from matmix.kernels.short_conv.step import short_conv_step
 
 __all__ = [
     "gated_norm",
@@ -19,5 +21,7 @@ __all__ = [
     "mru_step",
     "quasiseparable_scan",
     "semiseparable_scan",
+    "semiseparable_step",
     "short_conv",
+    "short_conv_step",
 ]

@@ -29,13 +29,15 @@ _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 _TRITON_FORMS = {
     "semiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
+    "semiseparable_step": "matmix.kernels.semiseparable.fused.step",
     "quasiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
     "matrix_product_scan": "matmix.kernels.matrix_product.fused",
     "mru_mixer": "matmix.kernels.mru.fused",
     "short_conv": "matmix.kernels.short_conv.fused",
+    "short_conv_step": "matmix.kernels.short_conv.fused_step",
     "gated_norm": "matmix.kernels.gated_norm.fused",
 }
-"""Module whose functions `forward` and `backward` are the Triton form of an op."""
+"""Module whose functions `forward` and, but for steps of one token, `backward` are the Triton form of an op."""
 
 
 def implementation(

@@ -46,6 +46,24 @@ def check_no_tangents(op: str, *tensors: Tensor | None) -> None:
             )
 
 
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    """Whether autograd would follow an op on these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def check_no_gradients(op: str, in_place: bool, backend: str, *tensors: Tensor | None) -> None:
+    """No tensor requires a gradient where there is none: in place, and from the kernels of a single step."""
+    if (in_place or backend == "triton") and wants_gradients(*tensors):
+        what = "in_place=True" if in_place else 'backend "triton"'
+        raise ValueError(f"{op}: an input requires a gradient, and {what} has none; call it under torch.no_grad()")
+
+
+def check_own_memory(op: str, name: str, tensor: Tensor) -> None:
+    """Each element of a tensor that is written to has memory of its own."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{op}: {name} is expanded, so that elements share memory; give a copy (.contiguous())")
+
+
 def check_same_dtype(op: str, **tensors: Tensor) -> None:
     """All given tensors have the first one's dtype."""
     (first, like), *others = tensors.items()

@@ -11,6 +11,7 @@ import torch
 
 from matmix.launch.loading import Source, load_source
 from matmix.launch.sampling import Sampling, text_pieces
+from matmix.model.decoding import decode
 from matmix.train.arguments import RunFolder
 
 MASK = "<mask>"
@@ -96,31 +97,47 @@ def continue_text(
     The state is carried from token to token, so a token costs the same however long the text is (but for
     attention layers). Raises ValueError if there is neither a prompt nor a token to start from.
     """
-    ids = source.tokenizer.encode(prompt).ids
-    if not ids:
-        if source.start is None:
-            raise ValueError("this tokenizer has no token that starts a text; give a --prompt")
-        ids = [source.start]
-    tokens = _draw_tokens(source, ids, max_new_tokens, sampling, torch.Generator().manual_seed(seed))
+    ids = _prompt_ids(source, prompt)
+    tokens = (found[0] for found in _draw_tokens(source, [ids], max_new_tokens, sampling, seed))
     yield from text_pieces(tokens, source.tokenizer.decode, ids)
 
 
+def continue_texts(
+    source: Source, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling, seed: int = 0
+) -> list[str]:
+    """The continuations of several prompts, drawn as one batch.
+
+    Each is that of `continue_text` with the same seed, up to rounding. Raises ValueError as there.
+    """
+    ids = [_prompt_ids(source, prompt) for prompt in prompts]
+    tokens: list[list[int]] = [[] for _ in ids]
+    for found in _draw_tokens(source, ids, max_new_tokens, sampling, seed):
+        for number, token in found.items():
+            tokens[number].append(token)
+    decoded = source.tokenizer.decode
+    return ["".join(text_pieces(new, decoded, before)) for new, before in zip(tokens, ids, strict=True)]
+
+
+def _prompt_ids(source: Source, prompt: str) -> list[int]:
+    ids = source.tokenizer.encode(prompt).ids
+    if not ids and source.start is None:
+        raise ValueError("this tokenizer has no token that starts a text; give a --prompt")
+    return ids or [source.start]
+
+
 def _draw_tokens(
-    source: Source, ids: list[int], count: int, sampling: Sampling, generator: torch.Generator
-) -> Iterator[int]:
-    model, end = source.model, source.special.get("eos")
-    banned = _banned(source)
+    source: Source, prompts: list[list[int]], count: int, sampling: Sampling, seed: int
+) -> Iterator[dict[int, int]]:
+    end, banned = source.special.get("eos"), _banned(source)
     if end is not None:
         banned[end] = False
+    generators = [torch.Generator().manual_seed(seed) for _ in prompts]
+
+    def draw(number: int, logits: torch.Tensor) -> int:
+        return sampling.draw(logits.masked_fill(banned, float("-inf")), generators[number])
+
     try:
-        logits, state = model.prefill(torch.tensor([ids], device=source.device))
-        for index in range(count):
-            token = sampling.draw(logits[0].masked_fill(banned, float("-inf")), generator)
-            if token == end:
-                return
-            yield token
-            if index + 1 < count:
-                logits, state = model.step(torch.tensor([token], device=source.device), state)
+        yield from decode(source.model, prompts, draw, max_new_tokens=count, end=end)
     except OverflowError as error:
         raise ValueError(str(error)) from None
 

@@ -54,6 +54,27 @@ def semiseparable_definition(
     return (y, torch.cat(finals)) if return_final_state else y
 
 
+def semiseparable_step_definition(
+    v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    *,
+    input_scale: Tensor | None = None,
+    diagonal: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step of the recurrence of `semiseparable_definition`, element by element."""
+    v, q, k, log_decay, h, w, d = _in_float64(v, q, k, log_decay, state, input_scale, diagonal)
+    heads = v.shape[1]
+    q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
+    a, w, d = (None if x is None else x.expand(v.shape[:2]) for x in (log_decay, w, d))
+    write = torch.einsum("bhn,bhp->bhnp", k, v)
+    h = (h if a is None else a[..., None, None].exp() * h) + (write if w is None else w[..., None, None] * write)
+    y = torch.einsum("bhn,bhnp->bhp", q, h)
+    return (y if d is None else y + d[..., None] * v), h
+
+
 def quasiseparable_matrix(
     q_forward: Tensor,
     k_forward: Tensor,

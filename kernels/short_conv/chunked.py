@@ -7,6 +7,7 @@ are fast at. Only the inputs are kept for the backward pass; what the activation
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.functional import conv2d, pad, silu
 
 from matmix.kernels.cache_blocks import cache_blocks
 from matmix.kernels.documents import document_ids
-from matmix.kernels.precision import outside_autocast
+from matmix.kernels.precision import outside_autocast, working
 
 
 class ConvCanvas(NamedTuple):
@@ -142,6 +143,22 @@ class ShortConvFunction(torch.autograd.Function):
         return *conv_backward(dy, x, weight, bias, *ctx.options, cu_seqlens), None, None, None
 
 
+def run_from_state(
+    conv: Callable[[Tensor], Tensor], x: Tensor, width: int, initial_state: Tensor | None, final_state: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A causal convolution of x (batch, seqlen, d) after the inputs `initial_state` (batch, d, width - 1), None for
+    zeros, which are put before x; and with `final_state` the inputs of the last width - 1 tokens."""
+    seqlen = x.shape[1]
+    joined = x if initial_state is None else torch.cat([initial_state.mT.to(x.dtype), x], 1)
+    y = conv(joined)[:, joined.shape[1] - seqlen :]
+    if not final_state:
+        return y
+    # A copy, or else the last few rows would keep all of a long prompt in memory.
+    last = pad(joined, (0, 0, max(0, width - 1 - joined.shape[1]), 0))[:, 1 - width :].mT
+    dtype = x.dtype if initial_state is None else initial_state.dtype
+    return y, last.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
 def short_conv_torch(
     x: Tensor,
     weight: Tensor,
@@ -150,6 +167,33 @@ def short_conv_torch(
     causal: bool = False,
     activation: str | None = None,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`short_conv` in PyTorch, without argument checks; see there."""
-    return ShortConvFunction.apply(x, weight, bias, causal, activation, cu_seqlens)
+
+    def conv(rows: Tensor) -> Tensor:
+        return ShortConvFunction.apply(rows, weight, bias, causal, activation, cu_seqlens)
+
+    return run_from_state(conv, x, weight.shape[1], initial_state, return_final_state)
+
+
+@outside_autocast
+def conv_step_forward(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, in_place: bool
+) -> tuple[Tensor, Tensor]:
+    """y (batch, d) typed like x, and the new state, with `in_place` in the memory of the given one."""
+    exact = working(x)
+    out = exact * weight[:, -1].to(exact.dtype) + (state.to(exact.dtype) * weight[:, :-1].to(exact.dtype)).sum(-1)
+    if bias is not None:
+        out = out + bias.to(exact.dtype)
+    out = silu(out) if activation == "silu" else out
+    new = torch.cat([state[..., 1:], x.unsqueeze(-1).to(state.dtype)], -1)
+    return out.to(x.dtype), state.copy_(new) if in_place else new
+
+
+def short_conv_step_torch(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """`short_conv_step` in PyTorch, without argument checks; see there."""
+    return conv_step_forward(x, state, weight, bias, activation, False)

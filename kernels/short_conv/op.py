@@ -8,7 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation
 from matmix.kernels.checks import check_cu_seqlens, check_floating, check_no_tangents, check_shape
-from matmix.kernels.short_conv.chunked import conv_backward, conv_forward
+from matmix.kernels.short_conv.chunked import conv_backward, conv_forward, run_from_state
 
 
 def short_conv(
@@ -19,8 +19,10 @@ def short_conv(
     causal: bool = False,
     activation: str | None = None,
     cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Depthwise convolution over time: y_t = sum over taps j of weight[:, j] x_{t + j - left}, plus bias,
     activated.
 
@@ -31,17 +33,22 @@ def short_conv(
         activation: None or "silu".
         cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); beyond
             them, as beyond the sequence's ends, x counts as zero.
+        initial_state: the inputs of the width - 1 tokens before the first, the oldest first, (batch, d, width - 1);
+            None for zeros. With `causal=True` and without `cu_seqlens` only. It is put before x, which copies x once.
+        return_final_state: also return the inputs of the last width - 1 tokens, as `initial_state` and
+            `short_conv_step` take them; under the same conditions.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        (batch, seqlen, d) typed like x; sums are float32 (float64 for float64 inputs).
+        (batch, seqlen, d) typed like x; sums are float32 (float64 for float64 inputs). With `return_final_state` also
+        the state (batch, d, width - 1), typed like the given one or else like x.
 
     Raises:
         ValueError: a shape, dtype, device or option does not fit.
     """
     op = "short_conv"
-    check_floating(op, x=x, weight=weight, bias=bias)
-    check_no_tangents(op, x, weight, bias)
+    check_floating(op, x=x, weight=weight, bias=bias, initial_state=initial_state)
+    check_no_tangents(op, x, weight, bias, initial_state)
     if x.dim() != 3 or 0 in x.shape:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (batch, seqlen, d), none of them 0")
     width = weight.shape[-1]
@@ -55,8 +62,20 @@ def short_conv(
     if activation not in (None, "silu"):
         raise ValueError(f'{op}: activation is {activation!r}; use None or "silu"')
     check_cu_seqlens(op, cu_seqlens, x.shape[0], x.shape[1], x)
+    if initial_state is not None or return_final_state:
+        what = "return_final_state" if initial_state is None else "initial_state"
+        if not causal:
+            raise ValueError(f"{op}: {what} needs causal=True; a centred convolution has no state")
+        if cu_seqlens is not None:
+            raise ValueError(f"{op}: {what} and cu_seqlens are both given; give each document as a row of its own")
+    if initial_state is not None:
+        check_shape(op, "initial_state", initial_state, (x.shape[0], x.shape[2], width - 1))
     check_backend(op, backend, x)
-    return torch.ops.matmix.short_conv(x, weight, bias, causal, activation, cu_seqlens, backend)
+
+    def conv(rows: Tensor) -> Tensor:
+        return torch.ops.matmix.short_conv(rows, weight, bias, causal, activation, cu_seqlens, backend)
+
+    return run_from_state(conv, x, width, initial_state, return_final_state)
 
 
 @torch.library.custom_op("matmix::short_conv", mutates_args=())

@@ -73,7 +73,7 @@ def test_a_sample_fits_the_other_gpus(tmp_path, op):
     if not blackwell_is_right():  # products through tensor memory are not to be trusted
         assert not any(x["tensor_memory"] for x in found if x["target"] == "sm_100")
     kernels = {target: {x["kernel"] for x in found if x["target"] == target} for target in OTHERS}
-    assert len(kernels["sm_80"]) >= 2, "a forward and a backward pass"
+    assert len(kernels["sm_80"]) >= (1 if op.endswith("_step") else 2), "a forward and a backward pass"
     assert kernels["sm_80"] == kernels["sm_100"] == kernels["gfx942"]
 
 

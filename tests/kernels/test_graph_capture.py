@@ -17,9 +17,12 @@ from matmix.kernels import (
     gated_norm,
     matrix_product_scan,
     mru_mixer,
+    mru_step,
     quasiseparable_scan,
     semiseparable_scan,
+    semiseparable_step,
     short_conv,
+    short_conv_step,
 )
 from matmix.kernels.backend import _TRITON_FORMS
 from matmix.kernels.gated_norm import fused as fused_norm
@@ -27,7 +30,9 @@ from matmix.kernels.launching import record_launches
 from matmix.kernels.semiseparable.combined import combined_backward, move_gates
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused
+from matmix.kernels.semiseparable.fused import step as fused_step
 from matmix.kernels.short_conv import fused as fused_conv
+from matmix.kernels.short_conv import fused_step as fused_conv_step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [5, 0, 130, 1]
@@ -109,6 +114,24 @@ def test_the_small_ops_look_at_no_value():
     assert len(launches) >= 4 * 2 + 2
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_steps_look_at_no_value(dtype, in_place):
+    """One launch each, and what is in place stays there."""
+    with FakeTensorMode(), record_launches() as launches:
+        v, q, state = (torch.empty(shape, dtype=dtype) for shape in ((3, 4, 20), (3, 2, 10), (3, 40, 3)))
+        memory, factors = torch.empty(3, 4, 10, 20), torch.empty(3, 4)
+        for given in (factors, factors[0], None):
+            scale = factors if given is factors else None
+            y, new = fused_step.forward(v, q, q, given, memory, scale, given, in_place)
+            assert (y.shape, y.dtype, new.shape, new is memory) == (v.shape, dtype, memory.shape, in_place)
+        x, weight, bias = (torch.empty(shape, dtype=dtype) for shape in ((3, 40), (40, 4), (40,)))
+        for given, activation in ((bias, "silu"), (None, None)):
+            y, new = fused_conv_step.forward(x, state, weight, given, activation, in_place)
+            assert (y.shape, y.dtype, new.shape, new is state) == (x.shape, dtype, state.shape, in_place)
+    assert [x.kernel.__name__ for x in launches] == ["advance_state"] * 3 + ["advance_window"] * 2
+
+
 def calls():
     """Every op that has kernels, with what it takes; all tensors get gradients."""
     bounds = packed(LENGTHS)
@@ -131,8 +154,58 @@ def calls():
         yield "mru_mixer", mru_mixer, inputs, options
 
 
+def steps():
+    """Every step of one token: what it takes, the state among it, and whether it can leave the new state there."""
+    factors = {"log_decay": -torch.rand(2, 4), "input_scale": torch.rand(2, 4), "diagonal": torch.randn(4)}
+    vectors = {"v": torch.randn(2, 4, 20), "q": torch.randn(2, 2, 10), "k": torch.randn(2, 2, 10)}
+    yield "semiseparable_step", semiseparable_step, vectors | factors | {"state": torch.randn(2, 4, 10, 20)}, True
+    conv = {"x": torch.randn(2, 40), "weight": torch.randn(40, 4), "bias": torch.randn(40)}
+    yield "short_conv_step", short_conv_step, conv | {"state": torch.randn(2, 40, 3)}, True
+    inputs = mixer_inputs(1, "cayley", batch=2, heads=3, order=8, states=2)
+    inputs |= {"elements": inputs["elements"][:, 0], "state": inputs.pop("initial_state")}
+    yield "mru_step", mru_step, inputs, False
+
+
 def test_every_op_with_kernels_is_captured():
-    assert {name for name, *_ in calls()} >= set(_TRITON_FORMS)
+    assert {name for name, *_ in (*calls(), *steps())} >= set(_TRITON_FORMS)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("number", range(3))
+@torch.no_grad()
+def test_replays_of_a_captured_step_carry_the_state_on(number, dtype):
+    """In one place: each replay continues where the one before ended, as eager steps do, to the last bit."""
+    _, op, inputs, in_place = list(steps())[number]
+    narrow = {"v", "q", "k", "x", "elements"}
+    held = {name: x.cuda().to(dtype if name in narrow else torch.float32) for name, x in inputs.items()}
+    first = held["state"].clone()
+
+    def step(given):
+        if in_place:
+            return op(**given, in_place=True, backend="triton")[0]
+        y, state = op(**given, backend="triton")
+        given["state"].copy_(state)
+        return y
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(held)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(held)
+    held["state"].copy_(first)
+    eager = {name: x.clone() for name, x in held.items()}
+    for _ in range(3):
+        for name in narrow & set(held):
+            held[name].copy_(held[name].roll(1, -1))
+            eager[name] = held[name].clone()
+        graph.replay()
+        assert torch.equal(captured, step(eager))
+        assert torch.equal(held["state"], eager["state"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

@@ -27,7 +27,9 @@ TORCH_FORMS = {
     "mru_step": ("mru.chunked", "mru_step_torch"),
     "quasiseparable_scan": ("semiseparable.chunked", "quasiseparable_chunked"),
     "semiseparable_scan": ("semiseparable.chunked", "semiseparable_chunked"),
+    "semiseparable_step": ("semiseparable.chunked.step", "semiseparable_step_torch"),
     "short_conv": ("short_conv.chunked", "short_conv_torch"),
+    "short_conv_step": ("short_conv.chunked", "short_conv_step_torch"),
 }
 
 _PREFER_INSTALLED = '''

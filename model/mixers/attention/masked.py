@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from matmix.kernels import semiseparable_scan
+from matmix.kernels import semiseparable_scan, semiseparable_step
 from matmix.model.initialization import InitRule, normal_init
 from matmix.model.mixers.attention.masks import (
     decay_mask,
@@ -87,7 +87,7 @@ class MaskedAttention(Mixer):
         raise NotImplementedError
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q with its scale, k and v, each (B, L, H, headdim)."""
+        """q with its scale, k and v, each (..., H, headdim)."""
         q, k, v = (layer(x).unflatten(-1, (self.nheads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         return q * self.config.headdim**-0.5, k, v
 
@@ -141,7 +141,7 @@ class SmaCausal(MaskedAttention):
         return 2.0 * 3 * headdim**2
 
     def log_gates(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Logarithms of the gates for x (B, L, d_model): (B, L, H), (H,) where they are constant, or None."""
+        """Logarithms of the gates for x (..., d_model): (..., H), (H,) where they are constant, or None."""
         return None
 
     def mask(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,6 +160,11 @@ class SmaCausal(MaskedAttention):
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.project(x)
         y, state = semiseparable_scan(v, q, k, self.log_gates(x), initial_state=state, return_final_state=True)
+        return self.combine(y, x), state
+
+    def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.project(x)
+        y, state = semiseparable_step(v, q, k, self.log_gates(x), state)
         return self.combine(y, x), state
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from matmix.kernels import short_conv
+from matmix.kernels import short_conv, short_conv_step
 from matmix.kernels.precision import outside_autocast
 from matmix.model.initialization import constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
@@ -200,21 +200,31 @@ class Hyena(Mixer):
         return self.out_proj(mixed.squeeze(-1))
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The state before the first token: the last inputs of the short convolution, zeros (batch_size, d_conv - 1, 3
-        d_model), and the products x1 v of all tokens so far, empty (batch_size, 0, d_model)."""
+        """The state before the first token: the last inputs of the short convolution, zeros (batch_size, 3 d_model,
+        d_conv - 1), and the products x1 v of all tokens so far, empty (batch_size, 0, d_model)."""
         weight = self.in_proj.weight
         return (
-            weight.new_zeros(batch_size, self.config.d_conv - 1, 3 * self.d_model),
+            weight.new_zeros(batch_size, 3 * self.d_model, self.config.d_conv - 1),
             weight.new_empty(batch_size, 0, self.d_model),
         )
 
     def forward_with_state(
         self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        past, products = state
-        projected = self.in_proj(x)
-        joined = torch.cat([past.to(projected.dtype), projected], 1)
-        x0, x1, v = (part[:, past.shape[1] :] for part in self.convolve(joined))
+        window, products = state
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        carried = {"initial_state": window, "return_final_state": True}
+        convolved, window = short_conv(self.in_proj(x), weight, bias, causal=True, **carried)
+        x0, x1, v = convolved.chunk(3, -1)
         u = torch.cat([products.to(v.dtype), x1 * v], 1)
-        # A copy, or else the last few rows would keep all of a long prompt in memory.
-        return self.finish(x0, u), (joined[:, x.shape[1] :].clone(), u)
+        return self.finish(x0, u), (window, u)
+
+    def step(
+        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        window, products = state
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        convolved, window = short_conv_step(self.in_proj(x), window, weight, bias)
+        x0, x1, v = convolved.unsqueeze(1).chunk(3, -1)
+        u = torch.cat([products.to(v.dtype), x1 * v], 1)
+        return self.finish(x0, u).squeeze(1), (window, u)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from matmix.kernels import gated_norm, short_conv
+from matmix.kernels import gated_norm, short_conv, short_conv_step
 from matmix.model.initialization import normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.shared import RMSNormWeight
@@ -82,36 +82,37 @@ class Convolution(Mixer):
     def flops_per_token(cls, d_model: int, config: ConvolutionConfig, seqlen: int, causal: bool) -> float:
         return 2.0 * config.expand * d_model * (3 * d_model + cls.taps(config, causal))
 
-    def parts(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, tail: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gate z and the convolution's outputs v, both (B, L, d_inner), and its inputs, which with `tail`, those of
-        the d_conv - 1 tokens before, begin with it."""
+    def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gate z and the convolution's outputs v, both (B, L, d_inner)."""
         z, inputs = self.in_proj(x).chunk(2, -1)
-        if tail is not None:
-            inputs = torch.cat([tail.to(inputs.dtype), inputs], 1)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        v = short_conv(inputs, weight, bias, causal=self.causal, activation="silu", cu_seqlens=cu_seqlens)
-        return z, v[:, -x.shape[1] :], inputs
+        return z, short_conv(inputs, weight, bias, causal=self.causal, activation="silu", cu_seqlens=cu_seqlens)
 
     def finish(self, v: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Gated norm and output projection: (B, L, d_inner) each -> (B, L, d_model)."""
+        """Gated norm and output projection: (..., d_inner) each -> (..., d_model)."""
         return self.out_proj(gated_norm(v.to(z.dtype), self.norm.weight, z, eps=self.norm.eps))
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
-        z, v, _ = self.parts(x, cu_seqlens)
+        z, v = self.parts(x, cu_seqlens)
         return self.finish(v, z)
 
     def initial_state(self, batch_size: int) -> torch.Tensor:
-        """The last inputs of the convolution, zeros (batch_size, d_conv - 1, d_inner)."""
-        return self.in_proj.weight.new_zeros(batch_size, self.d_conv - 1, self.d_inner)
+        """The last inputs of the convolution, zeros (batch_size, d_inner, d_conv - 1)."""
+        return self.in_proj.weight.new_zeros(batch_size, self.d_inner, self.d_conv - 1)
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        z, v, inputs = self.parts(x, tail=state)
-        # A copy, or else the last few rows would keep all of a long prompt in memory.
-        return self.finish(v, z), inputs[:, x.shape[1] :].clone()
+        z, inputs = self.in_proj(x).chunk(2, -1)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        carried = {"initial_state": state, "return_final_state": True}
+        v, state = short_conv(inputs, weight, bias, causal=True, activation="silu", **carried)
+        return self.finish(v, z), state
+
+    def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z, inputs = self.in_proj(x).chunk(2, -1)
+        v, state = short_conv_step(inputs, state, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu")
+        return self.finish(v, z), state
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         return torch.eye(x.shape[1], dtype=x.dtype, device=x.device).expand(1, 1, -1, -1)

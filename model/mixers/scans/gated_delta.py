@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from matmix.kernels import gated_norm, short_conv
+from matmix.kernels import gated_norm, short_conv, short_conv_step
 from matmix.model.initialization import normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, gated_delta_rule, transition_matrix, unit_vectors
@@ -46,7 +46,7 @@ class GatedDeltaConfig:
 
 
 class DeltaParts(NamedTuple):
-    """The inputs of the recurrence, (B, L, heads, ...), and the gate of its output."""
+    """The inputs of the recurrence, (B, L, heads, ...) or of one token (B, heads, ...), and the gate of its output."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -54,7 +54,7 @@ class DeltaParts(NamedTuple):
     beta: torch.Tensor
     log_decay: torch.Tensor
     z: torch.Tensor
-    """(B, L, d_inner)"""
+    """(B, L, d_inner), or (B, d_inner)"""
 
 
 class GatedDelta(Mixer):
@@ -130,12 +130,9 @@ class GatedDelta(Mixer):
     def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> DeltaParts:
         """Computes all inputs of the recurrence from x (B, L, d_model)."""
         z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
-        return self.split_heads(self.convolve(qkv, cu_seqlens), z, *scalars)
-
-    def convolve(self, qkv: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-        """silu(conv(q k v)), same shape."""
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        return short_conv(qkv, weight, bias, causal=True, activation="silu", cu_seqlens=cu_seqlens)
+        convolved = short_conv(qkv, weight, bias, causal=True, activation="silu", cu_seqlens=cu_seqlens)
+        return self.split_heads(convolved, z, *scalars)
 
     def split_heads(
         self, qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor | None = None
@@ -160,7 +157,7 @@ class GatedDelta(Mixer):
         return self.finish(y, z)
 
     def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Norm, gate and output projection of y (B, L, heads, headdim)."""
+        """Norm, gate and output projection of y (..., heads, headdim)."""
         y = y.flatten(-2).to(z.dtype)
         return self.out_proj(gated_norm(y, self.norm.weight, z, eps=self.norm.eps, group_size=self.config.headdim))
 
@@ -179,12 +176,12 @@ class GatedDelta(Mixer):
         return self.finish(mixed, self.parts(x).z)
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros: what the convolution has yet to see (batch_size, d_conv - 1, its width), and the recurrence's state
+        """Zeros: the last inputs of the convolution (batch_size, its width, d_conv - 1), and the recurrence's state
         (batch_size, H, qk_dim, headdim)."""
         weight, config = self.in_proj.weight, self.config
         exact = torch.promote_types(weight.dtype, torch.float32)
         return (
-            weight.new_zeros(batch_size, config.d_conv - 1, self.sections[1]),
+            weight.new_zeros(batch_size, self.sections[1], config.d_conv - 1),
             weight.new_zeros(batch_size, self.nheads, config.qk_dim, config.headdim, dtype=exact),
         )
 
@@ -192,16 +189,20 @@ class GatedDelta(Mixer):
         self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
-        past, memory = state
-        joined = torch.cat([past.to(qkv.dtype), qkv], 1)
-        convolved = self.convolve(joined)[:, past.shape[1] :]
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        carried = {"initial_state": state[0], "return_final_state": True}
+        convolved, window = short_conv(qkv, weight, bias, causal=True, activation="silu", **carried)
         parts = self.split_heads(convolved, z, *scalars)
-        if x.shape[1] == 1:
-            q, k, v, beta, log_decay, _ = (part.squeeze(1) for part in parts)
-            alpha, written = log_decay.exp().unsqueeze(-1), beta.unsqueeze(-1) * k
-            y, memory = delta_rule_step(memory, alpha, k, -alpha * written, written, v.to(k.dtype), q)
-            y = y.unsqueeze(1)
-        else:
-            y, memory = gated_delta_rule(*parts[:5], initial_state=memory, chunk_size=self.config.chunk_size)
-        # A copy, or else the last few rows would keep all of a long prompt in memory.
-        return self.finish(y, z), (joined[:, x.shape[1] :].clone(), memory)
+        y, memory = gated_delta_rule(*parts[:5], initial_state=state[1], chunk_size=self.config.chunk_size)
+        return self.finish(y, z), (window, memory)
+
+    def step(
+        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        convolved, window = short_conv_step(qkv, state[0], weight, bias, activation="silu")
+        q, k, v, beta, log_decay, _ = self.split_heads(convolved, z, *scalars)
+        alpha, written = log_decay.exp().unsqueeze(-1), beta.unsqueeze(-1) * k
+        y, memory = delta_rule_step(state[1], alpha, k, -alpha * written, written, v.to(k.dtype), q)
+        return self.finish(y, z), (window, memory)

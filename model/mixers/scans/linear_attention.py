@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from matmix.kernels import semiseparable_scan
+from matmix.kernels import semiseparable_scan, semiseparable_step
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.shared import check_heads, head_count
@@ -97,7 +97,7 @@ class LinearAttention(Mixer):
         return (exact.clamp(max=0).exp() + exact.relu()).to(x.dtype)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q and k after the feature map, and v, all (B, L, H, headdim)."""
+        """q and k after the feature map, and v, all (..., H, headdim)."""
         q, k, v = (layer(x).unflatten(-1, (self.nheads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k = self.feature(q), self.feature(k)
         return (q, k, v) if self.config.normalize else (q * self.config.headdim**-0.5, k, v)
@@ -135,6 +135,11 @@ class LinearAttention(Mixer):
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.project(x)
         y, state = semiseparable_scan(*self.widened(q, k, v), None, initial_state=state, return_final_state=True)
+        return self.out_proj(self.divided(y, v.dtype).flatten(-2)), state
+
+    def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.project(x)
+        y, state = semiseparable_step(*self.widened(q, k, v), None, state)
         return self.out_proj(self.divided(y, v.dtype).flatten(-2)), state
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:

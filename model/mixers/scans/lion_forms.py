@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels import quasiseparable_scan
+from matmix.kernels import quasiseparable_scan, semiseparable_step
 from matmix.kernels.documents import shift_right
 from matmix.model.mixers.shared import gate_sums
 
@@ -125,15 +125,14 @@ def lion_step(
     """
     exact = state.keys.dtype
     q, k, v = q.to(exact), k.to(exact), v.to(exact)
-    products, keys, last = state
+    products, keys, last, gate = *state, None
     if log_gate is not None:
         log_gate = log_gate.to(exact).expand_as(last)
-        gate = (last if delayed else log_gate).exp().unsqueeze(-1)
-        products, keys, last = gate.unsqueeze(-1) * products, gate * keys, log_gate
-    products = products + k.unsqueeze(-1) * v.unsqueeze(-2)
+        gate = last if delayed else log_gate
+        keys, last = gate.exp().unsqueeze(-1) * keys, log_gate
     keys = keys + k
     own = 0.5 * (q * k).sum(-1)
-    y = (q.unsqueeze(-1) * products).sum(-2) - own.unsqueeze(-1) * v
+    y, products = semiseparable_step(v, q, k, gate, products, diagonal=-own)
     return y, (q * keys).sum(-1) - own, LionState(products, keys, last)
 
 

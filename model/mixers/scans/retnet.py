@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan
+from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan, semiseparable_step
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.shared import check_heads, head_count
@@ -96,7 +96,7 @@ class RetNet(Mixer):
         return q, k, v
 
     def finish(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Norm of each head, gate and output projection: y (B, L, H, value_headdim) -> (B, L, d_model)."""
+        """Norm of each head, gate and output projection: y (..., H, value_headdim) -> (..., d_model)."""
         y = y.flatten(-2)
         ones = torch.ones(y.shape[-1], dtype=y.dtype, device=y.device)
         y = gated_norm(y, ones, self.g_proj(x), eps=self.config.norm_eps, group_size=self.value_headdim)
@@ -133,6 +133,15 @@ class RetNet(Mixer):
         q, k, v = (part.squeeze(0).unflatten(0, x.shape[:2]) for part in parts)
         y, last = semiseparable_scan(v, q, k, self.log_decay(x), initial_state=before, return_final_state=True)
         return self.finish(y, x), (seen + x.shape[1], last)
+
+    def step(
+        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        seen, before = state
+        # Rows may stand at different positions: for the rotation all tokens lie in one row.
+        q, k, v = (part.squeeze(0) for part in self.project(x.unsqueeze(0), seen))
+        y, last = semiseparable_step(v, q, k, self.log_decay(x), before)
+        return self.finish(y, x), (seen + 1, last)
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(x.shape[1], device=x.device)

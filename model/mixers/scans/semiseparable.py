@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from matmix.kernels import gated_norm, semiseparable_scan, short_conv
+from matmix.kernels import gated_norm, semiseparable_scan, semiseparable_step, short_conv, short_conv_step
 from matmix.model.mixers.scans.scan_block import (
     ScanBlock,
     ScanBlockConfig,
@@ -47,29 +47,28 @@ class Semiseparable(ScanBlock):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
         self.init_rules["A_log"] = log_of_uniform_init(1.0, 16.0)
 
-    def parts(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, tail: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
-        """The gate z (B, L, d_inner), all arguments of the scan, and the conv's inputs (B, L, conv_dim), which with
-        `tail`, those of the d_conv - 1 tokens before, begin with it."""
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gate z (..., d_inner), the conv's inputs (..., conv_dim) and the raw step sizes (..., H)."""
         z, vbc, dt = self.in_proj(x).split([self.d_inner, self.conv_dim, self.nheads], -1)
-        if tail is not None:
-            vbc = torch.cat([tail.to(vbc.dtype), vbc], 1)
-        mixed = short_conv(
-            vbc,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            causal=True,
-            activation="silu",
-            cu_seqlens=cu_seqlens,
-        )
-        mixed = mixed[:, -x.shape[1] :]
+        return z, vbc, dt
+
+    def parts(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The gate z (B, L, d_inner), and all arguments of the scan by name."""
+        z, vbc, dt = self.project(x)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        mixed = short_conv(vbc, weight, bias, causal=True, activation="silu", cu_seqlens=cu_seqlens)
+        return z, self.arguments(mixed, dt)
+
+    def arguments(self, mixed: torch.Tensor, dt: torch.Tensor) -> dict[str, torch.Tensor]:
+        """All arguments of the scan from the conv's outputs (..., conv_dim) and the raw step sizes (..., H)."""
         v, k, q = mixed.split([self.d_inner, self.d_group, self.d_group], -1)
         # Step sizes and decays in float32: bfloat16 would round the decay of long memories to 1.
         exact = torch.promote_types(dt.dtype, torch.float32)
         dt = F.softplus(dt.to(exact) + self.dt_bias.to(exact))
         groups = (self.config.ngroups, self.config.d_state)
-        arguments = {
+        return {
             "v": v.unflatten(-1, (self.nheads, self.config.headdim)),
             "q": q.unflatten(-1, groups),
             "k": k.unflatten(-1, groups),
@@ -77,10 +76,9 @@ class Semiseparable(ScanBlock):
             "input_scale": dt,
             "diagonal": self.D,
         }
-        return z, arguments, vbc
 
     def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Gate, norm and output projection: y (B, L, d_inner) and z alike -> (B, L, d_model)."""
+        """Gate, norm and output projection: y (..., d_inner) and z alike -> (..., d_model)."""
         groups = self.config.ngroups
         if self.config.norm_before_gate:
             y = gated_norm(y, self.norm.weight, z, eps=self.norm.eps, group_size=self.d_inner // groups)
@@ -94,32 +92,42 @@ class Semiseparable(ScanBlock):
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
-        z, arguments, _ = self.parts(x, cu_seqlens)
+        z, arguments = self.parts(x, cu_seqlens)
         y = semiseparable_scan(**arguments, cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size or None)
         return self.finish(y.flatten(-2), z)
 
     def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros: the last inputs of the convolution (batch_size, d_conv - 1, conv_dim), and the state (batch_size, H,
+        """Zeros: the last inputs of the convolution (batch_size, conv_dim, d_conv - 1), and the state (batch_size, H,
         N, P), float32 at least."""
         weight, config = self.in_proj.weight, self.config
         exact = torch.promote_types(weight.dtype, torch.float32)
         return (
-            weight.new_zeros(batch_size, config.d_conv - 1, self.conv_dim),
+            weight.new_zeros(batch_size, self.conv_dim, config.d_conv - 1),
             weight.new_zeros(batch_size, self.nheads, config.d_state, config.headdim, dtype=exact),
         )
 
     def forward_with_state(
         self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        z, arguments, seen = self.parts(x, tail=state[0])
-        y, last = semiseparable_scan(
-            **arguments, initial_state=state[1], return_final_state=True, chunk_size=self.config.chunk_size or None
-        )
-        # A copy, or else the last few rows would keep all of a long prompt in memory.
-        return self.finish(y.flatten(-2), z), (seen[:, x.shape[1] :].clone(), last)
+        z, vbc, dt = self.project(x)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        carried = {"initial_state": state[0], "return_final_state": True}
+        mixed, window = short_conv(vbc, weight, bias, causal=True, activation="silu", **carried)
+        carried |= {"initial_state": state[1], "chunk_size": self.config.chunk_size or None}
+        y, last = semiseparable_scan(**self.arguments(mixed, dt), **carried)
+        return self.finish(y.flatten(-2), z), (window, last)
+
+    def step(
+        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        z, vbc, dt = self.project(x)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        mixed, window = short_conv_step(vbc, state[0], weight, bias, activation="silu")
+        y, last = semiseparable_step(**self.arguments(mixed, dt), state=state[1])
+        return self.finish(y.flatten(-2), z), (window, last)
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
-        _, a, _ = self.parts(x)
+        _, a = self.parts(x)
         below = semiseparable_matrix(a["q"], a["k"], a["log_decay"], a["input_scale"])
         return below + torch.diag_embed(self.D.unsqueeze(-1).expand(-1, x.shape[1]))
 

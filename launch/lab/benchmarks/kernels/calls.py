@@ -23,13 +23,13 @@ _PLAIN = ScanForm()
 
 
 class Call(NamedTuple):
-    """Forward and backward pass of one op on tensors of one dtype."""
+    """Forward and, if there is one, backward pass of one op on tensors of one dtype."""
 
     op: str
     title: str
     dtype: torch.dtype
     run: Callable[[ModuleType], object]
-    """Calls `forward` and `backward` of the module given."""
+    """Calls `forward`, and `backward` if there is one, of the module given."""
     main: bool = False
     """Models use the op like this: it is compiled under every configuration."""
     rare: bool = False
@@ -46,6 +46,7 @@ def calls() -> Iterator[Call]:
         for call in (*conv_calls(dtype), *norm_calls(dtype), *scan_calls(dtype)):
             seldom = dtype != torch.bfloat16 and not call.main and "state 128" not in call.title
             yield call._replace(main=call.main and dtype != torch.float16, rare=seldom)
+        yield from step_calls(dtype)
         yield from product_calls(dtype)
         yield from mixer_calls(dtype)
 
@@ -180,6 +181,68 @@ def _run_scan(
     linear = form._replace(combine="add" if form.combine == "add" else "concat", normalize=False)
     dy = _empty(*v.shape[:3], headdim * (1 if linear.combine == "add" else 2), dtype=dtype)
     module.backward(dy, drow_sum, dfinal, v, sides, skip, linear, cu_seqlens, None)
+
+
+def step_calls(dtype: torch.dtype) -> Iterator[Call]:
+    """One token from a state to the next."""
+
+    def scan(title: str, main: bool = False, **options) -> Call:
+        return Call("semiseparable_step", title, dtype, functools.partial(_run_step, dtype, **options), main)
+
+    def conv(title: str, width: int, **options) -> Call:
+        return Call("short_conv_step", title, dtype, functools.partial(_run_conv_step, dtype, width, **options))
+
+    yield scan("a token of SSD", main=dtype != torch.float16, decay="token", scale=True, diagonal="head")
+    yield scan("a token of SSD, state 128 x 64", d_state=128, decay="token", scale=True, diagonal="head")
+    yield scan("a token of LION", groups=24, decay="token", diagonal="token")
+    yield scan("a token of RetNet, in place", groups=24, headdim=128, decay="head", in_place=True)
+    yield scan("a token of linear attention, many rows", groups=24, headdim=65, batch=256)
+    yield scan("a token of states of an odd size", groups=24, d_state=300, headdim=77, decay="token")
+    yield conv("a token of width 4, silu", 4, bias=True, silu=True)
+    yield conv("a token of width 4, in place", 4, silu=True, in_place=True)
+    yield conv("a token of width 2", 2)
+    yield conv("a token of width 9, odd number of channels", 9, bias=True, channels=77)
+
+
+def _run_step(
+    dtype: torch.dtype,
+    module: ModuleType,
+    *,
+    batch: int = BATCH,
+    groups: int = 1,
+    d_state: int = 64,
+    headdim: int = 64,
+    decay: str | None = None,
+    scale: bool = False,
+    diagonal: str | None = None,
+    in_place: bool = False,
+) -> None:
+    heads = 24
+
+    def factor(kind: str | None) -> Tensor | None:
+        return {None: None, "token": _empty(batch, heads), "head": _empty(heads)}[kind]
+
+    # Slices of what the convolution gives.
+    mixed = _empty(batch, heads * headdim + 2 * groups * d_state, dtype=dtype)
+    v, q, k = mixed.split([heads * headdim, groups * d_state, groups * d_state], -1)
+    v, q, k = v.unflatten(-1, (heads, headdim)), *(x.unflatten(-1, (groups, d_state)) for x in (q, k))
+    state = _empty(batch, heads, d_state, headdim)
+    module.forward(v, q, k, factor(decay), state, factor("token" if scale else None), factor(diagonal), in_place)
+
+
+def _run_conv_step(
+    dtype: torch.dtype,
+    width: int,
+    module: ModuleType,
+    *,
+    channels: int = 1664,
+    bias: bool = False,
+    silu: bool = False,
+    in_place: bool = False,
+) -> None:
+    x, state = _empty(BATCH, 2 * channels, dtype=dtype)[:, channels:], _empty(BATCH, channels, width - 1, dtype=dtype)
+    weight, offset = _empty(channels, width, dtype=dtype), _empty(channels, dtype=dtype) if bias else None
+    module.forward(x, state, weight, offset, "silu" if silu else None, in_place)
 
 
 def product_calls(dtype: torch.dtype) -> Iterator[Call]:

@@ -1,0 +1,165 @@
+"""The semiseparable scan for a single token, which generation uses: checks, backend choice, registration."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from matmix.kernels.backend import check_backend, implementation
+from matmix.kernels.checks import (
+    check_at_most,
+    check_finite,
+    check_floating,
+    check_no_gradients,
+    check_no_tangents,
+    check_own_memory,
+    check_same_dtype,
+    check_shape,
+    wants_gradients,
+)
+from matmix.kernels.semiseparable.chunked.step import semiseparable_step_torch, step_forward
+from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY
+
+
+def semiseparable_step(
+    v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    *,
+    input_scale: Tensor | None = None,
+    diagonal: Tensor | None = None,
+    in_place: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """h_t = exp(log_decay) h_{t-1} + input_scale k v^T and y_t = q^T h_t + diagonal v for one token.
+
+    What `semiseparable_scan` ("Transformers are SSMs", arXiv 2405.21060) does to a sequence; the cost of a token does
+    not depend on how many came before. The Triton form is one launch, waits for nothing, and can be captured in a CUDA
+    graph.
+
+    Args:
+        v: values (batch, nheads, headdim).
+        q, k: (batch, ngroups, d_state), typed like v; nheads a multiple of ngroups, consecutive heads share a group.
+        log_decay: (batch, nheads), (nheads,) or None for no decay; at most 0.01, -inf forgets everything, as in
+            `semiseparable_scan`.
+        state: h_{t-1}, (batch, nheads, d_state, headdim) float32 (float64 for float64 inputs).
+        input_scale: (batch, nheads) or None for 1.
+        diagonal: (batch, nheads), (nheads,) or None for no skip.
+        in_place: write h_t into the memory of `state`, which is then what is returned; else `state` is left as it is.
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        y_t shaped and typed like v, and h_t shaped and typed like `state`. Gradients come from the PyTorch form: where
+        an input requires one, "auto" takes it, and "triton" and `in_place` are errors.
+
+    Raises:
+        ValueError: a shape, dtype, device, bound or option does not fit.
+    """
+    op = "semiseparable_step"
+    given = _checked(op, v, q, k, log_decay, state, input_scale, diagonal)
+    check_backend(op, backend, v)
+    check_no_gradients(op, in_place, backend, *given.values())
+    if in_place:
+        check_own_memory(op, "state", state)
+        y = torch.ops.matmix.semiseparable_step_(v, q, k, log_decay, state, input_scale, diagonal, backend)
+        return y, state
+    if wants_gradients(*given.values()):
+        return semiseparable_step_torch(v, q, k, log_decay, state, input_scale=input_scale, diagonal=diagonal)
+    return torch.ops.matmix.semiseparable_step(v, q, k, log_decay, state, input_scale, diagonal, backend)
+
+
+def _checked(
+    op: str,
+    v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    input_scale: Tensor | None,
+    diagonal: Tensor | None,
+) -> dict[str, Tensor | None]:
+    """All tensors by name, once shapes, dtypes, devices and bounds are found to fit."""
+    given = {"v": v, "q": q, "k": k, "state": state}
+    for name, tensor in given.items():
+        if tensor is None:
+            raise ValueError(f"{op}: {name} is None; give a floating-point tensor")
+    given |= {"log_decay": log_decay, "input_scale": input_scale, "diagonal": diagonal}
+    check_floating(op, **given)
+    check_no_tangents(op, *given.values())
+    check_same_dtype(op, v=v, q=q, k=k)
+    if v.dim() != 3 or 0 in v.shape:
+        raise ValueError(f"{op}: v has shape {tuple(v.shape)}; expected (batch, nheads, headdim), none of them 0")
+    batch, heads, headdim = v.shape
+    if q.dim() != 3 or 0 in q.shape:
+        raise ValueError(f"{op}: q has shape {tuple(q.shape)}; expected (batch, ngroups, d_state)")
+    groups, d_state = q.shape[1:]
+    if heads % groups:
+        raise ValueError(f"{op}: {heads} heads cannot share {groups} groups; make nheads a multiple of ngroups")
+    for name in ("q", "k"):
+        check_shape(op, name, given[name], (batch, groups, d_state))
+    for name in ("log_decay", "diagonal"):
+        if given[name] is not None:
+            check_shape(op, name, given[name], (batch, heads), (heads,))
+    if input_scale is not None:
+        check_shape(op, "input_scale", input_scale, (batch, heads))
+    check_shape(op, "state", state, (batch, heads, d_state, headdim))
+    wanted = torch.promote_types(v.dtype, torch.float32)
+    if state.dtype != wanted:
+        raise ValueError(f"{op}: state has dtype {state.dtype}; for v of {v.dtype} it is {wanted}: convert it")
+    check_at_most(op, LARGEST_LOG_DECAY, log_decay=log_decay)
+    check_finite(op, below=("log_decay",), **given)
+    return given
+
+
+@torch.library.custom_op("matmix::semiseparable_step", mutates_args=())
+def _step(
+    v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    input_scale: Tensor | None,
+    diagonal: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    run = implementation("semiseparable_step", "forward", step_forward, backend, v)
+    y, new = run(v, q, k, log_decay, state, input_scale, diagonal, False)
+    return y.contiguous(), new.contiguous()
+
+
+@_step.register_fake
+def _(v, q, k, log_decay, state, *_):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (v, state))
+
+
+@torch.library.custom_op("matmix::semiseparable_step_", mutates_args=("state",))
+def _step_in_place(
+    v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    input_scale: Tensor | None,
+    diagonal: Tensor | None,
+    backend: str,
+) -> Tensor:
+    run = implementation("semiseparable_step", "forward", step_forward, backend, v)
+    return run(v, q, k, log_decay, state, input_scale, diagonal, True)[0].contiguous()
+
+
+@_step_in_place.register_fake
+def _(v, *_):
+    return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+def _flops(v_shape, q_shape, *_, **__) -> int:
+    """The state is written and read: a multiply-add each per element, as in `scan_flops`."""
+    batch, heads, headdim = v_shape
+    return 2 * 2 * batch * heads * headdim * q_shape[2]
+
+
+register_flop_formula(torch.ops.matmix.semiseparable_step)(_flops)
+register_flop_formula(torch.ops.matmix.semiseparable_step_)(_flops)
