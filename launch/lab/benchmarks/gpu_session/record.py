@@ -122,8 +122,9 @@ class Record:
         """Of what is not as it should be, a line each."""
         lines = []
         for name, piece in self.pieces.items():
-            if piece.get("status", "ended its process") not in ("ok", "left out"):
-                lines.append(f"{name}: {piece.get('status', 'ended its process')}")
+            status = piece.get("status", "ended its process" if piece.get("begun", 0) >= ATTEMPTS else "ok")
+            if status not in ("ok", "left out"):
+                lines.append(f"{name}: {status}")
         return lines
 
 

@@ -38,7 +38,10 @@ def peer(distribution: str, module: str, name: str) -> Callable[..., Any]:
         # --no-deps --no-build-isolation mamba-ssm), so the package is entered without running its __init__.
         for loaded in [key for key in sys.modules if key.split(".")[0] == package]:
             del sys.modules[loaded]
-        sys.modules[package] = importlib.util.module_from_spec(importlib.util.find_spec(package))
+        found = importlib.util.find_spec(package)
+        if found is None:  # what had been imported lies nowhere any more
+            raise Missing(f"not installed: {HOW[distribution]}")
+        sys.modules[package] = importlib.util.module_from_spec(found)
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
         sys.modules.pop(package, None)

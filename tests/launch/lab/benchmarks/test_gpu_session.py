@@ -226,6 +226,20 @@ def test_every_kernel_has_about_forty_candidates_that_can_be(itemsize):
             assert all(getattr(config, name) == value for name, value in fields.items())
 
 
+def test_a_candidate_that_does_not_fit_is_left_out(tmp_path, monkeypatch):
+    def run(self, backward):
+        raise sweep.OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(sweep.Scan, "run", run)
+    now = session(tmp_path, "float32, mix: ")
+    assert sweep.run(now) == []
+    found = pieces_of(tmp_path, "sweep")
+    assert len(found) == sweep.TOY_CANDIDATES
+    assert all(piece["status"] == "left out" and "shared memory" in piece["why"] for piece in found.values())
+    assert now.record("sweep", tiles=False).wrong() == []
+    assert not (tmp_path / "interpreter.json").exists()
+
+
 def fake_seconds(config) -> float:
     return config.tile / 64 + config.mix_warps + config.state_warps / 100 + config.pair_registers / 1000 + config.stages
 
