@@ -256,3 +256,8 @@ def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
     ids = torch.randint(29, (2, SEQLEN))
     with torch.no_grad():
         torch.testing.assert_close(copy(ids), model(ids), rtol=1e-4, atol=1e-5)
+        if architecture == "language_model":  # token by token
+            logits, state = model(ids), copy.initial_state(len(ids))
+            for t in range(4):
+                step, state = copy.step(ids[:, t], state)
+                torch.testing.assert_close(step, logits[:, t], rtol=1e-4, atol=1e-5)
