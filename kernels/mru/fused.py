@@ -2,7 +2,8 @@
 
 Forward: the product of every chunk; the states at the chunks' edges, by the matrix-product scan over those products;
 then all chunks from their edges, each state projected at once, so that neither X nor H is ever in memory. A single
-chunk needs the last step alone.
+chunk needs the last step alone. Only `cayley` comes first with kernels of its own (`orthogonal.py`), once forward and
+once backward, and the others read X from memory.
 
 Where elements come from chunks of the tokens (`w_up`), they are made in registers too, and nothing else of a token is
 read. The gradients of both weights are sums of one share per chunk, added up in one order.
@@ -71,8 +72,8 @@ def options_of(level: Product, elements: Tensor, w_down: Tensor, w_up: Tensor | 
 
 def gradient_warps(construction: str, chunked: bool, dtype: torch.dtype) -> int:
     """Of the program with the most to keep in registers: with fewer it spills."""
-    if construction == "cayley" or not chunked:
-        return 2 if construction == "cayley" else 1
+    if not chunked:
+        return 1
     return (2 if dtype == torch.float32 else 1) * (2 if construction == "ldu" else 1)
 
 
