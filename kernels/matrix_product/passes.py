@@ -5,16 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from matmix.kernels.matrix_product.tiles import multiply, turned, turned_places
 from matmix.kernels.slots import locate
 
 
 @triton.jit
-def block_offsets(heads, h0, stride_h, ORDER: tl.constexpr, TILE: tl.constexpr):
-    """Offsets of a tile whose diagonal blocks are the matrices of heads h0, h0 + 1, ..., and where there is one."""
+def block_offsets(heads, h0, stride_h, ORDER: tl.constexpr, TILE: tl.constexpr, TURNED: tl.constexpr = False):
+    """Offsets of a tile whose diagonal blocks are the matrices of heads h0, h0 + 1, ..., and where there is one. The
+    rows can be `turned`."""
     i = tl.arange(0, TILE)
-    head = h0 + i // ORDER
-    offsets = (head * stride_h + i % ORDER * ORDER)[:, None] + (i % ORDER)[None, :]
-    inside = (i // ORDER)[:, None] == (i // ORDER)[None, :]
+    r = turned_places(TILE) if TURNED else i
+    head = h0 + r // ORDER
+    offsets = (head * stride_h + r % ORDER * ORDER)[:, None] + (i % ORDER)[None, :]
+    inside = (r // ORDER)[:, None] == (i // ORDER)[None, :]
     return offsets, inside & (head < heads)[:, None]
 
 
@@ -40,6 +43,7 @@ def prefix_pass(
     document, chunk, row, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
     size: tl.constexpr = ORDER * ORDER
     offsets, inside = block_offsets(heads, h0, size, ORDER, TILE)
+    x_offsets, x_inside = block_offsets(heads, h0, size, ORDER, TILE, True)
     i = tl.arange(0, TILE)
     # Blocks of heads that do not exist stay identities.
     state = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
@@ -50,12 +54,12 @@ def prefix_pass(
     if ENTERING:
         if (chunk > 0) & (start < length):
             state = tl.load(entering + (slot - 1).to(tl.int64) * heads * size + offsets, mask=inside, other=0.0)
-    at_x = x + row.to(tl.int64) * x_b + (begin + start).to(tl.int64) * x_l + offsets
+    at_x = x + row.to(tl.int64) * x_b + (begin + start).to(tl.int64) * x_l + x_offsets
     at_h = h + (row.to(tl.int64) * seqlen + begin + start) * heads * size + offsets if STORE else h
     # A slot of no document has no steps and leaves the identity.
     for _ in range(tl.minimum(CHUNK, length - start)):
-        factor = tl.load(at_x, mask=inside, other=0.0).to(tl.float32)
-        state = tl.dot(state, factor, input_precision=PRECISION)
+        factor = tl.load(at_x, mask=x_inside, other=0.0).to(tl.float32)
+        state = multiply(turned(state, TILE), factor, PRECISION)
         at_x += x_l
         if STORE:
             tl.store(at_h, state.to(h.dtype.element_ty), mask=inside)
@@ -122,17 +126,17 @@ def suffix_pass(
                         )
                     else:
                         before = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-                dx = tl.dot(tl.trans(before), b, input_precision=PRECISION)
+                dx = multiply(tl.trans(before), b, PRECISION)
                 tl.store(at_out, dx.to(out.dtype.element_ty), mask=inside)
                 at_out -= heads * size
-            b = tl.dot(b, tl.trans(factor), input_precision=PRECISION)
+            b = multiply(b, tl.trans(factor), PRECISION)
         else:
             if WRITE:
                 tl.store(at_out, b, mask=inside)
                 at_out -= heads * size
             added = tl.load(at_dh, mask=inside, other=0.0)
             at_dh -= dh_l
-            b = tl.dot(b, tl.trans(factor), acc=added, input_precision=PRECISION)
+            b = multiply(b, tl.trans(factor), PRECISION) + added
     if DINITIAL:
         if chunk == 0:
             tl.store(dinitial + document.to(tl.int64) * heads * size + offsets, b, mask=inside)

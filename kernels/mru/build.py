@@ -6,16 +6,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from matmix.kernels.matrix_product.tiles import multiply, turned_places
+
 
 @triton.jit
-def block_places(heads, h0, ORDER: tl.constexpr, TILE: tl.constexpr):
+def block_places(heads, h0, ORDER: tl.constexpr, TILE: tl.constexpr, TURNED: tl.constexpr = False):
     """Head, row in its matrix and column in its matrix of every place of a tile, and whether it is in a block at all
-    and of a head that exists."""
+    and of a head that exists. The rows can be `turned`."""
     i = tl.arange(0, TILE)
-    head = (h0 + i // ORDER)[:, None]
-    row, column = (i % ORDER)[:, None], (i % ORDER)[None, :]
-    same = (i // ORDER)[:, None] == (i // ORDER)[None, :]
-    return head, row, column, same, same & (head < heads)
+    r = turned_places(TILE) if TURNED else i
+    head = (h0 + r // ORDER)[:, None]
+    row, column = (r % ORDER)[:, None], (i % ORDER)[None, :]
+    same = (r // ORDER)[:, None] == (i // ORDER)[None, :]
+    # The only head of a tile exists.
+    inside = same if ORDER == TILE else same & (head < heads)
+    return head, row, column, same, inside
 
 
 @triton.jit
@@ -35,18 +40,24 @@ def element_offsets(head, row, column, ORDER: tl.constexpr, CONSTRUCTION: tl.con
 
 
 @triton.jit
-def row_places(heads, h0, columns, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+def row_places(
+    heads, h0, columns, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr = False
+):  # fmt: skip
     """Where the rows of the tile's heads lie below each other, `columns` numbers each, and which places (TILE, WIDTH)
     are there."""
-    i, c = tl.arange(0, TILE), tl.arange(0, WIDTH)
+    i = turned_places(TILE) if TURNED else tl.arange(0, TILE)
+    c = tl.arange(0, WIDTH)
     there = (h0 + i // ORDER < heads)[:, None] & (c < columns)[None, :]
     return (h0 * ORDER + i)[:, None] * columns + c[None, :], there
 
 
 @triton.jit
-def load_weights(weights, heads, h0, columns, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
+def load_weights(
+    weights, heads, h0, columns, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    TURNED: tl.constexpr = False,
+):  # fmt: skip
     """Weights (nheads, o, columns) of the tile's heads below each other, (TILE, WIDTH) float32."""
-    places, there = row_places(heads, h0, columns, ORDER, TILE, WIDTH)
+    places, there = row_places(heads, h0, columns, ORDER, TILE, WIDTH, TURNED)
     return tl.load(weights + places, mask=there, other=0.0).to(tl.float32)
 
 
@@ -108,33 +119,6 @@ def ldu_factors(m, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def inverse(a, row, column, same, ORDER: tl.constexpr):
-    """The inverse of every block, by Gauss-Jordan elimination without pivoting: all blocks take a step at once."""
-    for pivot in range(ORDER):
-        in_row, in_column = row == pivot, same & (column == pivot)
-        pivot_row = tl.sum(tl.where(in_row, a, 0.0), axis=0)
-        reciprocal = 1.0 / tl.sum(tl.where(in_column, pivot_row[None, :], 0.0), axis=1)
-        share = tl.sum(tl.where(in_column, a, 0.0), axis=1) * reciprocal
-        others = tl.where(same, a - share[:, None] * pivot_row[None, :], 0.0)
-        rest = tl.where(in_row, a * reciprocal[:, None], others)
-        a = tl.where(in_column, tl.where(in_row, reciprocal[:, None], -share[:, None]), rest)
-    return a
-
-
-@triton.jit
-def cayley(elements, row, column, same, ORDER: tl.constexpr):
-    """2 (I - S)^-1 - I, S skew. I - S has a positive definite symmetric part, so that no pivot is below 1.
-
-    In float64: pivots are 1 and more plus squares of elements, and float32 would lose the 1 where those reach
-    thousands, and with it orthogonality.
-    """
-    skew = tl.where(row > column, elements, -elements).to(tl.float64)
-    one = tl.where(same & (row == column), 1.0, 0.0).to(tl.float64)
-    x = 2.0 * inverse(tl.where(row == column, one, -skew), row, column, same, ORDER) - one
-    return x.to(tl.float32)
-
-
-@triton.jit
 def affine_rows(elements, row, column, same, ORDER: tl.constexpr):
     """The rows of [I + M_1; 0] and, at each row, the sum of absolute values that it is divided by, 1 or more."""
     k: tl.constexpr = ORDER // 2
@@ -157,16 +141,17 @@ def build(
     elements, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr, CONSTRUCTION: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """X from the loaded elements (TILE, TILE) float32, 0 outside the blocks; zeros give the identity."""
-    if CONSTRUCTION == "cayley":
-        x = cayley(elements, row, column, same, ORDER)
+    """X from the loaded elements (TILE, TILE) float32, 0 outside the blocks; zeros give the identity. "given" is
+    X itself."""
+    if CONSTRUCTION == "given":
+        x = elements
     elif CONSTRUCTION == "ldu":
         lower, upper, _ = ldu_factors(elements, row, column, same, ORDER, TILE)
-        x = tl.dot(lower, upper, input_precision=PRECISION)
+        x = multiply(lower, upper, PRECISION)
     elif CONSTRUCTION == "affine":
         x = affine(elements, row, column, same, ORDER)
     else:
-        x = elements + identity(TILE)
+        x = elements + tl.where(same & (row == column), 1.0, 0.0)
     return x
 
 
@@ -179,12 +164,12 @@ def build_gradient(
     if CONSTRUCTION == "cayley":
         # (I - S)^-1 = (X + I) / 2 =: R, dL/dS = 2 R^T dX R^T, and an element stands in S twice, with both signs.
         plus = tl.trans(x + identity(TILE))
-        full = tl.dot(tl.dot(plus, dx, input_precision=PRECISION), plus, input_precision=PRECISION)
+        full = multiply(multiply(plus, dx, PRECISION), plus, PRECISION)
         gradient = (full - tl.trans(full)) * 0.5
     elif CONSTRUCTION == "ldu":
         lower, upper, scale = ldu_factors(elements, row, column, same, ORDER, TILE)
-        of_lower = tl.dot(dx, tl.trans(upper), input_precision=PRECISION)
-        of_upper = tl.dot(tl.trans(lower), dx, input_precision=PRECISION)
+        of_lower = multiply(dx, tl.trans(upper), PRECISION)
+        of_upper = multiply(tl.trans(lower), dx, PRECISION)
         both = tl.where(same & (row == column), (of_lower + of_upper) * (0.5 * scale)[:, None], 0.0)
         mean = block_sums(tl.sum(both, axis=0), same) / ORDER
         on = both - mean[:, None]

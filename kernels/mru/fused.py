@@ -2,7 +2,8 @@
 
 Forward: the product of every chunk; the states at the chunks' edges, by the matrix-product scan over those products;
 then all chunks from their edges, each state projected at once, so that neither X nor H is ever in memory. A single
-chunk needs the last step alone.
+chunk needs the last step alone. Only `cayley` comes first with kernels of its own (`orthogonal.py`), once forward and
+once backward, and the others read X from memory.
 
 Where elements come from chunks of the tokens (`w_up`), they are made in registers too, and nothing else of a token is
 read. The gradients of both weights are sums of one share per chunk, added up in one order.
@@ -28,10 +29,18 @@ from torch.nn.functional import pad
 from matmix.kernels.launching import blocks_in_place, dot_precision, launch
 from matmix.kernels.matrix_product import fused as scan
 from matmix.kernels.matrix_product.fused import Product
+from matmix.kernels.mru.orthogonal import cayley_pass, polish_pass
 from matmix.kernels.mru.passes import collect_pass, gradients_pass, outputs_pass, products_pass
 
 GROUP = 8
 """Tokens whose states the backward pass holds at once: the chunk's square root needs the least memory."""
+
+
+ELIMINATED = {4: 32, 8: 32, 16: 16}
+"""Matrices that one warp eliminates at the same time, by order: as many as its registers hold."""
+
+POLISHED = 64
+"""Tokens whose matrices one program makes orthogonal, one after the other."""
 
 
 def level_of(elements: Tensor, w_down: Tensor, cu_seqlens: Tensor | None) -> Product:
@@ -63,8 +72,8 @@ def options_of(level: Product, elements: Tensor, w_down: Tensor, w_up: Tensor | 
 
 def gradient_warps(construction: str, chunked: bool, dtype: torch.dtype) -> int:
     """Of the program with the most to keep in registers: with fewer it spills."""
-    if construction == "cayley" or not chunked:
-        return 2 if construction == "cayley" else 1
+    if not chunked:
+        return 1
     return (2 if dtype == torch.float32 else 1) * (2 if construction == "ldu" else 1)
 
 
@@ -77,6 +86,28 @@ def input_of(elements: Tensor, w_up: Tensor | None, construction: str) -> tuple:
         # A construction with fewer columns is given columns of zeros, whose places of the tile nothing reads.
         weights = pad(w_up.float(), (0, elements.shape[3] - w_up.shape[2])).mT.mul(factor_of(construction))
     return elements, *elements.stride()[:2], None if weights is None else weights.contiguous()
+
+
+def built(level: Product, given: tuple, w_down: Tensor, construction: str, options: dict) -> tuple[Tensor, int, int]:
+    """State matrices (batch, seqlen, nheads, o, o) of constructions that are not built where they are multiplied, with
+    their strides, from what `input_of` gives."""
+    elements, width = given[0], w_down.shape[2]
+    shape = (level.rows, level.seqlen, level.heads, level.order, level.order)
+    x = torch.empty(shape, dtype=torch.float32, device=elements.device)
+    order = torch.empty((*shape[:3], 2, level.order), dtype=torch.int8, device=elements.device)
+    tokens = ELIMINATED[level.order] * level.order // level.tile
+    grid = level.rows * -(-level.seqlen // tokens), level.grid[1]
+    common = {name: options[name] for name in ("ORDER", "TILE", "maxnreg", "num_stages", "num_warps")}
+    launch(
+        cayley_pass, grid, *given, width, x, order, level.seqlen, level.heads, TOKENS=tokens,
+        CHUNKED=options["CHUNKED"], WIDTH=options["WIDTH"], PROJECTION=options["PROJECTION"], **common,
+    )  # fmt: skip
+    total = level.rows * level.seqlen
+    launch(
+        polish_pass, (-(-total // POLISHED), level.grid[1]), x, order, total, level.heads, COUNT=POLISHED,
+        PRECISION=options["PRECISION"], **common,
+    )  # fmt: skip
+    return x, *x.stride()[:2]
 
 
 def factor_of(construction: str) -> float:
@@ -97,6 +128,9 @@ def forward(
     given, w_down = input_of(elements, w_up, construction), w_down.contiguous()
     initial = None if initial_state is None else initial_state.float().contiguous()
     options = options_of(level, elements, w_down, w_up, construction)
+    if construction == "cayley":
+        given = (*built(level, given, w_down, construction, options), None)
+        options |= {"CONSTRUCTION": "given", "CHUNKED": False}
     norms, edges = edges_like(elements, w_down, cu_seqlens)
     entering = None
     if level.longest > scan.CHUNK:
@@ -132,17 +166,20 @@ def backward(
     dy = None if dy is None else blocks_in_place(dy, 3)
     dfinal = None if dfinal is None else dfinal.contiguous()
     initial = None if initial_state is None else initial_state.float().contiguous()
-    given += (w_down, w_down.shape[2], dy, *((0, 0) if dy is None else dy.stride()[:2]), dfinal)
-    options = {
-        **options_of(level, elements, w_down, w_up, construction),
-        "GROUP": GROUP,
-        "GIVEN": dy is not None,
-        "DFINAL": dfinal is not None,
-    }
+    options = options_of(level, elements, w_down, w_up, construction)
+    x, collected, building = None, given, {}
+    if construction == "cayley":
+        x, *strides = built(level, given, w_down, construction, options)
+        collected, building = (x, *strides, None), {"CONSTRUCTION": "given", "CHUNKED": False}
+    weighted = w_down, w_down.shape[2], dy, *((0, 0) if dy is None else dy.stride()[:2]), dfinal
+    options |= {"GROUP": GROUP, "GIVEN": dy is not None, "DFINAL": dfinal is not None}
     several = level.longest > scan.CHUNK
     inner = level.empty(level.slots * -(-scan.CHUNK // GROUP), elements)
     sums = level.empty(level.slots, elements) if several else None
-    launch(collect_pass, level.grid, *given, inner, sums, *level.place, SUMS=several, **options)
+    launch(
+        collect_pass, level.grid, *collected, *weighted, inner, sums, *level.place, SUMS=several,
+        **options | building,
+    )  # fmt: skip
     arriving = entering = None
     if several:
         products, entering = edges.unbind(0)
@@ -152,11 +189,11 @@ def backward(
         None if w is None else torch.empty((level.slots, *w_down.shape), dtype=torch.float32, device=elements.device)
         for w in (w_down, w_up)
     )
-    work = level.empty(level.slots * 2 * GROUP, elements)
+    work = level.empty(level.slots * (2 if x is None else 1) * GROUP, elements)
     dinitial = None if initial is None else torch.empty_like(initial)
     launch(
-        gradients_pass, level.grid, *given, arriving, inner, work, initial, entering, delements, up, down, dinitial,
-        *level.place, ARRIVING=several, INITIAL=initial is not None, ENTERING=several,
+        gradients_pass, level.grid, *given, *weighted, x, arriving, inner, work, initial, entering, delements, up, down,
+        dinitial, *level.place, BUILT=x is not None, ARRIVING=several, INITIAL=initial is not None, ENTERING=several,
         **options | {"num_warps": gradient_warps(construction, w_up is not None, elements.dtype)},
     )  # fmt: skip
     dw_down = torch.zeros_like(w_down) if dy is None else down.sum(0).to(w_down.dtype)

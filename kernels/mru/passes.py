@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from matmix.kernels.matrix_product.passes import last_chunk
+from matmix.kernels.matrix_product.tiles import multiply, turned
 from matmix.kernels.mru.build import (
     block_places,
     block_sums,
@@ -60,7 +61,8 @@ def products_pass(
     slot = tl.program_id(0)
     h0 = tl.program_id(1) * (TILE // ORDER)
     _, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
-    head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
+    TURNED: tl.constexpr = CONSTRUCTION == "given"
+    head, row, column, same, inside = block_places(heads, h0, ORDER, TILE, TURNED)
     start = chunk * CHUNK
     at = elements + row_.to(tl.int64) * e_b + (begin + start).to(tl.int64) * e_l
     places, read, _ = token_places(head, row, column, inside, heads, h0, d_c, ORDER, TILE, WIDTH, CONSTRUCTION, CHUNKED)
@@ -71,9 +73,10 @@ def products_pass(
         given = tl.load(at, mask=read, other=0.0).to(tl.float32)
         m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
         x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
-        product = tl.dot(product, x, input_precision=PRECISION)
+        product = multiply(turned(product, TILE) if TURNED else product, x, PRECISION)
         at += e_l
     size = heads * ORDER * ORDER
+    head, row, column, _, inside = block_places(heads, h0, ORDER, TILE)
     matrix = (head * ORDER + row) * ORDER + column
     tl.store(products + slot.to(tl.int64) * size + matrix, product, mask=inside)
 
@@ -91,15 +94,19 @@ def outputs_pass(
     slot = tl.program_id(0)
     h0 = tl.program_id(1) * (TILE // ORDER)
     document, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
+    TURNED: tl.constexpr = CONSTRUCTION == "given"
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
     size = heads * ORDER * ORDER
     matrix = (head * ORDER + row) * ORDER + column
     start = chunk * CHUNK
     at = elements + row_.to(tl.int64) * e_b + (begin + start).to(tl.int64) * e_l
-    places, read, _ = token_places(head, row, column, inside, heads, h0, d_c, ORDER, TILE, WIDTH, CONSTRUCTION, CHUNKED)
+    x_head, x_row, x_column, x_same, x_inside = block_places(heads, h0, ORDER, TILE, TURNED)
+    places, read, _ = token_places(
+        x_head, x_row, x_column, x_inside, heads, h0, d_c, ORDER, TILE, WIDTH, CONSTRUCTION, CHUNKED
+    )
     at += places
     up = load_weights(w_up, heads, h0, d_c, ORDER, TILE, WIDTH) if CHUNKED else 0
-    w = load_weights(w_down, heads, h0, d_c, ORDER, TILE, WIDTH)
+    w = load_weights(w_down, heads, h0, d_c, ORDER, TILE, WIDTH, True)
     flat, there = row_places(heads, h0, d_c, ORDER, TILE, WIDTH)
     width = heads * ORDER * d_c
     at_y = y + (row_.to(tl.int64) * seqlen + begin + start) * width
@@ -109,10 +116,10 @@ def outputs_pass(
     )
     for _ in range(tl.minimum(CHUNK, length - start)):
         given = tl.load(at, mask=read, other=0.0).to(tl.float32)
-        m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
-        x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
-        state = tl.dot(state, x, input_precision=PRECISION)
-        tl.store(at_y, tl.dot(state, w, input_precision=PROJECTION).to(y.dtype.element_ty), mask=there)
+        m = elements_of(given, up, x_row, x_column, x_same, CONSTRUCTION, CHUNKED, PROJECTION)
+        x = build(m, x_row, x_column, x_same, ORDER, TILE, CONSTRUCTION, PRECISION)
+        state = multiply(turned(state, TILE) if TURNED else state, x, PRECISION)
+        tl.store(at_y, tl.dot(turned(state, TILE), w, input_precision=PROJECTION).to(y.dtype.element_ty), mask=there)
         at += e_l
         at_y += width
     if last_chunk(chunk, start, length, CHUNK):
@@ -136,13 +143,17 @@ def collect_pass(
     slot = tl.program_id(0)
     h0 = tl.program_id(1) * (TILE // ORDER)
     document, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, CHUNK, PACKED)
+    TURNED: tl.constexpr = CONSTRUCTION == "given"
     head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
     size = heads * ORDER * ORDER
     matrix = (head * ORDER + row) * ORDER + column
     start = chunk * CHUNK
     token = (begin + start).to(tl.int64)
     # One pointer advances and small offsets stay: tiles of pointers would take twice the registers.
-    places, read, _ = token_places(head, row, column, inside, heads, h0, d_c, ORDER, TILE, WIDTH, CONSTRUCTION, CHUNKED)
+    x_head, x_row, x_column, x_same, x_inside = block_places(heads, h0, ORDER, TILE, TURNED)
+    places, read, _ = token_places(
+        x_head, x_row, x_column, x_inside, heads, h0, d_c, ORDER, TILE, WIDTH, CONSTRUCTION, CHUNKED
+    )
     up = load_weights(w_up, heads, h0, d_c, ORDER, TILE, WIDTH) if CHUNKED else 0
     at = elements + row_.to(tl.int64) * e_b + token * e_l
     at_inner = inner + slot.to(tl.int64) * ((CHUNK + GROUP - 1) // GROUP) * size
@@ -157,39 +168,40 @@ def collect_pass(
             tl.store(at_inner + matrix, product, mask=inside)
             at_inner += size
         given = tl.load(at + places, mask=read, other=0.0).to(tl.float32)
-        m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
-        x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
-        product = tl.dot(product, x, input_precision=PRECISION)
+        m = elements_of(given, up, x_row, x_column, x_same, CONSTRUCTION, CHUNKED, PROJECTION)
+        x = build(m, x_row, x_column, x_same, ORDER, TILE, CONSTRUCTION, PRECISION)
+        product = multiply(turned(product, TILE) if TURNED else product, x, PRECISION)
         at += e_l
         if SUMS and GIVEN:
             g = tl.load(at_dy + flat, mask=there, other=0.0).to(tl.float32)
             dh = tl.where(same, tl.dot(g, tl.trans(w), input_precision=PROJECTION), 0.0)
-            total = tl.dot(dh, tl.trans(product), acc=total, input_precision=PRECISION)
+            total += multiply(dh, tl.trans(product), PRECISION)
             at_dy += dy_l
     if SUMS:
         if DFINAL:
             if last_chunk(chunk, start, length, CHUNK):
                 b = tl.load(dfinal + document.to(tl.int64) * size + matrix, mask=inside, other=0.0)
-                total = tl.dot(b, tl.trans(product), acc=total, input_precision=PRECISION)
+                total += multiply(b, tl.trans(product), PRECISION)
         tl.store(sums + slot.to(tl.int64) * size + matrix, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["documents", "seqlen", "per_row"])
 def gradients_pass(
-    elements, e_b, e_l, w_up, w_down, d_c, dy, dy_b, dy_l, dfinal, arriving, inner, work, initial, entering,
+    elements, e_b, e_l, w_up, w_down, d_c, dy, dy_b, dy_l, dfinal, built, arriving, inner, work, initial, entering,
     out, dw_up, dw_down, dinitial, cu_seqlens, documents, seqlen, per_row, heads,
     ORDER: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     CONSTRUCTION: tl.constexpr, CHUNKED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GIVEN: tl.constexpr,
-    DFINAL: tl.constexpr, ARRIVING: tl.constexpr, INITIAL: tl.constexpr, ENTERING: tl.constexpr,
+    DFINAL: tl.constexpr, BUILT: tl.constexpr, ARRIVING: tl.constexpr, INITIAL: tl.constexpr, ENTERING: tl.constexpr,
     PROJECTION: tl.constexpr,
 ):  # fmt: skip
     """A chunk from the right: gradients of its elements (or its tokens' chunks), its share of the weights' by slot, and
     at a document's first chunk that of the initial state.
 
-    States are computed again, GROUP tokens at a time, from the products that `collect_pass` left; they and the state
-    matrices of a group wait in `work` (slots, 2 GROUP, nheads, o, o), of which a program reads what it wrote while it
-    is in the cache. Registers are short: hence weights that are loaded for every group, and a loop of its own for the
-    gradients of chunks.
+    States are computed again, GROUP tokens at a time, from the products that `collect_pass` left. Those of a group
+    wait in `work` (slots, 2 GROUP, nheads, o, o), of which a program reads what it wrote while it is in the cache. So
+    do the group's state matrices, unless all are there as `built` (batch, seqlen, nheads, o, o): `work` then has GROUP.
+    Registers are short: hence weights that are loaded for every group, and a loop of its own for the gradients of
+    chunks.
     """
     slot = tl.program_id(0)
     h0 = tl.program_id(1) * (TILE // ORDER)
@@ -221,7 +233,9 @@ def gradients_pass(
     flat, there = row_places(heads, h0, d_c, ORDER, TILE, WIDTH)
     at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l if GIVEN else dy
     at_inner = inner + slot.to(tl.int64) * ((CHUNK + GROUP - 1) // GROUP) * size
-    at_work = work + slot.to(tl.int64) * (2 * GROUP) * size
+    WAITING: tl.constexpr = GROUP if BUILT else 2 * GROUP
+    at_work = work + slot.to(tl.int64) * WAITING * size
+    at_built = built + (row_.to(tl.int64) * seqlen + token) * size if BUILT else work
     b = tl.zeros((TILE, TILE), tl.float32)
     dw = tl.zeros((TILE, WIDTH), tl.float32)
     if DFINAL:
@@ -239,14 +253,17 @@ def gradients_pass(
             entering, initial, document, slot, chunk, start, length, size, matrix, inside, TILE, INITIAL, ENTERING
         )
         own = tl.load(at_inner + group * size + matrix, mask=inside, other=0.0)
-        state = tl.dot(state, own, input_precision=PRECISION)
+        state = multiply(state, own, PRECISION)
         for step in range(count):
-            given = tl.load(at + (first + step).to(tl.int64) * e_l + places, mask=read, other=0.0).to(tl.float32)
-            m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
-            x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
             tl.store(at_work + step * size + matrix, state, mask=inside)
-            tl.store(at_work + (GROUP + step) * size + matrix, x, mask=inside)
-            state = tl.dot(state, x, input_precision=PRECISION)
+            if BUILT:
+                x = tl.load(at_built + (first + step) * size + matrix, mask=inside, other=0.0)
+            else:
+                given = tl.load(at + (first + step).to(tl.int64) * e_l + places, mask=read, other=0.0).to(tl.float32)
+                m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
+                x = build(m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
+                tl.store(at_work + (GROUP + step) * size + matrix, x, mask=inside)
+            state = multiply(state, x, PRECISION)
         tl.debug_barrier()
         for reverse in range(count):
             step = count - 1 - reverse
@@ -258,12 +275,17 @@ def gradients_pass(
             # Keeps the compiler from mixing the products of the three parts, whose operands would not fit registers.
             tl.debug_barrier()
             state = tl.load(at_work + step * size + matrix, mask=inside, other=0.0)
-            x = tl.load(at_work + (GROUP + step) * size + matrix, mask=inside, other=0.0)
-            dx = tl.dot(tl.trans(state), b, input_precision=PRECISION)
-            b = tl.dot(b, tl.trans(x), input_precision=PRECISION)
+            if BUILT:
+                x = tl.load(at_built + (first + step) * size + matrix, mask=inside, other=0.0)
+            else:
+                x = tl.load(at_work + (GROUP + step) * size + matrix, mask=inside, other=0.0)
+            dx = multiply(tl.trans(state), b, PRECISION)
+            b = multiply(b, tl.trans(x), PRECISION)
             tl.debug_barrier()
-            given = tl.load(at + place * e_l + places, mask=read, other=0.0).to(tl.float32)
-            m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
+            m = x
+            if not BUILT:
+                given = tl.load(at + place * e_l + places, mask=read, other=0.0).to(tl.float32)
+                m = elements_of(given, up, row, column, same, CONSTRUCTION, CHUNKED, PROJECTION)
             gradient = build_gradient(dx, x, m, row, column, same, ORDER, TILE, CONSTRUCTION, PRECISION)
             if CHUNKED:
                 # That of M; a triangle's is antisymmetric already. Outside the blocks only L D U's diagonal is not 0.

@@ -216,17 +216,18 @@ def test_nothing_waits_for_the_device():
         fused_conv.backward(x, x, weight, scale, True, "silu", cu_seqlens)
         fused_norm.forward(x, scale, x, 1e-5, 8)
         fused_norm.backward(x, x, scale, x, 1e-5, 8)
-    assert len(launches) == 1 + 2 + 1 + 1
+    names = [launch.kernel.__name__ for launch in launches]
+    assert [name for name in names if name != "fill_table"] == [
+        "_convolve",
+        "_conv_gradients",
+        "_gated_norm",
+        "_gradients",
+    ]
 
 
 def test_rules_reach_every_configuration_and_no_other():
     sizes = [(1, 1), (1, 2048), (16, 128), (8, 8192), (1, 1 << 20)]
-    picked = {
-        fused_conv.choose_config(*size, d, dtype)
-        for size in sizes
-        for d in (1, 32, 33, 768, 1792)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-    }
+    picked = {fused_conv.choose_config(*size, d) for size in sizes for d in (1, 32, 33, 768, 1792)}
     assert picked == set(fused_conv.configurations())
     picked = {fused_norm.choose_config(group) for group in (1, 64, 512, 513, 2048, 2049, 4096, 4097, 100_000)}
     assert picked == set(fused_norm.configurations())

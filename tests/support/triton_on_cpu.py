@@ -130,11 +130,16 @@ def _torch(data: numpy.ndarray) -> torch.Tensor:
     return torch.from_numpy(numpy.ascontiguousarray(data)).reshape(data.shape)
 
 
+def _poison(x: torch.Tensor) -> torch.Tensor:
+    return x.fill_(torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
+
+
 class PoisonedTorch:
-    """torch, whose uninitialised tensors hold NaN: put in a module's `torch`, it shows what is never written."""
+    """torch, whose uninitialised tensors hold NaN, or the largest integer: put in a module's `torch`, it shows what is
+    never written."""
 
     def __getattr__(self, name):
         found = getattr(torch, name)
         if name in ("empty", "empty_like"):
-            return lambda *args, **kwargs: found(*args, **kwargs).fill_(torch.nan)
+            return lambda *args, **kwargs: _poison(found(*args, **kwargs))
         return found

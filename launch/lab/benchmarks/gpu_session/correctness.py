@@ -426,8 +426,10 @@ def run_pytest(session: Session, log: Path) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         skip = Path(folder, "skip")
         skip.write_text(json.dumps([test for test, outcome in outcomes(log).items() if outcome != "failed"]))
-        environment = dict(os.environ, MATMIX_TEST_LOG=str(log.resolve()), MATMIX_TEST_SKIP=str(skip))
-        environment.pop("TRITON_INTERPRET", None)  # the tests set it themselves
+        # The tests set the interpreter's variable themselves; a run of pytest in a run of pytest is a worker of neither.
+        left_out = ("TRITON_INTERPRET", "PYTEST_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+        environment |= {"MATMIX_TEST_LOG": str(log.resolve()), "MATMIX_TEST_SKIP": str(skip)}
         command += FEW_TESTS if session.toy else TESTS
         try:
             done = subprocess.run(command, cwd=TREE, env=environment, timeout=max(1.0, session.limit.left() - 5))

@@ -27,7 +27,15 @@ COUNTS = Path(__file__).parents[1] / "results" / "counts.json"
 TARGET = "sm_90"
 TOLERANCE = 0.05
 """How much more than before a kernel may cost."""
-COUNTED = ("Hydra, one group,", "SSD,", "width 7 centred, packed, silu,", "groups of 1536 in 1536,")
+COUNTED = (
+    "Hydra, one group,",
+    "SSD,",
+    "width 7 centred, packed, silu,",
+    "groups of 1536 in 1536,",
+    "cayley, order 16, rows,",
+    "cayley, order 8, rows,",
+    "affine, order 8, rows,",
+)
 """Beginnings of titles of the calls, each in bfloat16."""
 
 
@@ -35,6 +43,16 @@ def _scan_loops(names: dict[str, Any]) -> tuple[float, ...]:
     """Heads, and in them the other tiles on one side of the program's own, on average."""
     heads, others = names["HEADS"], (names["CHUNK"] // names["TILE"] - 1) / 2
     return (heads, others) if heads > 1 else (others,)
+
+
+def _chunk(names: dict[str, Any]) -> tuple[float, ...]:
+    """Steps of a chunk of the matrix product, of which there may be fewer than one chunk has."""
+    return (min(names["CHUNK"], names["seqlen"]),)
+
+
+def _groups(names: dict[str, Any]) -> tuple[float, ...]:
+    """Groups of a chunk, and the tokens of a group."""
+    return _chunk(names)[0] / names["GROUP"], names["GROUP"]
 
 
 def _directions(names: dict[str, Any]) -> int:
@@ -50,6 +68,14 @@ LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
     "_convolve": lambda names: (names["SPAN"] / names["ROWS"],),
     "_conv_gradients": lambda names: (names["walk"], (names["SPAN"] + names["WIDTH"] - 1) / names["ROWS"]),
     "_gradients": lambda names: (names["walk"],),
+    "cayley_pass": lambda names: (names["ORDER"] / 2,),
+    "polish_pass": lambda names: (names["COUNT"],),
+    "products_pass": _chunk,
+    "outputs_pass": _chunk,
+    "collect_pass": _chunk,
+    "gradients_pass": _groups,
+    "prefix_pass": _chunk,
+    "suffix_pass": _chunk,
     "_statistics": lambda names: (math.ceil(names["group"] / names["COLUMNS"]),),
 }
 """By kernel, how often its loops run, from the outermost on, given its arguments by name. What is not here has none."""

@@ -60,7 +60,7 @@ def counts(*words: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     "kernels",
     [
-        pytest.param(("decay_sums", "state_pass", "_gated_norm"), id="light"),
+        pytest.param(("decay_sums", "state_pass", "_gated_norm", "cayley_pass"), id="light"),
         pytest.param(tuple(dict.fromkeys(x.kernel for x in KEPT)), id="all", marks=pytest.mark.slow),
     ],
 )
@@ -91,5 +91,12 @@ def test_what_has_grown_is_named():
 
 
 def test_the_kept_kernels_compute_with_no_doubles():
-    assert {x.kernel for x in KEPT} >= {"decay_sums", "state_pass", "mix", "pair_gradients", "state_gradients"}
+    assert {x.kernel for x in KEPT} >= {
+        "decay_sums",
+        "state_pass",
+        "mix",
+        "pair_gradients",
+        "state_gradients",
+        "cayley_pass",
+    }
     assert not any(x.float64 for x in KEPT)
