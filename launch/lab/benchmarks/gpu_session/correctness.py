@@ -426,7 +426,7 @@ def run_pytest(session: Session, log: Path) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         skip = Path(folder, "skip")
         skip.write_text(json.dumps([test for test, outcome in outcomes(log).items() if outcome != "failed"]))
-        # The tests set the interpreter's variable themselves; a run of pytest in a run of pytest is a worker of neither.
+        # The tests set the interpreter's variable themselves; what one pytest tells its workers is not for another.
         left_out = ("TRITON_INTERPRET", "PYTEST_")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         environment |= {"MATMIX_TEST_LOG": str(log.resolve()), "MATMIX_TEST_SKIP": str(skip)}
