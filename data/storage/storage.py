@@ -168,9 +168,9 @@ class Storage:
         except (OSError, ValueError) as error:
             raise ValueError(f"cannot write the data cache {self.cache} ({error}); set data.cache_dir") from None
         with held:
-            there = target.exists()
-            if there and is_good(target):
+            if target.exists() and is_good(target):
                 return target
+            there = target.exists()  # and damaged; others may have made room while it was read
             part = target.with_name(f"{target.name}.part-{os.getpid()}")
             try:
                 fill(part)
@@ -189,9 +189,12 @@ class Storage:
         return target
 
     def _is_good_copy(self, copy: Path, shard: ShardInfo, compressed: bool) -> bool:
-        """Whether a copy in the cache has the bytes of the shard."""
+        """Whether a copy in the cache has the bytes of the shard; not where others remove it meanwhile."""
         expected = (shard.raw_sha256 if compressed else shard.sha256) or read_note(copy, shard)
-        return expected is not None and sha256_of(copy) == expected
+        try:
+            return expected is not None and sha256_of(copy) == expected
+        except FileNotFoundError:
+            return False
 
     def _fill(self, part: Path, split: str, shard: ShardInfo, compressed: bool) -> None:
         stored = f"{split}/{shard.file}"

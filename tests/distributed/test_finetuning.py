@@ -12,10 +12,10 @@ from harness import run_distributed
 from labelled import WORDS, texts, write_recipe
 from nightly import nightly
 from runs import losses, records
+from seqeval import metrics as entities
 from sklearn import metrics
 
 from matmix.launch.examples import judge, judge_of_run
-from matmix.train.tasks.finetuning.entities import entity_scores
 
 PAIRS = [{"text": row["text"], "pair": " ".join(reversed(row["text"].split()))} for row in texts(84)]
 TAGS = ("B-X", "I-X", "O")
@@ -95,7 +95,12 @@ def _scores_of_tags(judged):
     assert len(numbers) == sum(len(row["label"]) for row in ENTITIES[53:])
     tags = [[np.array(TAGS)[each[numbers == row]].tolist() for row in range(31)] for each in (labels, values)]
     assert tags[0] == [row["label"] for row in ENTITIES[53:]]
-    return {"accuracy": metrics.accuracy_score(labels, values), **entity_scores(*tags)}
+    return {
+        "accuracy": metrics.accuracy_score(labels, values),
+        "entity_f1": entities.f1_score(*tags),
+        "entity_precision": entities.precision_score(*tags),
+        "entity_recall": entities.recall_score(*tags),
+    }
 
 
 def _scores_of_answers(judged):

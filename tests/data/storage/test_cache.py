@@ -13,6 +13,7 @@ from matmix.data.config import DataConfig
 from matmix.data.loading.loader import build_loader
 from matmix.data.splits.reader import open_dataset
 from matmix.data.storage import cache as module
+from matmix.data.storage import storage
 from matmix.data.storage.cache import hold_shard, make_room
 
 
@@ -121,6 +122,23 @@ def test_a_shard_that_vanishes_before_it_is_held_is_fetched_again(tmp_path, monk
     assert hold_shard(cache, fetch)[0] == path
     assert len(fetched) == 2
     assert path.exists()
+
+
+def test_a_shard_that_others_remove_while_it_is_checked_is_made_again(path, tmp_path, monkeypatch, told):
+    cache, expected = tmp_path / "cache", everything(open_dataset(str(path), cache_dir=str(tmp_path / "other")))
+    everything(open_dataset(str(path), cache_dir=str(cache)))
+    digest, removed = storage.sha256_of, []
+
+    def after_others_made_room(copy):
+        if copy.is_relative_to(cache) and copy.suffix == ".mds" and copy.name not in removed:
+            removed.append(copy.name)
+            copy.unlink()
+        return digest(copy)
+
+    monkeypatch.setattr(storage, "sha256_of", after_others_made_room)
+    assert everything(open_dataset(str(path), cache_dir=str(cache))) == expected
+    assert len(removed) == 16
+    assert not told  # nothing was damaged
 
 
 def read_all(path, cache, seed, start, results):
