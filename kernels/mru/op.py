@@ -43,8 +43,8 @@ def mru_mixer(
     """The MRU between its two large projections: y_t = H_t w_down[head], H_t = H_{t-1} X_t, X_t from its elements.
 
     On GPUs, for affine, identity_plus, ldu and cayley with o <= 16 and d_c = d_chunk <= 32 (16 for float32), neither
-    X nor H is written to memory, nor elements that come from chunks; what is kept for the backward pass are the
-    elements or chunks and two matrices per 64 tokens. Other constructions, sizes and devices run
+    X nor H is written to memory, nor elements that come from chunks; only cayley's X is there while a pass runs. What
+    is kept for the backward pass are the elements or chunks and two matrices per 64 tokens. Other constructions, sizes and devices run
     `build_state_matrices`, `matrix_product_scan` and a product, with all states kept; backend="torch" keeps what is
     given alone and computes the rest again, which on a CPU takes 1.5 to 2 times as long.
 
