@@ -44,9 +44,9 @@ def mru_mixer(
 
     On GPUs, for affine, identity_plus, ldu and cayley with o <= 16 and d_c = d_chunk <= 32 (16 for float32), neither
     X nor H is written to memory, nor elements that come from chunks; only cayley's X is there while a pass runs. What
-    is kept for the backward pass are the elements or chunks and two matrices per 64 tokens. Other constructions, sizes and devices run
-    `build_state_matrices`, `matrix_product_scan` and a product, with all states kept; backend="torch" keeps what is
-    given alone and computes the rest again, which on a CPU takes 1.5 to 2 times as long.
+    is kept for the backward pass are the elements or chunks and two matrices per 64 tokens. Other constructions,
+    sizes and devices run `build_state_matrices`, `matrix_product_scan` and a product, with all states kept;
+    backend="torch" keeps what is given alone and computes the rest again, which on a CPU takes 1.5 to 2 times as long.
 
     Args:
         elements: (batch, seqlen, nheads, E), E = `state_elements(construction, o)`; with `w_up` the tokens' chunks
