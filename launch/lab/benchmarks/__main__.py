@@ -30,7 +30,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from matmix.train.process.console import guarded
+from matmix.train.process.console import begin_process, guarded
 
 COMMANDS = {
     **{name: f"kernels.{name}:main" for name in ("scan", "conv", "norm", "mru", "cpu", "resources", "counts")},
@@ -61,4 +61,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    begin_process()
     sys.exit(main(sys.argv[1:]))

@@ -186,7 +186,9 @@ def test_state_matrices_are_orthogonal_to_rounding(interpreter, order, size, chu
     w_down = torch.eye(order).repeat(heads, 1, 1)
     places = torch.arange(tokens + 1, dtype=torch.int32)  # documents of one token
     y = on(interpreter)(elements=given, w_down=w_down, w_up=w_up, cu_seqlens=places)[0]
-    assert (y @ y.mT - torch.eye(order)).abs().max() < 1e-6
+    off = (y @ y.mT - torch.eye(order)).abs().amax((1, 2, 3))
+    assert off[:-1].max() < 1e-6
+    assert off[-1] < 1e-4  # a third order of what large elements of rank 2 cost
     wanted = mru_mixer_definition(given, w_down, w_up=w_up, cu_seqlens=places)[0].float()
     torch.testing.assert_close(y[:-2], wanted[:-2], rtol=0, atol=max(1e-6, 1e-7 * size))
 

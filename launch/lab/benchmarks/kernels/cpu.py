@@ -4,8 +4,9 @@ Prints one line per case with forward + backward times and, per peer, how many t
 memory it takes; writes the same with hardware, versions and date as JSON (--out). `--only TEXT` picks cases
 by their title. Peak memory is the growth of the resident set of a fresh process that runs one candidate once.
 
-Leave the machine alone meanwhile: OpenMP's threads spin while they wait, so that any other busy process makes
-code of many short parallel regions look many times slower (OMP_WAIT_POLICY=PASSIVE tames that, at a price).
+Leave the machine alone meanwhile. OpenMP's idle threads sleep (OMP_WAIT_POLICY=PASSIVE, as in training): where they
+spin, any other busy process, such as those that torch.compile starts, makes code of many short parallel regions many
+times slower.
 """
 
 from __future__ import annotations
