@@ -19,6 +19,9 @@ from matmix.kernels.mru.norms import EVERY, summary
 FUSED = ("affine", "identity_plus", "ldu", "cayley")
 """Constructions that the fused form knows."""
 
+NVIDIA_ONLY = ("cayley",)
+"""Those of them whose kernels Triton's compiler for AMD's GPUs refuses."""
+
 PRODUCTLESS = ("affine", "identity_plus")
 """Those of them that are built without a product of matrices."""
 
@@ -105,6 +108,8 @@ def no_kernel(elements: Tensor, w_down: Tensor, construction: str, w_up: Tensor 
     _, order, width = w_down.shape
     if construction not in FUSED:
         return f"knows the constructions {', '.join(FUSED)}, not {construction}"
+    if torch.version.hip and construction in NVIDIA_ONLY:
+        return f"builds {construction} on NVIDIA's GPUs only"
     if order > LARGEST_ORDER or order not in ORDERS:
         return f"takes matrices of order 4, 8 or 16, not {order}"
     largest = LARGEST_WIDTHS.get(elements.dtype, width)

@@ -19,6 +19,7 @@ import triton.language as tl
 from matmix.kernels.backend import _TRITON_FORMS
 from matmix.kernels.compiling import HARDWARE, Resources, amdgcn_report, compilation, compiled, problem, ptxas_report
 from matmix.kernels.launching import blackwell_is_right, launch, record_launches, safe_on
+from matmix.launch.lab.benchmarks.kernels.resources import NOT_ON_AMD
 
 OTHERS = [target for target in HARDWARE if target != "sm_90"]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -74,7 +75,7 @@ def test_a_sample_fits_the_other_gpus(tmp_path, op):
         assert not any(x["tensor_memory"] for x in found if x["target"] == "sm_100")
     kernels = {target: {x["kernel"] for x in found if x["target"] == target} for target in OTHERS}
     assert len(kernels["sm_80"]) >= (1 if op.endswith("_step") else 2), "a forward and a backward pass"
-    assert kernels["sm_80"] == kernels["sm_100"] == kernels["gfx942"]
+    assert kernels["sm_80"] == kernels["sm_100"] == kernels["gfx942"] | (kernels["sm_80"] & NOT_ON_AMD)
 
 
 @pytest.mark.slow

@@ -13,9 +13,10 @@ from mru_inputs import FUSED, mixer_inputs
 from matmix.kernels import matrix_product_scan, mru_mixer, mru_mixer_is_fused, mru_step
 from matmix.kernels.mru.chunked import mru_mixer_torch
 from matmix.kernels.mru.chunks import chunks_gradient, elements_from_chunks
-from matmix.kernels.mru.constructions import CONSTRUCTIONS, build_state_matrices
+from matmix.kernels.mru.constructions import CONSTRUCTIONS, build_state_matrices, state_elements
 from matmix.kernels.mru.definition import elements_definition, mru_mixer_definition
 from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
+from matmix.kernels.mru.op import no_kernel
 
 recomputing = functools.partial(mru_mixer, backend="torch")
 
@@ -223,3 +224,11 @@ def test_fused_states_lose_little_over_thousands_of_steps(order):
     inputs = mixer_inputs(4096, "cayley", order=order)
     _, final = mru_mixer(**{name: x.cuda() for name, x in inputs.items()}, return_final_state=True)
     assert rmse_ratio(final.cpu(), mru_mixer_definition(**inputs, return_final_state=True)[1]) <= 1e-4
+
+
+def test_cayley_has_no_kernel_on_amds_gpus(monkeypatch):
+    elements, w_down = torch.randn(1, 4, 2, state_elements("cayley", 4)), torch.randn(2, 4, 5)
+    assert no_kernel(elements, w_down, "cayley") == ""
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert no_kernel(elements, w_down, "cayley") == "builds cayley on NVIDIA's GPUs only"
+    assert no_kernel(torch.randn(1, 4, 2, 8), w_down, "affine") == ""

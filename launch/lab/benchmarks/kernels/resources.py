@@ -27,6 +27,9 @@ from matmix.launch.lab.benchmarks.kernels.calls import Call, calls
 
 Beside, Found = TypeVar("Beside"), TypeVar("Found")
 
+NOT_ON_AMD = frozenset({"cayley_pass"})
+"""Kernels that its compiler refuses, and that are not launched there (NVIDIA_ONLY in matmix.kernels.mru.op)."""
+
 
 class Recorded(NamedTuple):
     """A launch and what it was recorded from."""
@@ -69,6 +72,8 @@ def compilations(found: Iterable[Recorded], targets: Iterable[str]) -> dict[str,
     jobs: dict[str, tuple[Call, Compilation]] = {}
     for target in targets:
         for call, launch, _ in found:
+            if target.startswith("gfx") and launch.kernel.__name__ in NOT_ON_AMD:
+                continue
             job = compilation(launch, target)
             jobs.setdefault(job.key, (call, job))
     return jobs
