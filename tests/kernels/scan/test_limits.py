@@ -80,7 +80,6 @@ def test_states_that_no_kernel_takes_go_to_pytorch_and_one_warning_says_so(monke
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(quasiseparable_scan(*inputs), wanted)
-    monkeypatch.undo()
 
 
 def test_asked_for_states_that_no_kernel_takes_are_an_error(interpreter):
