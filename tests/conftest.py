@@ -17,6 +17,8 @@ from messages import Heard
 # One thread per process, here and in those that tests start: they run in parallel, and runs that have to be the same
 # bit for bit are only so with as many threads.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+# One width of the terminal: help pages wrap, and lay boxes side by side, as it says.
+os.environ["COLUMNS"] = "100"
 
 # No verdict on how fast a machine makes or tries examples.
 _ANY_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
