@@ -41,12 +41,13 @@ def gradients(
 ) -> Found:
     """The backward pass of one scan, from the states at the edges of its chunks."""
     two, stored = len(sides) == 2, entering is not None
-    through_states = stored or scan.chunk > scan.tile
+    cross = scan.chunk > scan.tile
+    further = stored or cross
     first, second, self_weight = one_or_two(sides, form)
     # Heads in one program share the last products; fewer of them where that would leave the GPU idle.
     heads = scan.heads_at_once(scan.share)
     blocks = scan.share // heads
-    add = through_states and blocks == 1
+    add = further and blocks == 1
     shape, factors = first.q.shape, v.shape[:3]
 
     def vectors(parts: int, dtype: torch.dtype, zero: bool) -> Tensor:
@@ -57,13 +58,15 @@ def gradients(
         size = (parts, *factors) if parts else factors
         return torch.empty(size, dtype=torch.float32, device=v.device) if wanted else None
 
-    parts = blocks * (2 if through_states and not add else 1)
-    pair_dtype = v.dtype if parts == 1 and not through_states else torch.float32
+    parts = blocks * (2 if further and not add else 1)
+    pair_dtype = v.dtype if parts == 1 and not further else torch.float32
     dqs = [vectors(parts, pair_dtype, form.shift and not add) for _ in sides]
     dks = [vectors(parts, pair_dtype, False) for _ in sides]
     gated = [side.log_decay is not None for side in (first, second)]
     scaled = [side.input_scale is not None for side in (first, second)]
-    readers, writers, scales = ([factor(there) for there in which] for which in (gated, gated, scaled))
+    decays, scales = ([factor(there) for there in which] for which in (gated, scaled))
+    crossed, entered = (factor(cross and any(gated)) for _ in range(2))
+    dq_cross = vectors(blocks, torch.float32, False) if cross else None
     halves = two and form.combine == "concat"
     along, along2 = factor(diagonal is not None), factor(diagonal is not None and halves)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -88,8 +91,8 @@ def gradients(
     }
     launch(
         pair_gradients, (scan.tiles * (scan.heads // heads),),
-        dv, *dv.stride()[:3], dqs[0], dks[0], dqs[-1], dks[-1], *dqs[0].stride()[:4],
-        readers[0], writers[0], scales[0], readers[1], writers[1], scales[1], along, along2,
+        dv, *dv.stride()[:3], dqs[0], dks[0], dqs[-1], dks[-1], dq_cross, *dqs[0].stride()[:4],
+        decays[0], scales[0], decays[1], scales[1], crossed, entered, along, along2,
         dys[0], dys[-1], *dys[0].stride()[:3], v, *v.stride()[:3], *of_sides, *per_token(diagonal),
         *per_token(drow_sum), sums, leaving.states if stored else None, table, scan.seqlen, per_row, scan.heads,
         scan.share, self_weight,
@@ -101,17 +104,18 @@ def gradients(
     block_n, n_blocks, block_p, _ = scan.blocks(scan.config.state_gradient_block)
     reads, wrotes, throughs = [None, None], [None, None], [None, None]
     into_q, into_k = dqs, dks
-    if through_states:
+    if further:
         into_q = [vectors(1, v.dtype, form.shift) if add else dq[blocks:] for dq in dqs]
         into_k = [vectors(1, v.dtype, False) if add else dk[blocks:] for dk in dks]
-        reads = [factor(there, n_blocks) for there in gated]
-        wrotes = [factor(a or b, n_blocks) for a, b in zip(gated, scaled, strict=True)]
-        empty = (n_blocks, scan.tiles, scan.heads)
-        throughs = [torch.empty(empty, dtype=torch.float32, device=v.device) if there else None for there in gated]
+        if stored:
+            reads = [factor(there, n_blocks) for there in gated]
+            wrotes = [factor(a or b, n_blocks) for a, b in zip(gated, scaled, strict=True)]
+        empty = (n_blocks, scan.slots(scan.chunk), scan.heads)
+        throughs = [torch.empty(empty, dtype=torch.float32, device=v.device) if there and stored else None for there in gated]
         pairs = (dqs[0], dks[0], dqs[-1], dks[-1]) if add else (None,) * 4
         launch(
             state_gradients, (scan.tiles * (scan.heads // heads), n_blocks, len(sides)),
-            into_q[0], into_k[0], into_q[-1], into_k[-1], *into_q[0].stride()[:4], *pairs,
+            into_q[0], into_k[0], into_q[-1], into_k[-1], *into_q[0].stride()[:4], *pairs, dq_cross,
             reads[0], wrotes[0], throughs[0], reads[1], wrotes[1], throughs[1], factors.numel(), empty[1] * empty[2],
             dys[0], dys[-1], *dys[0].stride()[:3], v, *v.stride()[:3], *of_sides, *per_token(drow_sum),
             sums, entering.states if stored else None, entering.vectors if stored else None,
@@ -129,13 +133,13 @@ def gradients(
     if any(gated) or any(scaled):
         block = heads_at_once(scan.heads)
         launch(
-            decay_gradients, (scan.tiles, triton.cdiv(scan.heads, block)),
-            das[0], dws[0], readers[0], writers[0], scales[0], reads[0], wrotes[0], throughs[0],
-            das[1], dws[1], readers[1], writers[1], scales[1], reads[1], wrotes[1], throughs[1],
-            factors.numel(), scan.tiles * scan.heads,
+            decay_gradients, (scan.slots(scan.chunk), triton.cdiv(scan.heads, block)),
+            das[0], dws[0], decays[0], scales[0], reads[0], wrotes[0], throughs[0],
+            das[1], dws[1], decays[1], scales[1], reads[1], wrotes[1], throughs[1],
+            crossed, entered, factors.numel(), scan.slots(scan.chunk) * scan.heads,
             *per_token(first.log_decay), *per_token(second.log_decay), *weights,
             table, scan.seqlen, per_row, scan.heads, num_warps=4, num_stages=1,
-            **common, STATES=through_states, PARTS=n_blocks, BLOCK_H=block,
+            **common, STATES=stored, PARTS=n_blocks, BLOCK_H=block,
         )  # fmt: skip
     found = [
         (summed(dq, v.dtype), summed(dk, v.dtype), da, dw)

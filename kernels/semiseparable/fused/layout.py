@@ -220,26 +220,3 @@ def side_scores(
             c = load_rows(cols, cols_l, from_j, inside_j, n0, D_STATE, BLOCK_N)
             scores = tl.dot(x, tl.trans(c), acc=scores, input_precision=PRECISION)
     return scores
-
-
-@triton.jit
-def side_exponents(
-    sums, i, r0,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, TRANSPOSED: tl.constexpr, CHUNK: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """Log2 of the decay between a writer (column; row if TRANSPOSED) and a reader, each one of a tile's tokens:
-    anything outside of the direction's triangle."""
-    if GATED:
-        # At the tile's edge a reader's sum may come from a neighbouring row of the table: no writer is before it.
-        before = sums + r0 + ((1 if REVERSE else -1) if SHIFT else 0)
-        read_high, read_low = write_sums(before, i, CHUNK, EXACT)
-        write_high, write_low = write_sums(sums + r0, i, CHUNK, EXACT)
-    else:
-        read_high = i * 0.0
-        read_low, write_high, write_low = read_high, read_high, read_high
-    if TRANSPOSED:
-        found = exponents(read_high[None, :], read_low[None, :], write_high[:, None], write_low[:, None], EXACT)
-    else:
-        found = exponents(read_high[:, None], read_low[:, None], write_high[None, :], write_low[None, :], EXACT)
-    return found

@@ -20,13 +20,30 @@ from matmix.kernels.semiseparable.fused.layout import (
     load_rows,
     read_sums,
     shifted,
-    side_exponents,
     side_scores,
     state_dot,
     state_places,
     write_sums,
 )
 from matmix.kernels.slots import located
+
+
+@triton.jit
+def side_exponents(
+    sums, i, r0,
+    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Log2 of the decay between a reader (row) and a writer (column), each one of a tile's tokens: anything outside of
+    the direction's triangle."""
+    if GATED:
+        # At the tile's edge a reader's sum may come from a neighbouring row of the table: no writer is before it.
+        before = sums + r0 + ((1 if REVERSE else -1) if SHIFT else 0)
+        read_high, read_low = write_sums(before, i, CHUNK, EXACT)
+        write_high, write_low = write_sums(sums + r0, i, CHUNK, EXACT)
+    else:
+        read_high = i * 0.0
+        read_low, write_high, write_low = read_high, read_high, read_high
+    return exponents(read_high[:, None], read_low[:, None], write_high[None, :], write_low[None, :], EXACT)
 
 
 @triton.jit
@@ -206,9 +223,9 @@ def mix(
             )  # fmt: skip
         matrix = scores
         if GATED1 or GATED2:
-            exponent = side_exponents(sums1, i, r0, REVERSE, SHIFT, GATED1, False, CHUNK, EXACT)
+            exponent = side_exponents(sums1, i, r0, REVERSE, SHIFT, GATED1, CHUNK, EXACT)
             if TWO:
-                other = side_exponents(sums2, i, r0, True, SHIFT, GATED2, False, CHUNK, EXACT)
+                other = side_exponents(sums2, i, r0, True, SHIFT, GATED2, CHUNK, EXACT)
                 exponent = tl.where(first, exponent, other)
             matrix *= tl.exp2(exponent)
         # The diagonal: each direction's own terms (without shift), then the given one.

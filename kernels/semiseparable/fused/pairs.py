@@ -1,9 +1,10 @@
-"""Gradients inside tiles, for all directions at once: of v (whole), of the diagonal, and what pairs of tokens of one
-tile give to those of q, k, log-decays and input scales.
+"""Gradients inside chunks, for all directions at once: of v (whole), of the diagonal, and what pairs of tokens of one
+chunk give to those of q, k, log-decays and input scales.
 
 One program takes one tile and some heads of a group: q and k get the sum over those heads, so that the gradient of
-the scores is added up first and multiplied with q and k once. What goes through states to other tiles is added in
-through.py; for v it is added here, where the gradient is at hand.
+the scores is added up first and multiplied with q and k once. Pairs with the chunk's other tile, to which the program's
+tokens write, are crossing.py's. What goes through states to other chunks is added in through.py; for v it is added
+here, where the gradient is at hand.
 
 Matrices have writers in their rows and readers in their columns, so that the product with dy needs no transposition.
 """
@@ -13,16 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from matmix.kernels.semiseparable.fused.crossing import (
+    cross_decays,
+    cross_scores,
+    cross_sums,
+    cross_values,
+    store_cross_q,
+)
 from matmix.kernels.semiseparable.fused.layout import (
-    chunk_decay,
     edge_sum,
     exponents,
-    leaving_edge,
     load_factor,
     load_rows,
     read_sums,
     shifted,
-    side_exponents,
     side_scores,
     state_dot,
     state_places,
@@ -30,112 +35,101 @@ from matmix.kernels.semiseparable.fused.layout import (
 )
 from matmix.kernels.slots import located
 
+HIGHEST_SUM = tl.constexpr(2.0)
+"""Above the sum of as many of the largest log2 decays as a tile has tokens."""
+
 
 @triton.jit
-def triangle_decays(
-    sums, i, r0, inside,
+def side_exponents(
+    sums, i, r0,
     REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The decay of each pair of a writer (row) and a reader of one direction; 0 where they do not meet in it."""
+    """Log2 of the decay between a writer (row) and a reader (column), each one of a tile's tokens: anything outside of
+    the direction's triangle."""
     if GATED:
-        exponent = side_exponents(sums, i, r0, REVERSE, SHIFT, GATED, True, CHUNK, EXACT)
-        found = tl.exp2(tl.where(inside, exponent, float("-inf")))
+        read_high, read_low = read_sums(sums + r0, i, r0, REVERSE, SHIFT, CHUNK, EXACT)
+        write_high, write_low = write_sums(sums + r0, i, CHUNK, EXACT)
     else:
-        found = tl.where(inside, 1.0, 0.0)
-    return found
+        read_high = i * 0.0
+        read_low, write_high, write_low = read_high, read_high, read_high
+    return exponents(read_high[None, :], read_low[None, :], write_high[:, None], write_low[:, None], EXACT)
 
 
 @triton.jit
-def side_pairs(
-    scores, pairs, dscores, along, own, sums, readers, writers, scales, inside, neighbours, r0, valid, heads,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, EXACT: tl.constexpr,
+def pair_decays(
+    sums1, sums2, i, r0, first,
+    TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
+    CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """One direction of one head: stores what readers, writers and input scales get, and returns the direction's part of
-    the matrix without the diagonal, the sum `dscores` with its part, and its input scales.
-
-    `along` and `own` are the diagonals of `pairs` and of the scores (times their weight), which count without shift.
-    """
-    i = tl.arange(0, TILE)
-    decays = triangle_decays(sums, i, r0, inside, REVERSE, SHIFT, GATED, CHUNK, EXACT)
-    scale = tl.where(valid, 1.0, 0.0)
-    if SCALED:
-        scale = tl.load(sums + ((2 if EXACT else 1) * CHUNK + r0) + i)
-    matrix = scores * decays
-    if SCALED:
-        dscores += pairs * (decays * scale[:, None])
-    else:
-        dscores += pairs * decays
-    changes = pairs * matrix
-    if SCALED:
-        dscale = tl.sum(changes, 1)
-        if not SHIFT:
-            dscale += along * own
-        tl.store(scales + i * heads, dscale, mask=valid)
-        matrix *= scale[:, None]
-    if GATED:
-        # With shift there is no decay between neighbours: what such pairs add to readers and take from writers would
-        # cancel to rounding only, far too much where the other decays are strong.
+    """The decay between a writer (row) and a reader (column) in the direction in which they meet. On the diagonal it is
+    anything finite, or with one direction 0, as where they do not meet."""
+    exponent = side_exponents(sums1, i, r0, REVERSE, SHIFT, GATED1, CHUNK, EXACT)
+    if TWO:
+        exponent = tl.where(first, exponent, side_exponents(sums2, i, r0, True, SHIFT, GATED2, CHUNK, EXACT))
         if SHIFT:
-            changes = tl.where(neighbours, 0.0, changes)
-        tl.store(writers + i * heads, tl.sum(changes, 1) * scale, mask=valid)
-        if SCALED:
-            changes *= scale[:, None]
-        tl.store(readers + i * heads, tl.sum(changes, 0), mask=valid)
-    return matrix, dscores, scale
+            # With shift a token that read what it has written would undo its own decay.
+            exponent = tl.minimum(exponent, HIGHEST_SUM, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        exponent = tl.where(first, exponent, float("-inf"))
+    return tl.exp2(exponent)
+
+
+@triton.jit
+def sums_between(changes, writes, i, REVERSE: tl.constexpr, SHIFT: tl.constexpr, PRECISION: tl.constexpr):
+    """(TILE,) for each token the sum of `changes` over the pairs between which its decay stands. `writes` (TILE, TILE):
+    1 where the writer (column) comes before the token (row), else 0.
+
+    Every such pair is added once and no other one: differences of sums over all pairs would lose what strong decays
+    leave.
+    """
+    if writes.dtype == tl.float32:
+        passed = tl.dot(writes, changes, input_precision=PRECISION)
+    else:
+        # Two numbers of half precision are nearly as good as one of single precision.
+        high = changes.to(writes.dtype)
+        low = (changes - high.to(tl.float32)).to(writes.dtype)
+        passed = tl.dot(writes, low)
+        passed = tl.dot(writes, high, acc=passed)
+    if REVERSE:
+        after = i[None, :] < i[:, None] if SHIFT else i[None, :] <= i[:, None]
+    else:
+        after = i[None, :] > i[:, None] if SHIFT else i[None, :] >= i[:, None]
+    return tl.sum(tl.where(after, passed, 0.0), 1)
 
 
 @triton.jit
 def write_state(
-    out, whole, q, q_l, k, k_l, dy, dy_l, sums, leaving, there, r0, place, left, p0,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, STORED: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    whole, k, k_l, sums, leaving, there, r0, left, p0,
+    REVERSE: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """`out` (TILE, BLOCK_P) and what a tile's values get through its leaving edge: through the state at the chunk's
-    edge and from the chunk's tiles between."""
+    """What a tile's values (TILE, BLOCK_P) get through the state that leaves the chunk."""
     i = tl.arange(0, TILE)
     valid = i < left
     wrote = tl.zeros((TILE, BLOCK_P), tl.float32)
-    if GATED:
-        edge_high, edge_low = edge_sum(sums, leaving_edge(r0, REVERSE, TILE), CHUNK, EXACT)
-    if STORED:
-        for n0 in tl.static_range(0, D_STATE, BLOCK_N):
-            c = whole if D_STATE <= BLOCK_N else load_rows(k, k_l, i, valid, n0, D_STATE, BLOCK_N)
-            at, inside = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
-            wrote = state_dot(c, tl.load(leaving + at, mask=inside & there, other=0.0), wrote, PRECISION)
-        if GATED and CHUNK > TILE:
-            wrote *= chunk_decay(sums, r0, REVERSE, True, CHUNK, TILE, EXACT)
-    if CHUNK > TILE:
-        here = r0 // TILE
-        last = tl.minimum(here + tl.cdiv(left, TILE), CHUNK // TILE)
-        for tile in tl.range(here * 0 if REVERSE else here + 1, here if REVERSE else last, num_stages=1):
-            ahead = tile * TILE - r0
-            source, readable = shifted(i, place + ahead, left - ahead, REVERSE, SHIFT)
-            scores = side_scores(
-                whole, k, k_l, q + ahead * q_l, q_l, i, valid, source, readable, D_STATE, TILE, BLOCK_N, PRECISION
-            )
-            if GATED:
-                high, low = read_sums(sums + (r0 + ahead), i, r0 + ahead, REVERSE, SHIFT, CHUNK, EXACT)
-                scores *= tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))[None, :]
-            grad = load_rows(dy + ahead * dy_l, dy_l, i, i < left - ahead, p0, HEADDIM, BLOCK_P)
-            wrote = tl.dot(scores.to(grad.dtype), grad, acc=wrote, input_precision=PRECISION)
+    for n0 in tl.static_range(0, D_STATE, BLOCK_N):
+        c = whole if D_STATE <= BLOCK_N else load_rows(k, k_l, i, valid, n0, D_STATE, BLOCK_N)
+        at, inside = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
+        wrote = state_dot(c, tl.load(leaving + at, mask=inside & there, other=0.0), wrote, PRECISION)
     factor = tl.where(valid, 1.0, 0.0)
     if SCALED:
         factor = tl.load(sums + ((2 if EXACT else 1) * CHUNK + r0) + i)
     if GATED:
+        edge_high, edge_low = edge_sum(sums, 0 if REVERSE else CHUNK - 1, CHUNK, EXACT)
         high, low = write_sums(sums + r0, i, CHUNK, EXACT)
         factor *= tl.exp2(exponents(edge_high, edge_low, high, low, EXACT))
-    return out + wrote * factor[:, None]
+    return wrote * factor[:, None]
 
 
 @triton.jit
 def store_vector_gradients(
-    dscores, met, dq, dk, d_l, q, q_l, k, k_l, place, left,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dscores, met, dcross, crosses, dq, dk, d_l, q, q_l, k, k_l, place, left, ahead,
+    REVERSE: tl.constexpr, SHIFT: tl.constexpr, CROSS: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq and dk of one direction from the gradient of its scores; `met`: of tokens' scores with themselves."""
+    """dq and dk of one direction from the gradient of its scores; `met`: of tokens' scores with themselves. With CROSS
+    and where the direction `crosses` to the other tile, `ahead` of this one, dk is that of its readers too."""
     i = tl.arange(0, TILE)
     valid = i < left
     source, readable = shifted(i, place, left, REVERSE, SHIFT)
@@ -152,6 +146,10 @@ def store_vector_gradients(
         if not SHIFT:
             dc += met[:, None] * x.to(tl.float32)
             dx += met[None, :] * tl.trans(c).to(tl.float32)
+        if CROSS:
+            other, there = shifted(i, place + ahead, left - ahead, REVERSE, SHIFT)
+            x = load_rows(q + ahead * q_l, q_l, other, there & crosses, n0, D_STATE, BLOCK_N)
+            dc = tl.dot(dcross.to(x.dtype), x, acc=dc, input_precision=PRECISION)
         at_x = dq + source[None, :] * d_l + n[:, None]
         tl.store(at_x, dx.to(dq.dtype.element_ty), mask=target[None, :] & inside[:, None])
         at_c = dk + i[:, None] * d_l + n[None, :]
@@ -160,8 +158,8 @@ def store_vector_gradients(
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "self_weight"])
 def pair_gradients(
-    dv, dv_b, dv_l, dv_h, dq1, dk1, dq2, dk2, d_s, d_b, d_l, d_g,
-    readers1, writers1, scales1, readers2, writers2, scales2, dd1, dd2,
+    dv, dv_b, dv_l, dv_h, dq1, dk1, dq2, dk2, dq_cross, d_s, d_b, d_l, d_g,
+    decays1, scales1, decays2, scales2, crossed, entered, dd1, dd2,
     dy1, dy2, dy_b, dy_l, dy_h, v, v_b, v_l, v_h,
     q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g,
     given, given_b, given_l, given_h, u, u_b, u_l, u_h,
@@ -172,20 +170,24 @@ def pair_gradients(
     TILE: tl.constexpr, FACTORS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What happens inside a tile. HALVES: each direction has a cotangent of its own.
+    """What happens inside a chunk of one or two tiles. HALVES: each direction has a cotangent of its own.
 
-    `readers` and `writers` get, for each token, the sum of the gradients of the exponents of all pairs in which it
-    reads or writes; `scales` what its input scale gets.
+    `decays` and `scales` get what the tile's own pairs give to the log-decays, and all pairs of the chunk to the input
+    scales. `crossed` and `entered` get, for each token, the sum of the gradients of the exponents of all pairs in which
+    it writes to the other tile, or reads from it: each of the two tiles writes in one direction and reads in the other.
     """
     tiles: tl.constexpr = CHUNK // TILE
+    CROSS: tl.constexpr = tiles == 2
+    SCALED: tl.constexpr = SCALED1 or SCALED2
     directions: tl.constexpr = 2 if TWO else 1
+    scale_row: tl.constexpr = (2 if EXACT else 1) * CHUNK
     parts = heads // HEADS
     h0 = tl.program_id(0) % parts * HEADS
     unit = tl.program_id(0) // parts
     slot = unit // tiles
     r0 = unit % tiles * TILE
     group = (h0 // share).to(tl.int64)
-    part = h0 % share // HEADS
+    part = (h0 % share // HEADS).to(tl.int64)
     chunk, batch_row, begin, length = located(slot, table, seqlen, per_row, PACKED)
     place = chunk * CHUNK + r0
     left = length - place
@@ -199,38 +201,55 @@ def pair_gradients(
     # Which of the strict triangles belongs to the first direction; writers are rows.
     first = i[:, None] > i[None, :] if REVERSE else i[:, None] < i[None, :]
     second = i[:, None] > i[None, :]
-    neighbours = (i[:, None] == i[None, :] + 1) | (i[:, None] + 1 == i[None, :])
+    # Which writers come before a token; these are columns, and tokens rows.
+    exact: tl.constexpr = tl.float32 if EXACT or v.dtype.element_ty == tl.float16 else tl.bfloat16
+    writes1 = (i[:, None] < i[None, :] if REVERSE else i[:, None] > i[None, :]).to(exact)
+    writes2 = (i[:, None] < i[None, :]).to(exact)
     elements: tl.constexpr = D_STATE * HEADDIM
     starts, ends = chunk > 0, (chunk + 1) * CHUNK < length
 
     at_q1 = q1 + b * q1_b + t * q1_l + group * q1_g
     at_k1 = k1 + b * k1_b + t * k1_l + group * k1_g
-    source, readable = shifted(i, place, left, REVERSE, SHIFT)
+    at_q2 = at_q1
+    at_k2 = at_k1
+    source1, readable1 = shifted(i, place, left, REVERSE, SHIFT)
+    source2, readable2 = shifted(i, place, left, True, SHIFT)
     whole1 = load_rows(at_k1, k1_l, i, valid, 0, D_STATE, BLOCK_N)
     whole2 = whole1
-    scores = side_scores(
-        whole1, at_k1, k1_l, at_q1, q1_l, i, valid, source, readable, D_STATE, TILE, BLOCK_N, PRECISION
-    )
+    if TWO:
+        at_q2 = q2 + b * q2_b + t * q2_l + group * q2_g
+        at_k2 = k2 + b * k2_b + t * k2_l + group * k2_g
+        whole2 = load_rows(at_k2, k2_l, i, valid, 0, D_STATE, BLOCK_N)
     met1 = tl.zeros((TILE,), tl.float32)
     met2 = tl.zeros((TILE,), tl.float32)
     own1 = tl.zeros((TILE,), tl.float32)
     own2 = tl.zeros((TILE,), tl.float32)
     if not SHIFT:
-        own1 += tl.sum(tl.where(on, scores, 0.0), 1)
-    if TWO:
-        at_q2 = q2 + b * q2_b + t * q2_l + group * q2_g
-        at_k2 = k2 + b * k2_b + t * k2_l + group * k2_g
-        source, readable = shifted(i, place, left, True, SHIFT)
-        whole2 = load_rows(at_k2, k2_l, i, valid, 0, D_STATE, BLOCK_N)
-        scores2 = side_scores(
-            whole2, at_k2, k2_l, at_q2, q2_l, i, valid, source, readable, D_STATE, TILE, BLOCK_N, PRECISION
+        scores = side_scores(
+            whole1, at_k1, k1_l, at_q1, q1_l, i, valid, source1, readable1, D_STATE, TILE, BLOCK_N, PRECISION
         )
-        if not SHIFT:
-            own2 += tl.sum(tl.where(on, scores2, 0.0), 1)
-        scores = tl.where(on, 0.0, tl.where(first, scores, scores2))
-    else:
-        scores = tl.where(first, scores, 0.0)
+        own1 += tl.sum(tl.where(on, scores, 0.0), 1)
+        if TWO:
+            scores = side_scores(
+                whole2, at_k2, k2_l, at_q2, q2_l, i, valid, source2, readable2, D_STATE, TILE, BLOCK_N, PRECISION
+            )
+            own2 += tl.sum(tl.where(on, scores, 0.0), 1)
     dscores = tl.zeros((TILE, TILE), tl.float32)
+
+    # The other tile of the chunk, `ahead` of this one: tokens of the first tile write to it in the direction that runs
+    # forward, those of the second one in the other direction.
+    forward = r0 == 0
+    meets = forward != REVERSE
+    ahead = tl.where(forward, TILE, -TILE)
+    dcross = dscores
+    if CROSS:
+        at_qx = tl.where(forward, at_q1, at_q2) if TWO else at_q1
+        at_kx = tl.where(forward, at_k1, at_k2) if TWO else at_k1
+        qx_l = tl.where(forward, q1_l, q2_l) if TWO else q1_l
+        kx_l = tl.where(forward, k1_l, k2_l) if TWO else k1_l
+        scores_x, turned_x = cross_scores(
+            at_qx, qx_l, at_kx, kx_l, place, left, ahead, forward, SHIFT, TILE, D_STATE, BLOCK_N, PRECISION
+        )
 
     for step in tl.range(HEADS, num_stages=1):
         head = (h0 + step).to(tl.int64)
@@ -263,74 +282,137 @@ def pair_gradients(
             along2 = along1
             if HALVES:
                 along2 = tl.sum(tl.where(on, pairs2, 0.0), 1)
+        if HALVES:
+            pairs = tl.where(first, pairs, pairs2)
         if DIAGONAL:
             tl.store(dd1 + at_h + of_token, along1, mask=valid)
             if HALVES:
                 tl.store(dd2 + at_h + of_token, along2, mask=valid)
+
+        scores = side_scores(
+            whole1, at_k1, k1_l, at_q1, q1_l, i, valid, source1, readable1, D_STATE, TILE, BLOCK_N, PRECISION
+        )
+        if TWO:
+            scores2 = side_scores(
+                whole2, at_k2, k2_l, at_q2, q2_l, i, valid, source2, readable2, D_STATE, TILE, BLOCK_N, PRECISION
+            )
+            scores = tl.where(first, scores, scores2)
+        decays = pair_decays(
+            sums1, sums2, i, r0, first, TWO, REVERSE, SHIFT, GATED1, GATED2, CHUNK, EXACT
+        )
+        scale1 = tl.where(valid, 1.0, 0.0)
+        scale2 = scale1
+        if SCALED1:
+            scale1 = tl.load(sums1 + (scale_row + r0) + i)
+        if SCALED2:
+            scale2 = tl.load(sums2 + (scale_row + r0) + i)
+        matrix = scores * decays
+        changes = pairs * matrix
+        dscale1 = tl.zeros((TILE,), tl.float32)
+        dscale2 = dscale1
         # Each direction's own terms (without shift) lie on the diagonal, and have no decay.
         own = own1 * self_weight
         also = own2 * self_weight
-        matrix, dscores, scale = side_pairs(
-            scores, pairs, dscores, along1, own, sums1, readers1 + at_h if GATED1 else readers1,
-            writers1 + at_h if GATED1 else writers1, scales1 + at_h if SCALED1 else scales1, first, neighbours, r0,
-            valid, heads, REVERSE, SHIFT, GATED1, SCALED1, CHUNK, TILE, EXACT,
-        )  # fmt: skip
-        own *= scale
-        met1 += along1 * scale * self_weight
+        if SCALED1:
+            dscale1 += tl.sum(tl.where(first, changes, 0.0), 1) + along1 * own
+        if SCALED2:
+            dscale2 += tl.sum(tl.where(second, changes, 0.0), 1) + along2 * also
+        if SCALED:
+            scale = tl.where(first, scale1[:, None], scale2[:, None]) if TWO else scale1[:, None]
+            decays *= scale
+            matrix *= scale
+            changes *= scale
+        dscores += pairs * decays
+        own *= scale1
+        also *= scale2
+        met1 += along1 * scale1 * self_weight
         if TWO:
-            half, dscores, scale = side_pairs(
-                scores, pairs2 if HALVES else pairs, dscores, along2, also, sums2,
-                readers2 + at_h if GATED2 else readers2, writers2 + at_h if GATED2 else writers2,
-                scales2 + at_h if SCALED2 else scales2, second, neighbours, r0, valid, heads,
-                True, SHIFT, GATED2, SCALED2, CHUNK, TILE, EXACT,
-            )  # fmt: skip
-            also *= scale
-            met2 += along2 * scale * self_weight
-            if not HALVES:
-                matrix += half
+            met2 += along2 * scale2 * self_weight
+        if GATED1:
+            between = sums_between(changes, writes1, i, REVERSE, SHIFT, PRECISION)
+            tl.store(decays1 + at_h + of_token, between, mask=valid)
+        if GATED2:
+            between = sums_between(changes, writes2, i, True, SHIFT, PRECISION)
+            tl.store(decays2 + at_h + of_token, between, mask=valid)
 
         diagonal = tl.zeros((TILE,), tl.float32)
         if DIAGONAL:
             diagonal += load_factor(given + b * given_b + t * given_l + head * given_h, given_l, i, valid)
         if HALVES:
-            half = tl.where(on, (also + diagonal)[:, None], half)
-            matrix = tl.where(on, (own + diagonal)[:, None], matrix)
+            half = tl.where(on, (also + diagonal)[:, None], tl.where(second, matrix, 0.0))
+            matrix = tl.where(on, (own + diagonal)[:, None], tl.where(first, matrix, 0.0))
         else:
             matrix = tl.where(on, (own + also + diagonal)[:, None], matrix)
+
+        written = tl.zeros((TILE,), tl.float32)
+        if CROSS:
+            scale_x = tl.where(forward, scale1, scale2) if TWO else scale1
+            decay_x, reads_x = cross_decays(
+                sums1, sums2, r0, ahead, forward, TWO, SHIFT, GATED1, GATED2, CHUNK, TILE, EXACT
+            )
+            writes_x = decay_x * scale_x
+            at_dyx = (tl.where(forward, dy1, dy2) if HALVES else dy1) + at_y + ahead * dy_l
+            read = tl.zeros((TILE,), tl.float32)
         for p0 in tl.static_range(0, HEADDIM, BLOCK_P):
             grad = load_rows(dy1 + at_y, dy_l, i, valid, p0, HEADDIM, BLOCK_P)
             out = tl.dot(matrix.to(grad.dtype), grad, input_precision=PRECISION)
             if HALVES:
                 grad = load_rows(dy2 + at_y, dy_l, i, valid, p0, HEADDIM, BLOCK_P)
                 out = tl.dot(half.to(grad.dtype), grad, acc=out, input_precision=PRECISION)
-            if STORED or tiles > 1:
-                out = write_state(
-                    out, whole1, at_q1, q1_l, at_k1, k1_l, dy1 + at_y, dy_l, sums1,
-                    leaving + of_slot * elements if STORED else leaving, INITIAL | (starts if REVERSE else ends), r0,
-                    place, left, p0, REVERSE, SHIFT, GATED1, SCALED1, STORED, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N,
-                    BLOCK_P, PRECISION, EXACT,
+            if STORED:
+                out += write_state(
+                    whole1, at_k1, k1_l, sums1, leaving + of_slot * elements, INITIAL | (starts if REVERSE else ends),
+                    r0, left, p0, REVERSE, GATED1, SCALED1, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION,
+                    EXACT,
                 )  # fmt: skip
                 if TWO:
-                    out = write_state(
-                        out, whole2, at_q2, q2_l, at_k2, k2_l, dy2 + at_y, dy_l, sums2,
-                        leaving + (of_slot + 1) * elements if STORED else leaving, INITIAL | starts, r0,
-                        place, left, p0, True, SHIFT, GATED2, SCALED2, STORED, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N,
-                        BLOCK_P, PRECISION, EXACT,
+                    out += write_state(
+                        whole2, at_k2, k2_l, sums2, leaving + (of_slot + 1) * elements, INITIAL | starts,
+                        r0, left, p0, True, GATED2, SCALED2, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION,
+                        EXACT,
                     )  # fmt: skip
+            if CROSS:
+                if TWO or meets:
+                    value = load_rows(at_v, v_l, i, valid, p0, HEADDIM, BLOCK_P)
+                    grad = load_rows(at_dyx, dy_l, i, i < left - ahead, p0, HEADDIM, BLOCK_P)
+                    out, dcross, written, read = cross_values(
+                        out, dcross, written, read, scores_x, turned_x, value, grad, writes_x, reads_x, PRECISION
+                    )
             p = p0 + tl.arange(0, BLOCK_P)
             target = dv + b * dv_b + t * dv_l + head * dv_h + i[:, None] * dv_l + p[None, :]
             inside = valid[:, None]
             if HEADDIM % BLOCK_P != 0:
                 inside = inside & (p[None, :] < HEADDIM)
             tl.store(target, out.to(dv.dtype.element_ty), mask=inside)
+        if CROSS:
+            if TWO or meets:
+                if NORMALIZE:
+                    at_u = u + b * u_b + (t + ahead) * u_l + head * u_h
+                    dcross, written, read = cross_sums(
+                        dcross, written, read, scores_x, turned_x, load_factor(at_u, u_l, i, i < left - ahead),
+                        writes_x, reads_x,
+                    )  # fmt: skip
+                written *= decay_x
+                if GATED1 or GATED2:
+                    tl.store(crossed + at_h + of_token, written * scale_x, mask=valid)
+                    tl.store(entered + at_h + ahead * heads + of_token, read, mask=i < left - ahead)
+        if SCALED1:
+            tl.store(scales1 + at_h + of_token, dscale1 + (tl.where(forward, written, 0.0) if TWO else written), mask=valid)
+        if SCALED2:
+            tl.store(scales2 + at_h + of_token, dscale2 + tl.where(forward, 0.0, written), mask=valid)
 
-    at = part.to(tl.int64) * d_s + b * d_b + t * d_l + group * d_g
+    at = part * d_s + b * d_b + t * d_l + group * d_g
     store_vector_gradients(
-        tl.where(first, dscores, 0.0), met1, dq1 + at, dk1 + at, d_l, at_q1, q1_l, at_k1, k1_l, place, left,
-        REVERSE, SHIFT, TILE, D_STATE, BLOCK_N, PRECISION,
+        tl.where(first, dscores, 0.0), met1, dcross, forward if TWO else meets, dq1 + at, dk1 + at, d_l,
+        at_q1, q1_l, at_k1, k1_l, place, left, ahead, REVERSE, SHIFT, CROSS, TILE, D_STATE, BLOCK_N, PRECISION,
     )  # fmt: skip
     if TWO:
         store_vector_gradients(
-            tl.where(second, dscores, 0.0), met2, dq2 + at, dk2 + at, d_l, at_q2, q2_l, at_k2, k2_l, place, left,
-            True, SHIFT, TILE, D_STATE, BLOCK_N, PRECISION,
+            tl.where(second, dscores, 0.0), met2, dcross, r0 > 0, dq2 + at, dk2 + at, d_l,
+            at_q2, q2_l, at_k2, k2_l, place, left, ahead, True, SHIFT, CROSS, TILE, D_STATE, BLOCK_N, PRECISION,
         )  # fmt: skip
+    if CROSS:
+        if TWO or meets:
+            store_cross_q(
+                dcross, dq_cross + at + ahead * d_l, d_l, at_kx, kx_l, left, ahead, TILE, D_STATE, BLOCK_N, PRECISION
+            )

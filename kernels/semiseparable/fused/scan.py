@@ -91,6 +91,11 @@ def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | No
     groups, d_state = q.shape[2:]
     config = choose(v.dtype, seqlen, chunk_size, architecture(v.device))
     chunk = config.backward_chunk if backward else config.forward_chunk
+    if backward and chunk > 2 * config.tile:
+        # Gradients are found for one or two tiles of a chunk.
+        tile = chunk // 2
+        warps = max(config.pair_warps, tile // 16), max(config.state_gradient_warps, tile // 16)
+        config = config._replace(tile=tile, pair_warps=warps[0], state_gradient_warps=warps[1])
     return Scan(
         rows, seqlen, heads, headdim, groups, d_state, cu_seqlens, config, chunk, dot_precision(v.dtype), PROGRAMS
     )  # fmt: skip

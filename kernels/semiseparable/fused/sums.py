@@ -1,6 +1,6 @@
 """Sums of log-decays over chunks, which all other kernels read, and the gradients of the decays that they are made of.
 
-Both take one chunk (or tile) and some heads: tokens lie along one axis and heads along the other, as in memory.
+Both take one chunk and some heads: tokens lie along one axis and heads along the other, as in memory.
 """
 
 from __future__ import annotations
@@ -88,16 +88,17 @@ def load_parts(x, part_stride, at, mask, PARTS: tl.constexpr):
 
 @triton.jit
 def side_decay_gradients(
-    da, dw, readers, writers, scales, read, wrote, through, part_stride, tile_stride, a, a_l, a_h, w, w_l, w_h,
+    da, dw, pairs, scales, crossed, entered, read, wrote, through, part_stride, chunk_stride, a, a_l, a_h, w, w_l, w_h,
     t, i, left, head, heads,
     REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, STATES: tl.constexpr,
-    PARTS: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """da and dw of one direction, for tokens t + i (`left` of them in the tile) of heads `head`.
+    """da and dw of one direction, for tokens t + i (`left` of them in the chunk) of heads `head`.
 
     The gradient of a token's log-decay is the sum over everything whose decay it takes part in: the pairs of a reader
-    and a writer on either side of it inside the tile, those who read the entering state after it, those who wrote to
-    the leaving state before it, and what passes through the tile.
+    and a writer on either side of it inside its tile, those with its tile's writers before it and readers in the other
+    tile, those with its tile's readers after it and writers in the other tile; and the same with other chunks: those
+    who read the entering state after it, those who wrote to the leaving state before it, and what passes through.
     """
     there = (head < heads)[None, :]
     mask = (i < left)[:, None] & there
@@ -110,64 +111,69 @@ def side_decay_gradients(
     if GATED:
         # Loaded from where they are to be counted: sums with a token's own share taken off again would lose what
         # strong decays leave.
+        gradient = tl.load(pairs + at, mask=mask, other=0.0)
         after = i + ((-1 if REVERSE else 1) if SHIFT else 0)
+        before = i + (1 if REVERSE else -1)
         is_after = ((after >= 0) & (after < left))[:, None] & there
+        is_before = ((before >= 0) & (before < left))[:, None] & there
         at_after = (t + after)[:, None] * heads + head[None, :]
-        reads = tl.load(readers + at_after, mask=is_after, other=0.0)
+        at_before = (t + before)[:, None] * heads + head[None, :]
+        if CHUNK > TILE:
+            # The tile that the direction comes from writes, and the other one, where there is one, reads.
+            ahead, behind = (i >= TILE)[:, None], (i < TILE)[:, None]
+            to = is_after & (((after < TILE) & (left > TILE)) if REVERSE else after >= TILE)[:, None]
+            reads = tl.cumsum(tl.load(entered + at_after, mask=to, other=0.0), 0, reverse=not REVERSE)
+            gradient += tl.where(behind if REVERSE else ahead, reads, 0.0)
+            by = is_before & (before >= TILE if REVERSE else before < TILE)[:, None]
+            writes = tl.cumsum(tl.load(crossed + at_before, mask=by, other=0.0), 0, reverse=REVERSE)
+            gradient += tl.where(ahead if REVERSE else behind, writes, 0.0)
         if STATES:
-            reads += load_parts(read, part_stride, at_after, is_after, PARTS)
-        gradient = tl.cumsum(reads - tl.load(writers + at, mask=mask, other=0.0), 0, reverse=not REVERSE)
-        if STATES:
-            before = i + (1 if REVERSE else -1)
-            is_before = ((before >= 0) & (before < left))[:, None] & there
-            at_before = (t + before)[:, None] * heads + head[None, :]
+            reads = load_parts(read, part_stride, at_after, is_after, PARTS)
+            gradient += tl.cumsum(reads, 0, reverse=not REVERSE)
             writes = load_parts(wrote, part_stride, at_before, is_before, PARTS)
             if SCALED:
                 at_w = before[:, None] * w_l + head[None, :] * w_h
                 writes *= tl.load(w + at_w, mask=is_before, other=0.0).to(tl.float32)
             gradient += tl.cumsum(writes, 0, reverse=REVERSE)
-            gradient += load_parts(through, tile_stride, head, head < heads, PARTS)[None, :]
+            gradient += load_parts(through, chunk_stride, head, head < heads, PARTS)[None, :]
         # Larger decays are taken as the largest one, whatever they are.
         decay = tl.load(a + i[:, None] * a_l + head[None, :] * a_h, mask=mask, other=0.0).to(tl.float32) * LOG2_E
         tl.store(da + at, tl.where(decay > HIGHEST * 1.000001, 0.0, gradient), mask=mask)
 
 
-@triton.jit(do_not_specialize=["seqlen", "per_row", "part_stride", "tile_stride"])
+@triton.jit(do_not_specialize=["seqlen", "per_row", "part_stride", "chunk_stride"])
 def decay_gradients(
-    da1, dw1, readers1, writers1, scales1, read1, wrote1, through1,
-    da2, dw2, readers2, writers2, scales2, read2, wrote2, through2, part_stride, tile_stride,
+    da1, dw1, pairs1, scales1, read1, wrote1, through1, da2, dw2, pairs2, scales2, read2, wrote2, through2,
+    crossed, entered, part_stride, chunk_stride,
     a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
     table, seqlen, per_row, heads,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, STATES: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of decays and input scales of one tile, from what `pair_gradients` and `state_gradients` (with STATES,
+    """Gradients of decays and input scales of one chunk, from what `pair_gradients` and `state_gradients` (with STATES,
     in PARTS blocks of d_state) found out about its tokens."""
-    tiles: tl.constexpr = CHUNK // TILE
-    unit = tl.program_id(0)
-    slot = unit // tiles
-    r0 = unit % tiles * TILE
+    slot = tl.program_id(0)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     chunk, row, begin, length = located(slot, table, seqlen, per_row, PACKED)
-    left = tl.minimum(length - chunk * CHUNK - r0, TILE)
+    left = tl.minimum(length - chunk * CHUNK, CHUNK)
     if left <= 0:
         return
     b = row.to(tl.int64)
-    t = (begin + chunk * CHUNK + r0).to(tl.int64)
-    i = tl.arange(0, TILE)
-    of_tile = unit.to(tl.int64) * heads
+    t = (begin + chunk * CHUNK).to(tl.int64)
+    i = tl.arange(0, CHUNK)
+    of_chunk = slot.to(tl.int64) * heads
     side_decay_gradients(
-        da1, dw1, readers1, writers1, scales1, read1, wrote1, through1 + of_tile if (STATES and GATED1) else through1,
-        part_stride, tile_stride,
+        da1, dw1, pairs1, scales1, crossed, entered, read1, wrote1,
+        through1 + of_chunk if (STATES and GATED1) else through1, part_stride, chunk_stride,
         a1 + b * a1_b + t * a1_l if GATED1 else a1, a1_l, a1_h, w1 + b * w1_b + t * w1_l if SCALED1 else w1, w1_l, w1_h,
-        b * seqlen + t, i, left, head, heads, REVERSE, SHIFT, GATED1, SCALED1, STATES, PARTS, TILE,
+        b * seqlen + t, i, left, head, heads, REVERSE, SHIFT, GATED1, SCALED1, STATES, PARTS, CHUNK, TILE,
     )  # fmt: skip
     if TWO:
         side_decay_gradients(
-            da2, dw2, readers2, writers2, scales2, read2, wrote2,
-            through2 + of_tile if (STATES and GATED2) else through2, part_stride, tile_stride,
+            da2, dw2, pairs2, scales2, crossed, entered, read2, wrote2,
+            through2 + of_chunk if (STATES and GATED2) else through2, part_stride, chunk_stride,
             a2 + b * a2_b + t * a2_l if GATED2 else a2, a2_l, a2_h,
             w2 + b * w2_b + t * w2_l if SCALED2 else w2, w2_l, w2_h,
-            b * seqlen + t, i, left, head, heads, True, SHIFT, GATED2, SCALED2, STATES, PARTS, TILE,
+            b * seqlen + t, i, left, head, heads, True, SHIFT, GATED2, SCALED2, STATES, PARTS, CHUNK, TILE,
         )  # fmt: skip
