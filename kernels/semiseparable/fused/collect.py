@@ -36,6 +36,7 @@ def gradients(
     diagonal: Tensor | None,
     form: ScanForm,
     sums: Tensor | None,
+    triangle: Tensor,
     entering: States | None,
     leaving: States | None,
 ) -> Found:
@@ -94,7 +95,7 @@ def gradients(
         dv, *dv.stride()[:3], dqs[0], dks[0], dqs[-1], dks[-1], dq_cross, *dqs[0].stride()[:4],
         decays[0], scales[0], decays[1], scales[1], crossed, entered, along, along2,
         dys[0], dys[-1], *dys[0].stride()[:3], v, *v.stride()[:3], *of_sides, *per_token(diagonal),
-        *per_token(drow_sum), sums, leaving.states if stored else None, table, scan.seqlen, per_row, scan.heads,
+        *per_token(drow_sum), sums, triangle, leaving.states if stored else None, table, scan.seqlen, per_row, scan.heads,
         scan.share, self_weight,
         num_warps=scan.config.pair_warps, num_stages=1, maxnreg=scan.config.pair_registers,
         **common, DIAGONAL=diagonal is not None, HALVES=halves, STORED=stored, INITIAL=stored and leaving.given,
@@ -108,15 +109,15 @@ def gradients(
         into_q = [vectors(1, v.dtype, form.shift) if add else dq[blocks:] for dq in dqs]
         into_k = [vectors(1, v.dtype, False) if add else dk[blocks:] for dk in dks]
         if stored:
-            reads = [factor(there, n_blocks) for there in gated]
-            wrotes = [factor(a or b, n_blocks) for a, b in zip(gated, scaled, strict=True)]
-        empty = (n_blocks, scan.slots(scan.chunk), scan.heads)
-        throughs = [torch.empty(empty, dtype=torch.float32, device=v.device) if there and stored else None for there in gated]
+            wanted = any(gated) or any(scaled)
+            reads, wrotes = ([factor(wanted, n_blocks) for _ in sides] + [None] for _ in range(2))
+            empty = (n_blocks, scan.tiles, scan.heads)
+            throughs = [v.new_empty(empty, dtype=torch.float32) if any(gated) else None for _ in sides] + [None]
         pairs = (dqs[0], dks[0], dqs[-1], dks[-1]) if add else (None,) * 4
         launch(
-            state_gradients, (scan.tiles * (scan.heads // heads), n_blocks, len(sides)),
+            state_gradients, (scan.tiles * (scan.heads // heads), n_blocks, 2 * len(sides)),
             into_q[0], into_k[0], into_q[-1], into_k[-1], *into_q[0].stride()[:4], *pairs, dq_cross,
-            reads[0], wrotes[0], throughs[0], reads[1], wrotes[1], throughs[1], factors.numel(), empty[1] * empty[2],
+            reads[0], wrotes[0], throughs[0], reads[1], wrotes[1], throughs[1], factors.numel(), scan.tiles * scan.heads,
             dys[0], dys[-1], *dys[0].stride()[:3], v, *v.stride()[:3], *of_sides, *per_token(drow_sum),
             sums, entering.states if stored else None, entering.vectors if stored else None,
             leaving.states if stored else None, leaving.vectors if stored else None,
@@ -136,7 +137,7 @@ def gradients(
             decay_gradients, (scan.slots(scan.chunk), triton.cdiv(scan.heads, block)),
             das[0], dws[0], decays[0], scales[0], reads[0], wrotes[0], throughs[0],
             das[1], dws[1], decays[1], scales[1], reads[1], wrotes[1], throughs[1],
-            crossed, entered, factors.numel(), scan.slots(scan.chunk) * scan.heads,
+            crossed, entered, factors.numel(), scan.tiles * scan.heads,
             *per_token(first.log_decay), *per_token(second.log_decay), *weights,
             table, scan.seqlen, per_row, scan.heads, num_warps=4, num_stages=1,
             **common, STATES=stored, PARTS=n_blocks, BLOCK_H=block,

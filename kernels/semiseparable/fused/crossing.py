@@ -63,32 +63,18 @@ def cross_decays(
 
 
 @triton.jit
-def cross_values(out, dcross, written, read, scores, turned, value, grad, writes, reads, PRECISION: tl.constexpr):
-    """What BLOCK_P channels add to the gradient of this tile's values (TILE, BLOCK_P), to that of the scores, and to
-    the sums (TILE,) over the pairs of a writer, before its own decay and input scale, and of a reader.
+def cross_values(out, pairs, written, scores, value, grad, writes, reads, PRECISION: tl.constexpr):
+    """What BLOCK_P channels add to the gradient of this tile's values (TILE, BLOCK_P), to the products (TILE, TILE) of
+    the other tile's weighted cotangents (rows) and the values, and to the sum (TILE,) over the pairs of a writer,
+    before its own decay and input scale.
 
     `writes` and `reads` weight the values of this tile and the cotangents `grad` of the other one.
     """
-    weighted = (value.to(tl.float32) * writes[:, None]).to(value.dtype)
     reading = (grad.to(tl.float32) * reads[:, None]).to(value.dtype)
-    dcross = tl.dot(weighted, tl.trans(reading), acc=dcross, input_precision=PRECISION)
+    pairs = tl.dot(reading, tl.trans(value), acc=pairs, input_precision=PRECISION)
     met = tl.dot(scores, reading, input_precision=PRECISION)
     written += tl.sum(met * value.to(tl.float32), 1)
-    out += met * writes[:, None]
-    met = tl.dot(turned, weighted, input_precision=PRECISION)
-    read += tl.sum(met * reading.to(tl.float32), 1)
-    return out, dcross, written, read
-
-
-@triton.jit
-def cross_sums(dcross, written, read, scores, turned, factor, writes, reads):
-    """The same for sums over rows, which are products with one more channel of v that holds ones; `factor` (TILE,) is
-    its cotangent."""
-    reading = factor * reads
-    dcross += writes[:, None] * reading[None, :]
-    written += tl.sum(scores.to(tl.float32) * reading[None, :], 1)
-    read += tl.sum(turned.to(tl.float32) * writes[None, :], 1) * reading
-    return dcross, written, read
+    return out + met * writes[:, None], pairs, written
 
 
 @triton.jit
@@ -102,5 +88,5 @@ def store_cross_q(
     for n0 in tl.range(0, D_STATE, BLOCK_N, num_stages=1):
         n = n0 + tl.arange(0, BLOCK_N)
         c = load_rows(k, k_l, i, i < left, n0, D_STATE, BLOCK_N)
-        dx = tl.dot(tl.trans(c), dcross.to(c.dtype), input_precision=PRECISION)
-        tl.store(dq + i[None, :] * d_l + n[:, None], dx, mask=(i < left - ahead)[None, :] & (n < D_STATE)[:, None])
+        dx = tl.dot(dcross.to(c.dtype), c, input_precision=PRECISION)
+        tl.store(dq + i[:, None] * d_l + n[None, :], dx, mask=(i < left - ahead)[:, None] & (n < D_STATE)[None, :])

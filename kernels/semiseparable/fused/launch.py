@@ -92,7 +92,9 @@ def backward(
     initial = [side.initial_state for side in sides]
     starts = any(state is not None for state in initial)
     carried = scan.seqlen > scan.chunk or starts or dfinal is not None
-    sums = sum_decays(scan, sides)
+    # Where sums of half precision are split in two, else a float16 could not hold the numbers that it is multiplied with.
+    triangle = v.new_empty(scan.tile, scan.tile, dtype=torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32)
+    sums = sum_decays(scan, sides, triangle)
     entering = leaving = None
     if carried:
         entering = pass_states(
@@ -102,7 +104,7 @@ def backward(
             scan, sides, [side.q for side in sides], parts, [dfinal, *[None] * (count - 1)], form, sums,
             cotangent=True, sum_factor=drow_sum, want_ends=starts,
         )  # fmt: skip
-    found = gradients(scan, v, parts, drow_sum, sides, diagonal, form, sums, entering, leaving)
+    found = gradients(scan, v, parts, drow_sum, sides, diagonal, form, sums, triangle, entering, leaving)
     finished = []
     for number, (side, (dq, dk, da, dw)) in enumerate(zip(given, found.sides, strict=True)):
         initial = None

@@ -30,6 +30,13 @@ def load_rows(x, stride, index, valid, first, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
+def settled(x):
+    """x (TILE,), which the compiler would load and compute again, many numbers a thread, where it is broadcast along
+    rows: sums are not computed twice."""
+    return tl.sum(x[:, None], 1)
+
+
+@triton.jit
 def load_factor(x, stride, index, valid):
     """A number per token in float32; 0 where there is no token."""
     return tl.load(x + index * stride, mask=valid, other=0.0).to(tl.float32)

@@ -17,7 +17,6 @@ import triton.language as tl
 from matmix.kernels.semiseparable.fused.crossing import (
     cross_decays,
     cross_scores,
-    cross_sums,
     cross_values,
     store_cross_q,
 )
@@ -27,6 +26,7 @@ from matmix.kernels.semiseparable.fused.layout import (
     load_factor,
     load_rows,
     read_sums,
+    settled,
     shifted,
     side_scores,
     state_dot,
@@ -35,6 +35,8 @@ from matmix.kernels.semiseparable.fused.layout import (
 )
 from matmix.kernels.slots import located
 
+LEAST_SCALE = tl.constexpr(2.0**-64)
+"""Taken for input scales that are nearer to 0, inside of tiles: far below what rounding makes of any other pair."""
 HIGHEST_SUM = tl.constexpr(2.0)
 """Above the sum of as many of the largest log2 decays as a tile has tokens."""
 
@@ -86,10 +88,9 @@ def sums_between(changes, writes, i, REVERSE: tl.constexpr, SHIFT: tl.constexpr,
         passed = tl.dot(writes, changes, input_precision=PRECISION)
     else:
         # Two numbers of half precision are nearly as good as one of single precision.
-        high = changes.to(writes.dtype)
-        low = (changes - high.to(tl.float32)).to(writes.dtype)
-        passed = tl.dot(writes, low)
-        passed = tl.dot(writes, high, acc=passed)
+        high = (changes.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        passed = tl.dot(writes, (changes - high).to(writes.dtype))
+        passed = tl.dot(writes, high.to(writes.dtype), acc=passed)
     if REVERSE:
         after = i[None, :] < i[:, None] if SHIFT else i[None, :] <= i[:, None]
     else:
@@ -149,7 +150,7 @@ def store_vector_gradients(
         if CROSS:
             other, there = shifted(i, place + ahead, left - ahead, REVERSE, SHIFT)
             x = load_rows(q + ahead * q_l, q_l, other, there & crosses, n0, D_STATE, BLOCK_N)
-            dc = tl.dot(dcross.to(x.dtype), x, acc=dc, input_precision=PRECISION)
+            dc = tl.dot(tl.trans(dcross.to(x.dtype)), x, acc=dc, input_precision=PRECISION)
         at_x = dq + source[None, :] * d_l + n[:, None]
         tl.store(at_x, dx.to(dq.dtype.element_ty), mask=target[None, :] & inside[:, None])
         at_c = dk + i[:, None] * d_l + n[None, :]
@@ -163,7 +164,7 @@ def pair_gradients(
     dy1, dy2, dy_b, dy_l, dy_h, v, v_b, v_l, v_h,
     q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g,
     given, given_b, given_l, given_h, u, u_b, u_l, u_h,
-    sums, leaving, table, seqlen, per_row, heads, share, self_weight,
+    sums, triangle, leaving, table, seqlen, per_row, heads, share, self_weight,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, DIAGONAL: tl.constexpr, HALVES: tl.constexpr,
     NORMALIZE: tl.constexpr, STORED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr,
@@ -201,10 +202,6 @@ def pair_gradients(
     # Which of the strict triangles belongs to the first direction; writers are rows.
     first = i[:, None] > i[None, :] if REVERSE else i[:, None] < i[None, :]
     second = i[:, None] > i[None, :]
-    # Which writers come before a token; these are columns, and tokens rows.
-    exact: tl.constexpr = tl.float32 if EXACT or v.dtype.element_ty == tl.float16 else tl.bfloat16
-    writes1 = (i[:, None] < i[None, :] if REVERSE else i[:, None] > i[None, :]).to(exact)
-    writes2 = (i[:, None] < i[None, :]).to(exact)
     elements: tl.constexpr = D_STATE * HEADDIM
     starts, ends = chunk > 0, (chunk + 1) * CHUNK < length
 
@@ -224,16 +221,20 @@ def pair_gradients(
     met2 = tl.zeros((TILE,), tl.float32)
     own1 = tl.zeros((TILE,), tl.float32)
     own2 = tl.zeros((TILE,), tl.float32)
+    scores = side_scores(
+        whole1, at_k1, k1_l, at_q1, q1_l, i, valid, source1, readable1, D_STATE, TILE, BLOCK_N, PRECISION
+    )
     if not SHIFT:
-        scores = side_scores(
-            whole1, at_k1, k1_l, at_q1, q1_l, i, valid, source1, readable1, D_STATE, TILE, BLOCK_N, PRECISION
-        )
         own1 += tl.sum(tl.where(on, scores, 0.0), 1)
-        if TWO:
-            scores = side_scores(
-                whole2, at_k2, k2_l, at_q2, q2_l, i, valid, source2, readable2, D_STATE, TILE, BLOCK_N, PRECISION
-            )
-            own2 += tl.sum(tl.where(on, scores, 0.0), 1)
+    if TWO:
+        scores2 = side_scores(
+            whole2, at_k2, k2_l, at_q2, q2_l, i, valid, source2, readable2, D_STATE, TILE, BLOCK_N, PRECISION
+        )
+        if not SHIFT:
+            own2 += tl.sum(tl.where(on, scores2, 0.0), 1)
+        scores = tl.where(on, 0.0, tl.where(first, scores, scores2))
+    else:
+        scores = tl.where(first, scores, 0.0)
     dscores = tl.zeros((TILE, TILE), tl.float32)
 
     # The other tile of the chunk, `ahead` of this one: tokens of the first tile write to it in the direction that runs
@@ -251,6 +252,9 @@ def pair_gradients(
             at_qx, qx_l, at_kx, kx_l, place, left, ahead, forward, SHIFT, TILE, D_STATE, BLOCK_N, PRECISION
         )
 
+    if GATED1 or GATED2:
+        triangle_at = triangle + i[:, None] * TILE + i[None, :]
+        below = tl.load(triangle_at)
     for step in tl.range(HEADS, num_stages=1):
         head = (h0 + step).to(tl.int64)
         at_h = (b * seqlen + t) * heads + head
@@ -289,14 +293,6 @@ def pair_gradients(
             if HALVES:
                 tl.store(dd2 + at_h + of_token, along2, mask=valid)
 
-        scores = side_scores(
-            whole1, at_k1, k1_l, at_q1, q1_l, i, valid, source1, readable1, D_STATE, TILE, BLOCK_N, PRECISION
-        )
-        if TWO:
-            scores2 = side_scores(
-                whole2, at_k2, k2_l, at_q2, q2_l, i, valid, source2, readable2, D_STATE, TILE, BLOCK_N, PRECISION
-            )
-            scores = tl.where(first, scores, scores2)
         decays = pair_decays(
             sums1, sums2, i, r0, first, TWO, REVERSE, SHIFT, GATED1, GATED2, CHUNK, EXACT
         )
@@ -306,33 +302,34 @@ def pair_gradients(
             scale1 = tl.load(sums1 + (scale_row + r0) + i)
         if SCALED2:
             scale2 = tl.load(sums2 + (scale_row + r0) + i)
+        if SCALED:
+            # Scales of nothing would take the gradient of the scale with them.
+            scale1 = tl.where(tl.abs(scale1) < LEAST_SCALE, LEAST_SCALE, scale1)
+            scale2 = tl.where(tl.abs(scale2) < LEAST_SCALE, LEAST_SCALE, scale2)
+            decays *= tl.where(first, scale1[:, None], scale2[:, None]) if TWO else scale1[:, None]
         matrix = scores * decays
         changes = pairs * matrix
-        dscale1 = tl.zeros((TILE,), tl.float32)
-        dscale2 = dscale1
+        dscores += pairs * decays
         # Each direction's own terms (without shift) lie on the diagonal, and have no decay.
         own = own1 * self_weight
         also = own2 * self_weight
-        if SCALED1:
-            dscale1 += tl.sum(tl.where(first, changes, 0.0), 1) + along1 * own
-        if SCALED2:
-            dscale2 += tl.sum(tl.where(second, changes, 0.0), 1) + along2 * also
+        dscale1 = along1 * own
+        dscale2 = along2 * also
         if SCALED:
-            scale = tl.where(first, scale1[:, None], scale2[:, None]) if TWO else scale1[:, None]
-            decays *= scale
-            matrix *= scale
-            changes *= scale
-        dscores += pairs * decays
+            of_first = tl.where(first, changes, 0.0)
+            dscale1 += tl.sum(of_first, 1) / scale1
+            if TWO:
+                dscale2 += tl.sum(changes - of_first, 1) / scale2
         own *= scale1
         also *= scale2
         met1 += along1 * scale1 * self_weight
         if TWO:
             met2 += along2 * scale2 * self_weight
         if GATED1:
-            between = sums_between(changes, writes1, i, REVERSE, SHIFT, PRECISION)
+            between = sums_between(changes, tl.trans(below) if REVERSE else below, i, REVERSE, SHIFT, PRECISION)
             tl.store(decays1 + at_h + of_token, between, mask=valid)
         if GATED2:
-            between = sums_between(changes, writes2, i, True, SHIFT, PRECISION)
+            between = sums_between(changes, tl.trans(below), i, True, SHIFT, PRECISION)
             tl.store(decays2 + at_h + of_token, between, mask=valid)
 
         diagonal = tl.zeros((TILE,), tl.float32)
@@ -346,13 +343,17 @@ def pair_gradients(
 
         written = tl.zeros((TILE,), tl.float32)
         if CROSS:
-            scale_x = tl.where(forward, scale1, scale2) if TWO else scale1
+            scale_x = tl.where(valid, 1.0, 0.0)
+            if SCALED1 and (SCALED2 or not TWO):
+                scale_x = tl.load((tl.where(forward, sums1, sums2) if TWO else sums1) + (scale_row + r0) + i)
+            elif SCALED:
+                scale_x = tl.where(forward, scale1, scale2)
             decay_x, reads_x = cross_decays(
                 sums1, sums2, r0, ahead, forward, TWO, SHIFT, GATED1, GATED2, CHUNK, TILE, EXACT
             )
             writes_x = decay_x * scale_x
             at_dyx = (tl.where(forward, dy1, dy2) if HALVES else dy1) + at_y + ahead * dy_l
-            read = tl.zeros((TILE,), tl.float32)
+            pairs_x = tl.zeros((TILE, TILE), tl.float32)
         for p0 in tl.static_range(0, HEADDIM, BLOCK_P):
             grad = load_rows(dy1 + at_y, dy_l, i, valid, p0, HEADDIM, BLOCK_P)
             out = tl.dot(matrix.to(grad.dtype), grad, input_precision=PRECISION)
@@ -375,8 +376,8 @@ def pair_gradients(
                 if TWO or meets:
                     value = load_rows(at_v, v_l, i, valid, p0, HEADDIM, BLOCK_P)
                     grad = load_rows(at_dyx, dy_l, i, i < left - ahead, p0, HEADDIM, BLOCK_P)
-                    out, dcross, written, read = cross_values(
-                        out, dcross, written, read, scores_x, turned_x, value, grad, writes_x, reads_x, PRECISION
+                    out, pairs_x, written = cross_values(
+                        out, pairs_x, written, scores_x, value, grad, writes_x, reads_x, PRECISION
                     )
             p = p0 + tl.arange(0, BLOCK_P)
             target = dv + b * dv_b + t * dv_l + head * dv_h + i[:, None] * dv_l + p[None, :]
@@ -388,13 +389,15 @@ def pair_gradients(
             if TWO or meets:
                 if NORMALIZE:
                     at_u = u + b * u_b + (t + ahead) * u_l + head * u_h
-                    dcross, written, read = cross_sums(
-                        dcross, written, read, scores_x, turned_x, load_factor(at_u, u_l, i, i < left - ahead),
-                        writes_x, reads_x,
-                    )  # fmt: skip
+                    reading = load_factor(at_u, u_l, i, i < left - ahead) * reads_x
+                    pairs_x += tl.where(valid[None, :], reading[:, None], 0.0)
+                    written += tl.sum(scores_x.to(tl.float32) * reading[None, :], 1)
+                pairs_x *= settled(writes_x)[None, :]
+                dcross += pairs_x
                 written *= decay_x
                 if GATED1 or GATED2:
                     tl.store(crossed + at_h + of_token, written * scale_x, mask=valid)
+                    read = tl.sum(pairs_x * turned_x.to(tl.float32), 1)
                     tl.store(entered + at_h + ahead * heads + of_token, read, mask=i < left - ahead)
         if SCALED1:
             tl.store(scales1 + at_h + of_token, dscale1 + (tl.where(forward, written, 0.0) if TWO else written), mask=valid)

@@ -101,9 +101,9 @@ def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | No
     )  # fmt: skip
 
 
-def sum_decays(scan: Scan, sides: tuple[ScanSide, ...]) -> Tensor | None:
+def sum_decays(scan: Scan, sides: tuple[ScanSide, ...], triangle: Tensor | None = None) -> Tensor | None:
     """(slots, nheads, directions, factors, chunk) float32, what `decay_sums` stores, with room around it; None without
-    any decay or input scale."""
+    any decay or input scale. `triangle` (tile, tile), if given, becomes 1 below its diagonal and else 0."""
     factors = scan.factors(sides)
     if not factors:
         return None
@@ -116,20 +116,20 @@ def sum_decays(scan: Scan, sides: tuple[ScanSide, ...]) -> Tensor | None:
     block = min(8, triton.next_power_of_2(scan.heads))
     launch(
         decay_sums, (slots, triton.cdiv(scan.heads, block)),
-        sums, *per_token(first.log_decay), *per_token(second.log_decay),
+        sums, triangle, *per_token(first.log_decay), *per_token(second.log_decay),
         *per_token(first.input_scale), *per_token(second.input_scale),
         scan.table(scan.chunk), scan.seqlen, scan.per_row(scan.chunk), scan.heads, num_warps=4, num_stages=1,
         TWO=len(sides) == 2, REVERSE=first.reverse, GATED1=first.log_decay is not None,
         GATED2=second.log_decay is not None, SCALED1=first.input_scale is not None,
         SCALED2=second.input_scale is not None, PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, FACTORS=factors,
-        BLOCK_H=block, EXACT=scan.exact,
+        BLOCK_H=block, EXACT=scan.exact, TILE=0 if triangle is None else triangle.shape[0],
     )  # fmt: skip
     return sums
 
 
 def heads_at_once(heads: int) -> int:
     """Heads that programs take together which look at one number per token and head."""
-    return min(32, triton.next_power_of_2(heads))
+    return min(8, triton.next_power_of_2(heads))
 
 
 def per_token(x: Tensor | None) -> tuple:

@@ -46,16 +46,21 @@ def store_side(
 
 @triton.jit(do_not_specialize=["seqlen", "per_row"])
 def decay_sums(
-    sums, a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
+    sums, triangle, a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
     table, seqlen, per_row, heads,
     TWO: tl.constexpr, REVERSE: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr, SCALED1: tl.constexpr,
     SCALED2: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, FACTORS: tl.constexpr, BLOCK_H: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """sums (slots, nheads, directions, FACTORS, CHUNK) float32: one or two floats of sums of log-decays, and input
-    scales where there are any."""
+    scales where there are any. With TILE also `triangle` (TILE, TILE), 1 below the diagonal and else 0."""
     slot = tl.program_id(0)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+    if TILE:
+        if (slot == 0) & (tl.program_id(1) == 0):
+            j = tl.arange(0, TILE)
+            below = j[:, None] > j[None, :]
+            tl.store(triangle + j[:, None] * TILE + j[None, :], tl.where(below, 1.0, 0.0).to(triangle.dtype.element_ty))
     chunk, row, begin, length = located(slot, table, seqlen, per_row, PACKED)
     start = chunk * CHUNK
     if start >= length:
@@ -88,7 +93,7 @@ def load_parts(x, part_stride, at, mask, PARTS: tl.constexpr):
 
 @triton.jit
 def side_decay_gradients(
-    da, dw, pairs, scales, crossed, entered, read, wrote, through, part_stride, chunk_stride, a, a_l, a_h, w, w_l, w_h,
+    da, dw, pairs, scales, crossed, entered, read, wrote, through, part_stride, tile_stride, a, a_l, a_h, w, w_l, w_h,
     t, i, left, head, heads,
     REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, STATES: tl.constexpr,
     PARTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
@@ -135,16 +140,18 @@ def side_decay_gradients(
                 at_w = before[:, None] * w_l + head[None, :] * w_h
                 writes *= tl.load(w + at_w, mask=is_before, other=0.0).to(tl.float32)
             gradient += tl.cumsum(writes, 0, reverse=REVERSE)
-            gradient += load_parts(through, chunk_stride, head, head < heads, PARTS)[None, :]
+            for tile in tl.static_range(CHUNK // TILE):
+                is_tile = (head < heads) & (tile * TILE < left)
+                gradient += load_parts(through + tile * heads, tile_stride, head, is_tile, PARTS)[None, :]
         # Larger decays are taken as the largest one, whatever they are.
         decay = tl.load(a + i[:, None] * a_l + head[None, :] * a_h, mask=mask, other=0.0).to(tl.float32) * LOG2_E
         tl.store(da + at, tl.where(decay > HIGHEST * 1.000001, 0.0, gradient), mask=mask)
 
 
-@triton.jit(do_not_specialize=["seqlen", "per_row", "part_stride", "chunk_stride"])
+@triton.jit(do_not_specialize=["seqlen", "per_row", "part_stride", "tile_stride"])
 def decay_gradients(
     da1, dw1, pairs1, scales1, read1, wrote1, through1, da2, dw2, pairs2, scales2, read2, wrote2, through2,
-    crossed, entered, part_stride, chunk_stride,
+    crossed, entered, part_stride, tile_stride,
     a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
     table, seqlen, per_row, heads,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
@@ -162,17 +169,17 @@ def decay_gradients(
     b = row.to(tl.int64)
     t = (begin + chunk * CHUNK).to(tl.int64)
     i = tl.arange(0, CHUNK)
-    of_chunk = slot.to(tl.int64) * heads
+    of_chunk = slot.to(tl.int64) * (CHUNK // TILE) * heads
     side_decay_gradients(
         da1, dw1, pairs1, scales1, crossed, entered, read1, wrote1,
-        through1 + of_chunk if (STATES and GATED1) else through1, part_stride, chunk_stride,
+        through1 + of_chunk if (STATES and GATED1) else through1, part_stride, tile_stride,
         a1 + b * a1_b + t * a1_l if GATED1 else a1, a1_l, a1_h, w1 + b * w1_b + t * w1_l if SCALED1 else w1, w1_l, w1_h,
         b * seqlen + t, i, left, head, heads, REVERSE, SHIFT, GATED1, SCALED1, STATES, PARTS, CHUNK, TILE,
     )  # fmt: skip
     if TWO:
         side_decay_gradients(
             da2, dw2, pairs2, scales2, crossed, entered, read2, wrote2,
-            through2 + of_chunk if (STATES and GATED2) else through2, part_stride, chunk_stride,
+            through2 + of_chunk if (STATES and GATED2) else through2, part_stride, tile_stride,
             a2 + b * a2_b + t * a2_l if GATED2 else a2, a2_l, a2_h,
             w2 + b * w2_b + t * w2_l if SCALED2 else w2, w2_l, w2_h,
             b * seqlen + t, i, left, head, heads, True, SHIFT, GATED2, SCALED2, STATES, PARTS, CHUNK, TILE,

@@ -61,9 +61,9 @@ def _directions(names: dict[str, Any]) -> int:
 
 LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
     "mix": _scan_loops,
-    "pair_gradients": _scan_loops,
-    # The code of both directions stands in one kernel, and a program runs one of them.
-    "state_gradients": lambda names: (_scan_loops(names)[0] / _directions(names), *_scan_loops(names)[1:]),
+    "pair_gradients": lambda names: (names["HEADS"],),
+    # Of the programs of a tile, those of readers look at what passes through a chunk.
+    "state_gradients": lambda names: (names["HEADS"], 0.5),
     "state_pass": lambda names: (math.ceil(names["seqlen"] / names["TILE"]) / _directions(names),),
     "_convolve": lambda names: (names["SPAN"] / names["ROWS"],),
     "_conv_gradients": lambda names: (names["walk"], (names["SPAN"] + names["WIDTH"] - 1) / names["ROWS"]),
