@@ -50,6 +50,7 @@ def gradients(
     blocks = scan.share // heads
     add = further and blocks == 1
     shape, factors = first.q.shape, v.shape[:3]
+    tokens = scan.rows * scan.seqlen
 
     def vectors(parts: int, dtype: torch.dtype, zero: bool) -> Tensor:
         # With shift nobody reads for a document's last (or first) token.
@@ -95,8 +96,8 @@ def gradients(
         dv, *dv.stride()[:3], dqs[0], dks[0], dqs[-1], dks[-1], dq_cross, *dqs[0].stride()[:4],
         decays[0], scales[0], decays[1], scales[1], crossed, entered, along, along2,
         dys[0], dys[-1], *dys[0].stride()[:3], v, *v.stride()[:3], *of_sides, *per_token(diagonal),
-        *per_token(drow_sum), sums, triangle, leaving.states if stored else None, table, scan.seqlen, per_row, scan.heads,
-        scan.share, self_weight,
+        *per_token(drow_sum), sums, triangle, leaving.states if stored else None, table, scan.seqlen, per_row, tokens,
+        scan.heads, scan.share, self_weight,
         num_warps=scan.config.pair_warps, num_stages=1, maxnreg=scan.config.pair_registers,
         **common, DIAGONAL=diagonal is not None, HALVES=halves, STORED=stored, INITIAL=stored and leaving.given,
         HEADS=heads, BLOCK_N=block_n, BLOCK_P=block_p, **precise,
@@ -117,11 +118,12 @@ def gradients(
         launch(
             state_gradients, (scan.tiles * (scan.heads // heads), n_blocks, 2 * len(sides)),
             into_q[0], into_k[0], into_q[-1], into_k[-1], *into_q[0].stride()[:4], *pairs, dq_cross,
-            reads[0], wrotes[0], throughs[0], reads[1], wrotes[1], throughs[1], factors.numel(), scan.tiles * scan.heads,
+            reads[0], wrotes[0], throughs[0], reads[1], wrotes[1], throughs[1], factors.numel(),
+            scan.tiles * scan.heads,
             dys[0], dys[-1], *dys[0].stride()[:3], v, *v.stride()[:3], *of_sides, *per_token(drow_sum),
             sums, entering.states if stored else None, entering.vectors if stored else None,
             leaving.states if stored else None, leaving.vectors if stored else None,
-            table, scan.seqlen, per_row, scan.heads, scan.share,
+            table, scan.seqlen, per_row, tokens, scan.heads, scan.share,
             num_warps=scan.config.state_gradient_warps, num_stages=1,
             maxnreg=scan.config.state_gradient_registers,
             **common, STORED=stored, ENTERS=stored and entering.given, LEAVES=stored and leaving.given, ADD=add,
@@ -139,7 +141,7 @@ def gradients(
             das[1], dws[1], decays[1], scales[1], reads[1], wrotes[1], throughs[1],
             crossed, entered, factors.numel(), scan.tiles * scan.heads,
             *per_token(first.log_decay), *per_token(second.log_decay), *weights,
-            table, scan.seqlen, per_row, scan.heads, num_warps=4, num_stages=1,
+            table, scan.seqlen, per_row, tokens, scan.heads, num_warps=1, num_stages=1,
             **common, STATES=stored, PARTS=n_blocks, BLOCK_H=block,
         )  # fmt: skip
     found = [

@@ -92,7 +92,7 @@ def backward(
     initial = [side.initial_state for side in sides]
     starts = any(state is not None for state in initial)
     carried = scan.seqlen > scan.chunk or starts or dfinal is not None
-    # Where sums of half precision are split in two, else a float16 could not hold the numbers that it is multiplied with.
+    # What it is multiplied with is split in two numbers of bfloat16; a float16 could not hold it.
     triangle = v.new_empty(scan.tile, scan.tile, dtype=torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32)
     sums = sum_decays(scan, sides, triangle)
     entering = leaving = None

@@ -157,14 +157,14 @@ def store_vector_gradients(
         tl.store(at_c, dc.to(dk.dtype.element_ty), mask=valid[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["seqlen", "per_row", "self_weight"])
+@triton.jit(do_not_specialize=["seqlen", "per_row", "tokens", "self_weight"])
 def pair_gradients(
     dv, dv_b, dv_l, dv_h, dq1, dk1, dq2, dk2, dq_cross, d_s, d_b, d_l, d_g,
     decays1, scales1, decays2, scales2, crossed, entered, dd1, dd2,
     dy1, dy2, dy_b, dy_l, dy_h, v, v_b, v_l, v_h,
     q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g,
     given, given_b, given_l, given_h, u, u_b, u_l, u_h,
-    sums, triangle, leaving, table, seqlen, per_row, heads, share, self_weight,
+    sums, triangle, leaving, table, seqlen, per_row, tokens, heads, share, self_weight,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, DIAGONAL: tl.constexpr, HALVES: tl.constexpr,
     NORMALIZE: tl.constexpr, STORED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr,
@@ -258,7 +258,7 @@ def pair_gradients(
     for step in tl.range(HEADS, num_stages=1):
         head = (h0 + step).to(tl.int64)
         at_h = (b * seqlen + t) * heads + head
-        of_token = i * heads
+        at_f = head * tokens + b * seqlen + t
         at_y = b * dy_b + t * dy_l + head * dy_h
         at_v = v + b * v_b + t * v_l + head * v_h
         of_slot = (slot.to(tl.int64) * heads + head) * directions
@@ -289,13 +289,11 @@ def pair_gradients(
         if HALVES:
             pairs = tl.where(first, pairs, pairs2)
         if DIAGONAL:
-            tl.store(dd1 + at_h + of_token, along1, mask=valid)
+            tl.store(dd1 + at_h + i * heads, along1, mask=valid)
             if HALVES:
-                tl.store(dd2 + at_h + of_token, along2, mask=valid)
+                tl.store(dd2 + at_h + i * heads, along2, mask=valid)
 
-        decays = pair_decays(
-            sums1, sums2, i, r0, first, TWO, REVERSE, SHIFT, GATED1, GATED2, CHUNK, EXACT
-        )
+        decays = pair_decays(sums1, sums2, i, r0, first, TWO, REVERSE, SHIFT, GATED1, GATED2, CHUNK, EXACT)
         scale1 = tl.where(valid, 1.0, 0.0)
         scale2 = scale1
         if SCALED1:
@@ -327,10 +325,10 @@ def pair_gradients(
             met2 += along2 * scale2 * self_weight
         if GATED1:
             between = sums_between(changes, tl.trans(below) if REVERSE else below, i, REVERSE, SHIFT, PRECISION)
-            tl.store(decays1 + at_h + of_token, between, mask=valid)
+            tl.store(decays1 + at_f + i, between, mask=valid)
         if GATED2:
             between = sums_between(changes, tl.trans(below), i, True, SHIFT, PRECISION)
-            tl.store(decays2 + at_h + of_token, between, mask=valid)
+            tl.store(decays2 + at_f + i, between, mask=valid)
 
         diagonal = tl.zeros((TILE,), tl.float32)
         if DIAGONAL:
@@ -355,7 +353,10 @@ def pair_gradients(
             at_dyx = (tl.where(forward, dy1, dy2) if HALVES else dy1) + at_y + ahead * dy_l
             pairs_x = tl.zeros((TILE, TILE), tl.float32)
         for p0 in tl.static_range(0, HEADDIM, BLOCK_P):
-            grad = load_rows(dy1 + at_y, dy_l, i, valid, p0, HEADDIM, BLOCK_P)
+            if HEADDIM > BLOCK_P:
+                value = load_rows(at_v, v_l, i, valid, p0, HEADDIM, BLOCK_P)
+            if HALVES or HEADDIM > BLOCK_P:
+                grad = load_rows(dy1 + at_y, dy_l, i, valid, p0, HEADDIM, BLOCK_P)
             out = tl.dot(matrix.to(grad.dtype), grad, input_precision=PRECISION)
             if HALVES:
                 grad = load_rows(dy2 + at_y, dy_l, i, valid, p0, HEADDIM, BLOCK_P)
@@ -374,10 +375,9 @@ def pair_gradients(
                     )  # fmt: skip
             if CROSS:
                 if TWO or meets:
-                    value = load_rows(at_v, v_l, i, valid, p0, HEADDIM, BLOCK_P)
-                    grad = load_rows(at_dyx, dy_l, i, i < left - ahead, p0, HEADDIM, BLOCK_P)
+                    grad_x = load_rows(at_dyx, dy_l, i, i < left - ahead, p0, HEADDIM, BLOCK_P)
                     out, pairs_x, written = cross_values(
-                        out, pairs_x, written, scores_x, value, grad, writes_x, reads_x, PRECISION
+                        out, pairs_x, written, scores_x, value, grad_x, writes_x, reads_x, PRECISION
                     )
             p = p0 + tl.arange(0, BLOCK_P)
             target = dv + b * dv_b + t * dv_l + head * dv_h + i[:, None] * dv_l + p[None, :]
@@ -396,13 +396,13 @@ def pair_gradients(
                 dcross += pairs_x
                 written *= decay_x
                 if GATED1 or GATED2:
-                    tl.store(crossed + at_h + of_token, written * scale_x, mask=valid)
+                    tl.store(crossed + at_f + i, written * scale_x, mask=valid)
                     read = tl.sum(pairs_x * turned_x.to(tl.float32), 1)
-                    tl.store(entered + at_h + ahead * heads + of_token, read, mask=i < left - ahead)
+                    tl.store(entered + at_f + ahead + i, read, mask=i < left - ahead)
         if SCALED1:
-            tl.store(scales1 + at_h + of_token, dscale1 + (tl.where(forward, written, 0.0) if TWO else written), mask=valid)
+            tl.store(scales1 + at_f + i, dscale1 + (tl.where(forward, written, 0.0) if TWO else written), mask=valid)
         if SCALED2:
-            tl.store(scales2 + at_h + of_token, dscale2 + tl.where(forward, 0.0, written), mask=valid)
+            tl.store(scales2 + at_f + i, dscale2 + tl.where(forward, 0.0, written), mask=valid)
 
     at = part * d_s + b * d_b + t * d_l + group * d_g
     store_vector_gradients(

@@ -129,7 +129,7 @@ def sum_decays(scan: Scan, sides: tuple[ScanSide, ...], triangle: Tensor | None 
 
 def heads_at_once(heads: int) -> int:
     """Heads that programs take together which look at one number per token and head."""
-    return min(8, triton.next_power_of_2(heads))
+    return min(2, triton.next_power_of_2(heads))
 
 
 def per_token(x: Tensor | None) -> tuple:

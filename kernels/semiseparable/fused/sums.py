@@ -1,6 +1,7 @@
 """Sums of log-decays over chunks, which all other kernels read, and the gradients of the decays that they are made of.
 
-Both take one chunk and some heads: tokens lie along one axis and heads along the other, as in memory.
+Both take one chunk and some heads: tokens lie along one axis and heads along the other. What other kernels find out
+about tokens lies in memory head by head, so that the tokens of a tile are neighbours.
 """
 
 from __future__ import annotations
@@ -94,66 +95,69 @@ def load_parts(x, part_stride, at, mask, PARTS: tl.constexpr):
 @triton.jit
 def side_decay_gradients(
     da, dw, pairs, scales, crossed, entered, read, wrote, through, part_stride, tile_stride, a, a_l, a_h, w, w_l, w_h,
-    t, i, left, head, heads,
+    t, i, left, head, heads, tokens,
     REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, STATES: tl.constexpr,
     PARTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """da and dw of one direction, for tokens t + i (`left` of them in the chunk) of heads `head`.
+    """da and dw of one direction, for tokens t + i (`left` of them in the chunk) of heads `head`; heads lie along
+    axis 0.
 
     The gradient of a token's log-decay is the sum over everything whose decay it takes part in: the pairs of a reader
     and a writer on either side of it inside its tile, those with its tile's writers before it and readers in the other
     tile, those with its tile's readers after it and writers in the other tile; and the same with other chunks: those
     who read the entering state after it, those who wrote to the leaving state before it, and what passes through.
     """
-    there = (head < heads)[None, :]
-    mask = (i < left)[:, None] & there
-    at = (t + i)[:, None] * heads + head[None, :]
+    there = (head < heads)[:, None]
+    mask = (i < left)[None, :] & there
+    found = head.to(tl.int64)[:, None] * tokens + t
+    at = found + i[None, :]
+    to = (t + i)[None, :] * heads + head[:, None]
     if SCALED:
         dscale = tl.load(scales + at, mask=mask, other=0.0)
         if STATES:
             dscale += load_parts(wrote, part_stride, at, mask, PARTS)
-        tl.store(dw + at, dscale, mask=mask)
+        tl.store(dw + to, dscale, mask=mask)
     if GATED:
         # Loaded from where they are to be counted: sums with a token's own share taken off again would lose what
         # strong decays leave.
         gradient = tl.load(pairs + at, mask=mask, other=0.0)
         after = i + ((-1 if REVERSE else 1) if SHIFT else 0)
         before = i + (1 if REVERSE else -1)
-        is_after = ((after >= 0) & (after < left))[:, None] & there
-        is_before = ((before >= 0) & (before < left))[:, None] & there
-        at_after = (t + after)[:, None] * heads + head[None, :]
-        at_before = (t + before)[:, None] * heads + head[None, :]
+        is_after = ((after >= 0) & (after < left))[None, :] & there
+        is_before = ((before >= 0) & (before < left))[None, :] & there
+        at_after = found + after[None, :]
+        at_before = found + before[None, :]
         if CHUNK > TILE:
             # The tile that the direction comes from writes, and the other one, where there is one, reads.
-            ahead, behind = (i >= TILE)[:, None], (i < TILE)[:, None]
-            to = is_after & (((after < TILE) & (left > TILE)) if REVERSE else after >= TILE)[:, None]
-            reads = tl.cumsum(tl.load(entered + at_after, mask=to, other=0.0), 0, reverse=not REVERSE)
-            gradient += tl.where(behind if REVERSE else ahead, reads, 0.0)
-            by = is_before & (before >= TILE if REVERSE else before < TILE)[:, None]
-            writes = tl.cumsum(tl.load(crossed + at_before, mask=by, other=0.0), 0, reverse=REVERSE)
-            gradient += tl.where(ahead if REVERSE else behind, writes, 0.0)
+            ahead, behind = (i >= TILE)[None, :], (i < TILE)[None, :]
+            reads = is_after & (((after < TILE) & (left > TILE)) if REVERSE else after >= TILE)[None, :]
+            reading = tl.cumsum(tl.load(entered + at_after, mask=reads, other=0.0), 1, reverse=not REVERSE)
+            gradient += tl.where(behind if REVERSE else ahead, reading, 0.0)
+            writes = is_before & (before >= TILE if REVERSE else before < TILE)[None, :]
+            writing = tl.cumsum(tl.load(crossed + at_before, mask=writes, other=0.0), 1, reverse=REVERSE)
+            gradient += tl.where(ahead if REVERSE else behind, writing, 0.0)
         if STATES:
-            reads = load_parts(read, part_stride, at_after, is_after, PARTS)
-            gradient += tl.cumsum(reads, 0, reverse=not REVERSE)
-            writes = load_parts(wrote, part_stride, at_before, is_before, PARTS)
+            reading = load_parts(read, part_stride, at_after, is_after, PARTS)
+            gradient += tl.cumsum(reading, 1, reverse=not REVERSE)
+            writing = load_parts(wrote, part_stride, at_before, is_before, PARTS)
             if SCALED:
-                at_w = before[:, None] * w_l + head[None, :] * w_h
-                writes *= tl.load(w + at_w, mask=is_before, other=0.0).to(tl.float32)
-            gradient += tl.cumsum(writes, 0, reverse=REVERSE)
+                at_w = before[None, :] * w_l + head[:, None] * w_h
+                writing *= tl.load(w + at_w, mask=is_before, other=0.0).to(tl.float32)
+            gradient += tl.cumsum(writing, 1, reverse=REVERSE)
             for tile in tl.static_range(CHUNK // TILE):
                 is_tile = (head < heads) & (tile * TILE < left)
-                gradient += load_parts(through + tile * heads, tile_stride, head, is_tile, PARTS)[None, :]
+                gradient += load_parts(through + tile * heads, tile_stride, head, is_tile, PARTS)[:, None]
         # Larger decays are taken as the largest one, whatever they are.
-        decay = tl.load(a + i[:, None] * a_l + head[None, :] * a_h, mask=mask, other=0.0).to(tl.float32) * LOG2_E
-        tl.store(da + at, tl.where(decay > HIGHEST * 1.000001, 0.0, gradient), mask=mask)
+        decay = tl.load(a + i[None, :] * a_l + head[:, None] * a_h, mask=mask, other=0.0).to(tl.float32) * LOG2_E
+        tl.store(da + to, tl.where(decay > HIGHEST * 1.000001, 0.0, gradient), mask=mask)
 
 
-@triton.jit(do_not_specialize=["seqlen", "per_row", "part_stride", "tile_stride"])
+@triton.jit(do_not_specialize=["seqlen", "per_row", "tokens", "part_stride", "tile_stride"])
 def decay_gradients(
     da1, dw1, pairs1, scales1, read1, wrote1, through1, da2, dw2, pairs2, scales2, read2, wrote2, through2,
     crossed, entered, part_stride, tile_stride,
     a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
-    table, seqlen, per_row, heads,
+    table, seqlen, per_row, tokens, heads,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, STATES: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -174,7 +178,7 @@ def decay_gradients(
         da1, dw1, pairs1, scales1, crossed, entered, read1, wrote1,
         through1 + of_chunk if (STATES and GATED1) else through1, part_stride, tile_stride,
         a1 + b * a1_b + t * a1_l if GATED1 else a1, a1_l, a1_h, w1 + b * w1_b + t * w1_l if SCALED1 else w1, w1_l, w1_h,
-        b * seqlen + t, i, left, head, heads, REVERSE, SHIFT, GATED1, SCALED1, STATES, PARTS, CHUNK, TILE,
+        b * seqlen + t, i, left, head, heads, tokens, REVERSE, SHIFT, GATED1, SCALED1, STATES, PARTS, CHUNK, TILE,
     )  # fmt: skip
     if TWO:
         side_decay_gradients(
@@ -182,5 +186,5 @@ def decay_gradients(
             through2 + of_chunk if (STATES and GATED2) else through2, part_stride, tile_stride,
             a2 + b * a2_b + t * a2_l if GATED2 else a2, a2_l, a2_h,
             w2 + b * w2_b + t * w2_l if SCALED2 else w2, w2_l, w2_h,
-            b * seqlen + t, i, left, head, heads, True, SHIFT, GATED2, SCALED2, STATES, PARTS, CHUNK, TILE,
+            b * seqlen + t, i, left, head, heads, tokens, True, SHIFT, GATED2, SCALED2, STATES, PARTS, CHUNK, TILE,
         )  # fmt: skip

@@ -29,7 +29,8 @@ def load_vector(vector, there, n0, D_STATE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def passed_through(
-    entering, leaving, there, first, ROWS: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_P: tl.constexpr
+    entering, leaving, there, first,
+    ROWS: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """What passes through a whole chunk, before its decay: the product of the state that enters and the cotangent of
     the one that leaves; of ROWS of their rows."""
@@ -47,13 +48,99 @@ def one_side(x1, x2, second, TWO: tl.constexpr):
     return tl.where(second, x2, x1) if TWO else x1
 
 
-@triton.jit(do_not_specialize=["seqlen", "per_row", "f_s", "tile_stride"])
+@triton.jit
+def side_gradients(
+    out, d_l, from_pairs, from_cross, found, through, rows, rows_l, rows_h, x, x_l, u, u_l, u_h,
+    sums, states, vectors, others, other_vectors, h0, r0, place, left, tokens, reverse, gated, scaled, there, meets,
+    crossed, n0,
+    directions: tl.constexpr, WRITES: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
+    STORED: tl.constexpr, ADD: tl.constexpr, NORMALIZE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    FACTORS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The readers (or with WRITES the writers) of one direction: `out` is dq (dk), `found` the sum of what decays get,
+    from the `rows` dy (v), `x` q (k), and `states` that are `there`. The readers find out what passes `through` to the
+    `others` too, where both are there (`meets`). `crossed`: whether the tile reads from the chunk's other one. GATED,
+    SCALED: any direction is, which this one need not be (`gated`, `scaled`).
+
+    Pointers stand at the tile's first token, the slot, and their first heads.
+    """
+    i = tl.arange(0, TILE)
+    n = n0 + tl.arange(0, BLOCK_N)
+    valid = i < left
+    source = i
+    if SHIFT and not WRITES:
+        source += tl.where(reverse, 1, -1)
+    # A reader's gradient belongs to the token whose q it read with.
+    there_x = (source >= -place) & (source < left)
+    grad = tl.zeros((TILE, BLOCK_N), tl.float32)
+    elements: tl.constexpr = D_STATE * HEADDIM
+    shared: tl.constexpr = BLOCK_N * TILE // CHUNK
+    if STORED:
+        vector = load_rows(x, x_l, source, there_x & valid, n0, D_STATE, BLOCK_N).to(tl.float32)
+        end = tl.where(reverse, 0, CHUNK - 1)
+        for step in tl.range(HEADS, num_stages=1):
+            head = (h0 + step).to(tl.int64)
+            of_head = head * directions
+            at_sums = sums + of_head * (FACTORS * CHUNK) if FACTORS else sums
+            of_state = states + of_head * elements
+            part = tl.zeros((TILE, BLOCK_N), tl.float32)
+            for p0 in tl.static_range(0, HEADDIM, BLOCK_P):
+                at, inside = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
+                h = tl.load(of_state + at, mask=inside & there, other=0.0)
+                row = load_rows(rows + head * rows_h, rows_l, i, valid, p0, HEADDIM, BLOCK_P)
+                part = state_dot(row, tl.trans(h), part, PRECISION)
+            if NORMALIZE:
+                # The sum over a row is the product with one more channel of v that holds ones.
+                h_sum = load_vector(vectors + of_head * D_STATE, there, n0, D_STATE, BLOCK_N)
+                ones = tl.where(valid, 1.0, 0.0) if WRITES else load_factor(u + head * u_h, u_l, i, valid)
+                part += ones[:, None] * h_sum[None, :]
+            factor = tl.where(valid, 1.0, 0.0)
+            if GATED:
+                end_high, end_low = edge_sum(at_sums, end, CHUNK, EXACT)
+                high, low = edge_sum(at_sums, source + r0, CHUNK, EXACT)
+                if WRITES:
+                    exponent = exponents(end_high, end_low, high, low, EXACT)
+                else:
+                    exponent = high + low if EXACT else high
+                factor = tl.where(gated, tl.exp2(exponent), factor)
+            if GATED or (WRITES and SCALED):
+                tl.store(found + head * tokens + i, tl.sum(part * vector, 1) * factor, mask=valid)
+            if GATED and not WRITES:
+                passed = 0.0
+                # The chunk's last tile with tokens takes the shares of those behind it.
+                for share in tl.range(r0 // TILE, tl.where(left > TILE, r0 // TILE + 1, CHUNK // TILE), num_stages=1):
+                    passed += passed_through(
+                        of_state, others + of_head * elements, meets, n0 + share * shared, shared, D_STATE, HEADDIM,
+                        BLOCK_P,
+                    )  # fmt: skip
+                if NORMALIZE:
+                    g_sum = load_vector(other_vectors + of_head * D_STATE, meets, n0, D_STATE, BLOCK_N)
+                    passed += tl.where(r0 == 0, tl.sum(h_sum * g_sum, 0), 0.0)
+                tl.store(through + head, passed * tl.exp2(end_high + end_low if EXACT else end_high))
+            if WRITES and SCALED:
+                scale = tl.load(at_sums + ((2 if EXACT else 1) * CHUNK + r0) + i)
+                factor *= tl.where(scaled, scale, 1.0)
+            grad += part * factor[:, None]
+
+    inside = n[None, :] < D_STATE
+    if CHUNK > TILE and not WRITES:
+        at = i[:, None] * d_l + n[None, :]
+        grad += tl.load(from_cross + at, mask=valid[:, None] & inside & crossed, other=0.0)
+    at = source[:, None] * d_l + n[None, :]
+    inside = there_x[:, None] & inside
+    if ADD:
+        grad += tl.load(from_pairs + at, mask=inside, other=0.0)
+    tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["seqlen", "per_row", "tokens", "f_s", "tile_stride"])
 def state_gradients(
     dq1, dk1, dq2, dk2, d_s, d_b, d_l, d_g, dq1_pairs, dk1_pairs, dq2_pairs, dk2_pairs, dq_cross,
     read1, wrote1, through1, read2, wrote2, through2, f_s, tile_stride,
     dy1, dy2, dy_b, dy_l, dy_h, v, v_b, v_l, v_h,
     q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g, u, u_b, u_l, u_h,
-    sums, entering, entering_vectors, leaving, leaving_vectors, table, seqlen, per_row, heads, share,
+    sums, entering, entering_vectors, leaving, leaving_vectors, table, seqlen, per_row, tokens, heads, share,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, STORED: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr,
     ADD: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
@@ -72,7 +159,6 @@ def state_gradients(
     slot = unit // tiles
     r0 = unit % tiles * TILE
     n0 = tl.program_id(1) * BLOCK_N
-    writes = tl.program_id(2) % 2 == 1
     second = tl.program_id(2) >= 2
     group = (h0 // share).to(tl.int64)
     part = (h0 % share // HEADS).to(tl.int64)
@@ -87,9 +173,10 @@ def state_gradients(
     at = part * d_s + at_pairs
     of_slot = slot.to(tl.int64) * heads * directions + tl.where(second, 1, 0)
     of_block = tl.program_id(1).to(tl.int64)
-    at_h = of_block * f_s + (b * seqlen + t) * heads
+    at_f = of_block * f_s + b * seqlen + t
     at_tile = of_block * tile_stride + unit.to(tl.int64) * heads
     elements: tl.constexpr = D_STATE * HEADDIM
+    VECTORS: tl.constexpr = STORED and NORMALIZE
     GATED: tl.constexpr = GATED1 or GATED2
     SCALED: tl.constexpr = SCALED1 or SCALED2
     reverse = second | REVERSE
@@ -97,93 +184,41 @@ def state_gradients(
     enters = ENTERS | tl.where(reverse, ends, starts)
     leaves = LEAVES | tl.where(reverse, starts, ends)
     # The second tile reads from the first one in the direction that runs forward, and the other way round.
-    crossed = tl.where(reverse, (r0 == 0) & (left > TILE), r0 > 0) & (writes == 0)
+    crossed = tl.where(reverse, (r0 == 0) & (left > TILE), r0 > 0)
     gated = one_side(GATED1, GATED2, second, TWO)
     scaled = one_side(SCALED1, SCALED2, second, TWO)
+    at_v = v + b * v_b + t * v_l
+    at_y = one_side(dy1, dy2, second, TWO) + b * dy_b + t * dy_l
     at_u = u + b * u_b + t * u_l if NORMALIZE else u
+    q_b, k_b = one_side(q1_b, q2_b, second, TWO), one_side(k1_b, k2_b, second, TWO)
+    q_l, k_l = one_side(q1_l, q2_l, second, TWO), one_side(k1_l, k2_l, second, TWO)
+    q_g, k_g = one_side(q1_g, q2_g, second, TWO), one_side(k1_g, k2_g, second, TWO)
+    at_q = one_side(q1, q2, second, TWO) + b * q_b + t * q_l + group * q_g
+    at_k = one_side(k1, k2, second, TWO) + b * k_b + t * k_l + group * k_g
     of_sums = sums + of_slot * (FACTORS * CHUNK) if FACTORS else sums
-    # Readers have dy, q and the state that enters; writers v, k and the cotangent of the one that leaves.
-    rows = tl.where(writes, v + b * v_b + t * v_l, one_side(dy1, dy2, second, TWO) + b * dy_b + t * dy_l)
-    rows_l, rows_h = tl.where(writes, v_l, dy_l), tl.where(writes, v_h, dy_h)
-    x_b = tl.where(writes, one_side(k1_b, k2_b, second, TWO), one_side(q1_b, q2_b, second, TWO))
-    x_l = tl.where(writes, one_side(k1_l, k2_l, second, TWO), one_side(q1_l, q2_l, second, TWO))
-    x_g = tl.where(writes, one_side(k1_g, k2_g, second, TWO), one_side(q1_g, q2_g, second, TWO))
-    x = tl.where(writes, one_side(k1, k2, second, TWO), one_side(q1, q2, second, TWO))
-    x += b * x_b + t * x_l + group * x_g
-    out = tl.where(writes, one_side(dk1, dk2, second, TWO), one_side(dq1, dq2, second, TWO)) + at
-
-    i = tl.arange(0, TILE)
-    n = n0 + tl.arange(0, BLOCK_N)
-    valid = i < left
-    source = i
-    if SHIFT:
-        source += tl.where(writes, 0, tl.where(reverse, 1, -1))
-    # A reader's gradient belongs to the token whose q it read with.
-    there = (source >= -place) & (source < left)
-    grad = tl.zeros((TILE, BLOCK_N), tl.float32)
-    if STORED:
-        shared: tl.constexpr = BLOCK_N * TILE // CHUNK
-        if GATED or SCALED:
-            found = tl.where(writes, one_side(wrote1, wrote2, second, TWO), one_side(read1, read2, second, TWO)) + at_h
-        if GATED:
-            of_through = one_side(through1, through2, second, TWO) + at_tile
-        states = tl.where(writes, leaving, entering) + of_slot * elements
-        has_state = tl.where(writes, leaves, enters)
-        first_share = r0 // TILE
-        # What passes through the chunk is found by its readers; those of the last tile that has tokens take the shares
-        # of the tiles behind it.
-        last_share = tl.where(writes, first_share, tl.where(left > TILE, first_share + 1, tiles))
-        end = tl.where(reverse, 0, CHUNK - 1)
-        vector = load_rows(x, x_l, source, there & valid, n0, D_STATE, BLOCK_N).to(tl.float32)
-        for step in tl.range(HEADS, num_stages=1):
-            head = (h0 + step).to(tl.int64)
-            of_head = head * directions
-            at_sums = of_sums + of_head * (FACTORS * CHUNK) if FACTORS else of_sums
-            of_state = states + of_head * elements
-            met = tl.zeros((TILE, BLOCK_N), tl.float32)
-            for p0 in tl.static_range(0, HEADDIM, BLOCK_P):
-                at_state, inside = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
-                h = tl.load(of_state + at_state, mask=inside & has_state, other=0.0)
-                row = load_rows(rows + head * rows_h, rows_l, i, valid, p0, HEADDIM, BLOCK_P)
-                met = state_dot(row, tl.trans(h), met, PRECISION)
-            if NORMALIZE:
-                # The sum over a row is the product with one more channel of v that holds ones.
-                of_vector = (of_slot + of_head) * D_STATE
-                h_sum = load_vector(entering_vectors + of_vector, enters, n0, D_STATE, BLOCK_N)
-                g_sum = load_vector(leaving_vectors + of_vector, leaves, n0, D_STATE, BLOCK_N)
-                ones = tl.where(writes, tl.where(valid, 1.0, 0.0), load_factor(at_u + head * u_h, u_l, i, valid))
-                met += ones[:, None] * tl.where(writes, g_sum, h_sum)[None, :]
-            factor = tl.where(valid, 1.0, 0.0)
-            if GATED:
-                end_high, end_low = edge_sum(at_sums, end, CHUNK, EXACT)
-                high, low = edge_sum(at_sums, source + r0, CHUNK, EXACT)
-                behind = exponents(end_high, end_low, high, low, EXACT)
-                before = high + low if EXACT else high
-                factor = tl.where(gated, tl.exp2(tl.where(writes, behind, before)), factor)
-                passed = 0.0
-                for share in tl.range(first_share, last_share, num_stages=1):
-                    passed += passed_through(
-                        of_state, leaving + (of_slot + of_head) * elements, enters & leaves, n0 + share * shared, shared,
-                        D_STATE, HEADDIM, BLOCK_P,
-                    )  # fmt: skip
-                if NORMALIZE:
-                    passed += tl.where(r0 == 0, tl.sum(h_sum * g_sum, 0), 0.0)
-                passed *= tl.exp2(end_high + end_low if EXACT else end_high)
-                tl.store(of_through + head, passed, mask=writes == 0)
-            if GATED or SCALED:
-                tl.store(found + head + i * heads, tl.sum(met * vector, 1) * factor, mask=valid)
-            if SCALED:
-                scale = tl.load(at_sums + ((2 if EXACT else 1) * CHUNK + r0) + i)
-                factor *= tl.where(scaled & writes, scale, 1.0)
-            grad += met * factor[:, None]
-
-    inside = n[None, :] < D_STATE
-    if tiles > 1:
-        at_cross = dq_cross + at + i[:, None] * d_l + n[None, :]
-        grad += tl.load(at_cross, mask=valid[:, None] & inside & crossed, other=0.0)
-    place_x = source[:, None] * d_l + n[None, :]
-    inside = there[:, None] & inside
-    if ADD:
-        q_pairs, k_pairs = one_side(dq1_pairs, dq2_pairs, second, TWO), one_side(dk1_pairs, dk2_pairs, second, TWO)
-        grad += tl.load(tl.where(writes, k_pairs, q_pairs) + at_pairs + place_x, mask=inside, other=0.0)
-    tl.store(out + place_x, grad.to(out.dtype.element_ty), mask=inside)
+    entry = entering + of_slot * elements if STORED else entering
+    entry_vectors = entering_vectors + of_slot * D_STATE if VECTORS else entering_vectors
+    exit_at = leaving + of_slot * elements if STORED else leaving
+    exit_vectors = leaving_vectors + of_slot * D_STATE if VECTORS else leaving_vectors
+    if tl.program_id(2) % 2 == 0:
+        side_gradients(
+            one_side(dq1, dq2, second, TWO) + at, d_l,
+            one_side(dq1_pairs, dq2_pairs, second, TWO) + at_pairs if ADD else dq1_pairs,
+            dq_cross + at if tiles > 1 else dq_cross,
+            one_side(read1, read2, second, TWO) + at_f if STORED and GATED else read1,
+            one_side(through1, through2, second, TWO) + at_tile if STORED and GATED else through1,
+            at_y, dy_l, dy_h, at_q, q_l, at_u, u_l, u_h, of_sums, entry, entry_vectors, exit_at, exit_vectors,
+            h0, r0, place, left, tokens, reverse, gated, scaled, enters, enters & leaves, crossed, n0,
+            directions, False, SHIFT, GATED, SCALED, STORED, ADD, NORMALIZE, CHUNK, TILE, FACTORS, HEADS, D_STATE,
+            HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
+        )  # fmt: skip
+    else:
+        side_gradients(
+            one_side(dk1, dk2, second, TWO) + at, d_l,
+            one_side(dk1_pairs, dk2_pairs, second, TWO) + at_pairs if ADD else dk1_pairs, dq_cross,
+            one_side(wrote1, wrote2, second, TWO) + at_f if STORED and (GATED or SCALED) else wrote1, through1,
+            at_v, v_l, v_h, at_k, k_l, at_u, u_l, u_h, of_sums, exit_at, exit_vectors, entry, entry_vectors,
+            h0, r0, place, left, tokens, reverse, gated, scaled, leaves, enters & leaves, crossed, n0,
+            directions, True, SHIFT, GATED, SCALED, STORED, ADD, NORMALIZE, CHUNK, TILE, FACTORS, HEADS, D_STATE,
+            HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
+        )  # fmt: skip

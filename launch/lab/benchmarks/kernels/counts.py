@@ -62,8 +62,8 @@ def _directions(names: dict[str, Any]) -> int:
 LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
     "mix": _scan_loops,
     "pair_gradients": lambda names: (names["HEADS"],),
-    # Of the programs of a tile, those of readers look at what passes through a chunk.
-    "state_gradients": lambda names: (names["HEADS"], 0.5),
+    # The code of readers and writers stands in one kernel, and a program runs one of them.
+    "state_gradients": lambda names: (names["HEADS"] / 2, 1),
     "state_pass": lambda names: (math.ceil(names["seqlen"] / names["TILE"]) / _directions(names),),
     "_convolve": lambda names: (names["SPAN"] / names["ROWS"],),
     "_conv_gradients": lambda names: (names["walk"], (names["SPAN"] + names["WIDTH"] - 1) / names["ROWS"]),
