@@ -32,6 +32,7 @@ from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused
 from matmix.kernels.semiseparable.fused import step as fused_step
 from matmix.kernels.short_conv import fused as fused_conv
+from matmix.kernels.short_conv import fused_state as fused_conv_state
 from matmix.kernels.short_conv import fused_step as fused_conv_step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -109,9 +110,13 @@ def test_the_small_ops_look_at_no_value():
         for activation, bias in itertools.product((None, "silu"), (None, scale)):
             fused_conv.forward(x, weight, bias, True, activation, cu_seqlens)
             fused_conv.backward(x, x, weight, bias, True, activation, cu_seqlens)
+            state = torch.empty(1, 40, 6)
+            y, final = fused_conv_state.forward(x, weight, bias, state, activation)
+            found = fused_conv_state.backward(y, final, x, weight, bias, state, activation)
+            assert [y.shape, final.shape, found[0].shape, found[3].shape] == [x.shape, state.shape] * 2
         fused_norm.forward(x, scale, x, 1e-5, 8)
         fused_norm.backward(x, x, scale, x, 1e-5, 8)
-    assert len(launches) >= 4 * 2 + 2
+    assert len(launches) >= 4 * 4 + 2
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -143,6 +148,8 @@ def calls():
         yield "quasiseparable_scan", quasiseparable_scan, inputs, {"cu_seqlens": bounds, **FORMS[form]}
     conv = {"x": torch.randn(1, seqlen, 64), "weight": torch.randn(64, 7), "bias": torch.randn(64)}
     yield "short_conv", short_conv, conv, {"activation": "silu", "cu_seqlens": bounds}
+    conv = {"x": torch.randn(2, 50, 64), "weight": torch.randn(64, 4), "initial_state": torch.randn(2, 64, 3)}
+    yield "short_conv_from_state", short_conv, conv, {"causal": True, "return_final_state": True}
     norm = {"x": torch.randn(2, 50, 64), "weight": torch.randn(64), "gate": torch.randn(2, 50, 64)}
     yield "gated_norm", gated_norm, norm, {"group_size": 32}
     # Near the identity: products of many stay of order one.
