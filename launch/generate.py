@@ -128,7 +128,7 @@ def _prompt_ids(source: Source, prompt: str) -> list[int]:
 def _draw_tokens(
     source: Source, prompts: list[list[int]], count: int, sampling: Sampling, seed: int
 ) -> Iterator[dict[int, int]]:
-    end, banned = source.special.get("eos"), _banned(source)
+    end, banned = source.special.get("eos"), _banned(source).cpu()
     if end is not None:
         banned[end] = False
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]

@@ -211,7 +211,13 @@ def conv_step_forward(
 
 
 def short_conv_step_torch(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`short_conv_step` in PyTorch, without argument checks; see there."""
-    return conv_step_forward(x, state, weight, bias, activation, False)
+    return conv_step_forward(x, state, weight, bias, activation, in_place)
