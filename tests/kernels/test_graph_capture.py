@@ -38,6 +38,7 @@ from matmix.kernels.short_conv import fused_state as fused_conv_state
 from matmix.kernels.short_conv import fused_step as fused_conv_step
 from matmix.model import build_model
 from matmix.model.decoding import decode
+from matmix.model.initialization import initialize
 from matmix.model.interop.export.generation_state import map_state
 from matmix.model.mixers import MIXERS
 from matmix.model.static_step import StaticStep, has_static_step
@@ -229,7 +230,11 @@ def test_replays_of_a_models_step_are_its_steps(dtype):
     """With a layer of each mixer that has such a step, to the last bit; also after rows were picked."""
     whole = language_model_of_all()
     layers = tuple(name for name in whole.layers if name in MIXERS and MIXERS[name].static_step)
-    model = build_model(dataclasses.replace(whole, layers=layers, n_layers=len(layers))).cuda().to(dtype).eval()
+    model = build_model(dataclasses.replace(whole, layers=layers, n_layers=len(layers)))
+    initialize(model, seed=0)
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    model.cuda().to(dtype).eval()
     assert has_static_step(model)
     _, state = model.prefill(torch.randint(0, 29, (3, 5), device="cuda"))
     static, (token_ids, *others) = StaticStep(model, state, 3), torch.randint(0, 29, (6, 3), device="cuda")
