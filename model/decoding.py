@@ -9,7 +9,7 @@ import torch
 
 from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.interop.export.generation_state import map_state, state_shapes
-from matmix.model.static_step import StaticStep, has_static_step
+from matmix.model.static_step import StaticStep, has_static_step, takes_graphs
 
 
 @torch.inference_mode()
@@ -47,7 +47,7 @@ def decode(
             raise ValueError(f"prompt {number} has no tokens; every prompt needs one to start from")
     device, batches = model.output_projection()[0].device, []
     if static is None:
-        static = device.type == "cuda" and has_static_step(model)
+        static = takes_graphs(device) and has_static_step(model)
     elif static and not has_static_step(model):
         raise ValueError("static: the state of a layer of this model grows with the text; leave static out")
     kind = _StaticRows if static else _Rows

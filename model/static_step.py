@@ -6,7 +6,8 @@ all at once, but reads and writes the same memory at every replay.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class StaticStep:
         self.logits: torch.Tensor | None = None
         """(batch_size, vocab_size) of what follows the last token; None before the first step."""
         self._watched: torch.Tensor | None = None
-        self._graph = self._captured(device) if device.type == "cuda" else None
+        self._graph = self._capture(device) if takes_graphs(device) else None
 
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits (batch_size, vocab_size) after one more token for each row, token_ids (batch_size,) on any device; the
@@ -69,22 +70,41 @@ class StaticStep:
         if watched:
             self._watched = _kept(self._watched, torch.stack(watched))
 
-    def _captured(self, device: torch.device) -> torch.cuda.CUDAGraph:
-        """`advance` as a graph. Kernels are compiled and loaded before, on a stream of its own as PyTorch asks; the
-        state is then what it was."""
+    def _capture(self, device: torch.device) -> torch.cuda.CUDAGraph | None:
+        """`advance` as a graph, which leaves the state as it was; None, with a warning, where CUDA refuses."""
         before = map_state(torch.clone, self.state)
-        with torch.cuda.device(device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    self.advance()
-                overwrite(self.state, before)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.advance()
+        try:
+            graph = captured(self.advance, device)
+        except RuntimeError as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            text = (
+                f"a step could not be captured as a CUDA graph ({reason}); its operations run one by one, more slowly"
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            graph = None
+        overwrite(self.state, before)
         return graph
+
+
+def takes_graphs(device: torch.device) -> bool:
+    """Whether steps on this device are captured."""
+    return device.type == "cuda"
+
+
+def captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    """What `run` launches, as a graph. It is run twice before, so that kernels are compiled and loaded, on a stream of
+    its own as PyTorch asks. Raises RuntimeError for what cannot be captured."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+    return graph
 
 
 def _mixers(model: LanguageModel) -> list[Mixer]:

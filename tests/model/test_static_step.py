@@ -11,7 +11,7 @@ from mixer_cases import CASES, D_MODEL, small_config
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from matmix.model import build_model
+from matmix.model import build_model, decoding, static_step
 from matmix.model.decoding import decode
 from matmix.model.interop.export.generation_state import map_state, state_shapes
 from matmix.model.mixers import MIXERS
@@ -175,6 +175,47 @@ def test_a_batch_in_fixed_buffers_gets_what_it_gets_otherwise(make):
         assert plain == [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in wanted]
         started = sum(len(tokens) > 0 for tokens in plain)
         assert continued(model, PROMPTS, True, end=end) == (plain, [started] * len(sizes))
+
+
+class Replays:
+    """Stands for a CUDA graph: captured after two runs, it runs the same function again."""
+
+    def __init__(self, run, device):
+        self.run, self.replays = run, 0
+        for _ in range(2):
+            run()
+
+    def replay(self):
+        self.replays += 1
+        self.run()
+
+
+def test_a_graph_is_captured_once_and_replayed_for_each_token(make, monkeypatch):
+    """By default where devices take graphs. What runs before the capture leaves no trace."""
+    model, graphs = make(*STATIC), []
+    wanted, _ = continued(model, PROMPTS, False)
+    monkeypatch.setattr(static_step, "captured", lambda *given: graphs.append(Replays(*given)) or graphs[-1])
+    for module in (static_step, decoding):
+        monkeypatch.setattr(module, "takes_graphs", lambda device: True)
+    tokens = [[] for _ in PROMPTS]
+    for found in decode(model, PROMPTS, lambda _, logits: int(logits.argmax()), max_new_tokens=12):
+        for number, token in found.items():
+            tokens[number].append(token)
+    assert tokens == wanted
+    assert [graph.replays for graph in graphs] == [11]
+
+
+def test_where_cuda_refuses_to_capture_a_warning_says_so(make, monkeypatch):
+    def refuse(run, device):
+        run()
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    model = make(*STATIC)
+    wanted = continued(model, PROMPTS, False)[0]
+    monkeypatch.setattr(static_step, "captured", refuse)
+    monkeypatch.setattr(static_step, "takes_graphs", lambda device: True)
+    with pytest.warns(RuntimeWarning, match=r"CUDA graph \(operation not permitted .* capturing\); its operations run"):
+        assert continued(model, PROMPTS, True)[0] == wanted
 
 
 def test_models_with_states_that_grow_have_no_such_step(make, monkeypatch):
