@@ -187,7 +187,6 @@ def short_conv_torch(
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`short_conv` in PyTorch, without argument checks; see there."""
-
     if initial_state is None and not return_final_state:
         return ShortConvFunction.apply(x, weight, bias, causal, activation, cu_seqlens)
     state = x.new_zeros(x.shape[0], x.shape[2], weight.shape[1] - 1) if initial_state is None else initial_state
