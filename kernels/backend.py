@@ -34,6 +34,7 @@ _TRITON_FORMS = {
     "matrix_product_scan": "matmix.kernels.matrix_product.fused",
     "mru_mixer": "matmix.kernels.mru.fused",
     "short_conv": "matmix.kernels.short_conv.fused",
+    "short_conv_from_state": "matmix.kernels.short_conv.fused_state",
     "short_conv_step": "matmix.kernels.short_conv.fused_step",
     "gated_norm": "matmix.kernels.gated_norm.fused",
 }

@@ -1,16 +1,20 @@
-"""`matmix generate RUN --prompt ...`: continue a text, or fill in its <mask>, with a run or an export."""
+"""`matmix generate RUN --prompt ...`: continue texts, or fill in their <mask>, with a run or an export."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import tyro
+from tqdm import tqdm
 
 from matmix.launch.loading import Source, load_source
 from matmix.launch.sampling import Sampling, text_pieces
+from matmix.launch.texts import read_texts
 from matmix.model.decoding import decode
 from matmix.train.arguments import RunFolder
 
@@ -23,8 +27,11 @@ class Generate:
     """Sample text from a run or an export."""
 
     source: RunFolder
-    prompt: str = ""
-    """Text to continue; for an encoder, text with <mask> in it."""
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text to continue; for an encoder, text with <mask> in it. Given several times, all are continued as one batch."""
+    prompt_file: str | None = None
+    """File with one prompt a line (.txt), or in the field text of each object (.jsonl); they follow those of
+    --prompt."""
     max_new_tokens: int = 128
     """Tokens to add."""
     temperature: float = 0.8
@@ -41,13 +48,27 @@ class Generate:
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Prints the text; the exit code."""
         options = dataclasses.asdict(self)
+        file = options.pop("prompt_file")
+        options["prompt"] = [*self.prompt, *(() if file is None else prompts_of(file))] or ""
         return generate(options.pop("source"), **options)
+
+
+def prompts_of(file: str) -> list[str]:
+    """The lines of a .txt file, or the texts of a .jsonl file, that are not blank.
+
+    Raises ValueError and FileNotFoundError (one line) for a file that cannot be read or has none.
+    """
+    texts = read_texts([file], text_field="text", text_documents="line", doing="reading")
+    prompts = [text for text in texts if text.strip()]
+    if not prompts:
+        raise ValueError(f"--prompt-file {file} holds no prompt; write one on each line")
+    return prompts
 
 
 def generate(
     source: str | Path,
     *,
-    prompt: str = "",
+    prompt: str | Sequence[str] = "",
     max_new_tokens: int = 128,
     temperature: float = 0.8,
     top_k: int = 0,
@@ -58,9 +79,11 @@ def generate(
 ) -> int:
     """Print the prompt and its continuation as it comes; for an encoder, the likeliest words for each <mask>.
 
+    Several prompts are continued as one batch. What each one alone gives is then printed below a line that names it.
+
     Args:
         source: run directory or export directory.
-        prompt: text to continue; empty = start as a document starts.
+        prompt: text to continue, or several; empty = start as a document starts.
         max_new_tokens, temperature, top_k, top_p, seed: how much is drawn, and how (see `Sampling`).
         step: the checkpoint of a run; default: the newest.
         write: takes the pieces of output; default: standard output.
@@ -73,13 +96,24 @@ def generate(
     loaded = load_source(source, step=step)
     if loaded.model.takes_head:
         raise ValueError(f"{loaded.path} is a {loaded.model.config.architecture}, which writes no text")
-    if not loaded.model.config.causal:
-        write(fill_masks(loaded, prompt))
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
+    if len(prompts) == 1 and loaded.model.config.causal:
+        write(prompts[0])
+        for piece in continue_text(loaded, prompts[0], **options):
+            write(piece)
+        write("\n")
         return 0
-    write(prompt)
-    for piece in continue_text(loaded, prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed):
-        write(piece)
-    write("\n")
+    if loaded.model.config.causal:
+        found = continue_texts(loaded, prompts, **options)
+        results = [f"{text}{more}\n" for text, more in zip(prompts, found, strict=True)]
+    else:
+        results = [fill_masks(loaded, text) for text in prompts]
+    for number, (text, result) in enumerate(zip(prompts, results, strict=True), 1):
+        if len(prompts) > 1:
+            shown = textwrap.shorten(text, 60, placeholder=" ...") or "(no prompt)"
+            write(f"--- {number} of {len(prompts)}: {shown}\n")
+        write(result)
     return 0
 
 
@@ -111,7 +145,8 @@ def continue_texts(
     """
     ids = [_prompt_ids(source, prompt) for prompt in prompts]
     tokens: list[list[int]] = [[] for _ in ids]
-    for found in _draw_tokens(source, ids, max_new_tokens, sampling, seed):
+    steps = _draw_tokens(source, ids, max_new_tokens, sampling, seed)
+    for found in tqdm(steps, desc="generating", total=max_new_tokens, unit="token", leave=False, disable=None):
         for number, token in found.items():
             tokens[number].append(token)
     decoded = source.tokenizer.decode
@@ -128,7 +163,7 @@ def _prompt_ids(source: Source, prompt: str) -> list[int]:
 def _draw_tokens(
     source: Source, prompts: list[list[int]], count: int, sampling: Sampling, seed: int
 ) -> Iterator[dict[int, int]]:
-    end, banned = source.special.get("eos"), _banned(source)
+    end, banned = source.special.get("eos"), _banned(source).cpu()
     if end is not None:
         banned[end] = False
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]

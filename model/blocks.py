@@ -102,6 +102,13 @@ class Block(nn.Module):
         """One token: x (B, d_model)."""
         return self._with_state(x, state, "step")
 
+    def step_in_place(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+        """`step` whose new state takes the memory of the given one."""
+        if self.mixer is not None:
+            y = self.mixer.step_in_place(self.norm_mixer(x) if self.pre else x, state)
+            x = self.add(x, y, self.norm_mixer)
+        return self.after_mixer(x)
+
     def forward_with_state(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         """Continue from a state over x (B, L, d_model)."""
         return self._with_state(x, state, "forward_with_state")

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.interop.export.generation_state import map_state, state_shapes
-
-
-class _Rows(NamedTuple):
-    """Prompts that are one batch."""
-
-    numbers: list[int]
-    logits: torch.Tensor
-    """(n, vocab_size) of what comes next."""
-    state: Any
+from matmix.model.static_step import StaticStep, has_static_step, takes_graphs
 
 
 @torch.inference_mode()
@@ -28,6 +20,7 @@ def decode(
     *,
     max_new_tokens: int,
     end: int | None = None,
+    static: bool | None = None,
 ) -> Iterator[dict[int, int]]:
     """The tokens that follow each prompt, step by step: number of the prompt -> its next token.
 
@@ -38,25 +31,33 @@ def decode(
     Args:
         model: in eval mode.
         prompts: token ids, at least one each.
-        draw: chooses a token, given the number of the prompt and logits (vocab_size,) on the model's device.
+        draw: chooses a token, given the number of the prompt and logits (vocab_size,) on the CPU.
         max_new_tokens: of each prompt.
         end: the token that ends an answer; it is not given out.
+        static: whether steps run in buffers that stay where they are, on a GPU as replays of a CUDA graph. A batch then
+            keeps its size, with copies of other rows in place of prompts that have left. None: on CUDA devices, for
+            models that can (see `has_static_step`).
 
     Raises:
-        ValueError: a prompt has no tokens.
+        ValueError: a prompt has no tokens, or `static` is asked of a model that has no such step.
         OverflowError: the states of an MRU stop being finite.
     """
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {number} has no tokens; every prompt needs one to start from")
     device, batches = model.output_projection()[0].device, []
+    if static is None:
+        static = takes_graphs(device) and has_static_step(model)
+    elif static and not has_static_step(model):
+        raise ValueError("static: the state of a layer of this model grows with the text; leave static out")
+    kind = _StaticRows if static else _Rows
     for length in sorted({len(prompt) for prompt in prompts}):
         numbers = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
         ids = torch.tensor([list(prompts[number]) for number in numbers], device=device)
-        batches.append(_Rows(numbers, *model.prefill(ids)))
-    batches = _joined(batches)
+        batches.append(kind(model, numbers, *model.prefill(ids)))
+    batches = [kind.joined(members) for members in _alike(batches)]
     for step in range(max_new_tokens):
-        found = [[draw(number, row) for number, row in zip(x.numbers, x.logits, strict=True)] for x in batches]
+        found = [[draw(n, row) for n, row in zip(x.numbers, x.logits.cpu(), strict=True)] for x in batches]
         kept = [[at for at, token in enumerate(tokens) if token != end] for tokens in found]
         if not any(kept):
             return
@@ -66,28 +67,68 @@ def decode(
         following = []
         for rows, tokens, stay in zip(batches, found, kept, strict=True):
             if stay:
-                state = rows.state if len(stay) == len(tokens) else _picked(rows.state, stay, device)
-                token_ids = torch.tensor([tokens[at] for at in stay], device=device)
-                following.append(_Rows([rows.numbers[at] for at in stay], *model.step(token_ids, state)))
+                rows.advance(tokens, stay)
+                following.append(rows)
         batches = following
 
 
-def _picked(state: Any, rows: list[int], device: torch.device) -> Any:
-    """These rows of a state."""
-    index = torch.tensor(rows, device=device)
-    return map_state(lambda tensor: tensor[index], state)
+class _Rows:
+    """Prompts that are one batch."""
+
+    def __init__(self, model: LanguageModel, numbers: list[int], logits: torch.Tensor, state: Any) -> None:
+        self.model, self.numbers, self.state = model, numbers, state
+        self.logits = logits
+        """(n, vocab_size) of what comes next."""
+
+    @classmethod
+    def joined(cls, members: Sequence[_Rows]) -> _Rows:
+        """One batch of several whose states have the same shape."""
+        numbers = [number for rows in members for number in rows.numbers]
+        logits = torch.cat([rows.logits for rows in members])
+        state = map_state(lambda *tensors: torch.cat(tensors), *(rows.state for rows in members))
+        return cls(members[0].model, numbers, logits, state)
+
+    def advance(self, tokens: list[int], stay: list[int]) -> None:
+        """Read the tokens of the rows that stay, and forget the others."""
+        if len(stay) < len(tokens):
+            self.leave(stay)
+        token_ids = torch.tensor([tokens[at] for at in stay], device=self.logits.device)
+        self.logits, self.state = self.model.step(token_ids, self.state)
+
+    def leave(self, stay: list[int]) -> None:
+        """Only the rows `stay` are left."""
+        index = torch.tensor(stay, device=self.logits.device)
+        self.state = map_state(lambda tensor: tensor[index], self.state)
+        self.numbers = [self.numbers[at] for at in stay]
 
 
-def _joined(batches: list[_Rows]) -> list[_Rows]:
-    """Batches whose states have the same shape become one."""
-    alike: dict[tuple, list[_Rows]] = {}
+class _StaticRows(_Rows):
+    """Prompts that are one batch, whose steps run in buffers that stay where they are.
+
+    Once the first step has made the buffers, a row that leaves goes on as a copy of one that stays. It costs nothing
+    that the batch did not cost before, and what happens to it happens to a row that is wanted.
+    """
+
+    step: StaticStep | None = None
+
+    def advance(self, tokens: list[int], stay: list[int]) -> None:
+        if self.step is None:
+            if len(stay) < len(tokens):
+                self.leave(stay)
+            self.step = StaticStep(self.model, self.state, len(stay))
+            self.state = None
+            self.places = self.source = list(range(len(stay)))
+        elif len(stay) < len(tokens):
+            self.numbers, self.places = ([x[at] for at in stay] for x in (self.numbers, self.places))
+            self.source = [at if at in self.places else self.places[0] for at in range(len(self.source))]
+            self.step.pick(self.source)
+        token_of = dict(zip(self.places, (tokens[at] for at in stay), strict=True))
+        self.logits = self.step.step(torch.tensor([token_of[at] for at in self.source]))[self.places]
+
+
+def _alike(batches: list[_Rows]) -> list[list[_Rows]]:
+    """Batches in groups whose states have the same shape."""
+    groups: dict[tuple, list[_Rows]] = {}
     for rows in batches:
-        alike.setdefault(state_shapes(rows.state), []).append(rows)
-    return [
-        _Rows(
-            [number for rows in members for number in rows.numbers],
-            torch.cat([rows.logits for rows in members]),
-            map_state(lambda *tensors: torch.cat(tensors), *(rows.state for rows in members)),
-        )
-        for members in alike.values()
-    ]
+        groups.setdefault(state_shapes(rows.state), []).append(rows)
+    return list(groups.values())

@@ -7,7 +7,6 @@ are fast at. Only the inputs are kept for the backward pass; what the activation
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -143,20 +142,37 @@ class ShortConvFunction(torch.autograd.Function):
         return *conv_backward(dy, x, weight, bias, *ctx.options, cu_seqlens), None, None, None
 
 
-def run_from_state(
-    conv: Callable[[Tensor], Tensor], x: Tensor, width: int, initial_state: Tensor | None, final_state: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """A causal convolution of x (batch, seqlen, d) after the inputs `initial_state` (batch, d, width - 1), None for
-    zeros, which are put before x; and with `final_state` the inputs of the last width - 1 tokens."""
-    seqlen = x.shape[1]
-    joined = x if initial_state is None else torch.cat([initial_state.mT.to(x.dtype), x], 1)
-    y = conv(joined)[:, joined.shape[1] - seqlen :]
-    if not final_state:
-        return y
-    # A copy, or else the last few rows would keep all of a long prompt in memory.
-    last = pad(joined, (0, 0, max(0, width - 1 - joined.shape[1]), 0))[:, 1 - width :].mT
-    dtype = x.dtype if initial_state is None else initial_state.dtype
-    return y, last.to(dtype, copy=True, memory_format=torch.contiguous_format)
+def after_state(state: Tensor, x: Tensor) -> Tensor:
+    """x (batch, seqlen, d) with the inputs `state` (batch, d, width - 1) before it."""
+    return torch.cat([state.mT.to(x.dtype), x], 1)
+
+
+def last_inputs(joined: Tensor, state: Tensor) -> Tensor:
+    """The state that `after_state(state, x)` leaves: a copy, or else a few rows would keep all of a long prompt in
+    memory."""
+    return joined[:, -state.shape[2] :].mT.to(state.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def conv_from_state_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """A causal convolution of x (batch, seqlen, d) after the inputs `state` (batch, d, width - 1); and the inputs of
+    the last width - 1 tokens, typed like `state`."""
+    joined = after_state(state, x)
+    y = conv_forward(joined, weight, bias, True, activation, None)[:, state.shape[2] :]
+    return y.contiguous(), last_inputs(joined, state)
+
+
+def conv_from_state_backward(
+    dy: Tensor, dfinal: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Gradients of x, weight, bias and state, from those of the output and of the state that is left."""
+    held = state.shape[2]
+    joined, dy = after_state(state, x), pad(dy, (0, 0, held, 0))
+    dx, dweight, dbias = conv_backward(dy, joined, weight, bias, True, activation, None)
+    dx[:, -held:] += dfinal.mT
+    dstate = dx[:, :held].mT.to(state.dtype, memory_format=torch.contiguous_format)
+    return dx[:, held:].contiguous(), dweight, dbias, dstate.contiguous()
 
 
 def short_conv_torch(
@@ -171,11 +187,12 @@ def short_conv_torch(
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`short_conv` in PyTorch, without argument checks; see there."""
-
-    def conv(rows: Tensor) -> Tensor:
-        return ShortConvFunction.apply(rows, weight, bias, causal, activation, cu_seqlens)
-
-    return run_from_state(conv, x, weight.shape[1], initial_state, return_final_state)
+    if initial_state is None and not return_final_state:
+        return ShortConvFunction.apply(x, weight, bias, causal, activation, cu_seqlens)
+    state = x.new_zeros(x.shape[0], x.shape[2], weight.shape[1] - 1) if initial_state is None else initial_state
+    joined = after_state(state, x)
+    y = ShortConvFunction.apply(joined, weight, bias, True, activation, None)[:, state.shape[2] :]
+    return (y, last_inputs(joined, state)) if return_final_state else y
 
 
 @outside_autocast
@@ -193,7 +210,13 @@ def conv_step_forward(
 
 
 def short_conv_step_torch(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`short_conv_step` in PyTorch, without argument checks; see there."""
-    return conv_step_forward(x, state, weight, bias, activation, False)
+    return conv_step_forward(x, state, weight, bias, activation, in_place)

@@ -2,7 +2,8 @@
 
 A program takes some channels and walks along the tokens of a document, one row after the other, with the rows that the
 taps reach in registers: each row is read once and moves through the window. Rows outside of the document are zero where
-they are read, so that nothing, not even a NaN, passes from one document to another.
+they are read, so that nothing, not even a NaN, passes from one document to another. Only with STATE the rows before a
+causal document are those of a state; then the last program of a document writes the state that it leaves.
 
 Backward, the same walk computes the pre-activation again and from it g, the gradient of the pre-activation. Two sums
 follow at once: g convolved with the taps in reverse is the gradient of x, and g times x, for every tap, that of the
@@ -39,6 +40,10 @@ _WIDE = ConvConfig(channels=128, rows=8, span=128, num_warps=1)
 _FEW_TOKENS = ConvConfig(channels=64, rows=8, span=16, num_warps=1)
 _NARROW = ConvConfig(channels=32, rows=8, span=32, num_warps=1)
 
+PROGRAMS = 4096
+"""About the most programs of the backward pass. They fill any GPU, and their sums take a few megabytes however many
+tokens there are."""
+
 force_configuration = ForcedConfiguration()
 
 
@@ -66,6 +71,13 @@ def _row(x, stride, at, length, channel, there):
 
 
 @triton.jit
+def _held(state, batch_row, at, channel, there, d, WIDTH: tl.constexpr):
+    """A row of the state (batch, d, WIDTH - 1), at any place before the first token, in float32; zero from there on."""
+    row = state + (batch_row.to(tl.int64) * d + channel) * (WIDTH - 1)
+    return tl.load(row + at + (WIDTH - 1), there & (at < 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _taps(taps, channel, there, d, WIDTH: tl.constexpr):
     """The weights of the channels, a vector for each tap."""
     found = ()
@@ -76,11 +88,11 @@ def _taps(taps, channel, there, d, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seqlen", "per_row"])
 def _convolve(
-    x, taps, bias, y, table, seqlen, per_row, d, batch_stride, row_stride,
+    x, taps, bias, state, y, final, table, seqlen, per_row, d, batch_stride, row_stride,
     WIDTH: tl.constexpr, LEFT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
-    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    STATE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """y_t = activation(bias + sum over taps j of taps[j] x_{t + j - LEFT})."""
+    """y_t = activation(bias + sum over taps j of taps[j] x_{t + j - LEFT}); with STATE also the end of [state | x]."""
     # Neighbouring programs take neighbouring channels of the same rows: whole rows are read at about one time.
     blocks = tl.cdiv(d, CHANNELS)
     slot = tl.program_id(0) // blocks
@@ -97,7 +109,10 @@ def _convolve(
         offset += tl.load(bias + channel, there, other=0.0).to(tl.float32)
     window = ()
     for tap in tl.static_range(WIDTH - 1):
-        window += (_row(x, row_stride, first + tap - LEFT, length, channel, there),)
+        row = _row(x, row_stride, first + tap - LEFT, length, channel, there)
+        if STATE:
+            row += _held(state, batch_row, first + tap - LEFT, channel, there, d, WIDTH)
+        window += (row,)
     for step in range(tl.cdiv(own, ROWS)):
         t = first + step * ROWS
         rows = window
@@ -112,16 +127,25 @@ def _convolve(
             at = y + (t + ahead).to(tl.int64) * d + channel
             tl.store(at, total.to(y.dtype.element_ty), there & (t + ahead < first + own))
         window = rows[ROWS:]
+    if STATE:
+        there = there & (piece == per_row - 1)
+        final += (batch_row.to(tl.int64) * d + channel) * (WIDTH - 1)
+        for place in tl.static_range(WIDTH - 1):
+            source = length + place - (WIDTH - 1)
+            row = _row(x, row_stride, source, length, channel, there)
+            row += _held(state, batch_row, source, channel, there, d, WIDTH)
+            tl.store(final + place, row.to(final.dtype.element_ty), there)
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "slots", "walk"])
 def _conv_gradients(
-    dy, x, taps, bias, dx, sums, table, seqlen, per_row, slots, walk, d,
+    dy, dfinal, x, taps, bias, state, dx, dstate, sums, table, seqlen, per_row, slots, walk, d,
     dy_batch_stride, dy_row_stride, batch_stride, row_stride,
     WIDTH: tl.constexpr, LEFT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
-    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    STATE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Of `walk` spans: dx, and the sums of g x per tap, then of g, over the spans' own tokens."""
+    """Of `walk` spans: dx, and the sums of g x per tap, then of g, over the spans' own tokens; with STATE also dstate,
+    and dfinal is added to the rows that the final state was made of."""
     blocks = tl.cdiv(d, CHANNELS)
     program = tl.program_id(0) // blocks
     channel = (tl.program_id(0) - program * blocks) * CHANNELS + tl.arange(0, CHANNELS)
@@ -147,7 +171,10 @@ def _conv_gradients(
         window = ()
         gradients = ()
         for tap in tl.static_range(WIDTH - 1):
-            window += (_row(at_x, row_stride, start + tap - LEFT, length, channel, there),)
+            row = _row(at_x, row_stride, start + tap - LEFT, length, channel, there)
+            if STATE:
+                row += _held(state, batch_row, start + tap - LEFT, channel, there, d, WIDTH)
+            window += (row,)
             gradients += (zero,)
         steps = tl.where(first < length, tl.cdiv(end + LEFT - start, ROWS), 0)
         for step in range(steps):
@@ -181,6 +208,14 @@ def _conv_gradients(
                 for tap in tl.static_range(WIDTH):
                     total += weights[tap] * grads[ahead + WIDTH - 1 - tap]
                 target = at - LEFT
+                if STATE:
+                    held = (batch_row.to(tl.int64) * d + channel) * (WIDTH - 1)
+                    place = target - length + (WIDTH - 1)
+                    kept = there & (place >= 0) & (target < length)
+                    total += tl.load(dfinal + held + place, kept, other=0.0).to(tl.float32)
+                    # Of a document's first span, the targets before its first token are all in the state.
+                    before = there & (first == 0) & (target < 0)
+                    tl.store(dstate + held + target + (WIDTH - 1), total.to(dstate.dtype.element_ty), before)
                 mask = there & (target >= first) & (target < end)
                 tl.store(at_dx + target.to(tl.int64) * d + channel, total.to(dx.dtype.element_ty), mask)
             window = rows[ROWS:]
@@ -199,19 +234,33 @@ def forward(
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     """Shapes and dtypes as in `short_conv`: (batch, seqlen, d) typed like x, contiguous."""
+    return convolve(x, weight, bias, None, causal, activation, cu_seqlens)[0]
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    causal: bool,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`forward`; after a state (batch, d, width - 1), which needs `causal` and no packing, also the state it leaves."""
     batch, seqlen, d = x.shape
     config = choose_config(batch, seqlen, d)
-    x = rows_in_place(x)
+    x, state = rows_in_place(x), None if state is None else state.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    final = None if state is None else torch.empty_like(state)
     slots = count_slots(batch, seqlen, cu_seqlens, config.span)
     launch(
         _convolve,
         (slots * triton.cdiv(d, config.channels),),
-        *(x, *_parameters(weight, bias), y, slot_table(batch, seqlen, cu_seqlens, config.span)),
+        *(x, *_parameters(weight, bias), state, y, final, slot_table(batch, seqlen, cu_seqlens, config.span)),
         *(seqlen, triton.cdiv(seqlen, config.span), d, x.stride(0), x.stride(1)),
-        **_options(config, weight, bias, causal, activation, cu_seqlens),
+        **_options(config, weight, bias, state, causal, activation, cu_seqlens),
     )
-    return y
+    return y, final
 
 
 def backward(
@@ -224,29 +273,48 @@ def backward(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, weight and bias, each typed like its input."""
+    return gradients(dy, None, x, weight, bias, None, causal, activation, cu_seqlens)[:3]
+
+
+def gradients(
+    dy: Tensor,
+    dfinal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    causal: bool,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, weight, bias and state, each typed like its input. dfinal: that of the state which is left,
+    None exactly where there is no state."""
     batch, seqlen, d = x.shape
     width = weight.shape[1]
     config = choose_config(batch, seqlen, d)
     dy, x = rows_in_place(dy), rows_in_place(x)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dstate = None
+    if state is not None:
+        state, dfinal = state.contiguous(), dfinal.contiguous()
+        dstate = torch.empty_like(state)
     blocks = triton.cdiv(d, config.channels)
     slots = count_slots(batch, seqlen, cu_seqlens, config.span)
-    # No more than about 4096 programs, which fill any GPU: their sums then take a few megabytes however many tokens
-    # there are.
-    walk = triton.cdiv(slots, max(1, 4096 // blocks))
+    walk = triton.cdiv(slots, max(1, PROGRAMS // blocks))
     programs = triton.cdiv(slots, walk)
     sums = torch.empty(programs, width + (bias is not None), d, dtype=torch.float32, device=x.device)
     launch(
         _conv_gradients,
         (programs * blocks,),
-        *(dy, x, *_parameters(weight, bias), dx, sums, slot_table(batch, seqlen, cu_seqlens, config.span)),
+        *(dy, dfinal, x, *_parameters(weight, bias), state, dx, dstate, sums),
+        slot_table(batch, seqlen, cu_seqlens, config.span),
         *(seqlen, triton.cdiv(seqlen, config.span), slots, walk, d),
         *(dy.stride(0), dy.stride(1), x.stride(0), x.stride(1)),
-        **_options(config, weight, bias, causal, activation, cu_seqlens),
+        **_options(config, weight, bias, state, causal, activation, cu_seqlens),
     )
     total = sums.sum(0)
     dweight = total[:width].t().to(weight.dtype, memory_format=torch.contiguous_format).contiguous()
-    return dx, dweight, None if bias is None else total[width].to(bias.dtype).clone()
+    return dx, dweight, None if bias is None else total[width].to(bias.dtype).clone(), dstate
 
 
 def _parameters(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -258,6 +326,7 @@ def _options(
     config: ConvConfig,
     weight: Tensor,
     bias: Tensor | None,
+    state: Tensor | None,
     causal: bool,
     activation: str | None,
     cu_seqlens: Tensor | None,
@@ -269,6 +338,7 @@ def _options(
         "SILU": activation == "silu",
         "BIAS": bias is not None,
         "PACKED": cu_seqlens is not None,
+        "STATE": state is not None,
         "SPAN": config.span,
         "ROWS": config.rows,
         "CHANNELS": config.channels,

@@ -8,7 +8,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation
 from matmix.kernels.checks import check_cu_seqlens, check_floating, check_no_tangents, check_shape
-from matmix.kernels.short_conv.chunked import conv_backward, conv_forward, run_from_state
+from matmix.kernels.short_conv import from_state as _from_state  # noqa: F401 - registers the op
+from matmix.kernels.short_conv.chunked import conv_backward, conv_forward
 
 
 def short_conv(
@@ -34,7 +35,8 @@ def short_conv(
         cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); beyond
             them, as beyond the sequence's ends, x counts as zero.
         initial_state: the inputs of the width - 1 tokens before the first, the oldest first, (batch, d, width - 1);
-            None for zeros. With `causal=True` and without `cu_seqlens` only. It is put before x, which copies x once.
+            None for zeros. With `causal=True` and without `cu_seqlens` only. The PyTorch form puts it before a copy of
+            x; the Triton form copies nothing.
         return_final_state: also return the inputs of the last width - 1 tokens, as `initial_state` and
             `short_conv_step` take them; under the same conditions.
         backend: "auto", "torch" or "triton".
@@ -72,10 +74,11 @@ def short_conv(
         check_shape(op, "initial_state", initial_state, (x.shape[0], x.shape[2], width - 1))
     check_backend(op, backend, x)
 
-    def conv(rows: Tensor) -> Tensor:
-        return torch.ops.matmix.short_conv(rows, weight, bias, causal, activation, cu_seqlens, backend)
-
-    return run_from_state(conv, x, width, initial_state, return_final_state)
+    if initial_state is None and not return_final_state:
+        return torch.ops.matmix.short_conv(x, weight, bias, causal, activation, cu_seqlens, backend)
+    state = x.new_zeros(x.shape[0], x.shape[2], width - 1) if initial_state is None else initial_state
+    y, final = torch.ops.matmix.short_conv_from_state(x, weight, bias, state, activation, backend)
+    return (y, final) if return_final_state else y
 
 
 @torch.library.custom_op("matmix::short_conv", mutates_args=())

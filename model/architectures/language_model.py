@@ -59,6 +59,14 @@ class LanguageModel(Backbone):
         weight, bias = self.output_projection()
         return F.linear(self.features(x), weight, bias), new_state
 
+    def step_in_place(self, token_ids: torch.Tensor, state: list[Any]) -> torch.Tensor:
+        """`step` whose new state takes the memory of the given one; states that overflow are not refused."""
+        x = self.embed(token_ids)
+        for block, block_state in zip(self.blocks, state, strict=True):
+            x = block.step_in_place(x, block_state)
+        weight, bias = self.output_projection()
+        return F.linear(self.features(x), weight, bias)
+
     def prefill(self, input_ids: torch.Tensor, state: list[Any] | None = None) -> tuple[torch.Tensor, list[Any]]:
         """Logits (B, vocab_size) after the last of input_ids (B, L), L >= 1, and the state there, in parallel
         form."""

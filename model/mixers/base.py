@@ -39,6 +39,9 @@ class Mixer(nn.Module):
     """Has parameters for every position: takes sequences of exactly max_seqlen tokens, and no packed documents."""
     row_normalized: ClassVar[bool] = False
     """Each row of M is divided by a sum over that row."""
+    static_step: ClassVar[bool] = False
+    """The state has the same shapes after every token, and `step_in_place` reads nothing back from the device: a CUDA
+    graph can replay it."""
     monitor_limits: ClassVar[dict[str, float]] = {}
     """For values of `monitor`: the limit above which the layers after this mixer overflow, where it is known."""
 
@@ -174,7 +177,32 @@ class Mixer(nn.Module):
         y, state = self.forward_with_state(x.unsqueeze(1), state)
         return y.squeeze(1), state
 
+    def step_in_place(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+        """`step` whose new state takes the memory of the given one: x (B, d_model), state -> (B, d_model).
+
+        It refuses no state, as that would wait for the device; `refuse` does so afterwards.
+        """
+        y, new = self.step(x, state)
+        overwrite(state, new)
+        return y
+
+    def watched(self) -> torch.Tensor | None:
+        """The number, on the device, by which `refuse` judges the state after the last step; None = any will do."""
+        return None
+
+    def refuse(self, watched: float) -> None:
+        """Raise OverflowError where `watched` says that nothing can follow this state."""
+
     def forward_with_state(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         """Continue from `state` over x (B, L, d_model): outputs (B, L, d_model) and the state after the last
         token."""
         raise NotImplementedError
+
+
+def overwrite(state: Any, new: Any) -> None:
+    """Copy the tensors of a state, in nested lists and tuples, into the memory of those of another one."""
+    if isinstance(state, torch.Tensor):
+        state.copy_(new)
+        return
+    for part, new_part in zip(state or (), new or (), strict=True):
+        overwrite(part, new_part)

@@ -27,7 +27,7 @@ from matmix.kernels.mru.constructions import (
 from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
 from matmix.kernels.precision import working
 from matmix.model.initialization import InitRule, constant_init, normal_init
-from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.base import Mixer, overwrite
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -105,6 +105,7 @@ class MRU(Mixer):
     bidirectional_form = False
     sequence_aligned = True
     complexity = "O(L)"
+    static_step = True
     # Layer norms square what comes from the states: what follows is NaN before states are infinite.
     monitor_limits: ClassVar[dict[str, float]] = {"log_norm_max": math.log(torch.finfo(torch.float32).max) / 2}
 
@@ -365,6 +366,17 @@ class MRU(Mixer):
         return y, self.joined(final, x[:, -1].clone())
 
     def step(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        y, state = self.advanced(x, state)
+        self.refuse_overflow()
+        return y, state
+
+    def step_in_place(self, x: torch.Tensor, state: State) -> torch.Tensor:
+        y, new = self.advanced(x, state)
+        overwrite(state, new)
+        return y
+
+    def advanced(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        """`step` that refuses no state."""
         states, last = self.parted(state)
         inputs, w_up = self.inputs(x, last)
         if self.is_fused(inputs, w_up):
@@ -376,19 +388,26 @@ class MRU(Mixer):
                 states = states.to(matrices.dtype) @ matrices
             y = self.combine(states, x)
         self.log_norms = summary(log_norms(states))
-        self.refuse_overflow()
         return y, self.joined(states, x)
 
+    def watched(self) -> torch.Tensor | None:
+        return None if self.log_norms is None else self.log_norms[0]
+
     def refuse_overflow(self) -> None:
-        """Raise OverflowError when a state of the last forward is so large that norms of it overflow, or NaN."""
-        if self.log_norms is None or bool(self.log_norms[0] < math.log(torch.finfo(self.log_norms.dtype).max) / 2):
+        """`refuse` the states of the last forward."""
+        if self.log_norms is not None:
+            self.refuse(float(self.log_norms[0]))
+
+    def refuse(self, watched: float) -> None:
+        """Raise OverflowError when the largest log-norm is so large that norms of states overflow, or NaN."""
+        if watched < math.log(torch.finfo(self.log_norms.dtype).max) / 2:
             return
         if self.config.construction in BOUNDED_CONSTRUCTIONS:
             reason = "is bounded, so that its input was not finite already"
         else:
             reason = "does not bound products of state matrices; use 'affine', or shorter sequences"
         raise OverflowError(
-            f"an MRU state or its square left the range of float32 (log-norm {float(self.log_norms[0]):.4g}): "
+            f"an MRU state or its square left the range of float32 (log-norm {watched:.4g}): "
             f"construction {self.config.construction!r} {reason}"
         )
 

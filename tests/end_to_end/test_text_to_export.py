@@ -55,7 +55,8 @@ def test_prepare_train_resume_generate_export(recipe, shards, tmp_path):
     _run(tmp_path, MATMIX, "export", "run", "--out", "out")
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= written
-    _run(tmp_path, MATMIX, "generate", "out", "--prompt", prompt, "--max-new-tokens", "8")
+    both = _run(tmp_path, MATMIX, "generate", "out", "--prompt", prompt, "--prompt", prompt, "--max-new-tokens", "8")
+    assert [line for line in both.stdout.splitlines() if "---" in line] == [f"--- {n} of 2: {prompt}" for n in (1, 2)]
 
 
 def test_torchrun_on_two_processes_equals_one(dataset, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,69 @@ def test_runs_and_their_exports_generate_the_same(language_model, encoder, tmp_p
 def test_generation_starts_without_a_prompt(language_model):
     assert output_of(language_model, max_new_tokens=5).endswith("\n")
     assert output_of(language_model, prompt="the", max_new_tokens=0) == "the\n"
+
+
+def parts_of(printed: str) -> dict[str, str]:
+    """What is printed for each of several prompts, by the line above it."""
+    _, *parts = re.split(r"^(--- .*)\n", printed, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize("temperature", ["0", "1.3"])
+def test_several_prompts_get_what_each_gets_alone(language_model, tmp_path, temperature, capsys):
+    """Of different lengths, some of them in a file, one twice, one empty, one with white space that matters."""
+    start = ["generate", str(language_model), "--max-new-tokens", "15", "--temperature", temperature, "--seed", "3"]
+    given, in_file = ["the king", "the", ""], ["  a crown for the queen of a land far away and the boy: ", "the king"]
+    (tmp_path / "prompts.txt").write_text(f"{in_file[0]}\n\n{in_file[1]}\n")
+    alone = []
+    for prompt in (*given, *in_file):
+        capsys.readouterr()
+        assert main([*start, "--prompt", prompt]) == 0
+        alone.append(capsys.readouterr().out)
+    words = [word for prompt in given for word in ("--prompt", prompt)]
+    assert main([*start, *words, "--prompt-file", str(tmp_path / "prompts.txt")]) == 0
+    found = parts_of(capsys.readouterr().out)
+    assert list(found) == [
+        "--- 1 of 5: the king",
+        "--- 2 of 5: the",
+        "--- 3 of 5: (no prompt)",
+        "--- 4 of 5: a crown for the queen of a land far away and the boy:",
+        "--- 5 of 5: the king",
+    ]
+    assert list(found.values()) == alone
+    assert len(set(alone)) == 4
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "the"}))
+    assert main([*start, "--prompt-file", str(tmp_path / "one.jsonl")]) == 0
+    assert capsys.readouterr().out == alone[1]
+
+
+def test_several_prompts_of_an_encoder(encoder, capsys):
+    prompts = ["the <mask> speaks", "a <mask> of <mask>"]
+    assert main(["generate", str(encoder), "--prompt", prompts[0], "--prompt", prompts[1]]) == 0
+    found = parts_of(capsys.readouterr().out)
+    assert list(found) == [f"--- {number} of 2: {prompt}" for number, prompt in enumerate(prompts, 1)]
+    assert list(found.values()) == [output_of(encoder, prompt=prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.txt", b"", "holds no prompt; write one on each line"),
+        ("blank.txt", b"\n  \n\t\n", "holds no prompt; write one on each line"),
+        ("latin.txt", b"caf\xe9\n", "latin.txt is not UTF-8: line 1, byte 4 of the line is 0xe9"),
+        ("other.jsonl", b'{"prompt": "a"}\n', "no field 'text' (its fields: prompt)"),
+        ("absent.txt", None, "absent.txt does not exist"),
+    ],
+)
+def test_mistakes_in_a_file_of_prompts_are_one_line(language_model, tmp_path, name, content, message, capsys):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    capsys.readouterr()
+    assert main(["generate", str(language_model), "--prompt", "the", "--prompt-file", str(tmp_path / name)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
 
 
 def test_a_special_tokens_name_in_a_prompt_is_text(language_model):

@@ -3,11 +3,13 @@ CUDA graph."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 from compare import packed
+from every_mixer import language_model_of_all
 from mru_inputs import FUSED, mixer_inputs
 from test_quasiseparable import FORMS, make_for
 from test_semiseparable import make
@@ -32,7 +34,14 @@ from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused
 from matmix.kernels.semiseparable.fused import step as fused_step
 from matmix.kernels.short_conv import fused as fused_conv
+from matmix.kernels.short_conv import fused_state as fused_conv_state
 from matmix.kernels.short_conv import fused_step as fused_conv_step
+from matmix.model import build_model
+from matmix.model.decoding import decode
+from matmix.model.initialization import initialize
+from matmix.model.interop.export.generation_state import map_state
+from matmix.model.mixers import MIXERS
+from matmix.model.static_step import StaticStep, has_static_step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [5, 0, 130, 1]
@@ -109,9 +118,13 @@ def test_the_small_ops_look_at_no_value():
         for activation, bias in itertools.product((None, "silu"), (None, scale)):
             fused_conv.forward(x, weight, bias, True, activation, cu_seqlens)
             fused_conv.backward(x, x, weight, bias, True, activation, cu_seqlens)
+            state = torch.empty(1, 40, 6)
+            y, final = fused_conv_state.forward(x, weight, bias, state, activation)
+            found = fused_conv_state.backward(y, final, x, weight, bias, state, activation)
+            assert [y.shape, final.shape, found[0].shape, found[3].shape] == [x.shape, state.shape] * 2
         fused_norm.forward(x, scale, x, 1e-5, 8)
         fused_norm.backward(x, x, scale, x, 1e-5, 8)
-    assert len(launches) >= 4 * 2 + 2
+    assert len(launches) >= 4 * 4 + 2
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -143,6 +156,8 @@ def calls():
         yield "quasiseparable_scan", quasiseparable_scan, inputs, {"cu_seqlens": bounds, **FORMS[form]}
     conv = {"x": torch.randn(1, seqlen, 64), "weight": torch.randn(64, 7), "bias": torch.randn(64)}
     yield "short_conv", short_conv, conv, {"activation": "silu", "cu_seqlens": bounds}
+    conv = {"x": torch.randn(2, 50, 64), "weight": torch.randn(64, 4), "initial_state": torch.randn(2, 64, 3)}
+    yield "short_conv_from_state", short_conv, conv, {"causal": True, "return_final_state": True}
     norm = {"x": torch.randn(2, 50, 64), "weight": torch.randn(64), "gate": torch.randn(2, 50, 64)}
     yield "gated_norm", gated_norm, norm, {"group_size": 32}
     # Near the identity: products of many stay of order one.
@@ -206,6 +221,33 @@ def test_replays_of_a_captured_step_carry_the_state_on(number, dtype):
         graph.replay()
         assert torch.equal(captured, step(eager))
         assert torch.equal(held["state"], eager["state"])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_replays_of_a_models_step_are_its_steps(dtype):
+    """With a layer of each mixer that has such a step, to the last bit; also after rows were picked."""
+    whole = language_model_of_all()
+    layers = tuple(name for name in whole.layers if name in MIXERS and MIXERS[name].static_step)
+    model = build_model(dataclasses.replace(whole, layers=layers, n_layers=len(layers)))
+    initialize(model, seed=0)
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    model.cuda().to(dtype).eval()
+    assert has_static_step(model)
+    _, state = model.prefill(torch.randint(0, 29, (3, 5), device="cuda"))
+    static, (token_ids, *others) = StaticStep(model, state, 3), torch.randint(0, 29, (6, 3), device="cuda")
+    for following in others:
+        logits, state = model.step(token_ids, state)
+        assert torch.equal(static.step(token_ids), logits)
+        token_ids = following
+    static.pick([2, 1, 1])
+    logits, _ = model.step(token_ids, map_state(lambda x: x[[2, 1, 1]], state))
+    assert torch.equal(static.step(token_ids), logits)
+    prompts = [[3, 1, 4], [1], [5, 9, 2, 6]]
+    options = {"draw": lambda _, logits: int(logits.argmax()), "max_new_tokens": 8}
+    assert list(decode(model, prompts, **options)) == list(decode(model, prompts, **options, static=False))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

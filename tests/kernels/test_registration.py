@@ -78,13 +78,20 @@ def samples():
             partial(short_conv, activation="silu", cu_seqlens=cu_seqlens),
             (v.flatten(2), draw(24, 7)),
         ),
+        "short conv from a state": (
+            lambda x, weight, state: short_conv(
+                x, weight, initial_state=state, return_final_state=True, causal=True, activation="silu"
+            ),
+            (draw(2, 9, 6), draw(6, 4), draw(2, 6, 3)),
+        ),
         "gated norm": (gated_norm, (v.flatten(2), draw(24), draw(1, 40, 24))),
     }
 
 
 NAMES = [
     *("semiseparable", "with states", "quasiseparable", "row sums", "product", "both"),
-    *("matrix product", "mru mixer", "mru mixer of chunks", "mru step", "short conv", "gated norm"),
+    *("matrix product", "mru mixer", "mru mixer of chunks", "mru step", "short conv"),
+    *("short conv from a state", "gated norm"),
 ]
 
 
@@ -103,7 +110,7 @@ def test_schema_fake_and_autograd_registration(name):
             "semiseparable_scan", "quasiseparable_scan", "matrix_product_scan", "short_conv", "gated_norm",
             "mru_mixer", "mru_mixer_backward",
             "semiseparable_scan_backward", "quasiseparable_scan_backward", "matrix_product_scan_backward",
-            "short_conv_backward", "gated_norm_backward",
+            "short_conv_backward", "gated_norm_backward", "short_conv_from_state", "short_conv_from_state_backward",
         )
     }  # fmt: skip
 

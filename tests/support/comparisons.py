@@ -1,7 +1,9 @@
 """A comparison of two encoders that train in a second: a plain recipe, and what makes a comparison of it, also in two
-variants; runs that look as if they were finished."""
+variants; runs that look as if they were finished, and what reports say of them."""
 
+import csv
 import json
+from pathlib import Path
 
 from matmix.train.recipe import write_config
 
@@ -64,3 +66,17 @@ def finish(task, validation: dict[str, float], **summary) -> None:
     (task.run.path / "summary.json").write_text(text)
     records = [{"kind": "train", "step": step, "loss": 5.0 - step} for step in range(1, 5)]
     (task.run.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def printed_table(text: str) -> dict[str, dict[str, str]]:
+    """The last table of entries in a printed text: entry -> column -> cell."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    start = max(number for number, line in enumerate(lines) if line.startswith("| entry"))
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:])
+    return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+
+
+def csv_rows(home: Path) -> dict[str, dict[str, str]]:
+    """The report's table.csv: entry -> column -> value."""
+    with (home / "report" / "table.csv").open() as file:
+        return {row["entry"]: row for row in csv.DictReader(file)}

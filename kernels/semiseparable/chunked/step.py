@@ -49,6 +49,7 @@ def semiseparable_step_torch(
     *,
     input_scale: Tensor | None = None,
     diagonal: Tensor | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`semiseparable_step` in PyTorch, without argument checks; see there."""
-    return step_forward(v, q, k, log_decay, state, input_scale, diagonal, False)
+    return step_forward(v, q, k, log_decay, state, input_scale, diagonal, in_place)

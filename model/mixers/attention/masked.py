@@ -130,6 +130,7 @@ class SmaCausal(MaskedAttention):
     bidirectional_form = False
     sequence_aligned = True
     complexity = "O(L)"
+    static_step = True
 
     @classmethod
     def block_rank(cls, config: MaskedAttentionConfig) -> int:
@@ -162,10 +163,13 @@ class SmaCausal(MaskedAttention):
         y, state = semiseparable_scan(v, q, k, self.log_gates(x), initial_state=state, return_final_state=True)
         return self.combine(y, x), state
 
-    def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, x: torch.Tensor, state: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.project(x)
-        y, state = semiseparable_step(v, q, k, self.log_gates(x), state)
+        y, state = semiseparable_step(v, q, k, self.log_gates(x), state, in_place=in_place)
         return self.combine(y, x), state
+
+    def step_in_place(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return self.step(x, state, in_place=True)[0]
 
 
 class SmaDecay(SmaCausal):

@@ -56,6 +56,7 @@ class S4D(Mixer):
     bidirectional_form = True
     sequence_aligned = False
     complexity = "O(L log L)"
+    static_step = True
     data_dependent = False
 
     def __init__(self, d_model: int, config: S4DConfig, *, causal: bool, max_seqlen: int, output_std: float):

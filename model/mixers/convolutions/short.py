@@ -41,6 +41,7 @@ class Convolution(Mixer):
     data_dependent = False
     sequence_aligned = False
     complexity = "O(L)"
+    static_step = True
 
     def __init__(self, d_model: int, config: ConvolutionConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)

@@ -69,6 +69,7 @@ class GatedDelta(Mixer):
     bidirectional_form = False
     sequence_aligned = True
     complexity = "O(L)"
+    static_step = True
 
     def __init__(self, d_model: int, config: GatedDeltaConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)

@@ -46,6 +46,7 @@ class LinearAttention(Mixer):
     bidirectional_form = False
     sequence_aligned = True
     complexity = "O(L)"
+    static_step = True
     row_normalized = True
 
     def __init__(
@@ -137,10 +138,13 @@ class LinearAttention(Mixer):
         y, state = semiseparable_scan(*self.widened(q, k, v), None, initial_state=state, return_final_state=True)
         return self.out_proj(self.divided(y, v.dtype).flatten(-2)), state
 
-    def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, x: torch.Tensor, state: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.project(x)
-        y, state = semiseparable_step(*self.widened(q, k, v), None, state)
+        y, state = semiseparable_step(*self.widened(q, k, v), None, state, in_place=in_place)
         return self.out_proj(self.divided(y, v.dtype).flatten(-2)), state
+
+    def step_in_place(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return self.step(x, state, in_place=True)[0]
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         q, k, _ = self.project(x)

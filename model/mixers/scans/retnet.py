@@ -49,6 +49,7 @@ class RetNet(Mixer):
     bidirectional_form = True
     sequence_aligned = True
     complexity = "O(L)"
+    static_step = True
 
     def __init__(self, d_model: int, config: RetNetConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
@@ -135,13 +136,16 @@ class RetNet(Mixer):
         return self.finish(y, x), (seen + x.shape[1], last)
 
     def step(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor], in_place: bool = False
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         seen, before = state
         # Rows may stand at different positions: for the rotation all tokens lie in one row.
         q, k, v = (part.squeeze(0) for part in self.project(x.unsqueeze(0), seen))
-        y, last = semiseparable_step(v, q, k, self.log_decay(x), before)
-        return self.finish(y, x), (seen + 1, last)
+        y, last = semiseparable_step(v, q, k, self.log_decay(x), before, in_place=in_place)
+        return self.finish(y, x), (seen.add_(1) if in_place else seen + 1, last)
+
+    def step_in_place(self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.step(x, state, in_place=True)[0]
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(x.shape[1], device=x.device)

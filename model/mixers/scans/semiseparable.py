@@ -40,6 +40,7 @@ class Semiseparable(ScanBlock):
     Config = SemiseparableConfig
     causal_form = True
     bidirectional_form = False
+    static_step = True
     directions = 1
     diagonal = "constant"
 
@@ -118,13 +119,16 @@ class Semiseparable(ScanBlock):
         return self.finish(y.flatten(-2), z), (window, last)
 
     def step(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor], in_place: bool = False
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         z, vbc, dt = self.project(x)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        mixed, window = short_conv_step(vbc, state[0], weight, bias, activation="silu")
-        y, last = semiseparable_step(**self.arguments(mixed, dt), state=state[1])
+        mixed, window = short_conv_step(vbc, state[0], weight, bias, activation="silu", in_place=in_place)
+        y, last = semiseparable_step(**self.arguments(mixed, dt), state=state[1], in_place=in_place)
         return self.finish(y.flatten(-2), z), (window, last)
+
+    def step_in_place(self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.step(x, state, in_place=True)[0]
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         _, a = self.parts(x)

@@ -11,29 +11,11 @@ from runs import records, weights
 
 from matmix.launch.cli import main
 from matmix.launch.examples import judge, judge_of_run
-from matmix.launch.glue import training
 from matmix.launch.glue.plan import Plan
 from matmix.launch.glue.tasks import TASKS
-from matmix.train.loop import train
 
 FAST = ["--device", "cpu", "--global-batch-size", "4", "--epochs", "2", "--optimizer.lr", "1e-3"]
 FAST += ["--logging.tensorboard", "False", "--logging.progress", "False", "--logging.picture", "False"]
-
-
-@pytest.fixture
-def in_this_process(monkeypatch) -> list[str]:
-    """Runs are trained here, which is faster than processes; their titles, in order."""
-    titles = []
-
-    def run_tasks(tasks, parallel):
-        for task in tasks:
-            if not task.is_finished():
-                titles.append(task.title)
-                train(task.config)
-        return training.Ended([], stopped=False)
-
-    monkeypatch.setattr(training, "run_tasks", run_tasks)
-    return titles
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -137,6 +137,13 @@ def _small_checks(toy: bool) -> Iterator[Check]:
     options = {"activation": "silu", "cu_seqlens": bounds}
     packed_conv = partial(conv, 7, 1)
     yield Check("short_conv, width 7 centred, packed", short_conv, short_conv_definition, packed_conv, ("x",), options)
+    options = {"causal": True, "activation": "silu", "return_final_state": True}
+
+    def conv_from_state() -> dict[str, Tensor]:
+        return conv(4) | {"initial_state": torch.randn(2, channels, 3)}
+
+    name = "short_conv, width 4 causal, from a state to a state"
+    yield Check(name, short_conv, short_conv_definition, conv_from_state, ("x",), options)
     for group in (None, channels // 4):
         name = f"gated_norm, groups of {group or channels}"
         narrow, options = ("x", "gate"), {"group_size": group}

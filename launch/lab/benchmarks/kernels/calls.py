@@ -43,7 +43,7 @@ class Call(NamedTuple):
 def calls() -> Iterator[Call]:
     """In bfloat16 all of them; float32 has tiles of its own, and float16 those of bfloat16."""
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        for call in (*conv_calls(dtype), *norm_calls(dtype), *scan_calls(dtype)):
+        for call in (*conv_calls(dtype), *state_conv_calls(dtype), *norm_calls(dtype), *scan_calls(dtype)):
             seldom = dtype != torch.bfloat16 and not call.main and "state 128" not in call.title
             yield call._replace(main=call.main and dtype != torch.float16, rare=seldom)
         yield from step_calls(dtype)
@@ -64,6 +64,39 @@ def conv_calls(dtype: torch.dtype) -> Iterator[Call]:
     yield call("width 2 causal, odd number of channels", 2, causal=True, channels=77)
     yield call("width 4 causal, few channels", 4, causal=True, silu=True, channels=32)
     yield call("width 4 causal, few tokens", 4, causal=True, silu=True, tokens=128)
+
+
+def state_conv_calls(dtype: torch.dtype) -> Iterator[Call]:
+    """The causal convolution from a state to a state."""
+
+    def call(title: str, width: int, main: bool = False, **options) -> Call:
+        return Call(
+            "short_conv_from_state", title, dtype, functools.partial(_run_state_conv, dtype, width, **options), main
+        )
+
+    yield call("width 4, silu, after a state", 4, main=True, bias=True, silu=True)
+    yield call("width 4, after a state of float32, few channels", 4, channels=32, exact=True)
+    yield call("width 9, after a state, few tokens", 9, silu=True, tokens=128)
+    yield call("width 2, after a state, odd number of channels", 2, channels=77)
+
+
+def _run_state_conv(
+    dtype: torch.dtype,
+    width: int,
+    module: ModuleType,
+    *,
+    channels: int = 1664,
+    tokens: int = BATCH * SEQLEN,
+    bias: bool = False,
+    silu: bool = False,
+    exact: bool = False,
+) -> None:
+    x = _empty(BATCH, tokens // BATCH, channels, dtype=dtype)
+    weight, offset = _empty(channels, width, dtype=dtype), _empty(channels, dtype=dtype) if bias else None
+    state = _empty(BATCH, channels, width - 1, dtype=torch.float32 if exact else dtype)
+    options = weight, offset, state, "silu" if silu else None
+    y, final = module.forward(x, *options)
+    module.backward(torch.empty_like(y), torch.empty_like(final), x, *options)
 
 
 def _run_conv(

@@ -27,19 +27,6 @@ from matmix.train.recipe import (
     load_config,
 )
 
-
-@pytest.fixture
-def recipe(tmp_path):
-    """Writes a comparison; returns its path."""
-
-    def write(text: str) -> str:
-        path = tmp_path / "mine.toml"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 # -- recipes ------------------------------------------------------------------------------------------------------
 
 

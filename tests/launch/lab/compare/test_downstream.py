@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import shutil
 
 import pytest
-from comparisons import ENTRIES, TINY, finish
+from comparisons import ENTRIES, TINY, csv_rows, finish, printed_table
 from labelled import texts, write_jsonl
 
 from matmix.launch.cli import main
@@ -41,18 +40,6 @@ best = "{best}"
 picture = false
 tensorboard = false
 """
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    """Writes a comparison; returns its path."""
-
-    def write(text: str) -> str:
-        path = tmp_path / "mine.toml"
-        path.write_text(text)
-        return str(path)
-
-    return write
 
 
 @pytest.fixture
@@ -101,16 +88,10 @@ def scored(recipe, task, tmp_path):
     return comparison
 
 
-def _table(text: str) -> dict[str, dict[str, str]]:
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
-
-
 def test_the_table_has_a_column_for_each_task_and_one_for_their_mean(scored, capsys):
     assert main(["compare", str(scored.home), "--report"]) == 0
     text = capsys.readouterr().out
-    rows = _table(text)
+    rows = printed_table(text)
     attention = rows["attention"]
     assert attention["topic: accuracy (%)"] == "56.2 ± 8.8"
     assert attention["likeness: Pearson correlation (%)"] == "50.0 ± 0.0"
@@ -123,8 +104,7 @@ def test_the_table_has_a_column_for_each_task_and_one_for_their_mean(scored, cap
     assert "topic: accuracy of the fine-tuned runs in their best evaluation by accuracy." in text
     assert "likeness: Pearson correlation of the fine-tuned runs in their last evaluation." in text
     assert "Also in" not in text  # their folders are none of the comparison's entries
-    with (scored.home / "report" / "table.csv").open() as file:
-        row = next(row for row in csv.DictReader(file) if row["entry"] == "attention")
+    row = csv_rows(scored.home)["attention"]
     assert float(row["finetune/topic/accuracy_mean"]) == 0.5625
     assert float(row["finetune/topic/accuracy_seed_1"]) == 0.625
     assert float(row["finetune/mean_mean"]) == 0.53125
@@ -138,7 +118,7 @@ def test_runs_that_are_left_out_have_no_scores_in_the_table(scored, tmp_path):
     run = scored.home / "attention" / "seed-1"
     config = tasks_of(scored)[0].config
     write_config(dataclasses.replace(config, steps=9), run / "config.toml")
-    assert _table(write_report(scored))["attention"]["topic: accuracy (%)"] == "50.0"
+    assert printed_table(write_report(scored))["attention"]["topic: accuracy (%)"] == "50.0"
 
 
 def test_a_task_of_the_same_name_keeps_its_settings(scored, task, capsys):
@@ -219,7 +199,7 @@ def test_a_run_is_fine_tuned_with_its_own_seed_and_goes_on_where_it_lies(recipe,
     assert (config.model.layers, config.model.head.outputs) == (("attention",), 3)
     train(config)
     assert finetuning.is_finished()
-    found = _table(write_report(comparison))["attention"]["topic: accuracy (%)"]
+    found = printed_table(write_report(comparison))["attention"]["topic: accuracy (%)"]
     best = json.loads((finetuning.run.path / "summary.json").read_text())["best"]["value"]
     assert found == f"{100 * best:.1f}"
 
@@ -239,7 +219,7 @@ def test_every_entry_is_fine_tuned_after_the_comparison(recipe, task, dataset, t
     words = ["--data.path", dataset, "--run-dir", str(tmp_path / "home"), "--comparison.controls", "True"]
     command = ["compare", recipe(text), *words, "--no-speed", "--finetune", task("topic")]
     assert main(command) == 0
-    rows = _table(capsys.readouterr().out.split("| entry")[-1].join(["| entry", ""]))
+    rows = printed_table(capsys.readouterr().out)
     assert set(rows) == {"attention", "no mixer (control)"}
     for entry, folder in (("attention", "attention"), ("no mixer (control)", "no-mixer")):
         run = tmp_path / "home" / "finetune" / "topic" / folder / "seed-2"

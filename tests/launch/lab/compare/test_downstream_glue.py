@@ -2,71 +2,26 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 from statistics import fmean
 
 import pytest
-from comparisons import ENTRIES, TINY, finish
+from comparisons import ENTRIES, TINY, csv_rows, finish, printed_table
 from glue_files import write_glue
 
 from matmix.launch.cli import main
 from matmix.launch.finetune import planned_config
-from matmix.launch.glue import training
 from matmix.launch.glue.tasks import TASKS
-from matmix.launch.lab.compare import command, downstream
 from matmix.launch.lab.compare.config import keep_recipe, read_comparison
 from matmix.launch.lab.compare.downstream import keep_downstream
 from matmix.launch.lab.compare.finetuned_glue import FinetunedGlue, GlueSettings
 from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import matched
-from matmix.train.loop import train
 
 ONE = ENTRIES.split('[[comparison.entry]]\nname = "Hydra')[0].replace("[0, 1]", "[3]")
 FAST = ["--glue.device", "cpu", "--glue.global-batch-size", "4", "--glue.epochs", "1", "--glue.optimizer.lr", "1e-3"]
 FAST += ["--glue.logging.tensorboard", "False", "--glue.logging.picture", "False"]
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    """Writes a comparison; returns its path."""
-
-    def write(text: str) -> str:
-        path = tmp_path / "mine.toml"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
-@pytest.fixture
-def in_this_process(monkeypatch) -> list[str]:
-    """Runs are trained here, which is faster than processes; their titles, in order."""
-    titles = []
-
-    def run_tasks(tasks, parallel):
-        for task in tasks:
-            if not task.is_finished():
-                titles.append(task.title)
-                train(task.config)
-        return training.Ended([], stopped=False)
-
-    for module in (training, command, downstream):
-        monkeypatch.setattr(module, "run_tasks", run_tasks)
-    return titles
-
-
-def _table(text: str) -> dict[str, dict[str, str]]:
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    start = max(number for number, line in enumerate(lines) if line.startswith("| entry"))
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:])
-    return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
-
-
-def _csv(home) -> dict[str, dict[str, str]]:
-    with (home / "report" / "table.csv").open() as file:
-        return {row["entry"]: row for row in csv.DictReader(file)}
 
 
 def test_encoders_are_fine_tuned_as_by_matmix_glue(recipe, dataset, tmp_path, in_this_process, capsys):
@@ -90,20 +45,20 @@ def test_encoders_are_fine_tuned_as_by_matmix_glue(recipe, dataset, tmp_path, in
     assert tasks["RTE"]["runs"][0]["begins_with"] == str(own / "MNLI" / "seed-3")
     assert record["other_settings"][:2] == ["--device", "cpu"]
     assert "most frequent class" in (own / "table.md").read_text()
-    found = _table(said)["attention"]
+    found = printed_table(said)["attention"]
     scores = {name: tasks[name]["score"] for name in tasks}
     assert found["GLUE: MNLI (%)"] == f"{100 * scores['MNLI']:.1f}"
     assert found["GLUE: RTE (%)"] == f"{100 * scores['RTE']:.1f}"
     assert "GLUE: average (%)" not in found  # which is over eight tasks
     assert "Means: MNLI of accuracy, matched and accuracy, mismatched." in said
-    row = _csv(home)["attention"]
+    row = csv_rows(home)["attention"]
     matched = tasks["MNLI"]["runs"][0]["scores"]["accuracy, matched"]
     assert float(row["finetune/glue/MNLI/accuracy_matched_mean"]) == pytest.approx(matched)
 
-    before = _csv(home)
+    before = csv_rows(home)
     for again in (words, words[:6], [str(home), "--report"]):
         assert main(["compare", *again]) == 0
-        assert _csv(home) == before
+        assert csv_rows(home) == before
     assert len(in_this_process) == 3
     capsys.readouterr()
     assert main(["compare", *words, "--glue-settings", "bert"]) == 2
@@ -114,7 +69,7 @@ def test_encoders_are_fine_tuned_as_by_matmix_glue(recipe, dataset, tmp_path, in
     # A comparison that was moved is the same: what is finished stays so.
     home.rename(tmp_path / "moved")
     assert main(["compare", *(str(tmp_path / "moved") if word == str(home) else word for word in words)]) == 0
-    assert _csv(tmp_path / "moved") == before
+    assert csv_rows(tmp_path / "moved") == before
     assert len(in_this_process) == 3
 
 
@@ -147,7 +102,7 @@ def test_the_table_has_a_column_for_each_task_and_one_for_the_average(recipe, tm
                 _score(glue, pretrained, task, seed, values[task.name] + seed / 50, alone=alone)
     assert main(["compare", str(home), "--report"]) == 0
     said = capsys.readouterr().out
-    rows = _table(said)
+    rows = printed_table(said)
     assert rows["attention"]["GLUE: MNLI (%)"] == "86.0 ± 1.4"  # matched and mismatched
     assert rows["attention"]["GLUE: RTE (%)"] == "61.0 ± 1.4"
     average = fmean(values.values()) + 0.05 / 8 + 0.01  # of MNLI the mean with mismatched; of two seeds
@@ -158,7 +113,7 @@ def test_the_table_has_a_column_for_each_task_and_one_for_the_average(recipe, tm
     assert "Not fine-tuned on GLUE's QQP, GLUE's CoLA: Hydra, 2 x seed 3." in said
     assert "with the seeds 0, 1 for each run. Settings: hydra. Means: MNLI of" in said
     assert "GLUE's RTE: begins with the encoder itself where it has no run on MNLI." in said
-    row = _csv(home)["attention"]
+    row = csv_rows(home)["attention"]
     assert float(row["finetune/glue/average_mean"]) == pytest.approx(average)
     assert float(row["finetune/glue/average_deviation"]) == pytest.approx(0.02 / 2**0.5)
     assert float(row["finetune/glue/MNLI/accuracy_mismatched_mean"]) == pytest.approx(0.91)
@@ -221,7 +176,7 @@ def test_all_tasks_of_all_entries_in_processes_of_their_own(recipe, dataset, tmp
     words = [recipe(TINY + ONE), "--data.path", dataset, "--run-dir", str(home), "--no-speed"]
     words += ["--comparison.controls", "True", "--parallel", "2", "--finetune", f"glue:{tmp_path / 'GLUE'}", *FAST]
     assert main(["compare", *words]) == 0
-    rows = _table(capsys.readouterr().out)
+    rows = printed_table(capsys.readouterr().out)
     assert set(rows) == {"attention", "no mixer (control)"}
     for label, folder in (("attention", "attention"), ("no mixer (control)", "no-mixer")):
         record = json.loads((home / "finetune" / "glue" / folder / "seed-3" / "glue.json").read_text())

@@ -1,7 +1,6 @@
 """Runs of a comparison go on and do not end each other; the report says what they say; speed; the job array."""
 
 import contextlib
-import csv
 import dataclasses
 import io
 import json
@@ -11,7 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from comparisons import ENTRIES, TINY, VARIANTS
+from comparisons import ENTRIES, TINY, VARIANTS, csv_rows
 from runs import records
 
 from matmix.launch.cli import main
@@ -32,19 +31,6 @@ from matmix.model.build import count_parameters
 from matmix.train.loop import train
 from matmix.train.process import stop
 from matmix.train.recipe import load_config
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    """Writes a comparison; returns its path."""
-
-    def write(text: str) -> str:
-        path = tmp_path / "mine.toml"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
 
 # -- runs and report ----------------------------------------------------------------------------------------------
 
@@ -132,8 +118,7 @@ def check_a_failed_run_is_reported_and_the_others_finish(compared) -> None:
 
 def check_the_table_says_what_the_runs_say(compared) -> None:
     comparison = matched(read_comparison(str(compared.path), compared.arguments))
-    with (compared.home / "report" / "table.csv").open() as file:
-        rows = {row["entry"]: row for row in csv.DictReader(file)}
+    rows = csv_rows(compared.home)
     for entry in comparison.entries[:2]:
         validation = load_summary(compared.home / entry.folder / "seed-0")
         assert float(rows[entry.name]["loss_mean"]) == validation["loss"]
