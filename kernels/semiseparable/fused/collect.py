@@ -17,6 +17,15 @@ from matmix.kernels.semiseparable.fused.sums import decay_gradients
 from matmix.kernels.semiseparable.fused.through import state_gradients
 
 
+class Into(NamedTuple):
+    """Tensors, strided as they may be, that the gradients of v, q and k are written into. All q and k share one set of
+    strides. With shift, rows of q that nobody reads with are left as they are."""
+
+    v: Tensor
+    q: tuple[Tensor, ...]
+    k: tuple[Tensor, ...]
+
+
 class Found(NamedTuple):
     """The gradients of one pass."""
 
@@ -38,6 +47,7 @@ def gradients(
     sums: Tensor | None,
     entering: States | None,
     leaving: States | None,
+    into: Into | None = None,
 ) -> Found:
     """The backward pass of one scan, from the states at the edges of its chunks."""
     two, stored = len(sides) == 2, entering is not None
@@ -61,12 +71,14 @@ def gradients(
     pair_dtype = v.dtype if parts == 1 and not through_states else torch.float32
     dqs = [vectors(parts, pair_dtype, form.shift and not add) for _ in sides]
     dks = [vectors(parts, pair_dtype, False) for _ in sides]
+    if into is not None and parts == 1 and not through_states:
+        dqs, dks = ([x.unsqueeze(0) for x in given] for given in (into.q, into.k))
     gated = [side.log_decay is not None for side in (first, second)]
     scaled = [side.input_scale is not None for side in (first, second)]
     readers, writers, scales = ([factor(there) for there in which] for which in (gated, gated, scaled))
     halves = two and form.combine == "concat"
     along, along2 = factor(diagonal is not None), factor(diagonal is not None and halves)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if into is None else into.v
     block_n, _, block_p, _ = scan.blocks(scan.config.pair_block)
     per_row, table = scan.per_row(scan.chunk), scan.table(scan.chunk)
     of_sides = []
@@ -104,6 +116,8 @@ def gradients(
     if through_states:
         into_q = [vectors(1, v.dtype, form.shift) if add else dq[blocks:] for dq in dqs]
         into_k = [vectors(1, v.dtype, False) if add else dk[blocks:] for dk in dks]
+        if into is not None and add:
+            into_q, into_k = ([x.unsqueeze(0) for x in given] for given in (into.q, into.k))
         reads = [factor(there, n_blocks) for there in gated]
         wrotes = [factor(a or b, n_blocks) for a, b in zip(gated, scaled, strict=True)]
         empty = (n_blocks, scan.tiles, scan.heads)
@@ -137,13 +151,20 @@ def gradients(
             table, scan.seqlen, per_row, scan.heads, num_warps=4, num_stages=1,
             **common, STATES=through_states, PARTS=n_blocks, BLOCK_H=block,
         )  # fmt: skip
+    targets = zip(into.q, into.k, strict=True) if into is not None else [(None, None)] * len(sides)
     found = [
-        (summed(dq, v.dtype), summed(dk, v.dtype), da, dw)
-        for dq, dk, da, dw in zip(into_q, into_k, das[: len(sides)], dws[: len(sides)], strict=True)
+        (summed(dq, v.dtype, to_q), summed(dk, v.dtype, to_k), da, dw)
+        for dq, dk, da, dw, (to_q, to_k) in zip(
+            into_q, into_k, das[: len(sides)], dws[: len(sides)], targets, strict=True
+        )
     ]
     return Found(dv, found, along + along2 if halves and diagonal is not None else along)
 
 
-def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def summed(parts: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
     """The sum of parts that several programs found, in a fixed order."""
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
+    if into is None:
+        return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
+    if parts.shape[0] > 1 or parts.dtype != dtype:
+        into.copy_(parts.sum(0))
+    return into
