@@ -66,21 +66,21 @@ def _row(x, stride, at, length, channel, there):
 
 
 @triton.jit
-def _taps(taps, channel, there, d, WIDTH: tl.constexpr):
+def _taps(weight, channel, there, WIDTH: tl.constexpr):
     """The weights of the channels, a vector for each tap."""
     found = ()
     for tap in tl.static_range(WIDTH):
-        found += (tl.load(taps + tap * d + channel, there, other=0.0).to(tl.float32),)
+        found += (tl.load(weight + channel * WIDTH + tap, there, other=0.0).to(tl.float32),)
     return found
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row"])
 def _convolve(
-    x, taps, bias, y, table, seqlen, per_row, d, batch_stride, row_stride,
+    x, weight, bias, y, table, seqlen, per_row, d, batch_stride, row_stride,
     WIDTH: tl.constexpr, LEFT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """y_t = activation(bias + sum over taps j of taps[j] x_{t + j - LEFT})."""
+    """y_t = activation(bias + sum over taps j of weight[:, j] x_{t + j - LEFT})."""
     # Neighbouring programs take neighbouring channels of the same rows: whole rows are read at about one time.
     blocks = tl.cdiv(d, CHANNELS)
     slot = tl.program_id(0) // blocks
@@ -91,7 +91,7 @@ def _convolve(
     own = tl.minimum(length - first, SPAN)
     x += batch_row.to(tl.int64) * batch_stride + begin.to(tl.int64) * row_stride
     y += (batch_row.to(tl.int64) * seqlen + begin) * d
-    weights = _taps(taps, channel, there, d, WIDTH)
+    weights = _taps(weight, channel, there, WIDTH)
     offset = tl.zeros((CHANNELS,), tl.float32)
     if BIAS:
         offset += tl.load(bias + channel, there, other=0.0).to(tl.float32)
@@ -116,18 +116,20 @@ def _convolve(
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "slots", "walk"])
 def _conv_gradients(
-    dy, x, taps, bias, dx, sums, table, seqlen, per_row, slots, walk, d,
-    dy_batch_stride, dy_row_stride, batch_stride, row_stride,
+    dy, more_dy, x, weight, bias, dx, sums, table, seqlen, per_row, slots, walk, d, more_d,
+    dy_batch_stride, dy_row_stride, more_batch_stride, more_row_stride, batch_stride, row_stride,
+    dx_batch_stride, dx_row_stride,
     WIDTH: tl.constexpr, LEFT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
-    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """Of `walk` spans: dx, and the sums of g x per tap, then of g, over the spans' own tokens."""
+    """Of `walk` spans: dx, and the sums of g x per tap, then of g, over the spans' own tokens. With MORE, the gradient
+    of the first more_d channels is dy + more_dy."""
     blocks = tl.cdiv(d, CHANNELS)
     program = tl.program_id(0) // blocks
     channel = (tl.program_id(0) - program * blocks) * CHANNELS + tl.arange(0, CHANNELS)
     there = channel < d
     right: tl.constexpr = WIDTH - 1 - LEFT
-    weights = _taps(taps, channel, there, d, WIDTH)
+    weights = _taps(weight, channel, there, WIDTH)
     zero = tl.zeros((CHANNELS,), tl.float32)
     offset = zero
     if BIAS:
@@ -141,7 +143,9 @@ def _conv_gradients(
         end = tl.minimum(first + SPAN, length)
         at_x = x + batch_row.to(tl.int64) * batch_stride + begin.to(tl.int64) * row_stride
         at_dy = dy + batch_row.to(tl.int64) * dy_batch_stride + begin.to(tl.int64) * dy_row_stride
-        at_dx = dx + (batch_row.to(tl.int64) * seqlen + begin) * d
+        at_dx = dx + batch_row.to(tl.int64) * dx_batch_stride + begin.to(tl.int64) * dx_row_stride
+        if MORE:
+            at_more = more_dy + batch_row.to(tl.int64) * more_batch_stride + begin.to(tl.int64) * more_row_stride
         # dx of a token is made of g from `right` tokens before it to LEFT tokens after it.
         start = first - right
         window = ()
@@ -157,7 +161,10 @@ def _conv_gradients(
             cotangents = ()
             for ahead in tl.static_range(ROWS):
                 rows += (_row(at_x, row_stride, p + ahead + right, length, channel, there),)
-                cotangents += (_row(at_dy, dy_row_stride, p + ahead, length, channel, there),)
+                cotangent = _row(at_dy, dy_row_stride, p + ahead, length, channel, there)
+                if MORE:
+                    cotangent += _row(at_more, more_row_stride, p + ahead, length, channel, channel < more_d)
+                cotangents += (cotangent,)
             for ahead in tl.static_range(ROWS):
                 at = p + ahead
                 g = cotangents[ahead]
@@ -182,7 +189,7 @@ def _conv_gradients(
                     total += weights[tap] * grads[ahead + WIDTH - 1 - tap]
                 target = at - LEFT
                 mask = there & (target >= first) & (target < end)
-                tl.store(at_dx + target.to(tl.int64) * d + channel, total.to(dx.dtype.element_ty), mask)
+                tl.store(at_dx + target.to(tl.int64) * dx_row_stride + channel, total.to(dx.dtype.element_ty), mask)
             window = rows[ROWS:]
             gradients = grads[ROWS:]
     for index in tl.static_range(WIDTH + BIAS):
@@ -207,7 +214,7 @@ def forward(
     launch(
         _convolve,
         (slots * triton.cdiv(d, config.channels),),
-        *(x, *_parameters(weight, bias), y, slot_table(batch, seqlen, cu_seqlens, config.span)),
+        *(x, *_contiguous(weight, bias), y, slot_table(batch, seqlen, cu_seqlens, config.span)),
         *(seqlen, triton.cdiv(seqlen, config.span), d, x.stride(0), x.stride(1)),
         **_options(config, weight, bias, causal, activation, cu_seqlens),
     )
@@ -224,11 +231,33 @@ def backward(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, weight and bias, each typed like its input."""
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = gradients(dy, x, weight, bias, causal, activation, cu_seqlens, dx).sum(0)
+    width = weight.shape[1]
+    dweight = total[:width].t().to(weight.dtype, memory_format=torch.contiguous_format).contiguous()
+    return dx, dweight, None if bias is None else total[width].to(bias.dtype).clone()
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+    dx: Tensor,
+    more_dy: Tensor | None = None,
+) -> Tensor:
+    """Writes the gradient of x into `dx`, strided as it may be, and returns sums (programs, width or with a bias width
+    + 1, d) float32, whose sum over programs is the gradient of the taps, then of the bias.
+
+    more_dy: (batch, seqlen, some channels), what is to be added to the gradient of as many first channels of y.
+    """
     batch, seqlen, d = x.shape
     width = weight.shape[1]
     config = choose_config(batch, seqlen, d)
     dy, x = rows_in_place(dy), rows_in_place(x)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     blocks = triton.cdiv(d, config.channels)
     slots = count_slots(batch, seqlen, cu_seqlens, config.span)
     # No more than about 4096 programs, which fill any GPU: their sums then take a few megabytes however many tokens
@@ -236,22 +265,21 @@ def backward(
     walk = triton.cdiv(slots, max(1, 4096 // blocks))
     programs = triton.cdiv(slots, walk)
     sums = torch.empty(programs, width + (bias is not None), d, dtype=torch.float32, device=x.device)
+    more_strides = (0, 0) if more_dy is None else more_dy.stride()[:2]
     launch(
         _conv_gradients,
         (programs * blocks,),
-        *(dy, x, *_parameters(weight, bias), dx, sums, slot_table(batch, seqlen, cu_seqlens, config.span)),
-        *(seqlen, triton.cdiv(seqlen, config.span), slots, walk, d),
-        *(dy.stride(0), dy.stride(1), x.stride(0), x.stride(1)),
+        *(dy, more_dy, x, *_contiguous(weight, bias), dx, sums, slot_table(batch, seqlen, cu_seqlens, config.span)),
+        *(seqlen, triton.cdiv(seqlen, config.span), slots, walk, d, 0 if more_dy is None else more_dy.shape[2]),
+        *(*dy.stride()[:2], *more_strides, *x.stride()[:2], *dx.stride()[:2]),
         **_options(config, weight, bias, causal, activation, cu_seqlens),
+        MORE=more_dy is not None,
     )
-    total = sums.sum(0)
-    dweight = total[:width].t().to(weight.dtype, memory_format=torch.contiguous_format).contiguous()
-    return dx, dweight, None if bias is None else total[width].to(bias.dtype).clone()
+    return sums
 
 
-def _parameters(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """One tap's weights of all channels side by side, as the channels of a program are; and the bias."""
-    return weight.t().contiguous(), None if bias is None else bias.contiguous()
+def _contiguous(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.contiguous(), None if bias is None else bias.contiguous()
 
 
 def _options(
