@@ -8,6 +8,7 @@ from matmix.kernels.gated_norm.op import gated_norm
 from matmix.kernels.matrix_product.op import matrix_product_scan
 from matmix.kernels.mru.op import mru_mixer, mru_mixer_is_fused
 from matmix.kernels.mru.step import mru_step
+from matmix.kernels.scan_layer.op import scan_layer, scan_layer_is_fused
 from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
 from matmix.kernels.semiseparable.step import semiseparable_step
 from matmix.kernels.short_conv.op import short_conv
@@ -20,6 +21,8 @@ __all__ = [
     "mru_mixer_is_fused",
     "mru_step",
     "quasiseparable_scan",
+    "scan_layer",
+    "scan_layer_is_fused",
     "semiseparable_scan",
     "semiseparable_step",
     "short_conv",

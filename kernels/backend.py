@@ -36,6 +36,7 @@ _TRITON_FORMS = {
     "short_conv": "matmix.kernels.short_conv.fused",
     "short_conv_step": "matmix.kernels.short_conv.fused_step",
     "gated_norm": "matmix.kernels.gated_norm.fused",
+    "scan_layer": "matmix.kernels.scan_layer.fused",
 }
 """Module whose functions `forward` and, but for steps of one token, `backward` are the Triton form of an op."""
 
