@@ -19,7 +19,7 @@ SSD = {"directions": 1, "norm_first": False, "group_size": 8}
 CASES = {
     "hydra": (HYDRA, {}),
     "hydra, groups, states, limits": (
-        HYDRA | {"dt_limits": (0.3, 0.9), "group_size": 12},
+        HYDRA | {"dt_limits": (0.3, 0.9), "group_size": 24},
         {"groups": 2, "states": True, "heads": 4},
     ),
     "hydra without biases": (HYDRA, {"conv_bias": False, "taps": 3}),
