@@ -73,6 +73,8 @@ def gradients(
     dks = [vectors(parts, pair_dtype, False) for _ in sides]
     if into is not None and parts == 1 and not through_states:
         dqs, dks = ([x.unsqueeze(0) for x in given] for given in (into.q, into.k))
+    elif into is not None and add:  # read with the strides of what is written in the end
+        dqs, dks = twins(into.q, into.k)
     gated = [side.log_decay is not None for side in (first, second)]
     scaled = [side.input_scale is not None for side in (first, second)]
     readers, writers, scales = ([factor(there) for there in which] for which in (gated, gated, scaled))
@@ -159,6 +161,18 @@ def gradients(
         )
     ]
     return Found(dv, found, along + along2 if halves and diagonal is not None else along)
+
+
+def twins(*groups: tuple[Tensor, ...]) -> list[list[Tensor]]:
+    """float32 tensors (1, ...) with the strides of these views of one buffer, and lying as they do."""
+    views = [x for group in groups for x in group]
+    first = min(x.storage_offset() for x in views)
+    ends = [x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) for x in views]
+    memory = torch.empty(max(ends) + 1 - first, dtype=torch.float32, device=views[0].device)
+    return [
+        [memory.as_strided((1, *x.shape), (0, *x.stride()), x.storage_offset() - first) for x in group]
+        for group in groups
+    ]
 
 
 def summed(parts: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:

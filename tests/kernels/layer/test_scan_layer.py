@@ -26,6 +26,7 @@ CASES = {
     "sum of two scans": ({"shift": False}, {"own_steps": True, "diagonal": "none"}),
     "sum and diagonal": ({"shift": False}, {"own_steps": True}),
     "shifted sum": ({"shift": True}, {"own_steps": True, "diagonal": "none"}),
+    "hydra, each head its own vectors": (HYDRA, {"groups": 3, "heads": 3, "headdim": 20}),
     "ssd": (SSD, {"taps": 4, "diagonal": "constant"}),
     "ssd, norm first, groups": (
         {"directions": 1},

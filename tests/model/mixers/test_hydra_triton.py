@@ -10,21 +10,21 @@ from module_results import assert_close, results, rounding
 from nightly import each_value_once, nightly
 from triton_on_cpu import names
 
-from matmix.model.mixers.scans import hydra
+from matmix.model.mixers.scans import scan_block
 from matmix.model.mixers.scans.hydra import Hydra, HydraConfig
 from matmix.train.activation import checkpoint_activations
 
-OPS = ("gated_norm", "quasiseparable_scan", "short_conv")
+OPS = ("scan_layer", "scan_layer_is_fused")
 PACKED = torch.tensor([0, 5, 5, 6, 40], dtype=torch.int32)
 
 
 @pytest.fixture
 def on_triton(interpreter, monkeypatch):
-    """Turns the backend of Hydra's ops to Triton; returns the device."""
+    """Turns the backend of the layer to Triton; returns the device."""
 
     def turn():
         for name in OPS:
-            monkeypatch.setattr(hydra, name, functools.partial(getattr(hydra, name), backend="triton"))
+            monkeypatch.setattr(scan_block, name, functools.partial(getattr(scan_block, name), backend="triton"))
         return interpreter
 
     return turn
@@ -44,7 +44,8 @@ def test_layer(on_triton, launched, randomize, options, cu_seqlens, recompute):
     device = on_triton()
     assert_close(results(layer, device, x, cu_seqlens=cu_seqlens), wanted, rounded)
     # The scan's output is kept where the rest is computed again.
-    assert (names(launched).count("mix"), names(launched).count("pair_gradients")) == (1, 1)
+    counts = [names(launched).count(name) for name in ("mix", "pair_gradients", "_convolve", "_gated_norm")]
+    assert counts == [1, 1, 2 if recompute else 1, 2 if recompute else 1]
 
 
 @pytest.mark.parametrize("how", ["padded", "packed", nightly("recompute"), nightly("full"), nightly("op")])
