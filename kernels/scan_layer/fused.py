@@ -34,7 +34,7 @@ _PROGRAMS = 512
 
 
 class Parameters(NamedTuple):
-    """The layer's small parameters, as in `scan_layer`."""
+    """The layer's small parameters, as in `scan_layer`; `diagonal_weight` typed like the projection."""
 
     conv_weight: Tensor
     conv_bias: Tensor | None
@@ -119,9 +119,9 @@ def backward(
     dweight = more = None
     if projects:
         # The scan no longer needs dy: its memory takes what the diagonal adds to the gradient of v.
-        rows, weight = dproduct.flatten(0, -2), given.diagonal_weight.to(product.dtype)
-        dweight = torch.mm(rows.t(), mixed[..., : form.inner].flatten(0, -2)).to(given.diagonal_weight.dtype)
-        more = torch.mm(rows, weight, out=dy.view(-1, form.inner)).view_as(dy)
+        rows = dproduct.flatten(0, -2)
+        dweight = torch.mm(rows.t(), mixed[..., : form.inner].flatten(0, -2))
+        more = torch.mm(rows, given.diagonal_weight, out=dy.view(-1, form.inner)).view_as(dy)
     weight, bias = given.conv_weight, given.conv_bias
     conv_sums = conv.gradients(dmixed, x, weight, bias, form.directions == 1, "silu", cu_seqlens, dx, more)
     dnorm, dconv, dconv_bias, dbias, dA_log, dD = parameter_gradients(
@@ -144,8 +144,7 @@ def _mixed(
     mixed = conv.forward(x, given.conv_weight, given.conv_bias, form.directions == 1, "silu", cu_seqlens)
     if given.diagonal_weight is None:
         return mixed, None
-    weight = given.diagonal_weight.to(mixed.dtype)
-    product = torch.mm(mixed[..., : form.inner].flatten(0, -2), weight.t())
+    product = torch.mm(mixed[..., : form.inner].flatten(0, -2), given.diagonal_weight.t())
     return mixed, product.view(*mixed.shape[:-1], form.heads)
 
 

@@ -155,6 +155,8 @@ def scan_layer(
             initial_states=initial_states, dt_limits=dt_limits, eps=eps, group_size=group_size, norm_first=norm_first,
             cu_seqlens=cu_seqlens, chunk_size=chunk_size, **sizes,
         )  # fmt: skip
+    if diagonal_weight is not None:
+        diagonal_weight = diagonal_weight.to(projected.dtype)
     given = (conv_weight, conv_bias, dt_bias, A_log, D, diagonal_weight, initial_states)
     options = (cu_seqlens, *sizes.values(), float(low), None if high == math.inf else float(high), chunk_size)
     with torch.no_grad():

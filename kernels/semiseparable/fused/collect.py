@@ -69,12 +69,13 @@ def gradients(
 
     parts = blocks * (2 if through_states and not add else 1)
     pair_dtype = v.dtype if parts == 1 and not through_states else torch.float32
-    dqs = [vectors(parts, pair_dtype, form.shift and not add) for _ in sides]
-    dks = [vectors(parts, pair_dtype, False) for _ in sides]
-    if into is not None and parts == 1 and not through_states:
+    if into is not None and parts == 1:
         dqs, dks = ([x.unsqueeze(0) for x in given] for given in (into.q, into.k))
-    elif into is not None and add:  # read with the strides of what is written in the end
-        dqs, dks = twins(into.q, into.k)
+        if add:  # read with the strides of what is written in the end
+            dqs, dks = twins(into.q, into.k)
+    else:
+        dqs = [vectors(parts, pair_dtype, form.shift and not add) for _ in sides]
+        dks = [vectors(parts, pair_dtype, False) for _ in sides]
     gated = [side.log_decay is not None for side in (first, second)]
     scaled = [side.input_scale is not None for side in (first, second)]
     readers, writers, scales = ([factor(there) for there in which] for which in (gated, gated, scaled))
@@ -116,10 +117,11 @@ def gradients(
     reads, wrotes, throughs = [None, None], [None, None], [None, None]
     into_q, into_k = dqs, dks
     if through_states:
-        into_q = [vectors(1, v.dtype, form.shift) if add else dq[blocks:] for dq in dqs]
-        into_k = [vectors(1, v.dtype, False) if add else dk[blocks:] for dk in dks]
         if into is not None and add:
             into_q, into_k = ([x.unsqueeze(0) for x in given] for given in (into.q, into.k))
+        else:
+            into_q = [vectors(1, v.dtype, form.shift) if add else dq[blocks:] for dq in dqs]
+            into_k = [vectors(1, v.dtype, False) if add else dk[blocks:] for dk in dks]
         reads = [factor(there, n_blocks) for there in gated]
         wrotes = [factor(a or b, n_blocks) for a, b in zip(gated, scaled, strict=True)]
         empty = (n_blocks, scan.tiles, scan.heads)
