@@ -5,6 +5,7 @@ kernels; `backend="auto"` chooses.
 """
 
 from matmix.kernels.gated_norm.op import gated_norm
+from matmix.kernels.lion.op import lion_mixer, lion_mixer_is_fused
 from matmix.kernels.matrix_product.op import matrix_product_scan
 from matmix.kernels.mru.op import mru_mixer, mru_mixer_is_fused
 from matmix.kernels.mru.step import mru_step
@@ -16,6 +17,8 @@ from matmix.kernels.short_conv.step import short_conv_step
 
 __all__ = [
     "gated_norm",
+    "lion_mixer",
+    "lion_mixer_is_fused",
     "matrix_product_scan",
     "mru_mixer",
     "mru_mixer_is_fused",

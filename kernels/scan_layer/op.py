@@ -1,20 +1,19 @@
 """The layer around a scan as an op: checks, backend choice, registration with PyTorch.
 
-Two registered ops are behind one function. `layer_scan` computes what stands before the gate and has no gradient of its
-own; `scan_layer` takes its output, gates it, and has the backward pass of the whole. So selective checkpointing can keep
-the output of the scan, by the name of its op, and compute the rest again.
+Two registered ops are behind one function. `layer_scan` computes what stands before the gate and has no gradient of
+its own; `scan_layer` takes its output, gates it, and has the backward pass of the whole. So selective checkpointing can
+keep the output of the scan, by the name of its op, and compute the rest again.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from matmix.kernels.backend import _TRITON_FORMS, check_backend, takes_triton
+from matmix.kernels.backend import check_backend, takes_triton, triton_form
 from matmix.kernels.checks import (
     check_choice,
     check_chunk_size,
@@ -27,19 +26,13 @@ from matmix.kernels.checks import (
 from matmix.kernels.gated_norm.op import _BACKWARD_FLOPS, _FORWARD_FLOPS
 from matmix.kernels.scan_layer.chunked import scan_layer_torch
 from matmix.kernels.scan_layer.form import LayerForm
-from matmix.kernels.semiseparable.arguments import LARGEST_WIDTH, none_if_absent, or_empty
+from matmix.kernels.semiseparable.arguments import no_kernel_for, none_if_absent, or_empty
 from matmix.kernels.semiseparable.flops import scan_flops
 
 
 def scan_layer_is_fused(projected: Tensor, d_state: int, headdim: int, backend: str = "auto") -> bool:
     """Whether `scan_layer` runs as one operation, in Triton kernels, on a projection like this one."""
-    return takes_triton(backend, projected) and not _no_kernel(d_state, headdim)
-
-
-def _no_kernel(d_state: int, headdim: int) -> str:
-    if max(d_state, headdim) > LARGEST_WIDTH:
-        return f"takes states of at most {LARGEST_WIDTH} x {LARGEST_WIDTH} a head, not {d_state} x {headdim}"
-    return ""
+    return takes_triton(backend, projected) and not no_kernel_for(d_state, headdim)
 
 
 def scan_layer(
@@ -146,7 +139,7 @@ def scan_layer(
     check_cu_seqlens(op, cu_seqlens, batch, seqlen, projected)
     check_chunk_size(op, chunk_size)
     check_finite(op, projected=projected, **parameters)
-    why_not = _no_kernel(d_state, form.headdim)
+    why_not = no_kernel_for(d_state, form.headdim)
     check_backend(op, backend, projected, why_not)
     sizes = {"nheads": nheads, "ngroups": ngroups, "d_state": d_state, "directions": directions, "shift": shift}
     if why_not or not takes_triton(backend, projected):
@@ -167,15 +160,10 @@ def scan_layer(
     )
 
 
-def _triton_form():
-    return importlib.import_module(_TRITON_FORMS["scan_layer"])
-
-
-def _form(
-    norm_width: int, nheads: int, ngroups: int, d_state: int, directions: int, shift: bool, low: float, high: float | None
-) -> LayerForm:
-    high = math.inf if high is None else high
-    return LayerForm(nheads, norm_width // nheads, ngroups, d_state, directions, shift, low, high)
+def _form(norm_width: int, nheads: int, *others) -> LayerForm:
+    """From the options of the registered ops; others: groups, d_state, directions, shift, and the limits of steps."""
+    *sizes, low, high = others
+    return LayerForm(nheads, norm_width // nheads, *sizes, low, math.inf if high is None else high)
 
 
 def _inner(conv_weight, ngroups: int, d_state: int, directions: int) -> int:
@@ -205,7 +193,7 @@ def _layer_scan(
     chunk_size: int | None,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    fused = _triton_form()
+    fused = triton_form("scan_layer")
     inner = _inner(conv_weight, ngroups, d_state, directions)
     form = _form(inner, nheads, ngroups, d_state, directions, shift, low, high)
     given = fused.Parameters(conv_weight, conv_bias, dt_bias, A_log, D, diagonal_weight, initial_states)
@@ -251,7 +239,7 @@ def _scan_layer(
     norm_first: bool,
 ) -> Tensor:
     form = _form(norm_weight.shape[0], nheads, ngroups, d_state, directions, shift, low, high)
-    return _triton_form().gate(projected, y, norm_weight, form, eps, group_size, norm_first)
+    return triton_form("scan_layer").gate(projected, y, norm_weight, form, eps, group_size, norm_first)
 
 
 @_scan_layer.register_fake
@@ -287,7 +275,7 @@ def _scan_layer_backward(
     group_size: int | None,
     norm_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    fused = _triton_form()
+    fused = triton_form("scan_layer")
     form = _form(norm_weight.shape[0], nheads, ngroups, d_state, directions, shift, low, high)
     given = fused.Parameters(conv_weight, conv_bias, dt_bias, A_log, D, diagonal_weight, initial_states)
     found = fused.backward(

@@ -8,13 +8,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from matmix.kernels.launching import record_launches
 
 _PRODUCTS = {"mm", "addmm", "bmm", "addmm_"}
-_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "lift_fresh"}
+_NOTHING = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "detach",
+    "_unsafe_view",
+    "lift_fresh",
+    "promote_types",
+}
 
 
 class Counted(TorchDispatchMode):

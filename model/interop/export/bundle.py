@@ -21,6 +21,8 @@ KERNELS = f"{PROJECT}.kernels"
 # What the models import from matmix.kernels -> the PyTorch form that stands in for it in a bundle.
 TORCH_FORMS = {
     "gated_norm": ("gated_norm.chunked", "gated_norm_torch"),
+    "lion_mixer": ("lion.chunked", "lion_mixer_torch"),
+    "lion_mixer_is_fused": ("lion.chunked", "never_lion_mixer"),
     "matrix_product_scan": ("matrix_product.chunked", "matrix_product_chunked"),
     "mru_mixer": ("mru.chunked", "mru_mixer_torch"),
     "mru_mixer_is_fused": ("mru.chunked", "never_fused"),

@@ -11,24 +11,28 @@ from triton_on_cpu import names
 
 from matmix.kernels import checks
 from matmix.model.mixers import MIXERS
-from matmix.model.mixers.scans import scan_block
+from matmix.model.mixers.scans import lion, scan_block
 
 LAYER = "matmix.kernels.scan_layer.fused"
-INSIDE = [(LAYER, name) for name in ("forward", "gate", "backward")]
+LION = "matmix.kernels.lion.fused"
+INSIDE = [(LAYER, "forward"), (LAYER, "gate"), (LAYER, "backward"), (LION, "forward"), (LION, "backward")]
 FORBIDDEN = {"cat", "addmm_", "copy_", "clone"}
 SMALL = {"headdim": 16, "d_state": 16}
 
 
 @pytest.fixture
 def on_triton(interpreter, monkeypatch):
-    for module, name in ((scan_block, "scan_layer"), (scan_block, "scan_layer_is_fused")):
+    for module, name in (
+        (scan_block, "scan_layer"), (scan_block, "scan_layer_is_fused"), (lion, "lion_mixer"),
+        (lion, "lion_mixer_is_fused"),
+    ):  # fmt: skip
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), backend="triton"))
     monkeypatch.setattr(checks, "can_look", lambda tensor: False)  # at values, as on a GPU
 
 
-def tokens(packed: bool, dtype=torch.bfloat16):
+def tokens(packed: bool, dtype=torch.bfloat16, width=16):
     """65,536 tokens in rows of 512, or as many documents in one row."""
-    x = torch.randn(1 if packed else 128, (128 if packed else 1) * 512, 16, dtype=dtype)
+    x = torch.randn(1 if packed else 128, (128 if packed else 1) * 512, width, dtype=dtype)
     return x, torch.arange(0, 129 * 512, 512, dtype=torch.int32) if packed else None
 
 
@@ -82,6 +86,18 @@ def assert_few(forward, backward, products):
         assert len(launches) + others.total() <= most, (launches, others)
         assert not FORBIDDEN & set(others)
         assert found == expected
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("name", "products"), [("lion_lit", (2, 4)), ("lion_d", (2, 4)), ("lion_s", (3, 6))])
+def test_lion(on_triton, monkeypatch, randomize, name, products, packed):
+    kind = MIXERS[name]
+    layer = kind(32, kind.Config(headdim=16), causal=False, max_seqlen=1 << 15, output_std=0.02)
+    layer = randomize(layer, dtype=torch.bfloat16)
+    x, cu_seqlens = tokens(packed, width=32)
+    forward, backward = count(monkeypatch, layer, x, cu_seqlens=cu_seqlens)
+    print(name, forward, backward)
+    assert_few(forward, backward, products)
 
 
 def test_a_layer_with_weights_in_float32(on_triton, monkeypatch, randomize):
