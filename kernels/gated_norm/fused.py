@@ -129,12 +129,15 @@ def _gated_norm(
     column = index * group + within
     row = block * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & (within < group)[None, :]
-    g = _load(gate, row, column, gate_stride, mask)
-    tile = _to_norm(_load(x, row, column, x_stride, mask), g, NORM_FIRST)
+    tile = _load(x, row, column, x_stride, mask)
+    if not NORM_FIRST:
+        tile = _to_norm(tile, _load(gate, row, column, gate_stride, mask), NORM_FIRST)
     if CUT:
         scale = tl.load(scales + row.to(tl.int64) * groups + index, row < rows, other=0.0)
     else:
         scale = _reciprocal_root(tl.sum(tile * tile, 1), row, rows, group, eps)
+    if NORM_FIRST:
+        g = _load(gate, row, column, gate_stride, mask)
     weights = tl.load(weight + column, within < group, other=0.0).to(tl.float32)
     out = tile * scale[:, None] * weights[None, :]
     if NORM_FIRST:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from matmix.kernels.launching import record_launches
 
-_PRODUCTS = {"mm", "addmm", "bmm", "addmm_"}
+_PRODUCTS = {"mm", "addmm", "bmm"}
 _NOTHING = {
     "empty",
     "empty_like",

@@ -196,12 +196,12 @@ def layer_calls(dtype: torch.dtype) -> Iterator[Call]:
         return Call("lion_mixer", title, dtype, functools.partial(_run_lion, dtype, feature_map, gates, **options))
 
     yield layer("a Hydra layer")
-    yield layer("a Hydra layer, packed, limited steps, from states", packed=True, high=0.1, states=True)
+    yield layer("a packed Hydra layer, limited steps, from states", packed=True, high=0.1, states=True)
     yield layer("two scans added, steps of each direction", shared=False, diagonal=None, shift=False)
     yield layer("a layer of Mamba-2", directions=1, diagonal="constant", norm_first=False)
     yield layer("a wide layer of Mamba-2", directions=1, diagonal="constant", norm_first=False, heads=80)
     yield lion("LION, selective gates", "silu_norm", "token")
-    yield lion("LION, selective gates, packed", "silu_norm", "token", packed=True)
+    yield lion("packed LION, selective gates", "silu_norm", "token", packed=True)
     yield lion("LION, a gate for each head", "silu", "head")
     yield lion("LION without gates", "elu", None)
 
