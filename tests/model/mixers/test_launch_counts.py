@@ -30,9 +30,9 @@ def on_triton(interpreter, monkeypatch):
     monkeypatch.setattr(checks, "can_look", lambda tensor: False)  # at values, as on a GPU
 
 
-def tokens(packed: bool, dtype=torch.bfloat16, width=16):
+def tokens(packed: bool, dtype=torch.bfloat16):
     """65,536 tokens in rows of 512, or as many documents in one row."""
-    x = torch.randn(1 if packed else 128, (128 if packed else 1) * 512, width, dtype=dtype)
+    x = torch.randn(1 if packed else 128, (128 if packed else 1) * 512, 32, dtype=dtype)
     return x, torch.arange(0, 129 * 512, 512, dtype=torch.int32) if packed else None
 
 
@@ -55,54 +55,43 @@ def only_its_own(launches):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "products"),
+    ("name", "options", "products", "starts"),
     [
-        ("hydra", SMALL, (3, 6)),
-        ("hydra", SMALL | {"recompute": True}, (3, 7)),
-        ("hydra", SMALL | {"dt_limit_low": 0.1, "dt_limit_high": 0.5}, (3, 6)),
-        ("bidirectional_add", SMALL, (2, 4)),
-        ("bidirectional_add_diagonal", SMALL, (3, 6)),
-        ("bidirectional_add_shift", SMALL, (2, 4)),
-        ("semiseparable", SMALL, (2, 4)),
-        ("semiseparable", SMALL | {"norm_before_gate": True}, (2, 4)),
+        ("hydra", SMALL, (3, 6), (6, 12)),
+        ("hydra", SMALL | {"recompute": True}, (3, 7), (6, 14)),
+        ("hydra", SMALL | {"dt_limit_low": 0.1, "dt_limit_high": 0.5}, (3, 6), (6, 12)),
+        ("bidirectional_add", SMALL, (2, 4), (6, 11)),
+        ("bidirectional_add_diagonal", SMALL, (3, 6), (6, 11)),
+        ("bidirectional_add_shift", SMALL, (2, 4), (6, 12)),
+        ("semiseparable", SMALL, (2, 4), (6, 12)),
+        ("semiseparable", SMALL | {"norm_before_gate": True}, (2, 4), (6, 12)),
+        ("lion_lit", {"headdim": 16}, (2, 4), (3, 8)),
+        ("lion_d", {"headdim": 16}, (2, 4), (5, 13)),
+        ("lion_s", {"headdim": 16}, (3, 6), (8, 16)),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_scan_layers(on_triton, monkeypatch, randomize, name, options, products, packed):
-    """A batch large enough that one program takes all heads of a group, as in training."""
+def test_layers(on_triton, monkeypatch, randomize, name, options, products, starts, packed):
+    """A batch so large that one program takes all heads of a group, as in training; figures in docs/kernels.md."""
     kind = MIXERS[name]
-    layer = kind(16, kind.Config(**options), causal=kind.causal_form, max_seqlen=1 << 15, output_std=0.02)
+    layer = kind(32, kind.Config(**options), causal=not kind.bidirectional_form, max_seqlen=512, output_std=0.02)
     layer = randomize(layer, dtype=torch.bfloat16)
     x, cu_seqlens = tokens(packed)
-    forward, backward = count(monkeypatch, layer, x, cu_seqlens=cu_seqlens)
-    assert_few(forward, backward, products)
-    again = 2 if options.get("recompute") else 0
-    edges = name in ("hydra", "bidirectional_add_shift")
-    assert (len(forward[0]), len(backward[0])) == (6, 11 + again + edges)
-
-
-def assert_few(forward, backward, products):
-    for (launches, others, found), most, expected in zip((forward, backward), (12, 16), products, strict=True):
-        assert len(launches) + others.total() <= most, (launches, others)
-        assert not FORBIDDEN & set(others)
-        assert found == expected
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("name", "products"), [("lion_lit", (2, 4)), ("lion_d", (2, 4)), ("lion_s", (3, 6))])
-def test_lion(on_triton, monkeypatch, randomize, name, products, packed):
-    kind = MIXERS[name]
-    layer = kind(32, kind.Config(headdim=16), causal=False, max_seqlen=1 << 15, output_std=0.02)
-    layer = randomize(layer, dtype=torch.bfloat16)
-    x, cu_seqlens = tokens(packed, width=32)
-    forward, backward = count(monkeypatch, layer, x, cu_seqlens=cu_seqlens)
-    print(name, forward, backward)
-    assert_few(forward, backward, products)
+    check(count(monkeypatch, layer, x, cu_seqlens=cu_seqlens), products, starts)
 
 
 def test_a_layer_with_weights_in_float32(on_triton, monkeypatch, randomize):
     """Under autocast, which rounds the weights of all products."""
-    layer = randomize(MIXERS["hydra"](16, MIXERS["hydra"].Config(**SMALL), causal=False, max_seqlen=512, output_std=1))
+    kind = MIXERS["hydra"]
+    layer = randomize(kind(32, kind.Config(**SMALL), causal=False, max_seqlen=512, output_std=0.02))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        forward, backward = count(monkeypatch, layer, tokens(False, torch.float32)[0])
-    assert_few(forward, backward, (3, 6))
+        found = count(monkeypatch, layer, tokens(False, torch.float32)[0])
+    check(found, (3, 6), (10, 16))
+
+
+def check(found, products, starts):
+    """Forward and backward: the number of products and of all else, and that nothing is copied."""
+    for (launches, others, number), most, expected, total in zip(found, (12, 16), products, starts, strict=True):
+        assert len(launches) + others.total() == total <= most, (launches, others)
+        assert not FORBIDDEN & set(others)
+        assert number == expected
