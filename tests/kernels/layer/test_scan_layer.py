@@ -6,6 +6,7 @@ import pytest
 import torch
 from compare import FLOAT32, assert_bit_equal_twice, on_triton, packed, rmse_ratio, run
 from layers import PARAMETERS, layer_inputs
+from nightly import nightly
 from triton_on_cpu import PoisonedTorch
 
 from matmix.kernels import scan_layer
@@ -60,15 +61,21 @@ def all_poisoned(poisoned, monkeypatch):
         monkeypatch.setattr(module, "torch", PoisonedTorch())
 
 
-@pytest.mark.parametrize("seqlen", [1, 2, 67])
-@pytest.mark.parametrize("case", CASES)
+# The others differ from one of these by an option, which short sequences see every time too.
+OFTEN = ("hydra", "hydra, groups, states, limits", "hydra, each head its own vectors", "sum of two scans", "ssd")
+
+
+@pytest.mark.parametrize(
+    ("case", "seqlen"),
+    [nightly(case, n, condition=n == 67 and case not in OFTEN) for case in CASES for n in (1, 2, 67)],
+)
 def test_output_and_gradients(interpreter, all_poisoned, case, seqlen):
     options, sizes = CASES[case]
     found = errors(options, sizes, seqlen, interpreter, recompute=seqlen == 2)
     assert not {name: error for name, error in found.items() if not error <= FLOAT32}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [nightly(case, condition=case not in OFTEN) for case in CASES])
 def test_packed_documents(interpreter, all_poisoned, case):
     options, sizes = CASES[case]
     cu_seqlens = packed([3, 1, 0, 64, 29])
@@ -82,10 +89,10 @@ def test_in_bfloat16(interpreter, all_poisoned, case):
     options, sizes = CASES[case]
     found = errors(options, sizes, 131, interpreter, torch.bfloat16)
     assert all(error <= 2e-2 for error in found.values()), found
-    assert found["output 0"] <= 1e-2
+    assert found["output 0"] <= 5e-3
 
 
-@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize("chunk_size", [16, nightly(64)])
 def test_states_through_chunks(interpreter, all_poisoned, chunk_size):
     found = errors(*CASES["hydra"], 67, interpreter, chunk_size=chunk_size)
     assert not {name: error for name, error in found.items() if not error <= FLOAT32}
