@@ -5,9 +5,11 @@ kernels; `backend="auto"` chooses.
 """
 
 from matmix.kernels.gated_norm.op import gated_norm
+from matmix.kernels.lion.op import lion_mixer, lion_mixer_is_fused
 from matmix.kernels.matrix_product.op import matrix_product_scan
 from matmix.kernels.mru.op import mru_mixer, mru_mixer_is_fused
 from matmix.kernels.mru.step import mru_step
+from matmix.kernels.scan_layer.op import scan_layer, scan_layer_is_fused
 from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
 from matmix.kernels.semiseparable.step import semiseparable_step
 from matmix.kernels.short_conv.op import short_conv
@@ -15,11 +17,15 @@ from matmix.kernels.short_conv.step import short_conv_step
 
 __all__ = [
     "gated_norm",
+    "lion_mixer",
+    "lion_mixer_is_fused",
     "matrix_product_scan",
     "mru_mixer",
     "mru_mixer_is_fused",
     "mru_step",
     "quasiseparable_scan",
+    "scan_layer",
+    "scan_layer_is_fused",
     "semiseparable_scan",
     "semiseparable_step",
     "short_conv",

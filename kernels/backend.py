@@ -16,6 +16,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Literal
 
 import torch
@@ -37,6 +38,8 @@ _TRITON_FORMS = {
     "short_conv_from_state": "matmix.kernels.short_conv.fused_state",
     "short_conv_step": "matmix.kernels.short_conv.fused_step",
     "gated_norm": "matmix.kernels.gated_norm.fused",
+    "lion_mixer": "matmix.kernels.lion.fused",
+    "scan_layer": "matmix.kernels.scan_layer.fused",
 }
 """Module whose functions `forward` and, but for steps of one token, `backward` are the Triton form of an op."""
 
@@ -55,7 +58,12 @@ def implementation(
     tell_fallback(op, backend, like, why_not)
     if why_not or not takes_triton(backend, like):
         return torch_form
-    return getattr(importlib.import_module(_TRITON_FORMS[op]), half)
+    return getattr(triton_form(op), half)
+
+
+def triton_form(op: str) -> ModuleType:
+    """The module that is the Triton form of `op`."""
+    return importlib.import_module(_TRITON_FORMS[op])
 
 
 def tell_fallback(op: str, backend: str, like: Tensor, why_not: str) -> None:

@@ -65,17 +65,26 @@ def _reciprocal_root(squares, row, rows, group, eps):
 
 
 @triton.jit
-def _gated_gradients(dy, x, gate, weight):
-    """Of tiles, `x` normed: gradient of the normed row, and what the weight's gradient sums over rows."""
-    gated = dy * gate * tl.sigmoid(gate)
-    return gated * weight, gated * x
+def _to_norm(x, gate, NORM_FIRST: tl.constexpr):
+    """What the norm is taken of."""
+    if not NORM_FIRST:
+        x = x * (gate * tl.sigmoid(gate))
+    return x
+
+
+@triton.jit
+def _gated_gradients(dy, normed, gate, weight, NORM_FIRST: tl.constexpr):
+    """Of tiles: gradient of the normed row, and what the weight's gradient sums over rows."""
+    if NORM_FIRST:
+        dy = dy * gate * tl.sigmoid(gate)
+    return dy * weight, dy * normed
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _statistics(
     dy, x, weight, gate, scales, alongs,
     rows, group, groups, eps, dy_stride, x_stride, gate_stride,
-    GRADIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GRADIENT: tl.constexpr, NORM_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Per row and group: the reciprocal root mean square; GRADIENT: also the mean of dnormed times normed."""
     block = tl.program_id(0) // groups
@@ -88,11 +97,15 @@ def _statistics(
         column = index * group + within
         mask = (row < rows)[:, None] & (within < group)[None, :]
         tile = _load(x, row, column, x_stride, mask)
+        g = tile
+        if GRADIENT or not NORM_FIRST:
+            g = _load(gate, row, column, gate_stride, mask)
+        tile = _to_norm(tile, g, NORM_FIRST)
         squares += tile * tile
         if GRADIENT:
             weights = tl.load(weight + column, within < group, other=0.0).to(tl.float32)[None, :]
             gradient = _load(dy, row, column, dy_stride, mask)
-            dnormed, _ = _gated_gradients(gradient, tile, _load(gate, row, column, gate_stride, mask), weights)
+            dnormed, _ = _gated_gradients(gradient, tile, g, weights, NORM_FIRST)
             products += dnormed * tile
     scale = _reciprocal_root(tl.sum(squares, 1), row, rows, group, eps)
     at = row.to(tl.int64) * groups + index
@@ -105,7 +118,7 @@ def _statistics(
 def _gated_norm(
     x, weight, gate, y, scales,
     rows, group, groups, eps, x_stride, gate_stride,
-    CUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CUT: tl.constexpr, NORM_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs take neighbouring channels of the same rows: whole rows are read at about one time.
     pieces = tl.cdiv(group, COLUMNS)
@@ -117,13 +130,18 @@ def _gated_norm(
     row = block * ROWS + tl.arange(0, ROWS)
     mask = (row < rows)[:, None] & (within < group)[None, :]
     tile = _load(x, row, column, x_stride, mask)
+    if not NORM_FIRST:
+        tile = _to_norm(tile, _load(gate, row, column, gate_stride, mask), NORM_FIRST)
     if CUT:
         scale = tl.load(scales + row.to(tl.int64) * groups + index, row < rows, other=0.0)
     else:
         scale = _reciprocal_root(tl.sum(tile * tile, 1), row, rows, group, eps)
-    g = _load(gate, row, column, gate_stride, mask)
+    if NORM_FIRST:
+        g = _load(gate, row, column, gate_stride, mask)
     weights = tl.load(weight + column, within < group, other=0.0).to(tl.float32)
-    out = tile * scale[:, None] * weights[None, :] * (g * tl.sigmoid(g))
+    out = tile * scale[:, None] * weights[None, :]
+    if NORM_FIRST:
+        out = out * (g * tl.sigmoid(g))
     at = y + row.to(tl.int64)[:, None] * (group * groups) + column[None, :]
     tl.store(at, out.to(y.dtype.element_ty), mask)
 
@@ -131,8 +149,8 @@ def _gated_norm(
 @triton.jit(do_not_specialize=["rows", "walk"])
 def _gradients(
     dy, x, weight, gate, dx, dgate, sums, scales, alongs,
-    rows, walk, group, groups, eps, dy_stride, x_stride, gate_stride,
-    CUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    rows, walk, group, groups, eps, dy_stride, x_stride, gate_stride, dgate_stride,
+    CUT: tl.constexpr, NORM_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Over `walk` tiles of rows: dx, dgate, and the sum over rows that is the weight's gradient."""
     pieces = tl.cdiv(group, COLUMNS)
@@ -147,26 +165,34 @@ def _gradients(
     for step in range(walk):
         row = (program * walk + step) * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & (within < group)[None, :]
-        tile = _load(x, row, column, x_stride, mask)
+        given = _load(x, row, column, x_stride, mask)
         g = _load(gate, row, column, gate_stride, mask)
         gradient = _load(dy, row, column, dy_stride, mask)
+        tile = _to_norm(given, g, NORM_FIRST)
         if CUT:
             found = row.to(tl.int64) * groups + index
             scale = tl.load(scales + found, row < rows, other=0.0)[:, None]
         else:
             scale = _reciprocal_root(tl.sum(tile * tile, 1), row, rows, group, eps)[:, None]
         normed = tile * scale
-        dnormed, addend = _gated_gradients(gradient, normed, g, weights)
+        dnormed, addend = _gated_gradients(gradient, normed, g, weights, NORM_FIRST)
         dweight += addend
         if CUT:
             along = tl.load(alongs + found, row < rows, other=0.0)[:, None]
         else:
             along = tl.sum(dnormed * normed, 1)[:, None] / group
-        at = row.to(tl.int64)[:, None] * (group * groups) + column[None, :]
-        tl.store(dx + at, ((dnormed - normed * along) * scale).to(dx.dtype.element_ty), mask)
         sigmoid = tl.sigmoid(g)
         dsilu = sigmoid * (1 + g * (1 - sigmoid))
-        tl.store(dgate + at, (gradient * normed * weights * dsilu).to(dgate.dtype.element_ty), mask)
+        dtile = (dnormed - normed * along) * scale
+        if NORM_FIRST:
+            dgated = gradient * normed * weights * dsilu
+        else:
+            dgated = dtile * given * dsilu
+            dtile = dtile * (g * sigmoid)
+        at = row.to(tl.int64)[:, None] * (group * groups) + column[None, :]
+        tl.store(dx + at, dtile.to(dx.dtype.element_ty), mask)
+        at = row.to(tl.int64)[:, None] * dgate_stride + column[None, :]
+        tl.store(dgate + at, dgated.to(dgate.dtype.element_ty), mask)
     at = sums + program.to(tl.int64) * (group * groups) + column
     tl.store(at, tl.sum(dweight, 0), within < group)
 
@@ -199,8 +225,11 @@ def _tiling(rows: int, d: int, group: int) -> Tiling:
     return Tiling(config, tall, columns, triton.cdiv(rows, tall), d // group, triton.cdiv(group, columns))
 
 
-def forward(x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None) -> Tensor:
-    """Shapes and dtypes as in `gated_norm`: shaped and typed like x, contiguous."""
+def forward(
+    x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None, norm_first: bool = True
+) -> Tensor:
+    """Shapes and dtypes as in `gated_norm`: shaped and typed like x, contiguous. Without `norm_first` the norm is taken
+    of x times silu(gate), as Mamba-2 does."""
     shape, d = x.shape, x.shape[-1]
     x, gate, weight = _flat_rows(x), _flat_rows(gate), weight.contiguous()
     group = group_size or d
@@ -210,11 +239,14 @@ def forward(x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int
     scales = None
     if tiling.pieces > 1:
         scales = torch.empty(x.shape[0], tiling.groups, dtype=torch.float32, device=x.device)
-        pointers, strides = (None, x, None, None, scales, None), (0, x.stride(0), 0)
-        tiling.launch(_statistics, tiling.blocks * tiling.groups, *pointers, *numbers, *strides, GRADIENT=False)
+        pointers = (None, x, None, None if norm_first else gate, scales, None)
+        strides = (0, x.stride(0), 0 if norm_first else gate.stride(0))
+        options = {"GRADIENT": False, "NORM_FIRST": norm_first}
+        tiling.launch(_statistics, tiling.blocks * tiling.groups, *pointers, *numbers, *strides, **options)
     programs = tiling.blocks * tiling.groups * tiling.pieces
     pointers, strides = (x, weight, gate, y, scales), (x.stride(0), gate.stride(0))
-    tiling.launch(_gated_norm, programs, *pointers, *numbers, *strides, CUT=tiling.pieces > 1)
+    options = {"CUT": tiling.pieces > 1, "NORM_FIRST": norm_first}
+    tiling.launch(_gated_norm, programs, *pointers, *numbers, *strides, **options)
     return y.view(shape)
 
 
@@ -222,6 +254,23 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and gate, each typed like its input."""
+    dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    dx, sums = gradients(dy, x, weight, gate, eps, group_size, dgate)
+    return dx, sums.sum(0).to(weight.dtype), dgate
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    gate: Tensor,
+    eps: float,
+    group_size: int | None,
+    dgate: Tensor,
+    norm_first: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Writes the gradient of the gate into `dgate`, whose rows may lie apart; returns that of x, and sums (programs, d)
+    float32, whose sum over programs is that of the weight."""
     shape, d, wide = x.shape, x.shape[-1], weight.contiguous()
     dy, x, gate = _flat_rows(dy), _flat_rows(x), _flat_rows(gate)
     rows, group = x.shape[0], group_size or d
@@ -231,16 +280,19 @@ def backward(
     if tiling.pieces > 1:
         scales, alongs = torch.empty(2, rows, tiling.groups, dtype=torch.float32, device=x.device)
         arguments = (dy, x, wide, gate, scales, alongs, rows, group, tiling.groups, eps)
-        tiling.launch(_statistics, tiling.blocks * tiling.groups, *arguments, *strides, GRADIENT=True)
-    dx, dgate = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, gate))
+        options = {"GRADIENT": True, "NORM_FIRST": norm_first}
+        tiling.launch(_statistics, tiling.blocks * tiling.groups, *arguments, *strides, **options)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     across = tiling.groups * tiling.pieces
     walk = triton.cdiv(tiling.blocks, max(1, tiling.config.programs // across))
     programs = triton.cdiv(tiling.blocks, walk)
     sums = torch.empty(programs, d, dtype=torch.float32, device=x.device)
     pointers = (dy, x, wide, gate, dx, dgate, sums, scales, alongs)
     numbers = (rows, walk, group, tiling.groups, eps)
-    tiling.launch(_gradients, programs * across, *pointers, *numbers, *strides, CUT=tiling.pieces > 1)
-    return dx.view(shape), sums.sum(0).to(weight.dtype), dgate.view(shape)
+    options = {"CUT": tiling.pieces > 1, "NORM_FIRST": norm_first}
+    row_stride = dgate.flatten(0, -2).stride(0)
+    tiling.launch(_gradients, programs * across, *pointers, *numbers, *strides, row_stride, **options)
+    return dx.view(shape), sums
 
 
 def _flat_rows(x: Tensor) -> Tensor:

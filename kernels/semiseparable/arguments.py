@@ -70,7 +70,11 @@ def check_scan(
 
 def no_kernel(v: Tensor, q: Tensor) -> str:
     """The reason why the Triton form cannot be used; empty if it can."""
-    d_state, headdim = q.shape[3], v.shape[3]
+    return no_kernel_for(q.shape[3], v.shape[3])
+
+
+def no_kernel_for(d_state: int, headdim: int) -> str:
+    """As `no_kernel`, from sizes."""
     if max(d_state, headdim) > LARGEST_WIDTH:
         return f"takes states of at most {LARGEST_WIDTH} x {LARGEST_WIDTH} a head, not {d_state} x {headdim}"
     return ""

@@ -358,13 +358,16 @@ def _quasiseparable_setup(ctx, inputs, output):
     *tensors, shift, combine, self_term, normalize, eps, chunk_size, backend = inputs
     y, row_sum, rest = output
     ctx.mark_non_differentiable(row_sum, rest)
+    # No zeros in place of the gradients that these have not.
+    ctx.set_materialize_grads(False)
     normal = (y, row_sum, rest if rest.numel() else None) if normalize else (None, None, None)
     ctx.save_for_backward(*normal, *tensors)
-    ctx.options = shift, combine, self_term, normalize, eps, chunk_size, backend
+    ctx.options, ctx.output = (shift, combine, self_term, normalize, eps, chunk_size, backend), y.shape
 
 
 def _quasiseparable_gradient(ctx, dy, *_):
     saved = ctx.saved_tensors
+    dy = torch.zeros(ctx.output, dtype=saved[3].dtype, device=saved[3].device) if dy is None else dy
     grads = torch.ops.matmix.quasiseparable_scan_backward(dy, *saved, *ctx.options)
     return *map(none_if_absent, grads, saved[3:15]), *[None] * (1 + len(ctx.options))
 

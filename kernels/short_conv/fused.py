@@ -78,21 +78,21 @@ def _held(state, batch_row, at, channel, there, d, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _taps(taps, channel, there, d, WIDTH: tl.constexpr):
+def _taps(weight, channel, there, WIDTH: tl.constexpr):
     """The weights of the channels, a vector for each tap."""
     found = ()
     for tap in tl.static_range(WIDTH):
-        found += (tl.load(taps + tap * d + channel, there, other=0.0).to(tl.float32),)
+        found += (tl.load(weight + channel * WIDTH + tap, there, other=0.0).to(tl.float32),)
     return found
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row"])
 def _convolve(
-    x, taps, bias, state, y, final, table, seqlen, per_row, d, batch_stride, row_stride,
+    x, weight, bias, state, y, final, table, seqlen, per_row, d, batch_stride, row_stride,
     WIDTH: tl.constexpr, LEFT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
     STATE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """y_t = activation(bias + sum over taps j of taps[j] x_{t + j - LEFT}); with STATE also the end of [state | x]."""
+    """y_t = activation(bias + sum over taps j of weight[:, j] x_{t + j - LEFT}); with STATE also the end of [state | x]."""
     # Neighbouring programs take neighbouring channels of the same rows: whole rows are read at about one time.
     blocks = tl.cdiv(d, CHANNELS)
     slot = tl.program_id(0) // blocks
@@ -103,7 +103,7 @@ def _convolve(
     own = tl.minimum(length - first, SPAN)
     x += batch_row.to(tl.int64) * batch_stride + begin.to(tl.int64) * row_stride
     y += (batch_row.to(tl.int64) * seqlen + begin) * d
-    weights = _taps(taps, channel, there, d, WIDTH)
+    weights = _taps(weight, channel, there, WIDTH)
     offset = tl.zeros((CHANNELS,), tl.float32)
     if BIAS:
         offset += tl.load(bias + channel, there, other=0.0).to(tl.float32)
@@ -139,19 +139,21 @@ def _convolve(
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "slots", "walk"])
 def _conv_gradients(
-    dy, dfinal, x, taps, bias, state, dx, dstate, sums, table, seqlen, per_row, slots, walk, d,
-    dy_batch_stride, dy_row_stride, batch_stride, row_stride,
+    dy, dfinal, more_dy, x, weight, bias, state, dx, dstate, sums, table, seqlen, per_row, slots, walk, d, more_d,
+    dy_batch_stride, dy_row_stride, more_batch_stride, more_row_stride, batch_stride, row_stride,
+    dx_batch_stride, dx_row_stride,
     WIDTH: tl.constexpr, LEFT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
-    STATE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    STATE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """Of `walk` spans: dx, and the sums of g x per tap, then of g, over the spans' own tokens; with STATE also dstate,
-    and dfinal is added to the rows that the final state was made of."""
+    """Of `walk` spans: dx, and the sums of g x per tap, then of g, over the spans' own tokens. With STATE also dstate,
+    and dfinal is added to the rows that the final state was made of. With MORE, the gradient of the first more_d
+    channels is dy + more_dy."""
     blocks = tl.cdiv(d, CHANNELS)
     program = tl.program_id(0) // blocks
     channel = (tl.program_id(0) - program * blocks) * CHANNELS + tl.arange(0, CHANNELS)
     there = channel < d
     right: tl.constexpr = WIDTH - 1 - LEFT
-    weights = _taps(taps, channel, there, d, WIDTH)
+    weights = _taps(weight, channel, there, WIDTH)
     zero = tl.zeros((CHANNELS,), tl.float32)
     offset = zero
     if BIAS:
@@ -165,7 +167,9 @@ def _conv_gradients(
         end = tl.minimum(first + SPAN, length)
         at_x = x + batch_row.to(tl.int64) * batch_stride + begin.to(tl.int64) * row_stride
         at_dy = dy + batch_row.to(tl.int64) * dy_batch_stride + begin.to(tl.int64) * dy_row_stride
-        at_dx = dx + (batch_row.to(tl.int64) * seqlen + begin) * d
+        at_dx = dx + batch_row.to(tl.int64) * dx_batch_stride + begin.to(tl.int64) * dx_row_stride
+        if MORE:
+            at_more = more_dy + batch_row.to(tl.int64) * more_batch_stride + begin.to(tl.int64) * more_row_stride
         # dx of a token is made of g from `right` tokens before it to LEFT tokens after it.
         start = first - right
         window = ()
@@ -184,7 +188,10 @@ def _conv_gradients(
             cotangents = ()
             for ahead in tl.static_range(ROWS):
                 rows += (_row(at_x, row_stride, p + ahead + right, length, channel, there),)
-                cotangents += (_row(at_dy, dy_row_stride, p + ahead, length, channel, there),)
+                cotangent = _row(at_dy, dy_row_stride, p + ahead, length, channel, there)
+                if MORE:
+                    cotangent += _row(at_more, more_row_stride, p + ahead, length, channel, channel < more_d)
+                cotangents += (cotangent,)
             for ahead in tl.static_range(ROWS):
                 at = p + ahead
                 g = cotangents[ahead]
@@ -217,7 +224,7 @@ def _conv_gradients(
                     before = there & (first == 0) & (target < 0)
                     tl.store(dstate + held + target + (WIDTH - 1), total.to(dstate.dtype.element_ty), before)
                 mask = there & (target >= first) & (target < end)
-                tl.store(at_dx + target.to(tl.int64) * d + channel, total.to(dx.dtype.element_ty), mask)
+                tl.store(at_dx + target.to(tl.int64) * dx_row_stride + channel, total.to(dx.dtype.element_ty), mask)
             window = rows[ROWS:]
             gradients = grads[ROWS:]
     for index in tl.static_range(WIDTH + BIAS):
@@ -256,7 +263,7 @@ def convolve(
     launch(
         _convolve,
         (slots * triton.cdiv(d, config.channels),),
-        *(x, *_parameters(weight, bias), state, y, final, slot_table(batch, seqlen, cu_seqlens, config.span)),
+        *(x, *_contiguous(weight, bias), state, y, final, slot_table(batch, seqlen, cu_seqlens, config.span)),
         *(seqlen, triton.cdiv(seqlen, config.span), d, x.stride(0), x.stride(1)),
         **_options(config, weight, bias, state, causal, activation, cu_seqlens),
     )
@@ -273,27 +280,42 @@ def backward(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, weight and bias, each typed like its input."""
-    return gradients(dy, None, x, weight, bias, None, causal, activation, cu_seqlens)[:3]
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums, _ = gradients(dy, x, weight, bias, causal, activation, cu_seqlens, dx)
+    return dx, *of_parameters(sums, weight, bias)
+
+
+def of_parameters(sums: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of weight and bias, typed like them, from what `gradients` returns."""
+    total, width = sums.sum(0), weight.shape[1]
+    dweight = total[:width].t().to(weight.dtype, memory_format=torch.contiguous_format).contiguous()
+    return dweight, None if bias is None else total[width].to(bias.dtype).clone()
 
 
 def gradients(
     dy: Tensor,
-    dfinal: Tensor | None,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    state: Tensor | None,
     causal: bool,
     activation: str | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, weight, bias and state, each typed like its input. dfinal: that of the state which is left,
-    None exactly where there is no state."""
+    dx: Tensor,
+    *,
+    more_dy: Tensor | None = None,
+    state: Tensor | None = None,
+    dfinal: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Writes the gradient of x into `dx`, strided as it may be, and returns sums (programs, width or with a bias width
+    + 1, d) float32, whose sum over programs is the gradient of the taps, then of the bias; and that of the state.
+
+    more_dy: (batch, seqlen, some channels), what is to be added to the gradient of as many first channels of y.
+    dfinal: the gradient of the state that is left, given exactly where a state is.
+    """
     batch, seqlen, d = x.shape
     width = weight.shape[1]
     config = choose_config(batch, seqlen, d)
     dy, x = rows_in_place(dy), rows_in_place(x)
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dstate = None
     if state is not None:
         state, dfinal = state.contiguous(), dfinal.contiguous()
@@ -303,23 +325,22 @@ def gradients(
     walk = triton.cdiv(slots, max(1, PROGRAMS // blocks))
     programs = triton.cdiv(slots, walk)
     sums = torch.empty(programs, width + (bias is not None), d, dtype=torch.float32, device=x.device)
+    more_strides = (0, 0) if more_dy is None else more_dy.stride()[:2]
     launch(
         _conv_gradients,
         (programs * blocks,),
-        *(dy, dfinal, x, *_parameters(weight, bias), state, dx, dstate, sums),
+        *(dy, dfinal, more_dy, x, *_contiguous(weight, bias), state, dx, dstate, sums),
         slot_table(batch, seqlen, cu_seqlens, config.span),
-        *(seqlen, triton.cdiv(seqlen, config.span), slots, walk, d),
-        *(dy.stride(0), dy.stride(1), x.stride(0), x.stride(1)),
+        *(seqlen, triton.cdiv(seqlen, config.span), slots, walk, d, 0 if more_dy is None else more_dy.shape[2]),
+        *(*dy.stride()[:2], *more_strides, *x.stride()[:2], *dx.stride()[:2]),
         **_options(config, weight, bias, state, causal, activation, cu_seqlens),
+        MORE=more_dy is not None,
     )
-    total = sums.sum(0)
-    dweight = total[:width].t().to(weight.dtype, memory_format=torch.contiguous_format).contiguous()
-    return dx, dweight, None if bias is None else total[width].to(bias.dtype).clone(), dstate
+    return sums, dstate
 
 
-def _parameters(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """One tap's weights of all channels side by side, as the channels of a program are; and the bias."""
-    return weight.t().contiguous(), None if bias is None else bias.contiguous()
+def _contiguous(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.contiguous(), None if bias is None else bias.contiguous()
 
 
 def _options(

@@ -6,9 +6,16 @@ is not copied.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from matmix.kernels.short_conv.fused import configurations, convolve, force_configuration, gradients
+from matmix.kernels.short_conv.fused import (
+    configurations,
+    convolve,
+    force_configuration,
+    gradients,
+    of_parameters,
+)
 
 __all__ = ["backward", "configurations", "force_configuration", "forward"]
 
@@ -26,6 +33,7 @@ def backward(
     dy: Tensor, dfinal: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """See `conv_from_state_backward` of the PyTorch form."""
-    *others, dstate = gradients(dy, dfinal, x, weight, bias, state, True, activation, None)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums, dstate = gradients(dy, x, weight, bias, True, activation, None, dx, state=state, dfinal=dfinal)
     assert dstate is not None
-    return *others, dstate
+    return dx, *of_parameters(sums, weight, bias), dstate

@@ -9,7 +9,7 @@ import pytest
 from triton_on_cpu import PoisonedTorch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "scan"), str(HERE / "mru")]
+sys.path[:0] = [str(HERE), str(HERE / "scan"), str(HERE / "mru"), str(HERE / "layer")]
 
 
 @pytest.fixture

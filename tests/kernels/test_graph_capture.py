@@ -10,6 +10,7 @@ import pytest
 import torch
 from compare import packed
 from every_mixer import language_model_of_all
+from layers import layer_inputs
 from mru_inputs import FUSED, mixer_inputs
 from test_quasiseparable import FORMS, make_for
 from test_semiseparable import make
@@ -17,10 +18,12 @@ from torch._subclasses import FakeTensorMode
 
 from matmix.kernels import (
     gated_norm,
+    lion_mixer,
     matrix_product_scan,
     mru_mixer,
     mru_step,
     quasiseparable_scan,
+    scan_layer,
     semiseparable_scan,
     semiseparable_step,
     short_conv,
@@ -29,6 +32,9 @@ from matmix.kernels import (
 from matmix.kernels.backend import _TRITON_FORMS
 from matmix.kernels.gated_norm import fused as fused_norm
 from matmix.kernels.launching import record_launches
+from matmix.kernels.lion import fused as fused_lion
+from matmix.kernels.scan_layer import fused as fused_layer
+from matmix.kernels.scan_layer.form import LayerForm
 from matmix.kernels.semiseparable.combined import combined_backward, move_gates
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused
@@ -127,6 +133,37 @@ def test_the_small_ops_look_at_no_value():
     assert len(launches) >= 4 * 4 + 2
 
 
+@pytest.mark.parametrize("seqlen", [20, 136, 5000])
+@pytest.mark.parametrize("as_packed", [False, True])
+@pytest.mark.parametrize("directions", [1, 2])
+def test_the_layers_look_at_no_value(directions, as_packed, seqlen):
+    """All that the layers around a scan launch, and what PyTorch does between."""
+    form = LayerForm(2, 12, 1, 6, directions, True, 0.1, 2.0)
+    given = layer_inputs(seqlen, batch=1, directions=directions, states=True)
+    with FakeTensorMode() as mode, record_launches() as launches:
+        given = {name: mode.from_tensor(x) for name, x in given.items()}
+        bounds = torch.empty(5, dtype=torch.int32) if as_packed else None
+        projected, weight = given.pop("projected").bfloat16(), given.pop("norm_weight")
+        given["diagonal_weight"] = given["diagonal_weight"].bfloat16()
+        parameters = fused_layer.Parameters(**given)
+        y, mixed, product = fused_layer.forward(projected, parameters, form, bounds, None)
+        out = fused_layer.gate(projected, y, weight, form, 1e-5, None, True)
+        for kept in ((mixed, product), (None, None)):
+            found = fused_layer.backward(
+                out, projected, y, *kept, parameters, weight, form, bounds, None, 1e-5, None, True
+            )
+            for name, x in {"projected": projected, "norm_weight": weight, **given}.items():
+                gradient = getattr(found, name)
+                assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
+        qkv = torch.empty(1, seqlen, 72, dtype=torch.bfloat16)
+        for gates in (None, torch.empty(2), torch.empty(1, seqlen, 2)):
+            lion = fused_lion.LionForm(2, "silu_norm", 1, 1, 1e-6)
+            *found, decays = fused_lion.forward(qkv, gates, lion, bounds)
+            dqkv, dgates = fused_lion.backward(found[0], *found, decays, qkv, gates, lion, bounds)
+            assert (dqkv.shape, gates is None) == (qkv.shape, dgates is None)
+    assert launches
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_steps_look_at_no_value(dtype, in_place):
@@ -160,6 +197,13 @@ def calls():
     yield "short_conv_from_state", short_conv, conv, {"causal": True, "return_final_state": True}
     norm = {"x": torch.randn(2, 50, 64), "weight": torch.randn(64), "gate": torch.randn(2, 50, 64)}
     yield "gated_norm", gated_norm, norm, {"group_size": 32}
+    sizes = {"nheads": 2, "ngroups": 1, "d_state": 6}
+    yield "scan_layer", scan_layer, layer_inputs(seqlen, batch=1, states=True), sizes | {"cu_seqlens": bounds}
+    one = layer_inputs(700, batch=2, directions=1, diagonal="constant")
+    one = {name: x for name, x in one.items() if x is not None}
+    yield "scan_layer", scan_layer, one, sizes | {"directions": 1, "norm_first": False, "recompute": True}
+    lion = {"qkv": torch.randn(1, seqlen, 96), "gates": torch.randn(1, seqlen, 2)}
+    yield "lion_mixer", lion_mixer, lion, {"nheads": 2, "cu_seqlens": bounds}
     # Near the identity: products of many stay of order one.
     matrices = {"x": torch.eye(8) + 0.05 * torch.randn(1, seqlen, 4, 8, 8), "initial_state": torch.randn(4, 4, 8, 8)}
     yield "matrix_product_scan", matrix_product_scan, matrices, {"cu_seqlens": bounds, "return_final_state": True}
@@ -257,7 +301,7 @@ def test_captured_passes_equal_eager_ones(number, dtype):
     """Replayed on new numbers, outputs and gradients are those of a call, to the last bit."""
     _, op, inputs, options = list(calls())[number]
     options = {name: x.cuda() if torch.is_tensor(x) else x for name, x in options.items()}
-    narrow = {"v", "x", "gate", "elements", *(name for name in inputs if name[0] in "qk")}
+    narrow = {"v", "x", "gate", "elements", "projected", *(name for name in inputs if name[0] in "qk")}
     first = {n: x.cuda().to(dtype if n in narrow else torch.float32) for n, x in inputs.items()}
     second = {name: x.roll(1, 1 if x.dim() > 2 else 0) for name, x in first.items()}
     held = {name: x.clone().requires_grad_() for name, x in first.items()}

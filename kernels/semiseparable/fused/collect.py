@@ -17,6 +17,15 @@ from matmix.kernels.semiseparable.fused.sums import decay_gradients
 from matmix.kernels.semiseparable.fused.through import state_gradients
 
 
+class Into(NamedTuple):
+    """Tensors, strided as they may be, that the gradients of v, q and k are written into. All q and k share one set of
+    strides. With shift, rows of q that nobody reads with are left as they are."""
+
+    v: Tensor
+    q: tuple[Tensor, ...]
+    k: tuple[Tensor, ...]
+
+
 class Found(NamedTuple):
     """The gradients of one pass."""
 
@@ -39,6 +48,7 @@ def gradients(
     triangle: Tensor,
     entering: States | None,
     leaving: States | None,
+    into: Into | None = None,
 ) -> Found:
     """The backward pass of one scan, from the states at the edges of its chunks."""
     two, stored = len(sides) == 2, entering is not None
@@ -61,9 +71,13 @@ def gradients(
         return torch.empty(size, dtype=torch.float32, device=v.device) if wanted else None
 
     parts = blocks * (2 if further and not add else 1)
-    pair_dtype = v.dtype if parts == 1 and not further else torch.float32
-    dqs = [vectors(parts, pair_dtype, form.shift and not add) for _ in sides]
-    dks = [vectors(parts, pair_dtype, False) for _ in sides]
+    alone = parts == 1 and not further
+    if alone and into is not None:
+        dqs, dks = ([x.unsqueeze(0) for x in given] for given in (into.q, into.k))
+    else:
+        pair_dtype = v.dtype if alone else torch.float32
+        dqs = [vectors(parts, pair_dtype, form.shift and not add) for _ in sides]
+        dks = [vectors(parts, pair_dtype, False) for _ in sides]
     gated = [side.log_decay is not None for side in (first, second)]
     scaled = [side.input_scale is not None for side in (first, second)]
     decays, scales = ([factor(there) for there in which] for which in (gated, scaled))
@@ -71,7 +85,7 @@ def gradients(
     dq_cross = vectors(blocks, torch.float32, False) if cross else None
     halves = two and form.combine == "concat"
     along, along2 = factor(diagonal is not None), factor(diagonal is not None and halves)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if into is None else into.v
     block_n, _, block_p, _ = scan.blocks(scan.config.pair_block)
     per_row, table = scan.per_row(scan.chunk), scan.table(scan.chunk)
     of_sides = []
@@ -107,8 +121,11 @@ def gradients(
     reads, wrotes, throughs = [None, None], [None, None], [None, None]
     into_q, into_k = dqs, dks
     if further:
-        into_q = [vectors(1, v.dtype, form.shift) if add else dq[blocks:] for dq in dqs]
-        into_k = [vectors(1, v.dtype, False) if add else dk[blocks:] for dk in dks]
+        if add and into is not None:
+            into_q, into_k = ([x.unsqueeze(0) for x in given] for given in (into.q, into.k))
+        else:
+            into_q = [vectors(1, v.dtype, form.shift) if add else dq[blocks:] for dq in dqs]
+            into_k = [vectors(1, v.dtype, False) if add else dk[blocks:] for dk in dks]
         if stored:
             wanted = any(gated) or any(scaled)
             reads, wrotes = ([factor(wanted, n_blocks) for _ in sides] + [None] for _ in range(2))
@@ -118,6 +135,7 @@ def gradients(
         launch(
             state_gradients, (scan.tiles * (scan.heads // heads), n_blocks, 2 * len(sides)),
             into_q[0], into_k[0], into_q[-1], into_k[-1], *into_q[0].stride()[:4], *pairs, dq_cross,
+            *dqs[0].stride()[:4],
             reads[0], wrotes[0], throughs[0], reads[1], wrotes[1], throughs[1], factors.numel(),
             scan.tiles * scan.heads,
             dys[0], dys[-1], *dys[0].stride()[:3], v, *v.stride()[:3], *of_sides, *per_token(drow_sum),
@@ -144,13 +162,20 @@ def gradients(
             table, scan.seqlen, per_row, tokens, scan.heads, num_warps=1, num_stages=1,
             **common, STATES=stored, PARTS=n_blocks, BLOCK_H=block,
         )  # fmt: skip
+    targets = zip(into.q, into.k, strict=True) if into is not None else [(None, None)] * len(sides)
     found = [
-        (summed(dq, v.dtype), summed(dk, v.dtype), da, dw)
-        for dq, dk, da, dw in zip(into_q, into_k, das[: len(sides)], dws[: len(sides)], strict=True)
+        (summed(dq, v.dtype, to_q), summed(dk, v.dtype, to_k), da, dw)
+        for dq, dk, da, dw, (to_q, to_k) in zip(
+            into_q, into_k, das[: len(sides)], dws[: len(sides)], targets, strict=True
+        )
     ]
     return Found(dv, found, along + along2 if halves and diagonal is not None else along)
 
 
-def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
+def summed(parts: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
     """The sum of parts that several programs found, in a fixed order."""
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
+    if into is None:
+        return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
+    if parts.shape[0] > 1 or parts.dtype != dtype:
+        into.copy_(parts.sum(0))
+    return into

@@ -12,7 +12,7 @@ from matmix.kernels.launching import launch, rows_in_place
 from matmix.kernels.semiseparable.chunked.setup import reduce_like
 from matmix.kernels.semiseparable.form import ScanForm, ScanOutput, ScanSide, SideGradients
 from matmix.kernels.semiseparable.fused.carry import pass_states
-from matmix.kernels.semiseparable.fused.collect import gradients
+from matmix.kernels.semiseparable.fused.collect import Into, gradients
 from matmix.kernels.semiseparable.fused.configs import configurations, force_configuration
 from matmix.kernels.semiseparable.fused.mix import mix
 from matmix.kernels.semiseparable.fused.scan import one_or_two, per_token, readable, set_up, sum_decays
@@ -81,8 +81,9 @@ def backward(
     form: ScanForm,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
+    into: Into | None = None,
 ) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
-    """See `scan_backward` of the PyTorch form."""
+    """See `scan_backward` of the PyTorch form. `into`: where the gradients of v, q and k are to be written."""
     scan = set_up(v, sides[0].q, cu_seqlens, chunk_size, True)
     # The scan is linear here; states need sums of rows where the cotangent of those is given.
     form, given = form._replace(normalize=drow_sum is not None), sides
@@ -104,7 +105,7 @@ def backward(
             scan, sides, [side.q for side in sides], parts, [dfinal, *[None] * (count - 1)], form, sums,
             cotangent=True, sum_factor=drow_sum, want_ends=starts,
         )  # fmt: skip
-    found = gradients(scan, v, parts, drow_sum, sides, diagonal, form, sums, triangle, entering, leaving)
+    found = gradients(scan, v, parts, drow_sum, sides, diagonal, form, sums, triangle, entering, leaving, into)
     finished = []
     for number, (side, (dq, dk, da, dw)) in enumerate(zip(given, found.sides, strict=True)):
         initial = None

@@ -50,7 +50,7 @@ def one_side(x1, x2, second, TWO: tl.constexpr):
 
 @triton.jit
 def side_gradients(
-    out, d_l, from_pairs, from_cross, found, through, rows, rows_l, rows_h, x, x_l, u, u_l, u_h,
+    out, d_l, from_pairs, from_cross, p_l, found, through, rows, rows_l, rows_h, x, x_l, u, u_l, u_h,
     sums, states, vectors, others, other_vectors, h0, r0, place, left, tokens, reverse, gated, scaled, there, meets,
     crossed, n0,
     directions: tl.constexpr, WRITES: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
@@ -125,18 +125,19 @@ def side_gradients(
 
     inside = n[None, :] < D_STATE
     if CHUNK > TILE and not WRITES:
-        at = i[:, None] * d_l + n[None, :]
+        at = i[:, None] * p_l + n[None, :]
         grad += tl.load(from_cross + at, mask=valid[:, None] & inside & crossed, other=0.0)
     at = source[:, None] * d_l + n[None, :]
     inside = there_x[:, None] & inside
     if ADD:
-        grad += tl.load(from_pairs + at, mask=inside, other=0.0)
+        grad += tl.load(from_pairs + source[:, None] * p_l + n[None, :], mask=inside, other=0.0)
     tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "tokens", "f_s", "tile_stride"])
 def state_gradients(
     dq1, dk1, dq2, dk2, d_s, d_b, d_l, d_g, dq1_pairs, dk1_pairs, dq2_pairs, dk2_pairs, dq_cross,
+    p_s, p_b, p_l, p_g,
     read1, wrote1, through1, read2, wrote2, through2, f_s, tile_stride,
     dy1, dy2, dy_b, dy_l, dy_h, v, v_b, v_l, v_h,
     q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g, u, u_b, u_l, u_h,
@@ -169,8 +170,8 @@ def state_gradients(
         return
     b = batch_row.to(tl.int64)
     t = (begin + place).to(tl.int64)
-    at_pairs = b * d_b + t * d_l + group * d_g
-    at = part * d_s + at_pairs
+    at = part * d_s + b * d_b + t * d_l + group * d_g
+    at_pairs = b * p_b + t * p_l + group * p_g
     of_slot = slot.to(tl.int64) * heads * directions + tl.where(second, 1, 0)
     of_block = tl.program_id(1).to(tl.int64)
     at_f = of_block * f_s + b * seqlen + t
@@ -204,7 +205,7 @@ def state_gradients(
         side_gradients(
             one_side(dq1, dq2, second, TWO) + at, d_l,
             one_side(dq1_pairs, dq2_pairs, second, TWO) + at_pairs if ADD else dq1_pairs,
-            dq_cross + at if tiles > 1 else dq_cross,
+            dq_cross + part * p_s + at_pairs if tiles > 1 else dq_cross, p_l,
             one_side(read1, read2, second, TWO) + at_f if STORED and GATED else read1,
             one_side(through1, through2, second, TWO) + at_tile if STORED and GATED else through1,
             at_y, dy_l, dy_h, at_q, q_l, at_u, u_l, u_h, of_sums, entry, entry_vectors, exit_at, exit_vectors,
@@ -215,7 +216,7 @@ def state_gradients(
     else:
         side_gradients(
             one_side(dk1, dk2, second, TWO) + at, d_l,
-            one_side(dk1_pairs, dk2_pairs, second, TWO) + at_pairs if ADD else dk1_pairs, dq_cross,
+            one_side(dk1_pairs, dk2_pairs, second, TWO) + at_pairs if ADD else dk1_pairs, dq_cross, p_l,
             one_side(wrote1, wrote2, second, TWO) + at_f if STORED and (GATED or SCALED) else wrote1, through1,
             at_v, v_l, v_h, at_k, k_l, at_u, u_l, u_h, of_sums, exit_at, exit_vectors, entry, entry_vectors,
             h0, r0, place, left, tokens, reverse, gated, scaled, leaves, enters & leaves, crossed, n0,

@@ -21,11 +21,15 @@ KERNELS = f"{PROJECT}.kernels"
 # What the models import from matmix.kernels -> the PyTorch form that stands in for it in a bundle.
 TORCH_FORMS = {
     "gated_norm": ("gated_norm.chunked", "gated_norm_torch"),
+    "lion_mixer": ("lion.chunked", "lion_mixer_torch"),
+    "lion_mixer_is_fused": ("lion.chunked", "never_lion_mixer"),
     "matrix_product_scan": ("matrix_product.chunked", "matrix_product_chunked"),
     "mru_mixer": ("mru.chunked", "mru_mixer_torch"),
     "mru_mixer_is_fused": ("mru.chunked", "never_fused"),
     "mru_step": ("mru.chunked", "mru_step_torch"),
     "quasiseparable_scan": ("semiseparable.chunked", "quasiseparable_chunked"),
+    "scan_layer": ("scan_layer.chunked", "scan_layer_torch"),
+    "scan_layer_is_fused": ("scan_layer.chunked", "never_one_layer"),
     "semiseparable_scan": ("semiseparable.chunked", "semiseparable_chunked"),
     "semiseparable_step": ("semiseparable.chunked.step", "semiseparable_step_torch"),
     "short_conv": ("short_conv.chunked", "short_conv_torch"),

@@ -16,7 +16,7 @@ beside the scans, and whether M has one is what is compared.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,13 @@ class BidirectionalAdd(BidirectionalScanBlock):
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
         """The gate z (B, L, d_inner) and the tensors of the scan."""
-        z, vbc, dt = self.in_proj(x).split([self.d_inner, self.conv_dim, 2 * self.nheads], -1)
+        return self.scan_arguments(self.in_proj(x), cu_seqlens)
+
+    def scan_arguments(
+        self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+        """As `parts`, from in_proj's output."""
+        z, vbc, dt = projected.split([self.d_inner, self.conv_dim, 2 * self.nheads], -1)
         vbc = short_conv(vbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", cu_seqlens=cu_seqlens)
         v, *vectors = vbc.split([self.d_inner, *4 * [self.d_group]], -1)
         # Step sizes and decays in float32: bfloat16 would round the decay of long memories to 1.
@@ -50,10 +56,16 @@ class BidirectionalAdd(BidirectionalScanBlock):
         diagonal = self.fc_D(v).to(exact) + self.D.to(exact) if self.diagonal == "projected" else None
         return z, self.arguments(v, tuple(vectors), dt, log_decay, diagonal)
 
+    def layer_options(self) -> dict[str, Any]:
+        return {"shift": self.shift}
+
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
-        z, arguments = self.parts(x, cu_seqlens)
+        projected = self.in_proj(x)
+        if self.joined == "add" and self.is_fused(projected):
+            return self.out_proj(self.fused(projected, cu_seqlens))
+        z, arguments = self.scan_arguments(projected, cu_seqlens)
         y = quasiseparable_scan(
             **arguments,
             shift=self.shift,

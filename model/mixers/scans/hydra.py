@@ -74,14 +74,26 @@ class Hydra(BidirectionalScanBlock):
         self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
         """As `parts`, from in_proj's output."""
-        config = self.config
         z, vbc, dt = projected.split([self.d_inner, self.conv_dim, 2 * self.nheads], -1)
         vbc = short_conv(vbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", cu_seqlens=cu_seqlens)
         v, *vectors, diagonal = ValuesAndVectors.apply(vbc, self.fc_D.weight, self.D, self.d_group)
-        high = config.dt_limit_high if config.dt_limit_high > 0 else math.inf
         # Step sizes and decays in float32: bfloat16 would round the decay of long memories to 1.
-        dt, log_decay = StepSizes.apply(dt, self.dt_bias, self.A_log, config.dt_limit_low, high)
+        dt, log_decay = StepSizes.apply(dt, self.dt_bias, self.A_log, *self.dt_limits)
         return z, self.arguments(v, tuple(vectors), dt, log_decay, diagonal)
+
+    @property
+    def dt_limits(self) -> tuple[float, float]:
+        """The least and the largest step size."""
+        high = self.config.dt_limit_high
+        return self.config.dt_limit_low, high if high > 0 else math.inf
+
+    def layer_options(self) -> dict[str, Any]:
+        return {
+            "shift": True,
+            "initial_states": self.init_states if self.config.learnable_init_states else None,
+            "dt_limits": self.dt_limits,
+            "recompute": self.recompute,
+        }
 
     def scan_states(self, documents: int) -> torch.Tensor | None:
         """The learned initial state (documents, H, N, P) of either scan, or None."""
@@ -107,6 +119,8 @@ class Hydra(BidirectionalScanBlock):
 
     def mix_projected(self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         """All that follows in_proj: (B, L, width of in_proj) -> (B, L, d_model)."""
+        if self.is_fused(projected):
+            return self.out_proj(self.fused(projected, cu_seqlens))
         z, arguments = self.scan_arguments(projected, cu_seqlens)
         states = self.scan_states(projected.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1)
         y = quasiseparable_scan(
@@ -126,8 +140,8 @@ class Hydra(BidirectionalScanBlock):
 def save_scan_only(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """The rule of selective activation checkpointing: keeps the output of the scan, which costs most to compute again,
     and recomputes the rest."""
-    # By name: an exported model that runs without the package has no such op and computes the scan again too.
-    kept = str(op) == "matmix.quasiseparable_scan.default"
+    # By name: an exported model that runs without the package has no such ops and computes the scan again too.
+    kept = str(op) in ("matmix.layer_scan.default", "matmix.quasiseparable_scan.default")
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from matmix.kernels import lion_mixer, lion_mixer_is_fused
+from matmix.kernels.lion.features import FEATURE_MAPS
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.scans.lion_forms import (
@@ -123,9 +125,17 @@ class LionLit(Mixer):
         """Which gates lie between two tokens; see `lion_forms`."""
         return {"gate_offset": 1, "forward_gate_offset": 0}
 
+    def gate_logits(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The gates before the sigmoid, shaped as `log_gates`, or None."""
+        return None
+
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q with its scale and k, positive, and v: each (..., H, headdim) for x (..., d_model)."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.nheads, self.config.headdim)).unbind(-3)
+        return self.split(self.qkv(x))
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `project`, from the output of the projection."""
+        q, k, v = qkv.unflatten(-1, (3, self.nheads, self.config.headdim)).unbind(-3)
         features = FEATURE_MAPS[self.config.feature_map]
         # The authors scale the scores before they add eps to the row sums, of which nothing else is left.
         q = features(q) * self.config.headdim**-0.5
@@ -136,7 +146,19 @@ class LionLit(Mixer):
     ) -> torch.Tensor:
         if cu_seqlens is not None and self.config.form == "attention":
             return self.forward_by_document(x, cu_seqlens)
-        q, k, v = self.project(x)
+        qkv = self.qkv(x)
+        if self.config.form in ("auto", "chunked") and lion_mixer_is_fused(qkv, self.nheads):
+            y = lion_mixer(
+                qkv,
+                self.gate_logits(x),
+                nheads=self.nheads,
+                feature_map=self.config.feature_map,
+                **self.gate_offsets,
+                eps=self.config.eps,
+                cu_seqlens=cu_seqlens,
+            )
+            return self.proj(y)
+        q, k, v = self.split(qkv)
         form = LION_FORMS[self.config.form]
         gates = self.log_gates(x, cu_seqlens)
         y = form(q, k, v, gates, **self.gate_offsets, eps=self.config.eps, cu_seqlens=cu_seqlens)
@@ -189,6 +211,9 @@ class LionD(LionLit):
         self.a_i = nn.Parameter(torch.empty(self.nheads))
         self.init_rules |= {"a_i": normal_init(1.0)}  # as the authors draw it
 
+    def gate_logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a_i
+
     def log_gates(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
         return F.logsigmoid(self.a_i.to(torch.promote_types(x.dtype, torch.float32)))
 
@@ -225,24 +250,3 @@ class LionS(LionLit):
     def log_gates(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
         # Never log(sigmoid(.)), which is log(0) for a closed gate.
         return F.logsigmoid(self.gate_logits(x))
-
-
-def shifted_elu(x: torch.Tensor) -> torch.Tensor:
-    """elu(x) + 1, as max(x, 0) + exp(min(x, 0)): small values keep their digits."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x.relu() + x.clamp(max=0).exp()
-
-
-def shifted_silu(x: torch.Tensor) -> torch.Tensor:
-    """silu(x) + 1/2, which is above 0.22."""
-    return F.silu(x.to(torch.promote_types(x.dtype, torch.float32))) + 0.5
-
-
-def normalized_silu(x: torch.Tensor) -> torch.Tensor:
-    """`shifted_silu` divided by its length."""
-    x = shifted_silu(x)
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-
-
-FEATURE_MAPS = {"elu": shifted_elu, "silu": shifted_silu, "silu_norm": normalized_silu}
-"""`feature_map` in the configuration -> function, computed in float32 at least."""

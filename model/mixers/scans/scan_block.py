@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from matmix.kernels import scan_layer, scan_layer_is_fused
 from matmix.kernels.checks import CHUNK_SIZES
 from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
@@ -158,6 +159,36 @@ class ScanBlock(Mixer):
     def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> tuple[Any, ...]:
         """The gate z (B, L, d_inner), and the arguments of the scan by name."""
         raise NotImplementedError
+
+    def is_fused(self, projected: torch.Tensor) -> bool:
+        """Whether `fused` takes in_proj's output here; it then gives what the parts give, to rounding."""
+        return scan_layer_is_fused(projected, self.config.d_state, self.config.headdim)
+
+    def layer_options(self) -> dict[str, Any]:
+        """The options of `scan_layer` that are not the same for all layers."""
+        return {}
+
+    def fused(self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """All that stands between the two projections as one operation: the output of in_proj (B, L, width) -> the
+        input of out_proj (B, L, d_inner)."""
+        return scan_layer(
+            projected,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            self.dt_bias,
+            self.A_log,
+            self.norm.weight,
+            nheads=self.nheads,
+            ngroups=self.config.ngroups,
+            d_state=self.config.d_state,
+            directions=self.directions,
+            D=None if self.diagonal == "none" else self.D,
+            diagonal_weight=self.fc_D.weight if self.diagonal == "projected" else None,
+            eps=self.norm.eps,
+            cu_seqlens=cu_seqlens,
+            chunk_size=self.config.chunk_size or None,
+            **self.layer_options(),
+        )
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
         return self.parts(x)[1]["v"]

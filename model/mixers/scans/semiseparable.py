@@ -6,6 +6,7 @@ Parameters have the names and shapes of mamba_ssm's Mamba2 module.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,14 +51,24 @@ class Semiseparable(ScanBlock):
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gate z (..., d_inner), the conv's inputs (..., conv_dim) and the raw step sizes (..., H)."""
-        z, vbc, dt = self.in_proj(x).split([self.d_inner, self.conv_dim, self.nheads], -1)
+        return self.split(self.in_proj(x))
+
+    def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `project`, from in_proj's output."""
+        z, vbc, dt = projected.split([self.d_inner, self.conv_dim, self.nheads], -1)
         return z, vbc, dt
 
     def parts(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The gate z (B, L, d_inner), and all arguments of the scan by name."""
-        z, vbc, dt = self.project(x)
+        return self.scan_arguments(self.in_proj(x), cu_seqlens)
+
+    def scan_arguments(
+        self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """As `parts`, from in_proj's output."""
+        z, vbc, dt = self.split(projected)
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         mixed = short_conv(vbc, weight, bias, causal=True, activation="silu", cu_seqlens=cu_seqlens)
         return z, self.arguments(mixed, dt)
@@ -90,10 +101,17 @@ class Semiseparable(ScanBlock):
             y = ((gated * scale).flatten(-2) * self.norm.weight).to(y.dtype)
         return self.out_proj(y)
 
+    def layer_options(self) -> dict[str, Any]:
+        config = self.config
+        return {"norm_first": config.norm_before_gate, "group_size": self.d_inner // config.ngroups}
+
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
-        z, arguments = self.parts(x, cu_seqlens)
+        projected = self.in_proj(x)
+        if self.is_fused(projected):
+            return self.out_proj(self.fused(projected, cu_seqlens))
+        z, arguments = self.scan_arguments(projected, cu_seqlens)
         y = semiseparable_scan(**arguments, cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size or None)
         return self.finish(y.flatten(-2), z)
 

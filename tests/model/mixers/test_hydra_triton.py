@@ -8,23 +8,25 @@ import pytest
 import torch
 from module_results import assert_close, results, rounding
 from nightly import each_value_once, nightly
+from storages import Storages
 from triton_on_cpu import names
 
-from matmix.model.mixers.scans import hydra
+from matmix.kernels.launching import record_launches
+from matmix.model.mixers.scans import scan_block
 from matmix.model.mixers.scans.hydra import Hydra, HydraConfig
 from matmix.train.activation import checkpoint_activations
 
-OPS = ("gated_norm", "quasiseparable_scan", "short_conv")
+OPS = ("scan_layer", "scan_layer_is_fused")
 PACKED = torch.tensor([0, 5, 5, 6, 40], dtype=torch.int32)
 
 
 @pytest.fixture
 def on_triton(interpreter, monkeypatch):
-    """Turns the backend of Hydra's ops to Triton; returns the device."""
+    """Turns the backend of the layer to Triton; returns the device."""
 
     def turn():
         for name in OPS:
-            monkeypatch.setattr(hydra, name, functools.partial(getattr(hydra, name), backend="triton"))
+            monkeypatch.setattr(scan_block, name, functools.partial(getattr(scan_block, name), backend="triton"))
         return interpreter
 
     return turn
@@ -44,7 +46,8 @@ def test_layer(on_triton, launched, randomize, options, cu_seqlens, recompute):
     device = on_triton()
     assert_close(results(layer, device, x, cu_seqlens=cu_seqlens), wanted, rounded)
     # The scan's output is kept where the rest is computed again.
-    assert (names(launched).count("mix"), names(launched).count("pair_gradients")) == (1, 1)
+    counts = [names(launched).count(name) for name in ("mix", "pair_gradients", "_convolve", "_gated_norm")]
+    assert counts == [1, 1, 2 if recompute else 1, 2 if recompute else 1]
 
 
 @pytest.mark.parametrize("how", ["padded", "packed", nightly("recompute"), nightly("full"), nightly("op")])
@@ -77,3 +80,40 @@ def test_long_documents_pass_states_in_spans(on_triton, launched, randomize):
     wanted = results(layer, "cpu", x, cu_seqlens=cu_seqlens)
     assert_close(results(layer, on_triton(), x, cu_seqlens=cu_seqlens), wanted, rounded)
     assert "combine_spans" in names(launched)
+
+
+def test_bytes_kept_per_token(on_triton):
+    """By the op that made them, in bfloat16; figures in docs/training.md."""
+    layer = Hydra(768, HydraConfig(), causal=False, max_seqlen=512, output_std=0.02).bfloat16()
+    device = on_triton()
+    layer = layer.to(device)
+    found = {}
+    for recompute in (False, True):
+        layer.recompute = recompute
+        x = torch.randn(1, 64, 768, dtype=torch.bfloat16, device=device, requires_grad=True)
+        with record_launches(), Storages() as storages:
+            y = layer(x)
+        kept: dict[str, float] = {"input": 2 * 768}
+        for allocation in storages.allocations:
+            if allocation.alive and allocation.storage.cdata != y.untyped_storage()._weak_ref():
+                op = allocation.op.split(".")[1]
+                kept[op] = kept.get(op, 0) + allocation.bytes / 64
+        found[recompute] = kept
+    always = {"input": 2 * 768, "mm": 2 * 3376}
+    scan, conv, product, norm = 2 * 1536, 2 * (1536 + 4 * 64), 2 * 24, 2 * 1536
+    assert found == {
+        False: always | {"layer_scan": scan + conv + product, "scan_layer": norm},
+        True: always | {"layer_scan": scan},
+    }
+    assert [sum(kept.values()) for kept in found.values()] == [18064, 11360]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_recomputed_gradients_are_the_same_bit_for_bit(on_triton, randomize, packed):
+    layer = randomize(Hydra(16, HydraConfig(headdim=16, d_state=8), causal=False, max_seqlen=64, output_std=0.02))
+    x, cu_seqlens = torch.randn(1 if packed else 2, 40, 16), PACKED if packed else None
+    device = on_triton()
+    plain = results(layer, device, x, cu_seqlens=cu_seqlens)
+    layer.recompute = True
+    again = results(layer, device, x, cu_seqlens=cu_seqlens)
+    assert [name for name in plain if not torch.equal(plain[name], again[name])] == []

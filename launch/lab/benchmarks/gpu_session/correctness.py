@@ -24,17 +24,21 @@ from torch import Tensor
 
 from matmix.kernels import (
     gated_norm,
+    lion_mixer,
     matrix_product_scan,
     mru_mixer,
     quasiseparable_scan,
+    scan_layer,
     semiseparable_scan,
     short_conv,
 )
 from matmix.kernels.gated_norm.definition import gated_norm_definition
+from matmix.kernels.lion.definition import lion_mixer_definition
 from matmix.kernels.matrix_product.definition import matrix_product_definition
 from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, element_columns, state_elements
 from matmix.kernels.mru.definition import mru_mixer_definition
 from matmix.kernels.mru.op import FUSED
+from matmix.kernels.scan_layer.definition import scan_layer_definition
 from matmix.kernels.semiseparable.definition import quasiseparable_definition, semiseparable_definition
 from matmix.kernels.short_conv.definition import short_conv_definition
 from matmix.launch.lab.benchmarks.gpu_session.record import KERNELS, LEAST_SECONDS, Piece, Record, Session
@@ -69,6 +73,7 @@ def checks(toy: bool) -> Iterator[Check]:
     """All ops with every form that is chosen at compile time."""
     yield from _scan_checks(toy)
     yield from _small_checks(toy)
+    yield from _layer_checks(toy)
     yield from _mru_checks(toy)
 
 
@@ -148,6 +153,53 @@ def _small_checks(toy: bool) -> Iterator[Check]:
         name = f"gated_norm, groups of {group or channels}"
         narrow, options = ("x", "gate"), {"group_size": group}
         yield Check(name, gated_norm, gated_norm_definition, norm, narrow, options, linear=False)
+
+
+def _layer_checks(toy: bool) -> Iterator[Check]:
+    seqlen, width, heads = (40, 16, 2) if toy else (300, 64, 4)
+    bounds = packed([5, 0, seqlen - 6, 1])
+
+    def layer(directions: int, batch: int, states: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        inner, taps = heads * width, 7 if directions == 2 else 4
+        channels = inner + 2 * directions * width
+        found = {
+            "projected": torch.randn(batch, seqlen, inner + channels + directions * heads),
+            "conv_weight": torch.randn(channels, taps) * taps**-0.5,
+            "conv_bias": 0.1 * torch.randn(channels),
+            "dt_bias": torch.randn(heads) - 2,
+            "A_log": 0.3 * torch.randn(heads),
+            "norm_weight": 1 + 0.1 * torch.randn(inner),
+            "D": torch.randn(heads),
+        }
+        if directions == 2:
+            found["diagonal_weight"] = torch.randn(heads, inner) * inner**-0.5
+        if states:
+            found["initial_states"] = torch.randn(heads, width, width)
+        return found
+
+    def lion(gates: str, batch: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        logits = torch.randn(heads) if gates == "head" else torch.randn(batch, seqlen, heads)
+        return {"qkv": torch.randn(batch, seqlen, 3 * heads * width), "gates": logits + 2}
+
+    sizes: dict[str, Any] = {"nheads": heads, "ngroups": 1, "d_state": width}
+    both = {"directions": 2, "cu_seqlens": bounds}
+    one = {"directions": 1, "norm_first": False, "group_size": heads * width}
+    for name, made, options in (
+        ("Hydra", partial(layer, 2, 2, False), {}),
+        ("Hydra, packed, from states", partial(layer, 2, 1, True), both),
+        ("Mamba-2", partial(layer, 1, 2, False), one),
+    ):
+        name = f"scan_layer, {name}"
+        yield Check(name, scan_layer, scan_layer_definition, made, ("projected",), sizes | options, linear=False)
+    for name, made, options in (
+        ("gates of tokens", partial(lion, "token", 2), {}),
+        ("gates of tokens, packed", partial(lion, "token", 1), {"cu_seqlens": bounds}),
+        ("gates of heads", partial(lion, "head", 2), {"feature_map": "elu"}),
+    ):
+        options, name = {"nheads": heads} | options, f"lion_mixer, {name}"
+        yield Check(name, lion_mixer, lion_mixer_definition, made, ("qkv",), options, linear=False)
 
 
 def _mru_checks(toy: bool) -> Iterator[Check]:

@@ -7,6 +7,7 @@ host side of a kernel must not look at anyway.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from matmix.kernels.mru.constructions import element_columns, state_elements
 from matmix.kernels.mru.op import FUSED, LARGEST_WIDTHS
+from matmix.kernels.scan_layer.form import LayerForm
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 
 BATCH, SEQLEN = 8, 8192
@@ -46,6 +48,7 @@ def calls() -> Iterator[Call]:
         for call in (*conv_calls(dtype), *state_conv_calls(dtype), *norm_calls(dtype), *scan_calls(dtype)):
             seldom = dtype != torch.bfloat16 and not call.main and "state 128" not in call.title
             yield call._replace(main=call.main and dtype != torch.float16, rare=seldom)
+        yield from layer_calls(dtype)
         yield from step_calls(dtype)
         yield from product_calls(dtype)
         yield from mixer_calls(dtype)
@@ -214,6 +217,70 @@ def _run_scan(
     linear = form._replace(combine="add" if form.combine == "add" else "concat", normalize=False)
     dy = _empty(*v.shape[:3], headdim * (1 if linear.combine == "add" else 2), dtype=dtype)
     module.backward(dy, drow_sum, dfinal, v, sides, skip, linear, cu_seqlens, None)
+
+
+def layer_calls(dtype: torch.dtype) -> Iterator[Call]:
+    """Layers as one operation: what they launch around the scan."""
+
+    def layer(title: str, **options) -> Call:
+        return Call("scan_layer", title, dtype, functools.partial(_run_layer, dtype, **options))
+
+    def lion(title: str, feature_map: str, gates: str | None, **options) -> Call:
+        return Call("lion_mixer", title, dtype, functools.partial(_run_lion, dtype, feature_map, gates, **options))
+
+    yield layer("a Hydra layer")
+    yield layer("a packed Hydra layer, limited steps, from states", packed=True, high=0.1, states=True)
+    yield layer("two scans added, steps of each direction", shared=False, diagonal=None, shift=False)
+    yield layer("a layer of Mamba-2", directions=1, diagonal="constant", norm_first=False)
+    yield layer("a wide layer of Mamba-2", directions=1, diagonal="constant", norm_first=False, heads=80)
+    yield lion("LION, selective gates", "silu_norm", "token")
+    yield lion("packed LION, selective gates", "silu_norm", "token", packed=True)
+    yield lion("LION, a gate for each head", "silu", "head")
+    yield lion("LION without gates", "elu", None)
+
+
+def _run_layer(
+    dtype: torch.dtype,
+    module: ModuleType,
+    *,
+    directions: int = 2,
+    diagonal: str | None = "projected",
+    shared: bool = True,
+    shift: bool = True,
+    packed: bool = False,
+    states: bool = False,
+    high: float = math.inf,
+    norm_first: bool = True,
+    heads: int = 24,
+) -> None:
+    form = LayerForm(heads, 64, 1, 64, directions, shift, 0.0, high)
+    projected = _empty(1 if packed else BATCH, BATCH * SEQLEN if packed else SEQLEN, sum(form.widths), dtype=dtype)
+    steps = (heads,) if shared else (2, heads)
+    given = module.Parameters(
+        _empty(form.conv_width, 7 if directions == 2 else 4),
+        _empty(form.conv_width),
+        _empty(*steps),
+        _empty(*steps),
+        None if diagonal is None else _empty(heads),
+        _empty(heads, form.inner, dtype=dtype) if diagonal == "projected" else None,
+        _empty(heads, 64, 64) if states else None,
+    )
+    cu_seqlens, weight = _documents() if packed else None, _empty(form.inner)
+    y, mixed, product = module.forward(projected, given, form, cu_seqlens, None)
+    out = module.gate(projected, y, weight, form, 1e-5, None, norm_first)
+    module.backward(out, projected, y, mixed, product, given, weight, form, cu_seqlens, None, 1e-5, None, norm_first)
+
+
+def _run_lion(
+    dtype: torch.dtype, feature_map: str, gates: str | None, module: ModuleType, *, packed: bool = False
+) -> None:
+    batch, seqlen = (1, BATCH * SEQLEN) if packed else (BATCH, SEQLEN)
+    form = module.LionForm(12, feature_map, 1, 0, 1e-6)
+    qkv = _empty(batch, seqlen, 3 * 12 * 64, dtype=dtype)
+    logits = {None: None, "head": _empty(12), "token": _empty(batch, seqlen, 12)}[gates]
+    cu_seqlens = _documents() if packed else None
+    *found, decays = module.forward(qkv, logits, form, cu_seqlens)
+    module.backward(found[0], *found, decays, qkv, logits, form, cu_seqlens)
 
 
 def step_calls(dtype: torch.dtype) -> Iterator[Call]:

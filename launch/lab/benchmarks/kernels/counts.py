@@ -32,6 +32,8 @@ COUNTED = (
     "SSD,",
     "width 7 centred, packed, silu,",
     "groups of 1536 in 1536,",
+    "a Hydra layer,",
+    "LION, selective gates,",
     "cayley, order 16, rows,",
     "cayley, order 8, rows,",
     "affine, order 8, rows,",
@@ -68,6 +70,9 @@ LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
     "_convolve": lambda names: (names["SPAN"] / names["ROWS"],),
     "_conv_gradients": lambda names: (names["walk"], (names["SPAN"] + names["WIDTH"] - 1) / names["ROWS"]),
     "_gradients": lambda names: (names["walk"],),
+    "step_gradients": lambda names: (names["walk"],),
+    # The code has four loops over the sums of programs, of which a program runs one; those of the norm are the longest.
+    "add_programs": lambda names: (math.ceil(names["norm_programs"] / names["PROGRAMS"]) / 4,),
     "cayley_pass": lambda names: (names["ORDER"] / 2,),
     "polish_pass": lambda names: (names["COUNT"],),
     "products_pass": _chunk,

@@ -158,7 +158,7 @@ def test_every_op_with_kernels_is_checked():
         ops = {name.split(",")[0] for name in names}
         assert ops == {
             *("quasiseparable_scan", "semiseparable_scan", "short_conv"),
-            *("gated_norm", "matrix_product_scan", "mru_mixer"),
+            *("gated_norm", "matrix_product_scan", "mru_mixer", "scan_layer", "lion_mixer"),
         }
     assert set(sweep.ELSEWHERE) <= set(names)
 

@@ -1,0 +1,1 @@
+"""LION's mixing as one operation."""

@@ -1,0 +1,43 @@
+"""LION's mixing in PyTorch, on any device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from matmix.kernels.documents import shift_right
+from matmix.kernels.lion.features import FEATURE_MAPS
+from matmix.kernels.semiseparable.chunked import quasiseparable_chunked
+
+
+def lion_mixer_torch(
+    qkv: Tensor,
+    gates: Tensor | None,
+    *,
+    nheads: int,
+    feature_map: str = "silu_norm",
+    gate_offset: int = 1,
+    forward_gate_offset: int = 0,
+    eps: float = 1e-6,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`lion_mixer` in PyTorch, without argument checks; see there."""
+    q, k, v = qkv.unflatten(-1, (3, nheads, -1)).unbind(-3)
+    features = FEATURE_MAPS[feature_map]
+    q, k = (features(q) * q.shape[-1] ** -0.5).to(v.dtype), features(k).to(v.dtype)
+    forward = backward = None
+    if gates is not None:
+        forward = backward = F.logsigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
+        if forward_gate_offset and gates.dim() == 3:
+            forward = shift_right(forward, cu_seqlens)
+    y = quasiseparable_chunked(
+        v, q, k, q, k, forward, backward, shift=False, self_term="mean", normalize="row_sum", eps=eps,
+        gate_offset=gate_offset, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return y.flatten(-2)
+
+
+def never_lion_mixer(*arguments, **options) -> bool:
+    """Stands for `lion_mixer_is_fused` where there are no kernels."""
+    return False

@@ -1,0 +1,46 @@
+"""The definition of LION's mixing in float64, with which the fast forms are compared."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from matmix.kernels.lion.features import FEATURE_MAPS
+from matmix.kernels.semiseparable.definition import quasiseparable_definition
+
+
+def lion_mixer_definition(
+    qkv: Tensor,
+    gates: Tensor | None,
+    *,
+    nheads: int,
+    feature_map: str = "silu_norm",
+    gate_offset: int = 1,
+    forward_gate_offset: int = 0,
+    eps: float = 1e-6,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """See `lion_mixer`; documents one after the other."""
+    qkv = qkv.to(torch.float64)
+    bounds = [0, qkv.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs = []
+    for start, end in itertools.pairwise(bounds):
+        if start == end:
+            continue
+        q, k, v = qkv[:, start:end].unflatten(-1, (3, nheads, -1)).unbind(-3)
+        q, k = FEATURE_MAPS[feature_map](q) * q.shape[-1] ** -0.5, FEATURE_MAPS[feature_map](k)
+        forward = backward = None
+        if gates is not None:
+            forward = F.logsigmoid(gates.double() if gates.dim() == 1 else gates[:, start:end].double())
+            forward = backward = forward.expand(*qkv.shape[:1], end - start, nheads)
+            if forward_gate_offset:
+                forward = F.pad(forward[:, :-1], (0, 0, 1, 0))
+        y = quasiseparable_definition(
+            v, q, k, q, k, forward, backward, shift=False, self_term="mean", normalize="row_sum", eps=eps,
+            gate_offset=gate_offset,
+        )  # fmt: skip
+        outputs.append(y.flatten(-2))
+    return torch.cat(outputs, 1)

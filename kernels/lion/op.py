@@ -1,0 +1,183 @@
+"""LION's mixing as an op: checks, backend choice, registration with PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from matmix.kernels.backend import check_backend, takes_triton, triton_form
+from matmix.kernels.checks import (
+    check_choice,
+    check_cu_seqlens,
+    check_finite,
+    check_floating,
+    check_no_tangents,
+    check_shape,
+)
+from matmix.kernels.lion.chunked import lion_mixer_torch
+from matmix.kernels.lion.features import FEATURE_MAPS
+from matmix.kernels.semiseparable.arguments import no_kernel_for, none_if_absent, or_empty
+from matmix.kernels.semiseparable.flops import scan_flops
+from matmix.kernels.semiseparable.form import ScanForm
+
+
+def lion_mixer_is_fused(qkv: Tensor, nheads: int, backend: str = "auto") -> bool:
+    """Whether `lion_mixer` runs in Triton kernels on a projection like this one."""
+    headdim = qkv.shape[-1] // 3 // nheads
+    return takes_triton(backend, qkv) and not no_kernel_for(headdim, headdim)
+
+
+def lion_mixer(
+    qkv: Tensor,
+    gates: Tensor | None,
+    *,
+    nheads: int,
+    feature_map: str = "silu_norm",
+    gate_offset: int = 1,
+    forward_gate_offset: int = 0,
+    eps: float = 1e-6,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """All that stands between LION's two projections (arXiv 2502.16249): feature maps, gates, and the mixing of both
+    directions divided by row sums, y_i = sum_j M_ij phi(q_i) . phi(k_j) v_j / (the same sum without v_j, plus eps).
+
+    M_ij is 1 for i = j and else the product of the gates sigmoid(g) between the two tokens.
+
+    Args:
+        qkv: (batch, seqlen, 3 nheads headdim), columns of q, k and v, each head by head.
+        gates: their logits g, (batch, seqlen, nheads), (nheads,) if they are the same for all tokens, or None for none.
+        nheads: number of heads.
+        feature_map: "elu" (elu(x) + 1), "silu" (silu(x) + 1/2), or "silu_norm", the latter divided by its length. That
+            of q is multiplied by headdim^-1/2.
+        gate_offset: from a later token j back to i < j decay the gates of i+1 .. j (1) or of i .. j-1 (0).
+        forward_gate_offset: from an earlier token j on to i > j decay the gates of j+1 .. i (0) or of j .. i-1 (1).
+        eps: added to the row sums, not negative.
+        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1).
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        (batch, seqlen, nheads headdim) typed like qkv.
+
+    Raises:
+        ValueError: a shape, dtype, device or option does not fit.
+    """
+    op = "lion_mixer"
+    check_floating(op, qkv=qkv, gates=gates)
+    check_no_tangents(op, qkv, gates)
+    check_choice(op, "feature_map", feature_map, tuple(FEATURE_MAPS))
+    check_choice(op, "gate_offset", gate_offset, (0, 1))
+    check_choice(op, "forward_gate_offset", forward_gate_offset, (0, 1))
+    if qkv.dim() != 3 or 0 in qkv.shape or nheads < 1 or qkv.shape[2] % (3 * nheads):
+        raise ValueError(
+            f"{op}: qkv has shape {tuple(qkv.shape)}; expected (batch, seqlen, 3 * {nheads} * headdim), none of them 0"
+        )
+    if gates is not None:
+        check_shape(op, "gates", gates, (*qkv.shape[:2], nheads), (nheads,))
+    if not isinstance(eps, int | float) or not (0 <= eps < math.inf):
+        raise ValueError(f"{op}: eps is {eps!r}; give a finite number that is not negative")
+    check_cu_seqlens(op, cu_seqlens, qkv.shape[0], qkv.shape[1], qkv)
+    check_finite(op, qkv=qkv, gates=gates)
+    headdim = qkv.shape[2] // 3 // nheads
+    check_backend(op, backend, qkv, no_kernel_for(headdim, headdim))
+    if not lion_mixer_is_fused(qkv, nheads, backend):
+        return lion_mixer_torch(
+            qkv, gates, nheads=nheads, feature_map=feature_map, gate_offset=gate_offset,
+            forward_gate_offset=forward_gate_offset, eps=eps, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+    y, *_ = torch.ops.matmix.lion_mixer(
+        qkv, gates, cu_seqlens, nheads, feature_map, gate_offset, forward_gate_offset, float(eps)
+    )
+    return y.flatten(-2)
+
+
+@torch.library.custom_op("matmix::lion_mixer", mutates_args=())
+def _lion_mixer(
+    qkv: Tensor,
+    gates: Tensor | None,
+    cu_seqlens: Tensor | None,
+    nheads: int,
+    feature_map: str,
+    gate_offset: int,
+    forward_gate_offset: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fused = triton_form("lion_mixer")
+    form = fused.LionForm(nheads, feature_map, gate_offset, forward_gate_offset, eps)
+    y, row_sum, rest, decays = fused.forward(qkv, gates, form, cu_seqlens)
+    return y, row_sum, *or_empty(qkv, rest, decays)
+
+
+@_lion_mixer.register_fake
+def _(qkv, gates, cu_seqlens, nheads, *options):
+    shape = (*qkv.shape[:2], nheads)
+    y = qkv.new_empty(*shape, qkv.shape[2] // 3 // nheads)
+    rest = torch.empty_like(y) if qkv.itemsize < 4 else qkv.new_empty(0)
+    decays = qkv.new_empty(0) if gates is None else gates.new_empty(2, *gates.shape, dtype=torch.float32)
+    return y, qkv.new_empty(shape, dtype=torch.float32), rest, decays
+
+
+@torch.library.custom_op("matmix::lion_mixer_backward", mutates_args=())
+def _lion_mixer_backward(
+    dy: Tensor,
+    y: Tensor,
+    row_sum: Tensor,
+    rest: Tensor | None,
+    decays: Tensor | None,
+    qkv: Tensor,
+    gates: Tensor | None,
+    cu_seqlens: Tensor | None,
+    nheads: int,
+    feature_map: str,
+    gate_offset: int,
+    forward_gate_offset: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    fused = triton_form("lion_mixer")
+    form = fused.LionForm(nheads, feature_map, gate_offset, forward_gate_offset, eps)
+    return or_empty(qkv, *fused.backward(dy, y, row_sum, rest, decays, qkv, gates, form, cu_seqlens))
+
+
+@_lion_mixer_backward.register_fake
+def _(dy, y, row_sum, rest, decays, qkv, gates, *options):
+    dgates = qkv.new_empty(0) if gates is None else torch.empty_like(gates, memory_format=torch.contiguous_format)
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format), dgates
+
+
+def _setup(ctx, inputs, output):
+    qkv, gates, cu_seqlens, *ctx.options = inputs
+    y, row_sum, rest, decays = output
+    ctx.mark_non_differentiable(row_sum, rest, decays)
+    # No zeros in place of the gradients that these have not.
+    ctx.set_materialize_grads(False)
+    kept = (y, row_sum, rest if rest.numel() else None, decays if decays.numel() else None)
+    ctx.save_for_backward(*kept, qkv, gates, cu_seqlens)
+
+
+def _gradient(ctx, dy, *_):
+    y, *others = ctx.saved_tensors
+    dy = torch.zeros_like(y) if dy is None else dy
+    dqkv, dgates = torch.ops.matmix.lion_mixer_backward(dy, y, *others, *ctx.options)
+    return dqkv, none_if_absent(dgates, others[4]), None, *[None] * len(ctx.options)
+
+
+_lion_mixer.register_autograd(_gradient, setup_context=_setup)
+
+
+def _flops(qkv, nheads: int, *, backward: bool) -> int:
+    batch, seqlen, width = qkv
+    vectors = (batch, seqlen, nheads, width // 3 // nheads)
+    return scan_flops(vectors, vectors, 2, ScanForm(normalize=True), None, backward=backward)
+
+
+@register_flop_formula(torch.ops.matmix.lion_mixer)
+def _(qkv, gates, cu_seqlens, nheads, *args, **kwargs) -> int:
+    return _flops(qkv, nheads, backward=False)
+
+
+@register_flop_formula(torch.ops.matmix.lion_mixer_backward)
+def _(dy, y, row_sum, rest, decays, qkv, gates, cu_seqlens, nheads, *args, **kwargs) -> int:
+    return _flops(qkv, nheads, backward=True)

@@ -1,0 +1,1 @@
+"""The layer around a state-space scan as one operation."""

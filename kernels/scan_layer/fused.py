@@ -1,0 +1,229 @@
+"""The Triton form of the layer: launches the kernels of the convolution, the scan and the norm, and what lies between.
+
+All gradients of the projection go into one buffer, and so do those of the convolution's output: every kernel writes its
+own columns of it. Nothing here reads values from the device or waits for it, so both passes can be captured in a CUDA
+graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from matmix.kernels.gated_norm import fused as norm
+from matmix.kernels.launching import launch, rows_in_place
+from matmix.kernels.precision import outside_autocast
+from matmix.kernels.scan_layer.finish import parameter_gradients
+from matmix.kernels.scan_layer.form import LayerForm
+from matmix.kernels.scan_layer.steps import clear_edges, step_gradients, step_sizes
+from matmix.kernels.semiseparable.form import ScanSide
+from matmix.kernels.semiseparable.fused import launch as scan
+from matmix.kernels.semiseparable.fused.collect import Into
+from matmix.kernels.short_conv import fused as conv
+from matmix.kernels.slots import count_documents
+
+_ROWS = 32
+_COLUMNS = 64
+"""Tokens, and heads of both directions, of a tile of step sizes at most."""
+_PROGRAMS = 512
+"""Programs that sum the gradients of step sizes at most, about."""
+
+
+class Parameters(NamedTuple):
+    """The layer's small parameters, as in `scan_layer`; `diagonal_weight` typed like the projection."""
+
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor | None
+    diagonal_weight: Tensor | None
+    initial_states: Tensor | None
+
+
+@outside_autocast
+def forward(
+    projected: Tensor, given: Parameters, form: LayerForm, cu_seqlens: Tensor | None, chunk_size: int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Convolution, step sizes and scan: y (batch, seqlen, nheads, headdim), the convolution's output
+    (batch, seqlen, conv width), and the product (batch, seqlen, nheads) of its values with `diagonal_weight`, if that
+    is given, all typed like projected."""
+    mixed, product = _mixed(rows_in_place(projected), given, form, cu_seqlens)
+    v, sides, diagonal = _scan_arguments(rows_in_place(projected), mixed, product, given, form, cu_seqlens)
+    y = scan.forward(v, sides, diagonal, form.scan, cu_seqlens, chunk_size, False).y
+    return y, mixed, product
+
+
+@outside_autocast
+def gate(
+    projected: Tensor, y: Tensor, norm_weight: Tensor, form: LayerForm, eps: float, group: int | None, norm_first: bool
+) -> Tensor:
+    """Gate and norm of y: (batch, seqlen, inner) typed like y."""
+    return norm.forward(y.flatten(-2), norm_weight, form.split(projected)[0], eps, group, norm_first)
+
+
+class Gradients(NamedTuple):
+    """Gradients of what `scan_layer` takes, each typed like its input; None for what was not given."""
+
+    projected: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor | None
+    diagonal_weight: Tensor | None
+    initial_states: Tensor | None
+    norm_weight: Tensor
+
+
+@outside_autocast
+def backward(
+    dout: Tensor,
+    projected: Tensor,
+    y: Tensor,
+    mixed: Tensor | None,
+    product: Tensor | None,
+    given: Parameters,
+    norm_weight: Tensor,
+    form: LayerForm,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+    eps: float,
+    group: int | None,
+    norm_first: bool,
+) -> Gradients:
+    """The whole layer's backward pass. Without `mixed` the convolution and the product are computed again."""
+    projected = rows_in_place(projected)
+    if mixed is None:
+        mixed, product = _mixed(projected, given, form, cu_seqlens)
+    v, sides, diagonal = _scan_arguments(projected, mixed, product, given, form, cu_seqlens)
+    dprojected = torch.empty_like(projected, memory_format=torch.contiguous_format)
+    dmixed = torch.empty_like(mixed)
+    z, x, raw = form.split(projected)
+    dz, dx, draw = form.split(dprojected)
+    dy, norm_sums = norm.gradients(dout, y.flatten(-2), norm_weight, z, eps, group, dz, norm_first)
+    dv, dq, dk = form.values_and_vectors(dmixed)
+    if form.scan.shift:
+        _clear_edges(dq, cu_seqlens)
+    _, found, ddiagonal = scan.backward(
+        dy.view(y.shape), None, None, v, sides, diagonal, form.scan, cu_seqlens, chunk_size,
+        Into(dv, tuple(dq), tuple(dk)),
+    )  # fmt: skip
+    projects = given.diagonal_weight is not None
+    dproduct = torch.empty_like(product) if projects else None
+    step_sums = _step_gradients(found, ddiagonal if projects else None, raw, given, form, draw, dproduct)
+    dweight = more = None
+    if projects:
+        # The scan no longer needs dy: its memory takes what the diagonal adds to the gradient of v.
+        rows = dproduct.flatten(0, -2)
+        dweight = torch.mm(rows.t(), mixed[..., : form.inner].flatten(0, -2))
+        more = torch.mm(rows, given.diagonal_weight, out=dy.view(-1, form.inner)).view_as(dy)
+    weight, bias = given.conv_weight, given.conv_bias
+    conv_sums, _ = conv.gradients(dmixed, x, weight, bias, form.directions == 1, "silu", cu_seqlens, dx, more_dy=more)
+    dnorm, dconv, dconv_bias, dbias, dA_log, dD = parameter_gradients(
+        norm_sums, conv_sums, step_sums, form.directions, norm_weight, weight, bias, given.dt_bias, given.A_log,
+        given.D if projects else None,
+    )  # fmt: skip
+    states = [side.initial_state for side in found]
+    dstates = None
+    if given.initial_states is not None:
+        dstates = sum(state.sum(0) for state in states).mT.to(given.initial_states.dtype).contiguous()
+    dD = dD if projects else ddiagonal
+    return Gradients(dprojected, dconv, dconv_bias, dbias, dA_log, dD, dweight, dstates, dnorm)
+
+
+def _mixed(
+    projected: Tensor, given: Parameters, form: LayerForm, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The convolution's output, and its product with `diagonal_weight`."""
+    x = form.split(projected)[1]
+    mixed = conv.forward(x, given.conv_weight, given.conv_bias, form.directions == 1, "silu", cu_seqlens)
+    if given.diagonal_weight is None:
+        return mixed, None
+    product = torch.mm(mixed[..., : form.inner].flatten(0, -2), given.diagonal_weight.t())
+    return mixed, product.view(*mixed.shape[:-1], form.heads)
+
+
+def _scan_arguments(
+    projected: Tensor,
+    mixed: Tensor,
+    product: Tensor | None,
+    given: Parameters,
+    form: LayerForm,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, tuple[ScanSide, ...], Tensor | None]:
+    """v, the directions and the diagonal of the scan. Step sizes and decays are float32: bfloat16 would round the decay
+    of long memories to 1."""
+    raw = form.split(projected)[2].flatten(0, -2)
+    rows, columns = raw.shape
+    shape = *projected.shape[:2], form.directions, form.heads
+    dt, log_decay = (torch.empty(shape, dtype=torch.float32, device=raw.device) for _ in range(2))
+    diagonal = given.D
+    if product is not None:
+        diagonal = torch.empty(product.shape, dtype=torch.float32, device=raw.device)
+    block = min(_COLUMNS, triton.next_power_of_2(columns))
+    launch(
+        step_sizes, (triton.cdiv(rows, _ROWS), triton.cdiv(columns, block)),
+        raw, given.dt_bias.contiguous(), given.A_log.contiguous(), product, None if product is None else given.D,
+        dt, log_decay, None if product is None else diagonal,
+        rows, form.heads, columns, form.low, _finite(form.high), raw.stride(0), form.heads,
+        **_step_options(given, form, block), DIAGONAL=product is not None,
+    )  # fmt: skip
+    v, q, k = form.values_and_vectors(mixed)
+    state = form.scan_states(given.initial_states, count_documents(projected.shape[0], cu_seqlens))
+    return v, form.sides(q, k, dt, log_decay, state), diagonal
+
+
+def _step_gradients(
+    found: tuple,
+    ddiagonal: Tensor | None,
+    raw: Tensor,
+    given: Parameters,
+    form: LayerForm,
+    draw: Tensor,
+    dproduct: Tensor | None,
+) -> Tensor:
+    """Writes `draw` and `dproduct`, and returns sums (programs, 3, directions nheads) for dt_bias, A_log and D."""
+    raw, draw = raw.flatten(0, -2), draw.flatten(0, -2)
+    rows, columns = raw.shape
+    block = min(_COLUMNS, triton.next_power_of_2(columns))
+    tiles = triton.cdiv(rows, _ROWS)
+    walk = triton.cdiv(tiles, _PROGRAMS)
+    programs = triton.cdiv(tiles, walk)
+    sums = torch.empty(programs, 3, columns, dtype=torch.float32, device=raw.device)
+    first, second = found[0], found[-1]
+    launch(
+        step_gradients, (programs, triton.cdiv(columns, block)),
+        first.input_scale, second.input_scale, first.log_decay, second.log_decay, ddiagonal,
+        raw, given.dt_bias.contiguous(), given.A_log.contiguous(), draw, dproduct, sums,
+        rows, walk, form.heads, columns, form.low, _finite(form.high), raw.stride(0), draw.stride(0),
+        **_step_options(given, form, block), TWO=form.directions == 2, DIAGONAL=ddiagonal is not None,
+    )  # fmt: skip
+    return sums
+
+
+def _step_options(given: Parameters, form: LayerForm, block: int) -> dict:
+    limited = form.low > 0 or form.high < math.inf
+    shared = given.dt_bias.numel() == form.heads
+    return {"SHARED": shared, "LIMITED": limited, "ROWS": _ROWS, "COLUMNS": block, "num_warps": 4, "num_stages": 1}
+
+
+def _finite(high: float) -> float:
+    """Not an infinity, which a kernel's argument of type float32 need not be able to hold."""
+    return min(high, 3.0e38)
+
+
+def _clear_edges(dq: list[Tensor], cu_seqlens: Tensor | None) -> None:
+    first, second = dq
+    batch, seqlen, groups, d_state = first.shape
+    width = groups * d_state
+    block = min(1024, triton.next_power_of_2(width))
+    launch(
+        clear_edges, (count_documents(batch, cu_seqlens), triton.cdiv(width, block)),
+        first, second, cu_seqlens, seqlen, first.stride(0), first.stride(1), width,
+        PACKED=cu_seqlens is not None, BLOCK=block, num_warps=4, num_stages=1,
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""LION's mixing as one operation against its definition in float64: the output and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import FLOAT32, assert_bit_equal_twice, on_triton, packed, rmse_ratio, run
+from triton_on_cpu import PoisonedTorch
+
+from matmix.kernels import lion_mixer
+from matmix.kernels.lion import fused
+from matmix.kernels.lion.definition import lion_mixer_definition
+
+HEADS, HEADDIM = 3, 10
+CASES = {
+    "no gates": ({"feature_map": "elu"}, None),
+    "gates of heads": ({"feature_map": "silu"}, "head"),
+    "gates of tokens": ({}, "token"),
+    "both offsets": ({"forward_gate_offset": 1, "feature_map": "elu"}, "token"),
+    "no offset": ({"gate_offset": 0, "eps": 1e-2}, "token"),
+}
+
+
+def inputs(seqlen: int, gates: str | None, batch: int) -> dict:
+    shapes = {None: None, "head": (HEADS,), "token": (batch, seqlen, HEADS)}
+    logits = None if gates is None else 2 * torch.randn(shapes[gates]) + 1
+    return {"qkv": torch.randn(batch, seqlen, 3 * HEADS * HEADDIM), "gates": logits}
+
+
+@pytest.fixture
+def all_poisoned(poisoned, monkeypatch):
+    """Buffers of all kernels start out as NaN."""
+    monkeypatch.setattr(fused, "torch", PoisonedTorch())
+
+
+def errors(case, seqlen, device, dtype=torch.float32, cu_seqlens=None):
+    options, gates = CASES[case]
+    given = inputs(seqlen, gates, 1 if cu_seqlens is not None else 2)
+    given["qkv"] = given["qkv"].to(dtype).float()
+    options = options | {"nheads": HEADS, "cu_seqlens": cu_seqlens}
+    wanted = run(lion_mixer_definition, given, torch.float64, **options)
+    op = on_triton(lion_mixer, device)
+    got = run(lambda qkv, **rest: op(qkv=qkv.to(dtype), **rest).float(), given, torch.float32, **options)
+    return {name: rmse_ratio(got[name], x) for name, x in wanted.items()}
+
+
+@pytest.mark.parametrize("seqlen", [2, 67])
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_gradients(interpreter, all_poisoned, case, seqlen):
+    found = errors(case, seqlen, interpreter)
+    assert not {name: error for name, error in found.items() if not error <= FLOAT32}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_documents(interpreter, all_poisoned, case):
+    found = errors(case, 97, interpreter, cu_seqlens=packed([3, 1, 0, 64, 29]))
+    assert not {name: error for name, error in found.items() if not error <= FLOAT32}
+
+
+def test_a_single_token_is_its_value(interpreter, all_poisoned):
+    given = inputs(1, "token", 2)
+    y = on_triton(lion_mixer, interpreter)(**given, nheads=HEADS)
+    torch.testing.assert_close(y, given["qkv"][..., 2 * HEADS * HEADDIM :], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["gates of heads", "gates of tokens"])
+def test_in_bfloat16(interpreter, all_poisoned, case):
+    found = errors(case, 131, interpreter, torch.bfloat16)
+    assert not {name: error for name, error in found.items() if not error <= 2e-2}
+    assert found["output 0"] <= 5e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_pytorch_form(case):
+    options, gates = CASES[case]
+    cu_seqlens = packed([3, 1, 0, 33])
+    given, options = inputs(37, gates, 1), options | {"nheads": HEADS, "cu_seqlens": cu_seqlens}
+    wanted = run(lion_mixer_definition, given, torch.float64, **options)
+    for dtype, bound in ((torch.float64, 1e-10), (torch.float32, FLOAT32)):
+        got = run(lion_mixer, given, dtype, **options)
+        assert all(rmse_ratio(got[name], x) <= bound for name, x in wanted.items())
+
+
+def test_the_same_bits_again(interpreter):
+    assert_bit_equal_twice(on_triton(lion_mixer, interpreter), inputs(67, "token", 2), nheads=HEADS)
+
+
+def test_open_and_closed_gates_keep_their_digits(interpreter):
+    """Their logarithms are tiny, or as large as the logits."""
+    given = inputs(20, "token", 1)
+    given["gates"] = torch.randn(1, 20, HEADS) + torch.tensor([14.0, 0.0, -14.0])
+    options = {"nheads": HEADS}
+    wanted = run(lion_mixer_definition, given, torch.float64, **options)
+    got = run(on_triton(lion_mixer, interpreter), given, torch.float32, **options)
+    for head in range(HEADS):
+        assert rmse_ratio(got["d gates"][..., head], wanted["d gates"][..., head]) <= 10 * FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nheads": 4}, "qkv has shape"),
+        ({"feature_map": "relu"}, "feature_map is 'relu'"),
+        ({"gate_offset": 2}, "gate_offset is 2"),
+        ({"gates": torch.zeros(2)}, "gates has shape"),
+        ({"eps": -1.0}, "eps is -1.0"),
+        ({"backend": "triton"}, "needs CUDA tensors"),
+    ],
+)
+def test_bad_arguments(change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        lion_mixer(**inputs(8, "token", 1) | {"nheads": HEADS} | change)
+    assert "\n" not in str(error.value)
