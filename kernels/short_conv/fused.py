@@ -92,7 +92,8 @@ def _convolve(
     WIDTH: tl.constexpr, LEFT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
     STATE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """y_t = activation(bias + sum over taps j of weight[:, j] x_{t + j - LEFT}); with STATE also the end of [state | x]."""
+    """y_t = activation(bias + sum over taps j of weight[:, j] x_{t + j - LEFT}). With STATE also the end of
+    [state | x]."""
     # Neighbouring programs take neighbouring channels of the same rows: whole rows are read at about one time.
     blocks = tl.cdiv(d, CHANNELS)
     slot = tl.program_id(0) // blocks

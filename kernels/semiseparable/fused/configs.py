@@ -52,7 +52,7 @@ class ScanConfig(NamedTuple):
     """Software pipelining of the loop over tiles that carries states."""
 
 
-_HALF = ScanConfig(2, 128, 128, 64, 24, 128, 64, 64, 64, 4, 4, 4, 4, 168, 255, 168, 1)
+_HALF = ScanConfig(2, 128, 128, 64, 24, 128, 64, 64, 64, 4, 4, 4, 4, 168, 168, 168, 1)
 _SINGLE = ScanConfig(4, 64, 64, 32, 1, 32, 32, 32, 32, 4, 4, 4, 4, 255, 255, 255, 1)
 _WHOLE = 256
 """Rows up to this length are one chunk: no states are carried."""

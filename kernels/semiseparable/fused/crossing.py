@@ -18,8 +18,9 @@ def cross_scores(
     q, q_l, k, k_l, place, left, ahead, forward,
     SHIFT: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores (TILE, TILE) of this tile's writers (rows) and the other one's readers, and the same turned round, typed
-    like q and k. The other tile is `ahead` of this one, and reads in the direction that runs `forward` or not."""
+    """Scores (TILE, TILE) of this tile's writers (rows) and the other one's readers, typed like q and k, and the same
+    turned round in float32. The other tile is `ahead` of this one, and reads in the direction that runs `forward` or
+    not."""
     i = tl.arange(0, TILE)
     valid = i < left
     source = i + ahead
@@ -31,7 +32,7 @@ def cross_scores(
     x = load_rows(q, q_l, source, readable, 0, D_STATE, BLOCK_N)
     scores = side_scores(c, k, k_l, q, q_l, i, valid, source, readable, D_STATE, TILE, BLOCK_N, PRECISION)
     turned = side_scores(x, q, q_l, k, k_l, source, readable, i, valid, D_STATE, TILE, BLOCK_N, PRECISION)
-    return scores.to(x.dtype), turned.to(x.dtype)
+    return scores.to(x.dtype), turned
 
 
 @triton.jit

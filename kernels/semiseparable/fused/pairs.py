@@ -397,7 +397,7 @@ def pair_gradients(
                 written *= decay_x
                 if GATED1 or GATED2:
                     tl.store(crossed + at_f + i, written * scale_x, mask=valid)
-                    read = tl.sum(pairs_x * turned_x.to(tl.float32), 1)
+                    read = tl.sum(pairs_x * turned_x, 1)
                     tl.store(entered + at_f + ahead + i, read, mask=i < left - ahead)
         if SCALED1:
             tl.store(scales1 + at_f + i, dscale1 + (tl.where(forward, written, 0.0) if TWO else written), mask=valid)

@@ -114,22 +114,23 @@ def sum_decays(scan: Scan, sides: tuple[ScanSide, ...], triangle: Tensor | None 
     size = slots * scan.heads * len(sides) * factors * scan.chunk
     sums = torch.empty(size + 2 * room, dtype=torch.float32, device=weights[0].device)[room:]
     block = min(8, triton.next_power_of_2(scan.heads))
+    tile = 0 if triangle is None else triangle.shape[0]
     launch(
-        decay_sums, (slots, triton.cdiv(scan.heads, block)),
+        decay_sums, (slots + (triangle is not None), triton.cdiv(scan.heads, block)),
         sums, triangle, *per_token(first.log_decay), *per_token(second.log_decay),
         *per_token(first.input_scale), *per_token(second.input_scale),
-        scan.table(scan.chunk), scan.seqlen, scan.per_row(scan.chunk), scan.heads, num_warps=4, num_stages=1,
+        scan.table(scan.chunk), scan.seqlen, scan.per_row(scan.chunk), scan.heads, tile, num_warps=1, num_stages=1,
         TWO=len(sides) == 2, REVERSE=first.reverse, GATED1=first.log_decay is not None,
         GATED2=second.log_decay is not None, SCALED1=first.input_scale is not None,
         SCALED2=second.input_scale is not None, PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, FACTORS=factors,
-        BLOCK_H=block, EXACT=scan.exact, TILE=0 if triangle is None else triangle.shape[0],
+        BLOCK_H=block, EXACT=scan.exact, TILE=tile,
     )  # fmt: skip
     return sums
 
 
 def heads_at_once(heads: int) -> int:
     """Heads that programs take together which look at one number per token and head."""
-    return min(2, triton.next_power_of_2(heads))
+    return min(4, triton.next_power_of_2(heads))
 
 
 def per_token(x: Tensor | None) -> tuple:

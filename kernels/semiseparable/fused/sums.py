@@ -45,23 +45,26 @@ def store_side(
         tl.store(sums + (2 if EXACT else 1) * CHUNK, scale, mask=there)
 
 
-@triton.jit(do_not_specialize=["seqlen", "per_row"])
+@triton.jit(do_not_specialize=["seqlen", "per_row", "rows"])
 def decay_sums(
     sums, triangle, a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
-    table, seqlen, per_row, heads,
+    table, seqlen, per_row, heads, rows,
     TWO: tl.constexpr, REVERSE: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr, SCALED1: tl.constexpr,
     SCALED2: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, FACTORS: tl.constexpr, BLOCK_H: tl.constexpr,
     EXACT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """sums (slots, nheads, directions, FACTORS, CHUNK) float32: one or two floats of sums of log-decays, and input
-    scales where there are any. With TILE also `triangle` (TILE, TILE), 1 below the diagonal and else 0."""
+    scales where there are any. With TILE also `triangle` (TILE, TILE), 1 below the diagonal and
+    else 0, of as many `rows`, by the last program."""
     slot = tl.program_id(0)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     if TILE:
-        if (slot == 0) & (tl.program_id(1) == 0):
-            j = tl.arange(0, TILE)
-            below = j[:, None] > j[None, :]
-            tl.store(triangle + j[:, None] * TILE + j[None, :], tl.where(below, 1.0, 0.0).to(triangle.dtype.element_ty))
+        if slot == tl.num_programs(0) - 1:
+            column = tl.arange(0, TILE)
+            for row in range(rows):
+                below = tl.where(column < row, 1.0, 0.0)
+                tl.store(triangle + row * TILE + column, below.to(triangle.dtype.element_ty))
+            return
     chunk, row, begin, length = located(slot, table, seqlen, per_row, PACKED)
     start = chunk * CHUNK
     if start >= length:

@@ -50,88 +50,70 @@ def one_side(x1, x2, second, TWO: tl.constexpr):
 
 @triton.jit
 def side_gradients(
-    out, d_l, from_pairs, from_cross, p_l, found, through, rows, rows_l, rows_h, x, x_l, u, u_l, u_h,
-    sums, states, vectors, others, other_vectors, h0, r0, place, left, tokens, reverse, gated, scaled, there, meets,
-    crossed, n0,
-    directions: tl.constexpr, WRITES: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
-    STORED: tl.constexpr, ADD: tl.constexpr, NORMALIZE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    FACTORS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    vector, found, through, rows, rows_l, rows_h, u, u_l, u_h, sums, states, vectors, others, other_vectors,
+    h0, r0, left, tokens, step, reverse, gated, scaled, there, meets, n0,
+    directions: tl.constexpr, WRITES: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
+    NORMALIZE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FACTORS: tl.constexpr, HEADS: tl.constexpr,
+    D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The readers (or with WRITES the writers) of one direction: `out` is dq (dk), `found` the sum of what decays get,
-    from the `rows` dy (v), `x` q (k), and `states` that are `there`. The readers find out what passes `through` to the
-    `others` too, where both are there (`meets`). `crossed`: whether the tile reads from the chunk's other one. GATED,
-    SCALED: any direction is, which this one need not be (`gated`, `scaled`).
+    """The gradient (TILE, BLOCK_N) of q of the readers (or with WRITES of k of the writers) of one direction, from the
+    `rows` dy (v), and `states` that are `there`. `found` gets the sum of what decays get, for which q (k) are in
+    `vector`; a reader's is `step` tokens ahead. The readers find out what passes `through` to the `others` too, where
+    both are there (`meets`). GATED, SCALED: any direction is, which this one need not be (`gated`, `scaled`).
 
     Pointers stand at the tile's first token, the slot, and their first heads.
     """
     i = tl.arange(0, TILE)
-    n = n0 + tl.arange(0, BLOCK_N)
     valid = i < left
-    source = i
-    if SHIFT and not WRITES:
-        source += tl.where(reverse, 1, -1)
-    # A reader's gradient belongs to the token whose q it read with.
-    there_x = (source >= -place) & (source < left)
     grad = tl.zeros((TILE, BLOCK_N), tl.float32)
     elements: tl.constexpr = D_STATE * HEADDIM
     shared: tl.constexpr = BLOCK_N * TILE // CHUNK
-    if STORED:
-        vector = load_rows(x, x_l, source, there_x & valid, n0, D_STATE, BLOCK_N).to(tl.float32)
-        end = tl.where(reverse, 0, CHUNK - 1)
-        for step in tl.range(HEADS, num_stages=1):
-            head = (h0 + step).to(tl.int64)
-            of_head = head * directions
-            at_sums = sums + of_head * (FACTORS * CHUNK) if FACTORS else sums
-            of_state = states + of_head * elements
-            part = tl.zeros((TILE, BLOCK_N), tl.float32)
-            for p0 in tl.static_range(0, HEADDIM, BLOCK_P):
-                at, inside = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
-                h = tl.load(of_state + at, mask=inside & there, other=0.0)
-                row = load_rows(rows + head * rows_h, rows_l, i, valid, p0, HEADDIM, BLOCK_P)
-                part = state_dot(row, tl.trans(h), part, PRECISION)
+    end = tl.where(reverse, 0, CHUNK - 1)
+    for number in tl.range(HEADS, num_stages=1):
+        head = (h0 + number).to(tl.int64)
+        of_head = head * directions
+        at_sums = sums + of_head * (FACTORS * CHUNK) if FACTORS else sums
+        of_state = states + of_head * elements
+        part = tl.zeros((TILE, BLOCK_N), tl.float32)
+        for p0 in tl.static_range(0, HEADDIM, BLOCK_P):
+            at, inside = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
+            h = tl.load(of_state + at, mask=inside & there, other=0.0)
+            row = load_rows(rows + head * rows_h, rows_l, i, valid, p0, HEADDIM, BLOCK_P)
+            part = state_dot(row, tl.trans(h), part, PRECISION)
+        if NORMALIZE:
+            # The sum over a row is the product with one more channel of v that holds ones.
+            h_sum = load_vector(vectors + of_head * D_STATE, there, n0, D_STATE, BLOCK_N)
+            ones = tl.where(valid, 1.0, 0.0) if WRITES else load_factor(u + head * u_h, u_l, i, valid)
+            part += ones[:, None] * h_sum[None, :]
+        factor = tl.where(valid, 1.0, 0.0)
+        if GATED:
+            end_high, end_low = edge_sum(at_sums, end, CHUNK, EXACT)
+            high, low = edge_sum(at_sums, i + (r0 + step), CHUNK, EXACT)
+            if WRITES:
+                exponent = exponents(end_high, end_low, high, low, EXACT)
+            else:
+                exponent = high + low if EXACT else high
+            factor = tl.exp2(exponent) if GATED == 2 else tl.where(gated, tl.exp2(exponent), factor)
+        if GATED or (WRITES and SCALED):
+            tl.store(found + head * tokens + i, tl.sum(part * vector, 1) * factor, mask=valid)
+        if GATED and not WRITES:
+            passed = 0.0
+            # The chunk's last tile with tokens takes the shares of those behind it.
+            for share in tl.range(r0 // TILE, tl.where(left > TILE, r0 // TILE + 1, CHUNK // TILE), num_stages=1):
+                passed += passed_through(
+                    of_state, others + of_head * elements, meets, n0 + share * shared, shared, D_STATE, HEADDIM,
+                    BLOCK_P,
+                )  # fmt: skip
             if NORMALIZE:
-                # The sum over a row is the product with one more channel of v that holds ones.
-                h_sum = load_vector(vectors + of_head * D_STATE, there, n0, D_STATE, BLOCK_N)
-                ones = tl.where(valid, 1.0, 0.0) if WRITES else load_factor(u + head * u_h, u_l, i, valid)
-                part += ones[:, None] * h_sum[None, :]
-            factor = tl.where(valid, 1.0, 0.0)
-            if GATED:
-                end_high, end_low = edge_sum(at_sums, end, CHUNK, EXACT)
-                high, low = edge_sum(at_sums, source + r0, CHUNK, EXACT)
-                if WRITES:
-                    exponent = exponents(end_high, end_low, high, low, EXACT)
-                else:
-                    exponent = high + low if EXACT else high
-                factor = tl.where(gated, tl.exp2(exponent), factor)
-            if GATED or (WRITES and SCALED):
-                tl.store(found + head * tokens + i, tl.sum(part * vector, 1) * factor, mask=valid)
-            if GATED and not WRITES:
-                passed = 0.0
-                # The chunk's last tile with tokens takes the shares of those behind it.
-                for share in tl.range(r0 // TILE, tl.where(left > TILE, r0 // TILE + 1, CHUNK // TILE), num_stages=1):
-                    passed += passed_through(
-                        of_state, others + of_head * elements, meets, n0 + share * shared, shared, D_STATE, HEADDIM,
-                        BLOCK_P,
-                    )  # fmt: skip
-                if NORMALIZE:
-                    g_sum = load_vector(other_vectors + of_head * D_STATE, meets, n0, D_STATE, BLOCK_N)
-                    passed += tl.where(r0 == 0, tl.sum(h_sum * g_sum, 0), 0.0)
-                tl.store(through + head, passed * tl.exp2(end_high + end_low if EXACT else end_high))
-            if WRITES and SCALED:
-                scale = tl.load(at_sums + ((2 if EXACT else 1) * CHUNK + r0) + i)
-                factor *= tl.where(scaled, scale, 1.0)
-            grad += part * factor[:, None]
-
-    inside = n[None, :] < D_STATE
-    if CHUNK > TILE and not WRITES:
-        at = i[:, None] * p_l + n[None, :]
-        grad += tl.load(from_cross + at, mask=valid[:, None] & inside & crossed, other=0.0)
-    at = source[:, None] * d_l + n[None, :]
-    inside = there_x[:, None] & inside
-    if ADD:
-        grad += tl.load(from_pairs + source[:, None] * p_l + n[None, :], mask=inside, other=0.0)
-    tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
+                g_sum = load_vector(other_vectors + of_head * D_STATE, meets, n0, D_STATE, BLOCK_N)
+                passed += tl.where(r0 == 0, tl.sum(h_sum * g_sum, 0), 0.0)
+            tl.store(through + head, passed * tl.exp2(end_high + end_low if EXACT else end_high))
+        if WRITES and SCALED:
+            scale = tl.load(at_sums + ((2 if EXACT else 1) * CHUNK + r0) + i)
+            factor *= scale if SCALED == 2 else tl.where(scaled, scale, 1.0)
+        grad += part * factor[:, None]
+    return grad
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "tokens", "f_s", "tile_stride"])
@@ -160,6 +142,7 @@ def state_gradients(
     slot = unit // tiles
     r0 = unit % tiles * TILE
     n0 = tl.program_id(1) * BLOCK_N
+    writes = tl.program_id(2) % 2 == 1
     second = tl.program_id(2) >= 2
     group = (h0 // share).to(tl.int64)
     part = (h0 % share // HEADS).to(tl.int64)
@@ -177,49 +160,65 @@ def state_gradients(
     at_f = of_block * f_s + b * seqlen + t
     at_tile = of_block * tile_stride + unit.to(tl.int64) * heads
     elements: tl.constexpr = D_STATE * HEADDIM
-    VECTORS: tl.constexpr = STORED and NORMALIZE
-    GATED: tl.constexpr = GATED1 or GATED2
-    SCALED: tl.constexpr = SCALED1 or SCALED2
+    # 2: every direction is.
+    GATED: tl.constexpr = 2 if GATED1 and (GATED2 or not TWO) else 1 if GATED1 or GATED2 else 0
+    SCALED: tl.constexpr = 2 if SCALED1 and (SCALED2 or not TWO) else 1 if SCALED1 or SCALED2 else 0
     reverse = second | REVERSE
     starts, ends = chunk > 0, (chunk + 1) * CHUNK < length
     enters = ENTERS | tl.where(reverse, ends, starts)
     leaves = LEAVES | tl.where(reverse, starts, ends)
     # The second tile reads from the first one in the direction that runs forward, and the other way round.
-    crossed = tl.where(reverse, (r0 == 0) & (left > TILE), r0 > 0)
+    crossed = tl.where(reverse, (r0 == 0) & (left > TILE), r0 > 0) & (writes == 0)
     gated = one_side(GATED1, GATED2, second, TWO)
     scaled = one_side(SCALED1, SCALED2, second, TWO)
     at_v = v + b * v_b + t * v_l
     at_y = one_side(dy1, dy2, second, TWO) + b * dy_b + t * dy_l
     at_u = u + b * u_b + t * u_l if NORMALIZE else u
-    q_b, k_b = one_side(q1_b, q2_b, second, TWO), one_side(k1_b, k2_b, second, TWO)
-    q_l, k_l = one_side(q1_l, q2_l, second, TWO), one_side(k1_l, k2_l, second, TWO)
-    q_g, k_g = one_side(q1_g, q2_g, second, TWO), one_side(k1_g, k2_g, second, TWO)
-    at_q = one_side(q1, q2, second, TWO) + b * q_b + t * q_l + group * q_g
-    at_k = one_side(k1, k2, second, TWO) + b * k_b + t * k_l + group * k_g
     of_sums = sums + of_slot * (FACTORS * CHUNK) if FACTORS else sums
     entry = entering + of_slot * elements if STORED else entering
-    entry_vectors = entering_vectors + of_slot * D_STATE if VECTORS else entering_vectors
+    entry_vectors = entering_vectors + of_slot * D_STATE if STORED and NORMALIZE else entering_vectors
     exit_at = leaving + of_slot * elements if STORED else leaving
-    exit_vectors = leaving_vectors + of_slot * D_STATE if VECTORS else leaving_vectors
-    if tl.program_id(2) % 2 == 0:
-        side_gradients(
-            one_side(dq1, dq2, second, TWO) + at, d_l,
-            one_side(dq1_pairs, dq2_pairs, second, TWO) + at_pairs if ADD else dq1_pairs,
-            dq_cross + part * p_s + at_pairs if tiles > 1 else dq_cross, p_l,
-            one_side(read1, read2, second, TWO) + at_f if STORED and GATED else read1,
-            one_side(through1, through2, second, TWO) + at_tile if STORED and GATED else through1,
-            at_y, dy_l, dy_h, at_q, q_l, at_u, u_l, u_h, of_sums, entry, entry_vectors, exit_at, exit_vectors,
-            h0, r0, place, left, tokens, reverse, gated, scaled, enters, enters & leaves, crossed, n0,
-            directions, False, SHIFT, GATED, SCALED, STORED, ADD, NORMALIZE, CHUNK, TILE, FACTORS, HEADS, D_STATE,
-            HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
-        )  # fmt: skip
-    else:
-        side_gradients(
-            one_side(dk1, dk2, second, TWO) + at, d_l,
-            one_side(dk1_pairs, dk2_pairs, second, TWO) + at_pairs if ADD else dk1_pairs, dq_cross, p_l,
-            one_side(wrote1, wrote2, second, TWO) + at_f if STORED and (GATED or SCALED) else wrote1, through1,
-            at_v, v_l, v_h, at_k, k_l, at_u, u_l, u_h, of_sums, exit_at, exit_vectors, entry, entry_vectors,
-            h0, r0, place, left, tokens, reverse, gated, scaled, leaves, enters & leaves, crossed, n0,
-            directions, True, SHIFT, GATED, SCALED, STORED, ADD, NORMALIZE, CHUNK, TILE, FACTORS, HEADS, D_STATE,
-            HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
-        )  # fmt: skip
+    exit_vectors = leaving_vectors + of_slot * D_STATE if STORED and NORMALIZE else leaving_vectors
+    i = tl.arange(0, TILE)
+    n = n0 + tl.arange(0, BLOCK_N)
+    valid = i < left
+    # A reader's gradient belongs to the token whose q it read with.
+    step = tl.where(writes, 0, tl.where(reverse, 1, -1)) if SHIFT else 0
+    source = i + step
+    there = (source >= -place) & (source < left)
+    grad = tl.zeros((TILE, BLOCK_N), tl.float32)
+    if STORED:
+        x = tl.where(writes, one_side(k1, k2, second, TWO), one_side(q1, q2, second, TWO))
+        x_b = tl.where(writes, one_side(k1_b, k2_b, second, TWO), one_side(q1_b, q2_b, second, TWO))
+        x_l = tl.where(writes, one_side(k1_l, k2_l, second, TWO), one_side(q1_l, q2_l, second, TWO))
+        x_g = tl.where(writes, one_side(k1_g, k2_g, second, TWO), one_side(q1_g, q2_g, second, TWO))
+        x += b * x_b + t * x_l + group * x_g
+        vector = load_rows(x, x_l, source, there & valid, n0, D_STATE, BLOCK_N).to(tl.float32)
+        if writes:
+            grad = side_gradients(
+                vector, one_side(wrote1, wrote2, second, TWO) + at_f if GATED or SCALED else wrote1, through1,
+                at_v, v_l, v_h, at_u, u_l, u_h, of_sums, exit_at, exit_vectors, entry, entry_vectors,
+                h0, r0, left, tokens, step, reverse, gated, scaled, leaves, enters & leaves, n0,
+                directions, True, GATED, SCALED, NORMALIZE, CHUNK, TILE, FACTORS, HEADS, D_STATE, HEADDIM, BLOCK_N,
+                BLOCK_P, PRECISION, EXACT,
+            )  # fmt: skip
+        else:
+            grad = side_gradients(
+                vector, one_side(read1, read2, second, TWO) + at_f if GATED else read1,
+                one_side(through1, through2, second, TWO) + at_tile if GATED else through1,
+                at_y, dy_l, dy_h, at_u, u_l, u_h, of_sums, entry, entry_vectors, exit_at, exit_vectors,
+                h0, r0, left, tokens, step, reverse, gated, scaled, enters, enters & leaves, n0,
+                directions, False, GATED, SCALED, NORMALIZE, CHUNK, TILE, FACTORS, HEADS, D_STATE, HEADDIM, BLOCK_N,
+                BLOCK_P, PRECISION, EXACT,
+            )  # fmt: skip
+    inside = n[None, :] < D_STATE
+    if tiles > 1:
+        at_cross = dq_cross + part * p_s + at_pairs + i[:, None] * p_l + n[None, :]
+        grad += tl.load(at_cross, mask=valid[:, None] & inside & crossed, other=0.0)
+    inside = there[:, None] & inside
+    if ADD:
+        q_pairs, k_pairs = one_side(dq1_pairs, dq2_pairs, second, TWO), one_side(dk1_pairs, dk2_pairs, second, TWO)
+        from_pairs = tl.where(writes, k_pairs, q_pairs) + at_pairs
+        grad += tl.load(from_pairs + source[:, None] * p_l + n[None, :], mask=inside, other=0.0)
+    out = tl.where(writes, one_side(dk1, dk2, second, TWO), one_side(dq1, dq2, second, TWO)) + at
+    tl.store(out + source[:, None] * d_l + n[None, :], grad.to(out.dtype.element_ty), mask=inside)

@@ -109,9 +109,11 @@ def _single_states() -> Iterator[tuple[int, ...]]:
 
 
 def _half_gradients() -> Iterator[tuple[int, ...]]:
+    """Gradients are found for chunks of one or two tiles."""
     for chunk, tile, warps in _half_tiles():
-        for registers in (168, 208, 255):
-            yield chunk, tile, 64, warps, registers
+        if chunk <= 2 * tile:
+            for registers in (128, 168, 200, 232, 255):
+                yield chunk, tile, 64, warps, registers
     for registers in (168, 255):
         yield 128, 64, 32, 4, registers
         yield 64, 64, 32, 4, registers
@@ -119,10 +121,11 @@ def _half_gradients() -> Iterator[tuple[int, ...]]:
 
 def _single_gradients() -> Iterator[tuple[int, ...]]:
     for chunk, tile in SINGLE_TILES:
-        for block in (32, 64):
-            for warps in (4, 8):
-                for registers in (168, 255):
-                    yield chunk, tile, block, warps, registers
+        if chunk <= 2 * tile:
+            for block in (32, 64):
+                for warps in (4, 8):
+                    for registers in (128, 168, 255):
+                        yield chunk, tile, block, warps, registers
 
 
 _STATES = ("state_tile", "block", "state_warps", "stages")

@@ -62,6 +62,8 @@ def _directions(names: dict[str, Any]) -> int:
 
 
 LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
+    # One program of all fills the triangle.
+    "decay_sums": lambda _: (0,),
     "mix": _scan_loops,
     "pair_gradients": lambda names: (names["HEADS"],),
     # The code of readers and writers stands in one kernel, and a program runs one of them.
