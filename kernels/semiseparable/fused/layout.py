@@ -1,8 +1,7 @@
 """Functions that all scan kernels share: reading tiles, decays between tokens, and states at the edges of tiles.
 
 A chunk is what lies between two stored states; a tile is a part of it, whose pairs of tokens one program looks at.
-Tokens of different tiles meet through states only: of the chunk's edge, to which a program adds the tiles between that
-edge and its own.
+Tokens of different chunks meet through states only.
 
 Exponents are sums of log-decays in units of log 2 over a chunk. They and the input scales stand in a table that sums.py
 makes once, rows of CHUNK numbers for each slot, head and direction. For float32 inputs sums are two float32 numbers: a
@@ -152,52 +151,6 @@ def add_tile(
             weight *= load_factor(u, u_l, i, valid)
         z += tl.sum(keys.to(tl.float32) * weight[:, None], 0)
     return h, z
-
-
-@triton.jit
-def add_tiles(
-    h, z, k, k_l, v, v_l, u, u_l, sums, r0, place, left, n0, p0,
-    REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
-    VECTOR: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """What the chunk's tiles on the side that the direction comes from add to the state that enters the tile at r0, or
-    with COTANGENT those on the other side to the cotangent of the state that leaves it."""
-    backward: tl.constexpr = REVERSE != COTANGENT
-    edge = leaving_edge(r0, REVERSE, TILE) if COTANGENT else entering_edge(r0, REVERSE, TILE)
-    edge_high = 0.0
-    edge_low = 0.0
-    if GATED:
-        edge_high, edge_low = edge_sum(sums, edge, CHUNK, EXACT)
-    here = r0 // TILE
-    last = tl.minimum(here + tl.cdiv(left, TILE), CHUNK // TILE)
-    for tile in tl.range(here + 1 if backward else here * 0, last if backward else here, num_stages=1):
-        ahead = tile * TILE - r0
-        h, z = add_tile(
-            h, z, k + ahead * k_l, k_l, v + ahead * v_l, v_l, u + ahead * u_l if VECTOR and COTANGENT else u, u_l, sums,
-            edge_high, edge_low, tile * TILE, place + ahead, left - ahead, n0, p0,
-            REVERSE, COTANGENT, SHIFT, GATED, SCALED, VECTOR, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
-            PRECISION, EXACT,
-        )  # fmt: skip
-    return h, z
-
-
-@triton.jit
-def chunk_decay(
-    sums, r0,
-    REVERSE: tl.constexpr, COTANGENT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """The decay between the chunk's edge and the tile's entering edge, or with COTANGENT between its leaving edge and
-    the chunk's other edge."""
-    if COTANGENT:
-        high, low = edge_sum(sums, 0 if REVERSE else CHUNK - 1, CHUNK, EXACT)
-        from_high, from_low = edge_sum(sums, leaving_edge(r0, REVERSE, TILE), CHUNK, EXACT)
-        found = exponents(high, low, from_high, from_low, EXACT)
-    else:
-        found, low = edge_sum(sums, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
-        if EXACT:
-            found += low
-    return tl.exp2(found)
 
 
 @triton.jit

@@ -37,8 +37,8 @@ from matmix.kernels.slots import located
 
 LEAST_SCALE = tl.constexpr(2.0**-64)
 """Taken for input scales that are nearer to 0, inside of tiles: far below what rounding makes of any other pair."""
-HIGHEST_SUM = tl.constexpr(2.0)
-"""Above the sum of as many of the largest log2 decays as a tile has tokens."""
+HIGHEST_SUM = tl.constexpr(4.0)
+"""Above the sum of as many of the largest log2 decays as the longest tile has tokens, 256."""
 
 
 @triton.jit
@@ -301,7 +301,7 @@ def pair_gradients(
         if SCALED2:
             scale2 = tl.load(sums2 + (scale_row + r0) + i)
         if SCALED:
-            # Scales of nothing would take the gradient of the scale with them.
+            # What a scale gets is divided by it below: one of 0 would lose its gradient.
             scale1 = tl.where(tl.abs(scale1) < LEAST_SCALE, LEAST_SCALE, scale1)
             scale2 = tl.where(tl.abs(scale2) < LEAST_SCALE, LEAST_SCALE, scale2)
             decays *= tl.where(first, scale1[:, None], scale2[:, None]) if TWO else scale1[:, None]
