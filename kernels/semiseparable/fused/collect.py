@@ -12,7 +12,7 @@ from matmix.kernels.launching import launch
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused.carry import States
 from matmix.kernels.semiseparable.fused.pairs import pair_gradients
-from matmix.kernels.semiseparable.fused.scan import Scan, heads_at_once, one_or_two, per_token
+from matmix.kernels.semiseparable.fused.scan import Scan, heads_of_warp, one_or_two, per_token
 from matmix.kernels.semiseparable.fused.sums import decay_gradients
 from matmix.kernels.semiseparable.fused.through import state_gradients
 
@@ -152,7 +152,7 @@ def gradients(
 
     das, dws = [factor(there) for there in gated], [factor(there) for there in scaled]
     if any(gated) or any(scaled):
-        block = heads_at_once(scan.heads)
+        block = heads_of_warp(scan.heads, scan.chunk, 512)
         launch(
             decay_gradients, (scan.slots(scan.chunk), triton.cdiv(scan.heads, block)),
             das[0], dws[0], decays[0], scales[0], reads[0], wrotes[0], throughs[0],

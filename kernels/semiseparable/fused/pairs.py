@@ -126,8 +126,8 @@ def write_state(
 @triton.jit
 def store_vector_gradients(
     dscores, met, dcross, crosses, dq, dk, d_l, q, q_l, k, k_l, place, left, ahead,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, CROSS: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    REVERSE: tl.constexpr, SHIFT: tl.constexpr, CROSS: tl.constexpr, NORMALIZE: tl.constexpr, TILE: tl.constexpr,
+    D_STATE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq and dk of one direction from the gradient of its scores; `met`: of tokens' scores with themselves. With CROSS
     and where the direction `crosses` to the other tile, `ahead` of this one, dk is that of its readers too."""
@@ -141,9 +141,15 @@ def store_vector_gradients(
         inside = n < D_STATE
         x = load_rows(q, q_l, source, readable, n0, D_STATE, BLOCK_N)
         c = load_rows(k, k_l, i, valid, n0, D_STATE, BLOCK_N)
-        dc = tl.dot(dscores.to(x.dtype), x, input_precision=PRECISION)
+        high = dscores.to(x.dtype)
+        dc = tl.dot(high, x, input_precision=PRECISION)
         # Transposed like the scores, which as a first factor would have to be turned round in registers.
-        dx = tl.dot(tl.trans(c), dscores.to(c.dtype), input_precision=PRECISION)
+        dx = tl.dot(tl.trans(c), high, input_precision=PRECISION)
+        if NORMALIZE and x.dtype != tl.float32:
+            # Where rows are divided by their sums, most of what is added up here cancels.
+            low = (dscores - high.to(tl.float32)).to(x.dtype)
+            dc = tl.dot(low, x, acc=dc)
+            dx = tl.dot(tl.trans(c), low, acc=dx)
         if not SHIFT:
             dc += met[:, None] * x.to(tl.float32)
             dx += met[None, :] * tl.trans(c).to(tl.float32)
@@ -407,12 +413,14 @@ def pair_gradients(
     at = part * d_s + b * d_b + t * d_l + group * d_g
     store_vector_gradients(
         tl.where(first, dscores, 0.0), met1, dcross, forward if TWO else meets, dq1 + at, dk1 + at, d_l,
-        at_q1, q1_l, at_k1, k1_l, place, left, ahead, REVERSE, SHIFT, CROSS, TILE, D_STATE, BLOCK_N, PRECISION,
+        at_q1, q1_l, at_k1, k1_l, place, left, ahead, REVERSE, SHIFT, CROSS, NORMALIZE, TILE, D_STATE, BLOCK_N,
+        PRECISION,
     )  # fmt: skip
     if TWO:
         store_vector_gradients(
             tl.where(second, dscores, 0.0), met2, dcross, r0 > 0, dq2 + at, dk2 + at, d_l,
-            at_q2, q2_l, at_k2, k2_l, place, left, ahead, True, SHIFT, CROSS, TILE, D_STATE, BLOCK_N, PRECISION,
+            at_q2, q2_l, at_k2, k2_l, place, left, ahead, True, SHIFT, CROSS, NORMALIZE, TILE, D_STATE, BLOCK_N,
+            PRECISION,
         )  # fmt: skip
     if CROSS:
         if TWO or meets:

@@ -92,10 +92,12 @@ def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | No
     config = choose(v.dtype, seqlen, chunk_size, architecture(v.device))
     chunk = config.backward_chunk if backward else config.forward_chunk
     if backward and chunk > 2 * config.tile:
-        # Gradients are found for one or two tiles of a chunk.
+        # Gradients are found for one or two tiles of a chunk; one block of so many warps may have all registers.
         tile = chunk // 2
-        warps = max(config.pair_warps, tile // 16), max(config.state_gradient_warps, tile // 16)
-        config = config._replace(tile=tile, pair_warps=warps[0], state_gradient_warps=warps[1])
+        config = config._replace(
+            tile=tile, pair_warps=max(config.pair_warps, tile // 16), pair_registers=255,
+            state_gradient_warps=max(config.state_gradient_warps, tile // 16), state_gradient_registers=255,
+        )  # fmt: skip
     return Scan(
         rows, seqlen, heads, headdim, groups, d_state, cu_seqlens, config, chunk, dot_precision(v.dtype), PROGRAMS
     )  # fmt: skip
@@ -113,7 +115,7 @@ def sum_decays(scan: Scan, sides: tuple[ScanSide, ...], triangle: Tensor | None 
     room = 16
     size = slots * scan.heads * len(sides) * factors * scan.chunk
     sums = torch.empty(size + 2 * room, dtype=torch.float32, device=weights[0].device)[room:]
-    block = min(8, triton.next_power_of_2(scan.heads))
+    block = heads_of_warp(scan.heads, scan.chunk, 1024)
     tile = 0 if triangle is None else triangle.shape[0]
     launch(
         decay_sums, (slots + (triangle is not None), triton.cdiv(scan.heads, block)),
@@ -128,9 +130,10 @@ def sum_decays(scan: Scan, sides: tuple[ScanSide, ...], triangle: Tensor | None 
     return sums
 
 
-def heads_at_once(heads: int) -> int:
-    """Heads that programs take together which look at one number per token and head."""
-    return min(4, triton.next_power_of_2(heads))
+def heads_of_warp(heads: int, chunk: int, numbers: int) -> int:
+    """Heads that a program of one warp takes together, which looks at so many numbers of each kind: of all tokens of a
+    chunk."""
+    return min(max(1, numbers // chunk), triton.next_power_of_2(heads))
 
 
 def per_token(x: Tensor | None) -> tuple:
