@@ -9,17 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from matmix.kernels.elementwise import log_one_plus
 from matmix.kernels.slots import located
 
 
 @triton.jit
 def log_sigmoid(x):
     """-log(1 + exp(-x)), with all digits where it is small."""
-    e = tl.exp(-tl.abs(x))
-    whole = 1.0 + e
-    # The rounding of 1 + e is taken back (Kahan).
-    log = tl.where(whole == 1.0, e, tl.log(whole) * (e / tl.where(whole == 1.0, 1.0, whole - 1.0)))
-    return tl.where(x > 0.0, 0.0, x) - log
+    return tl.where(x > 0.0, 0.0, x) - log_one_plus(tl.exp(-tl.abs(x)))
 
 
 @triton.jit

@@ -8,15 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from matmix.kernels.elementwise import log_one_plus
+
 
 @triton.jit
 def _softplus(x):
     """log(1 + exp(x)), with all digits where it is small."""
-    e = tl.exp(tl.minimum(x, 20.0))
-    whole = 1.0 + e
-    # The rounding of 1 + e is taken back (Kahan).
-    near = tl.where(whole == 1.0, e, tl.log(whole) * (e / tl.where(whole == 1.0, 1.0, whole - 1.0)))
-    return tl.where(x > 20.0, x, near)
+    return tl.where(x > 20.0, x, log_one_plus(tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit

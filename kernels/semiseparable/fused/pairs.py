@@ -259,8 +259,7 @@ def pair_gradients(
         )
 
     if GATED1 or GATED2:
-        triangle_at = triangle + i[:, None] * TILE + i[None, :]
-        below = tl.load(triangle_at)
+        below = tl.load(triangle + i[:, None] * TILE + i[None, :])
     for step in tl.range(HEADS, num_stages=1):
         head = (h0 + step).to(tl.int64)
         at_h = (b * seqlen + t) * heads + head
