@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,16 @@ SETTINGS = (
 PATIENT = ("--env", "MATMIX_RENDEZVOUS_SECONDS=240", "--env", "OMP_NUM_THREADS=1")
 
 
+# tyro, which reads command lines, keeps what it knows of the one being read in a variable of all threads.
+_one_by_one = threading.Lock()
+
+
+def matmix(*words: str) -> int:
+    """The exit code of a `matmix` command. It is called, not started: imports would take seconds each time."""
+    with _one_by_one:
+        return main(list(words))
+
+
 class SlurmRun:
     """One run directory and the jobs that work on it."""
 
@@ -43,8 +54,7 @@ class SlurmRun:
     def submit(self, dataset: str, *options: str, nodes: int = 1) -> SlurmRun:
         """`matmix launch slurm` with one rank on each node. options: of the launcher and of the recipe."""
         words = ["slurm", "debug_mru", "--nodes", str(nodes), "--tasks-per-node", "1", "--run-dir", str(self.path)]
-        # Called, not started: a process for each submission would spend seconds on imports.
-        assert main(["launch", *words, "--data.path", dataset, *PATIENT, *SETTINGS, *options]) == 0
+        assert matmix("launch", *words, "--data.path", dataset, *PATIENT, *SETTINGS, *options) == 0
         return self
 
     @property

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from comparisons import ENTRIES, TINY
-from slurm_runs import PATIENT, STEPS, SlurmRun, assert_undisturbed
+from slurm_runs import PATIENT, STEPS, SlurmRun, assert_undisturbed, matmix
 from stories import tells
 
-from matmix.launch.cli import main
 from matmix.launch.jobs.records import preparation_home, read_jobs
 from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
 
@@ -82,7 +81,7 @@ def prepared(stage):
     breaks = f'[ "${{SLURM_ARRAY_TASK_ID:-}}" != 2 ] || [ -e {healed} ] || exit 3'
     words = ["slurm", "--prepare", "--parts", "3", str(Path(stage.dataset).parent / "verses.jsonl"), "--out", str(out)]
     words += ["--vocab-size", "320", "--validation-fraction", "0.1", "--processes", "1", "--setup", breaks]
-    assert main(["launch", *words]) == 0
+    assert matmix("launch", *words) == 0
     home = preparation_home(str(out))
     yield stage, out, home
     parts, merge = [job.job for job in read_jobs(home)]
@@ -91,7 +90,7 @@ def prepared(stage):
     stage.cluster.wait_for(merge, "CANCELLED")
     assert not (out / "manifest.json").exists()
     healed.touch()
-    assert main(["launch", "resubmit", str(out)]) == 0
+    assert matmix("launch", "resubmit", str(out)) == 0
     stage.cluster.wait_for(read_jobs(home)[-1].job, "COMPLETED")
 
 
@@ -115,7 +114,7 @@ def compared(stage):
     recipe, home = stage.folder / "compared.toml", stage.folder / "compared"
     recipe.write_text(TINY + ENTRIES)
     words = [str(recipe), "--run-dir", str(home), "--data.path", stage.dataset, "--model.vocab-size", "320"]
-    assert main(["compare", *words, "--slurm", "--nodes", "1", "--tasks-per-node", "1", *PATIENT]) == 0
+    assert matmix("compare", *words, "--slurm", "--nodes", "1", "--tasks-per-node", "1", *PATIENT) == 0
     (job,) = read_jobs(home)
     yield words, home, job
     for task in range(job.tasks):
@@ -127,7 +126,7 @@ def compared(stage):
 def test_a_comparison_is_an_array_that_is_tabulated_afterwards(told, capsys):
     words, home, job = told
     assert job.tasks == 4
-    assert main(["compare", *words, "--report"]) == 0
+    assert matmix("compare", *words, "--report") == 0
     table = capsys.readouterr().out
     with (home / "report/table.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -142,9 +141,9 @@ def looked_after(stage):
     run = stage.run("looked-after").submit(stage.dataset)
     yield run
     run.wait_for_step(5)
-    assert main(["launch", "cancel", str(run.path)]) == 0
+    assert matmix("launch", "cancel", str(run.path)) == 0
     stage.cluster.wait_for_end(run.job)
-    assert main(["launch", "resubmit", str(run.path)]) == 0
+    assert matmix("launch", "resubmit", str(run.path)) == 0
     stage.cluster.wait_for_end(run.job)
 
 
@@ -156,7 +155,7 @@ def test_cancel_saves_and_resubmit_goes_on(told, alone, capsys):
     assert told.cluster.info(second)["JobState"] == "COMPLETED", told.output()
     assert f"resumed from step-{told.attempts()[0].step:08d}" in told.output(second)
     assert_undisturbed(told, alone(1))
-    assert main(["launch", "status", str(told.path)]) == 0
+    assert matmix("launch", "status", str(told.path)) == 0
     shown = capsys.readouterr().out
     assert second in shown
     assert f"{STEPS}" in shown
