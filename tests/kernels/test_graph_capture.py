@@ -85,7 +85,7 @@ def test_the_causal_scan_looks_at_no_value(dtype, as_packed, seqlen):
         for name, x in inputs.items():
             assert gradients[name].shape == x.shape
     names = {launch.kernel.__name__ for launch in launches}
-    assert {"mix", "state_pass", "pair_gradients", "state_gradients"} <= names
+    assert {"mix", "state_pass", "pair_gradients", "vector_gradients"} <= names
     assert ("combine_spans" in names) == (seqlen == 5000)
 
 

@@ -75,7 +75,8 @@ def pass_states(
     span_vectors = empty(units, heads, count, n) if split and vector else None
     span_decays = empty(units, heads, count) if split else None
     first, second, _ = one_or_two(sides, form)
-    scaled = [side.input_scale is not None and not cotangent for side in (first, second)]
+    weights = [per_token(None if cotangent else side.input_scale) for side in (first, second)]
+    scaled = [weight[0] is not None for weight in weights]
     # Longer than the others', as this kernel makes no pairs of tokens.
     tile = min(scan.chunk, scan.config.state_tile)
     common = {
@@ -87,8 +88,8 @@ def pass_states(
             state_pass, (units * heads, tiles, count),
             keys[0], *keys[0].stride()[:3], keys[-1], *keys[-1].stride()[:3], values[0], values[-1],
             *values[0].stride()[:3], *per_token(sum_factor),
-            sums, None if summing else states, None if summing else vectors, entries, entry_vectors, out,
-            span_vectors if summing else None, span_decays if summing else None,
+            *weights[0], *weights[1], sums, None if summing else states, None if summing else vectors, entries,
+            entry_vectors, out, span_vectors if summing else None, span_decays if summing else None,
             scan.table(span * scan.chunk), scan.seqlen, scan.per_row(scan.chunk), per_row, span, heads,
             scan.share,
             num_warps=scan.config.state_warps, num_stages=scan.config.stages,

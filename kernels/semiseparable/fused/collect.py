@@ -14,7 +14,7 @@ from matmix.kernels.semiseparable.fused.carry import States
 from matmix.kernels.semiseparable.fused.pairs import pair_gradients
 from matmix.kernels.semiseparable.fused.scan import Scan, heads_of_warp, one_or_two, per_token
 from matmix.kernels.semiseparable.fused.sums import decay_gradients
-from matmix.kernels.semiseparable.fused.through import state_gradients
+from matmix.kernels.semiseparable.fused.vectors import vector_gradients
 
 
 class Into(NamedTuple):
@@ -53,39 +53,29 @@ def gradients(
     """The backward pass of one scan, from the states at the edges of its chunks."""
     two, stored = len(sides) == 2, entering is not None
     cross = scan.chunk > scan.tile
-    further = stored or cross
     first, second, self_weight = one_or_two(sides, form)
     # Heads in one program share the last products; fewer of them where that would leave the GPU idle.
     heads = scan.heads_at_once(scan.share)
     blocks = scan.share // heads
-    add = further and blocks == 1
-    shape, factors = first.q.shape, v.shape[:3]
+    programs, factors = scan.tiles * (scan.heads // heads), v.shape[:3]
     tokens = scan.rows * scan.seqlen
 
-    def vectors(parts: int, dtype: torch.dtype, zero: bool) -> Tensor:
-        # With shift nobody reads for a document's last (or first) token.
-        return (torch.zeros if zero else torch.empty)((parts, *shape), dtype=dtype, device=v.device)
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=v.device)
 
-    def factor(wanted: bool, parts: int = 0) -> Tensor | None:
-        size = (parts, *factors) if parts else factors
-        return torch.empty(size, dtype=torch.float32, device=v.device) if wanted else None
+    def factor(wanted: bool, *parts: int) -> Tensor | None:
+        return empty(*parts, *factors) if wanted else None
 
-    parts = blocks * (2 if further and not add else 1)
-    alone = parts == 1 and not further
-    if alone and into is not None:
-        dqs, dks = ([x.unsqueeze(0) for x in given] for given in (into.q, into.k))
-    else:
-        pair_dtype = v.dtype if alone else torch.float32
-        dqs = [vectors(parts, pair_dtype, form.shift and not add) for _ in sides]
-        dks = [vectors(parts, pair_dtype, False) for _ in sides]
     gated = [side.log_decay is not None for side in (first, second)]
     scaled = [side.input_scale is not None for side in (first, second)]
     decays, scales = ([factor(there) for there in which] for which in (gated, scaled))
     crossed, entered = (factor(cross and any(gated)) for _ in range(2))
-    dq_cross = vectors(blocks, torch.float32, False) if cross else None
+    normalize = drow_sum is not None
+    dscores = empty(programs, 2 if cross else 1, scan.tile, scan.tile, dtype=torch.float32 if normalize else v.dtype)
+    own_scores = None if form.shift else empty(programs, len(sides), scan.tile)
     halves = two and form.combine == "concat"
     along, along2 = factor(diagonal is not None), factor(diagonal is not None and halves)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if into is None else into.v
+    dv = empty(*v.shape, dtype=v.dtype) if into is None else into.v
     block_n, _, block_p, _ = scan.blocks(scan.config.pair_block)
     per_row, table = scan.per_row(scan.chunk), scan.table(scan.chunk)
     of_sides = []
@@ -98,57 +88,47 @@ def gradients(
         "TILE": scan.tile,
     }  # fmt: skip
     precise = {
-        "FACTORS": scan.factors(sides),
-        "D_STATE": scan.d_state,
-        "HEADDIM": scan.headdim,
-        "NORMALIZE": drow_sum is not None,
-        "PRECISION": scan.precision,
-        "EXACT": scan.exact,
-    }
+        "STORED": stored, "FACTORS": scan.factors(sides), "HEADS": heads, "D_STATE": scan.d_state,
+        "HEADDIM": scan.headdim, "NORMALIZE": normalize, "PRECISION": scan.precision, "EXACT": scan.exact,
+    }  # fmt: skip
     launch(
-        pair_gradients, (scan.tiles * (scan.heads // heads),),
-        dv, *dv.stride()[:3], dqs[0], dks[0], dqs[-1], dks[-1], dq_cross, *dqs[0].stride()[:4],
+        pair_gradients, (programs,),
+        dv, *dv.stride()[:3], dscores, own_scores,
         decays[0], scales[0], decays[1], scales[1], crossed, entered, along, along2,
         dys[0], dys[-1], *dys[0].stride()[:3], v, *v.stride()[:3], *of_sides, *per_token(diagonal),
-        *per_token(drow_sum), sums, triangle, leaving.states if stored else None, table, scan.seqlen, per_row, tokens,
-        scan.heads, scan.share, self_weight,
+        *per_token(drow_sum), *weights, sums, triangle, leaving.states if stored else None, table, scan.seqlen, per_row,
+        tokens, scan.heads, scan.share, self_weight,
         num_warps=scan.config.pair_warps, num_stages=1, maxnreg=scan.config.pair_registers,
-        **common, DIAGONAL=diagonal is not None, HALVES=halves, STORED=stored, INITIAL=stored and leaving.given,
-        HEADS=heads, BLOCK_N=block_n, BLOCK_P=block_p, **precise,
+        **common, DIAGONAL=diagonal is not None, HALVES=halves, INITIAL=stored and leaving.given,
+        BLOCK_N=block_n, BLOCK_P=block_p, **precise,
     )  # fmt: skip
 
-    block_n, n_blocks, block_p, _ = scan.blocks(scan.config.state_gradient_block)
+    block_n, n_blocks, block_p, _ = scan.blocks(scan.config.vector_block)
     reads, wrotes, throughs = [None, None], [None, None], [None, None]
-    into_q, into_k = dqs, dks
-    if further:
-        if add and into is not None:
-            into_q, into_k = ([x.unsqueeze(0) for x in given] for given in (into.q, into.k))
-        else:
-            into_q = [vectors(1, v.dtype, form.shift) if add else dq[blocks:] for dq in dqs]
-            into_k = [vectors(1, v.dtype, False) if add else dk[blocks:] for dk in dks]
-        if stored:
-            wanted = any(gated) or any(scaled)
-            reads, wrotes = ([factor(wanted, n_blocks) for _ in sides] + [None] for _ in range(2))
-            empty = (n_blocks, scan.tiles, scan.heads)
-            throughs = [v.new_empty(empty, dtype=torch.float32) if any(gated) else None for _ in sides] + [None]
-        pairs = (dqs[0], dks[0], dqs[-1], dks[-1]) if add else (None,) * 4
-        launch(
-            state_gradients, (scan.tiles * (scan.heads // heads), n_blocks, 2 * len(sides)),
-            into_q[0], into_k[0], into_q[-1], into_k[-1], *into_q[0].stride()[:4], *pairs, dq_cross,
-            *dqs[0].stride()[:4],
-            reads[0], wrotes[0], throughs[0], reads[1], wrotes[1], throughs[1], factors.numel(),
-            scan.tiles * scan.heads,
-            dys[0], dys[-1], *dys[0].stride()[:3], v, *v.stride()[:3], *of_sides, *per_token(drow_sum),
-            sums, entering.states if stored else None, entering.vectors if stored else None,
-            leaving.states if stored else None, leaving.vectors if stored else None,
-            table, scan.seqlen, per_row, tokens, scan.heads, scan.share,
-            num_warps=scan.config.state_gradient_warps, num_stages=1,
-            maxnreg=scan.config.state_gradient_registers,
-            **common, STORED=stored, ENTERS=stored and entering.given, LEAVES=stored and leaving.given, ADD=add,
-            HEADS=heads, BLOCK_N=block_n, BLOCK_P=block_p, **precise,
-        )  # fmt: skip
-        if not add:
-            into_q, into_k = dqs, dks
+    if stored:
+        wanted = any(gated) or any(scaled)
+        reads, wrotes = ([factor(wanted, n_blocks) for _ in sides] + [None] for _ in range(2))
+        throughs = [empty(n_blocks, scan.tiles, scan.heads) if any(gated) else None for _ in sides] + [None]
+    if blocks == 1 and into is not None:
+        dqs, dks = ([x.unsqueeze(0) for x in given] for given in (into.q, into.k))
+    else:
+        shape, dtype = (blocks, *first.q.shape), v.dtype if blocks == 1 else torch.float32
+        # With shift nobody reads for a document's last (or first) token.
+        make = torch.zeros if form.shift else torch.empty
+        dqs = [make(shape, dtype=dtype, device=v.device) for _ in sides]
+        dks = [empty(*shape, dtype=dtype) for _ in sides]
+    launch(
+        vector_gradients, (programs, n_blocks, 2 * len(sides)),
+        dqs[0], dks[0], dqs[-1], dks[-1], *dqs[0].stride()[:4], dscores, own_scores,
+        reads[0], wrotes[0], throughs[0], reads[1], wrotes[1], throughs[1], factors.numel(), scan.tiles * scan.heads,
+        dys[0], dys[-1], *dys[0].stride()[:3], v, *v.stride()[:3], *of_sides, *per_token(drow_sum), *weights,
+        sums, entering.states if stored else None, entering.vectors if stored else None,
+        leaving.states if stored else None, leaving.vectors if stored else None,
+        table, scan.seqlen, per_row, tokens, scan.heads, scan.share,
+        num_warps=scan.config.vector_warps, num_stages=1, maxnreg=scan.config.vector_registers,
+        **common, ENTERS=stored and entering.given, LEAVES=stored and leaving.given, BLOCK_N=block_n, BLOCK_P=block_p,
+        **precise,
+    )  # fmt: skip
 
     das, dws = [factor(there) for there in gated], [factor(there) for there in scaled]
     if any(gated) or any(scaled):
@@ -165,9 +145,7 @@ def gradients(
     targets = zip(into.q, into.k, strict=True) if into is not None else [(None, None)] * len(sides)
     found = [
         (summed(dq, v.dtype, to_q), summed(dk, v.dtype, to_k), da, dw)
-        for dq, dk, da, dw, (to_q, to_k) in zip(
-            into_q, into_k, das[: len(sides)], dws[: len(sides)], targets, strict=True
-        )
+        for dq, dk, da, dw, (to_q, to_k) in zip(dqs, dks, das[: len(sides)], dws[: len(sides)], targets, strict=True)
     ]
     return Found(dv, found, along + along2 if halves and diagonal is not None else along)
 

@@ -36,17 +36,17 @@ class ScanConfig(NamedTuple):
     """Elements of d_state and of headdim in a tile of the forward pass and of the states."""
     pair_block: int
     """The same in the gradients inside tiles."""
-    state_gradient_block: int
+    vector_block: int
     """The same in the gradients through states."""
     state_warps: int
     mix_warps: int
     pair_warps: int
-    state_gradient_warps: int
+    vector_warps: int
     mix_registers: int
     """Registers that a thread of the forward product may have: fewer leave room for more programs side by side."""
     pair_registers: int
     """The same for the gradients inside tiles."""
-    state_gradient_registers: int
+    vector_registers: int
     """The same for the gradients through states."""
     stages: int
     """Software pipelining of the loop over tiles that carries states."""
@@ -62,10 +62,10 @@ OPERATION = "scan"
 
 
 _SIZES = (
-    "forward_chunk", "backward_chunk", "tile", "state_tile", "block", "pair_block", "state_gradient_block"
+    "forward_chunk", "backward_chunk", "tile", "state_tile", "block", "pair_block", "vector_block"
 )  # fmt: skip
-_WARPS = ("state_warps", "mix_warps", "pair_warps", "state_gradient_warps")
-_REGISTERS = ("mix_registers", "pair_registers", "state_gradient_registers")
+_WARPS = ("state_warps", "mix_warps", "pair_warps", "vector_warps")
+_REGISTERS = ("mix_registers", "pair_registers", "vector_registers")
 
 
 def checked(config: ScanConfig, where: str) -> ScanConfig:

@@ -76,18 +76,3 @@ def cross_values(out, pairs, written, scores, value, grad, writes, reads, PRECIS
     met = tl.dot(scores, reading, input_precision=PRECISION)
     written += tl.sum(met * value.to(tl.float32), 1)
     return out + met * writes[:, None], pairs, written
-
-
-@triton.jit
-def store_cross_q(
-    dcross, dq, d_l, k, k_l, left, ahead,
-    TILE: tl.constexpr, D_STATE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What the other tile's readers get for the q that they read with, each in its own row, from the gradient of the
-    scores. `dq` stands at the other tile."""
-    i = tl.arange(0, TILE)
-    for n0 in tl.range(0, D_STATE, BLOCK_N, num_stages=1):
-        n = n0 + tl.arange(0, BLOCK_N)
-        c = load_rows(k, k_l, i, i < left, n0, D_STATE, BLOCK_N)
-        dx = tl.dot(dcross.to(c.dtype), c, input_precision=PRECISION)
-        tl.store(dq + i[:, None] * d_l + n[None, :], dx, mask=(i < left - ahead)[:, None] & (n < D_STATE)[None, :])

@@ -55,7 +55,8 @@ def forward(
     launch(
         mix, (scan.tiles * (scan.heads // heads), p_blocks),
         y, *y.stride()[:3], row_sums, rest, v, *v.stride()[:3], *vectors,
-        *per_token(diagonal), sums, states.states if carried else None, states.vectors if carried else None,
+        *per_token(diagonal), *per_token(first.input_scale), *per_token(second.input_scale), sums,
+        states.states if carried else None, states.vectors if carried else None,
         scan.table(scan.chunk),
         scan.seqlen, scan.per_row(scan.chunk), scan.heads, scan.share, self_weight,
         form.eps,

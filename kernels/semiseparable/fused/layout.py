@@ -3,10 +3,10 @@
 A chunk is what lies between two stored states; a tile is a part of it, whose pairs of tokens one program looks at.
 Tokens of different chunks meet through states only.
 
-Exponents are sums of log-decays in units of log 2 over a chunk. They and the input scales stand in a table that sums.py
-makes once, rows of CHUNK numbers for each slot, head and direction. For float32 inputs sums are two float32 numbers: a
-difference of two long sums of strong decays, rounded once, would lose the weak decays between them. (For half
-precision the rounding of those sums is far below that of the inputs.)
+Exponents are sums of log-decays in units of log 2 over a chunk. They stand in a table that sums.py makes once, FACTORS
+rows of CHUNK numbers for each slot, head and direction. For float32 inputs sums are two float32 numbers: a difference
+of two long sums of strong decays, rounded once, would lose the weak decays between them. (For half precision the
+rounding of those sums is far below that of the inputs.)
 
 Indices of tokens count from the tile's first token, which pointers stand at: `place` tokens of the document come before
 it, `left` tokens are left from it on. Sums of a tile are read at `sums + r0`, r0 being its place in the chunk.
@@ -116,7 +116,7 @@ def exponents(high, low, from_high, from_low, EXACT: tl.constexpr):
 
 @triton.jit
 def add_tile(
-    h, z, k, k_l, v, v_l, u, u_l, sums, edge_high, edge_low, r0, place, left, n0, p0,
+    h, z, k, k_l, v, v_l, u, u_l, w, w_l, sums, edge_high, edge_low, r0, place, left, n0, p0,
     REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
     VECTOR: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -142,7 +142,7 @@ def add_tile(
             high, low = write_sums(sums + r0, i, CHUNK, EXACT)
             weight = tl.exp2(exponents(edge_high, edge_low, high, low, EXACT))
     if SCALED:
-        weight *= tl.load(sums + ((2 if EXACT else 1) * CHUNK + r0) + i)
+        weight *= load_factor(w, w_l, i, valid)
     if GATED or SCALED:
         values = (values.to(tl.float32) * weight[:, None]).to(keys.dtype)
     h = tl.dot(tl.trans(keys), values, acc=h, input_precision=PRECISION)

@@ -19,6 +19,7 @@ from matmix.kernels.semiseparable.fused.layout import (
     load_factor,
     load_rows,
     read_sums,
+    settled,
     shifted,
     side_scores,
     state_dot,
@@ -48,7 +49,7 @@ def side_exponents(
 
 @triton.jit
 def read_state(
-    whole, q, q_l, k, k_l, v, v_l, sums, state, vector, there, r0, place, left, p0,
+    whole, q, q_l, k, k_l, v, v_l, w, w_l, sums, state, vector, there, r0, place, left, p0,
     REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, STORED: tl.constexpr,
     VECTOR: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -88,7 +89,7 @@ def read_state(
                 high, low = write_sums(sums + (r0 + ahead), i, CHUNK, EXACT)
                 weight = tl.exp2(exponents(edge_high, edge_low, high, low, EXACT))
             if SCALED:
-                weight *= tl.load(sums + ((2 if EXACT else 1) * CHUNK + r0 + ahead) + i)
+                weight *= settled(load_factor(w + ahead * w_l, w_l, i, there_j))
             if GATED or SCALED:
                 scores *= weight[None, :]
             values = load_rows(v + ahead * v_l, v_l, i, there_j, p0, HEADDIM, BLOCK_P)
@@ -133,7 +134,8 @@ def tile_scores(
 def mix(
     y, y_b, y_l, y_h, row_sums, rest, v, v_b, v_l, v_h,
     q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g, d, d_b, d_l, d_h,
-    sums, states, vectors, table, seqlen, per_row, heads, share, self_weight, eps,
+    w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h, sums, states, vectors, table, seqlen, per_row, heads, share,
+    self_weight, eps,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, DIAGONAL: tl.constexpr, STORED: tl.constexpr,
     INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, REST: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr,
@@ -182,7 +184,6 @@ def mix(
             whole1, at_q1, q1_l, at_k1, k1_l, whole2, at_q2, q2_l, at_k2, k2_l, place, left, TWO, REVERSE, SHIFT,
             TILE, D_STATE, BLOCK_N, PRECISION,
         )  # fmt: skip
-    scales: tl.constexpr = (2 if EXACT else 1) * CHUNK
     elements: tl.constexpr = D_STATE * HEADDIM
     starts, ends = chunk > 0, (chunk + 1) * CHUNK < length
 
@@ -192,12 +193,15 @@ def mix(
         sums1 = sums + of_slot * (FACTORS * CHUNK) if FACTORS else sums
         sums2 = sums + (of_slot + 1) * (FACTORS * CHUNK) if FACTORS else sums
         at_v = v + b * v_b + t * v_l + head * v_h
+        at_w1 = w1 + b * w1_b + t * w1_l + head * w1_h if SCALED1 else w1
+        at_w2 = w2 + b * w2_b + t * w2_l + head * w2_h if SCALED2 else w2
         row_sum = tl.zeros((TILE,), tl.float32)
         out = tl.zeros((TILE, BLOCK_P), tl.float32)
         out2 = out
         if STORED or tiles > 1:
             out, row_sum = read_state(
-                whole1, at_q1, q1_l, at_k1, k1_l, at_v, v_l, sums1, states + of_slot * elements if STORED else states,
+                whole1, at_q1, q1_l, at_k1, k1_l, at_v, v_l, at_w1, w1_l, sums1,
+                states + of_slot * elements if STORED else states,
                 vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors,
                 INITIAL | (ends if REVERSE else starts), r0, place, left, p0,
                 REVERSE, SHIFT, GATED1, SCALED1, STORED, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
@@ -206,7 +210,7 @@ def mix(
             if TWO:
                 of_slot += 1
                 out2, sums_read = read_state(
-                    whole2, at_q2, q2_l, at_k2, k2_l, at_v, v_l, sums2,
+                    whole2, at_q2, q2_l, at_k2, k2_l, at_v, v_l, at_w2, w2_l, sums2,
                     states + of_slot * elements if STORED else states,
                     vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors, INITIAL | ends, r0, place, left,
                     p0, True, SHIFT, GATED2, SCALED2, STORED, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N,
@@ -234,11 +238,13 @@ def mix(
         scale1 = 1.0
         scale2 = 1.0
         if SCALED1:
-            scale1 = tl.load(sums1 + (scales + r0) + i)[None, :]
-            own *= tl.load(sums1 + (scales + r0) + i)
+            given1 = settled(load_factor(at_w1, w1_l, i, valid))
+            scale1 = given1[None, :]
+            own *= given1
         if SCALED2:
-            scale2 = tl.load(sums2 + (scales + r0) + i)[None, :]
-            also *= tl.load(sums2 + (scales + r0) + i)
+            given2 = settled(load_factor(at_w2, w2_l, i, valid))
+            scale2 = given2[None, :]
+            also *= given2
         if SCALED1 or SCALED2:
             matrix *= tl.where(first, scale1, scale2) if TWO else scale1
         given = tl.zeros((TILE,), tl.float32)

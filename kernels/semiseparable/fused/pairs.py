@@ -1,10 +1,9 @@
-"""Gradients inside chunks, for all directions at once: of v (whole), of the diagonal, and what pairs of tokens of one
-chunk give to those of q, k, log-decays and input scales.
+"""Gradients inside chunks, for all directions at once: of v (whole), of the diagonal, of the scores q k^T, and what
+pairs of tokens of one chunk give to those of log-decays and input scales.
 
-One program takes one tile and some heads of a group: q and k get the sum over those heads, so that the gradient of
-the scores is added up first and multiplied with q and k once. Pairs with the chunk's other tile, to which the program's
-tokens write, are crossing.py's. What goes through states to other chunks is added in through.py; for v it is added
-here, where the gradient is at hand.
+One program takes one tile and some heads of a group, over which the gradient of the scores is added up: vectors.py
+multiplies it with q and k. Pairs with the chunk's other tile, to which the program's tokens write, are crossing.py's.
+What goes through states to other chunks is vectors.py's; for v it is added here, where the gradient is at hand.
 
 Matrices have writers in their rows and readers in their columns, so that the product with dy needs no transposition.
 """
@@ -18,7 +17,6 @@ from matmix.kernels.semiseparable.fused.crossing import (
     cross_decays,
     cross_scores,
     cross_values,
-    store_cross_q,
 )
 from matmix.kernels.semiseparable.fused.layout import (
     edge_sum,
@@ -100,8 +98,8 @@ def sums_between(changes, writes, i, REVERSE: tl.constexpr, SHIFT: tl.constexpr,
 
 @triton.jit
 def write_state(
-    whole, k, k_l, sums, leaving, there, r0, left, p0,
-    REVERSE: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    whole, k, k_l, sums, leaving, scale, there, r0, left, p0,
+    REVERSE: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -113,9 +111,7 @@ def write_state(
         c = whole if D_STATE <= BLOCK_N else load_rows(k, k_l, i, valid, n0, D_STATE, BLOCK_N)
         at, inside = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
         wrote = state_dot(c, tl.load(leaving + at, mask=inside & there, other=0.0), wrote, PRECISION)
-    factor = tl.where(valid, 1.0, 0.0)
-    if SCALED:
-        factor = tl.load(sums + ((2 if EXACT else 1) * CHUNK + r0) + i)
+    factor = scale
     if GATED:
         edge_high, edge_low = edge_sum(sums, 0 if REVERSE else CHUNK - 1, CHUNK, EXACT)
         high, low = write_sums(sums + r0, i, CHUNK, EXACT)
@@ -123,53 +119,13 @@ def write_state(
     return wrote * factor[:, None]
 
 
-@triton.jit
-def store_vector_gradients(
-    dscores, met, dcross, crosses, dq, dk, d_l, q, q_l, k, k_l, place, left, ahead,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, CROSS: tl.constexpr, NORMALIZE: tl.constexpr, TILE: tl.constexpr,
-    D_STATE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dq and dk of one direction from the gradient of its scores; `met`: of tokens' scores with themselves. With CROSS
-    and where the direction `crosses` to the other tile, `ahead` of this one, dk is that of its readers too."""
-    i = tl.arange(0, TILE)
-    valid = i < left
-    source, readable = shifted(i, place, left, REVERSE, SHIFT)
-    # A reader's gradient belongs to the token whose q it read with.
-    target = (source >= -place) & (source < left)
-    for n0 in tl.range(0, D_STATE, BLOCK_N, num_stages=1):
-        n = n0 + tl.arange(0, BLOCK_N)
-        inside = n < D_STATE
-        x = load_rows(q, q_l, source, readable, n0, D_STATE, BLOCK_N)
-        c = load_rows(k, k_l, i, valid, n0, D_STATE, BLOCK_N)
-        high = dscores.to(x.dtype)
-        dc = tl.dot(high, x, input_precision=PRECISION)
-        # Transposed like the scores, which as a first factor would have to be turned round in registers.
-        dx = tl.dot(tl.trans(c), high, input_precision=PRECISION)
-        if NORMALIZE and x.dtype != tl.float32:
-            # Where rows are divided by their sums, most of what is added up here cancels.
-            low = (dscores - high.to(tl.float32)).to(x.dtype)
-            dc = tl.dot(low, x, acc=dc)
-            dx = tl.dot(tl.trans(c), low, acc=dx)
-        if not SHIFT:
-            dc += met[:, None] * x.to(tl.float32)
-            dx += met[None, :] * tl.trans(c).to(tl.float32)
-        if CROSS:
-            other, there = shifted(i, place + ahead, left - ahead, REVERSE, SHIFT)
-            x = load_rows(q + ahead * q_l, q_l, other, there & crosses, n0, D_STATE, BLOCK_N)
-            dc = tl.dot(tl.trans(dcross.to(x.dtype)), x, acc=dc, input_precision=PRECISION)
-        at_x = dq + source[None, :] * d_l + n[:, None]
-        tl.store(at_x, dx.to(dq.dtype.element_ty), mask=target[None, :] & inside[:, None])
-        at_c = dk + i[:, None] * d_l + n[None, :]
-        tl.store(at_c, dc.to(dk.dtype.element_ty), mask=valid[:, None] & inside[None, :])
-
-
 @triton.jit(do_not_specialize=["seqlen", "per_row", "tokens", "self_weight"])
 def pair_gradients(
-    dv, dv_b, dv_l, dv_h, dq1, dk1, dq2, dk2, dq_cross, d_s, d_b, d_l, d_g,
+    dv, dv_b, dv_l, dv_h, dscores, own_scores,
     decays1, scales1, decays2, scales2, crossed, entered, dd1, dd2,
     dy1, dy2, dy_b, dy_l, dy_h, v, v_b, v_l, v_h,
     q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g,
-    given, given_b, given_l, given_h, u, u_b, u_l, u_h,
+    given, given_b, given_l, given_h, u, u_b, u_l, u_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
     sums, triangle, leaving, table, seqlen, per_row, tokens, heads, share, self_weight,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, DIAGONAL: tl.constexpr, HALVES: tl.constexpr,
@@ -179,6 +135,9 @@ def pair_gradients(
 ):  # fmt: skip
     """What happens inside a chunk of one or two tiles. HALVES: each direction has a cotangent of its own.
 
+    `dscores`, two (TILE, TILE) matrices for each program where a chunk has two tiles, gets the gradient of the scores
+    of the tile's writers (rows) and readers (columns), and then that of readers of the other tile (rows) and these
+    writers (columns). `own_scores` (programs, directions, TILE) float32 gets that of tokens' scores with themselves.
     `decays` and `scales` get what the tile's own pairs give to the log-decays, and all pairs of the chunk to the input
     scales. `crossed` and `entered` get, for each token, the sum of the gradients of the exponents of all pairs in which
     it writes to the other tile, or reads from it: each of the two tiles writes in one direction and reads in the other.
@@ -187,14 +146,12 @@ def pair_gradients(
     CROSS: tl.constexpr = tiles == 2
     SCALED: tl.constexpr = SCALED1 or SCALED2
     directions: tl.constexpr = 2 if TWO else 1
-    scale_row: tl.constexpr = (2 if EXACT else 1) * CHUNK
     parts = heads // HEADS
     h0 = tl.program_id(0) % parts * HEADS
     unit = tl.program_id(0) // parts
     slot = unit // tiles
     r0 = unit % tiles * TILE
     group = (h0 // share).to(tl.int64)
-    part = (h0 % share // HEADS).to(tl.int64)
     chunk, batch_row, begin, length = located(slot, table, seqlen, per_row, PACKED)
     place = chunk * CHUNK + r0
     left = length - place
@@ -241,14 +198,14 @@ def pair_gradients(
         scores = tl.where(on, 0.0, tl.where(first, scores, scores2))
     else:
         scores = tl.where(first, scores, 0.0)
-    dscores = tl.zeros((TILE, TILE), tl.float32)
+    total = tl.zeros((TILE, TILE), tl.float32)
 
     # The other tile of the chunk, `ahead` of this one: tokens of the first tile write to it in the direction that runs
     # forward, those of the second one in the other direction.
     forward = r0 == 0
     meets = forward != REVERSE
     ahead = tl.where(forward, TILE, -TILE)
-    dcross = dscores
+    dcross = total
     if CROSS:
         at_qx = tl.where(forward, at_q1, at_q2) if TWO else at_q1
         at_kx = tl.where(forward, at_k1, at_k2) if TWO else at_k1
@@ -266,6 +223,8 @@ def pair_gradients(
         at_f = head * tokens + b * seqlen + t
         at_y = b * dy_b + t * dy_l + head * dy_h
         at_v = v + b * v_b + t * v_l + head * v_h
+        at_w1 = w1 + b * w1_b + t * w1_l + head * w1_h if SCALED1 else w1
+        at_w2 = w2 + b * w2_b + t * w2_l + head * w2_h if SCALED2 else w2
         of_slot = (slot.to(tl.int64) * heads + head) * directions
         sums1 = sums + of_slot * (FACTORS * CHUNK) if FACTORS else sums
         sums2 = sums + (of_slot + 1) * (FACTORS * CHUNK) if FACTORS else sums
@@ -302,9 +261,9 @@ def pair_gradients(
         scale1 = tl.where(valid, 1.0, 0.0)
         scale2 = scale1
         if SCALED1:
-            scale1 = tl.load(sums1 + (scale_row + r0) + i)
+            scale1 = load_factor(at_w1, w1_l, i, valid)
         if SCALED2:
-            scale2 = tl.load(sums2 + (scale_row + r0) + i)
+            scale2 = load_factor(at_w2, w2_l, i, valid)
         if SCALED:
             # What a scale gets is divided by it below: one of 0 would lose its gradient.
             scale1 = tl.where(tl.abs(scale1) < LEAST_SCALE, LEAST_SCALE, scale1)
@@ -312,7 +271,7 @@ def pair_gradients(
             decays *= tl.where(first, scale1[:, None], scale2[:, None]) if TWO else scale1[:, None]
         matrix = scores * decays
         changes = pairs * matrix
-        dscores += pairs * decays
+        total += pairs * decays
         # Each direction's own terms (without shift) lie on the diagonal, and have no decay.
         own = own1 * self_weight
         also = own2 * self_weight
@@ -346,11 +305,7 @@ def pair_gradients(
 
         written = tl.zeros((TILE,), tl.float32)
         if CROSS:
-            scale_x = tl.where(valid, 1.0, 0.0)
-            if SCALED1 and (SCALED2 or not TWO):
-                scale_x = tl.load((tl.where(forward, sums1, sums2) if TWO else sums1) + (scale_row + r0) + i)
-            elif SCALED:
-                scale_x = tl.where(forward, scale1, scale2)
+            scale_x = tl.where(forward, scale1, scale2) if TWO else scale1
             decay_x, reads_x = cross_decays(
                 sums1, sums2, r0, ahead, forward, TWO, SHIFT, GATED1, GATED2, CHUNK, TILE, EXACT
             )
@@ -368,14 +323,16 @@ def pair_gradients(
                 out = tl.dot(half.to(grad.dtype), grad, acc=out, input_precision=PRECISION)
             if STORED:
                 out += write_state(
-                    whole1, at_k1, k1_l, sums1, leaving + of_slot * elements, INITIAL | (starts if REVERSE else ends),
-                    r0, left, p0, REVERSE, GATED1, SCALED1, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION,
+                    whole1, at_k1, k1_l, sums1, leaving + of_slot * elements, scale1,
+                    INITIAL | (starts if REVERSE else ends),
+                    r0, left, p0, REVERSE, GATED1, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION,
                     EXACT,
                 )  # fmt: skip
                 if TWO:
                     out += write_state(
-                        whole2, at_k2, k2_l, sums2, leaving + (of_slot + 1) * elements, INITIAL | starts,
-                        r0, left, p0, True, GATED2, SCALED2, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION,
+                        whole2, at_k2, k2_l, sums2, leaving + (of_slot + 1) * elements,
+                        scale2, INITIAL | starts,
+                        r0, left, p0, True, GATED2, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION,
                         EXACT,
                     )  # fmt: skip
             if CROSS:
@@ -409,20 +366,13 @@ def pair_gradients(
         if SCALED2:
             tl.store(scales2 + at_f + i, dscale2 + tl.where(forward, 0.0, written), mask=valid)
 
-    at = part * d_s + b * d_b + t * d_l + group * d_g
-    store_vector_gradients(
-        tl.where(first, dscores, 0.0), met1, dcross, forward if TWO else meets, dq1 + at, dk1 + at, d_l,
-        at_q1, q1_l, at_k1, k1_l, place, left, ahead, REVERSE, SHIFT, CROSS, NORMALIZE, TILE, D_STATE, BLOCK_N,
-        PRECISION,
-    )  # fmt: skip
-    if TWO:
-        store_vector_gradients(
-            tl.where(second, dscores, 0.0), met2, dcross, r0 > 0, dq2 + at, dk2 + at, d_l,
-            at_q2, q2_l, at_k2, k2_l, place, left, ahead, True, SHIFT, CROSS, NORMALIZE, TILE, D_STATE, BLOCK_N,
-            PRECISION,
-        )  # fmt: skip
+    at = dscores + tl.program_id(0).to(tl.int64) * (tiles * TILE * TILE) + i[:, None] * TILE + i[None, :]
+    tl.store(at, total.to(dscores.dtype.element_ty))
     if CROSS:
         if TWO or meets:
-            store_cross_q(
-                dcross, dq_cross + at + ahead * d_l, d_l, at_kx, kx_l, left, ahead, TILE, D_STATE, BLOCK_N, PRECISION
-            )
+            tl.store(at + TILE * TILE, dcross.to(dscores.dtype.element_ty))
+    if not SHIFT:
+        at = own_scores + tl.program_id(0).to(tl.int64) * (directions * TILE) + i
+        tl.store(at, met1)
+        if TWO:
+            tl.store(at + TILE, met2)

@@ -80,10 +80,8 @@ class Scan(NamedTuple):
 
     def factors(self, sides: tuple[ScanSide, ...]) -> int:
         """Rows of the table of sums for each slot, head and direction."""
-        scaled = any(side.input_scale is not None for side in sides)
-        if not scaled and all(side.log_decay is None for side in sides):
-            return 0
-        return (2 if self.exact else 1) + scaled
+        gated = any(side.log_decay is not None for side in sides)
+        return (2 if self.exact else 1) if gated else 0
 
 
 def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | None, backward: bool) -> Scan:
@@ -96,7 +94,7 @@ def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | No
         tile = chunk // 2
         config = config._replace(
             tile=tile, pair_warps=max(config.pair_warps, tile // 16), pair_registers=255,
-            state_gradient_warps=max(config.state_gradient_warps, tile // 16), state_gradient_registers=255,
+            vector_warps=max(config.vector_warps, tile // 16), vector_registers=255,
         )  # fmt: skip
     return Scan(
         rows, seqlen, heads, headdim, groups, d_state, cu_seqlens, config, chunk, dot_precision(v.dtype), PROGRAMS
@@ -105,26 +103,24 @@ def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | No
 
 def sum_decays(scan: Scan, sides: tuple[ScanSide, ...], triangle: Tensor | None = None) -> Tensor | None:
     """(slots, nheads, directions, factors, chunk) float32, what `decay_sums` stores, with room around it; None without
-    any decay or input scale. `triangle` (tile, tile), if given, becomes 1 below its diagonal and else 0."""
+    any decay. `triangle` (tile, tile), if given, becomes 1 below its diagonal and else 0."""
     factors = scan.factors(sides)
     if not factors:
         return None
-    first, second = sides[0], sides[1] if len(sides) == 2 else sides[0]._replace(log_decay=None, input_scale=None)
-    weights = [x for side in (first, second) for x in (side.log_decay, side.input_scale) if x is not None]
+    first, second = sides[0], sides[1] if len(sides) == 2 else sides[0]._replace(log_decay=None)
+    device = sides[0].q.device
     slots = scan.slots(scan.chunk)
     room = 16
     size = slots * scan.heads * len(sides) * factors * scan.chunk
-    sums = torch.empty(size + 2 * room, dtype=torch.float32, device=weights[0].device)[room:]
+    sums = torch.empty(size + 2 * room, dtype=torch.float32, device=device)[room:]
     block = heads_of_warp(scan.heads, scan.chunk, 1024)
     tile = 0 if triangle is None else triangle.shape[0]
     launch(
         decay_sums, (slots + (triangle is not None), triton.cdiv(scan.heads, block)),
         sums, triangle, *per_token(first.log_decay), *per_token(second.log_decay),
-        *per_token(first.input_scale), *per_token(second.input_scale),
         scan.table(scan.chunk), scan.seqlen, scan.per_row(scan.chunk), scan.heads, tile, num_warps=1, num_stages=1,
         TWO=len(sides) == 2, REVERSE=first.reverse, GATED1=first.log_decay is not None,
-        GATED2=second.log_decay is not None, SCALED1=first.input_scale is not None,
-        SCALED2=second.input_scale is not None, PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, FACTORS=factors,
+        GATED2=second.log_decay is not None, PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, FACTORS=factors,
         BLOCK_H=block, EXACT=scan.exact, TILE=tile,
     )  # fmt: skip
     return sums

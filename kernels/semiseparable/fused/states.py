@@ -26,7 +26,7 @@ from matmix.kernels.slots import bounds, first_slot, located
 
 @triton.jit
 def pass_side(
-    k, k_l, v, v_l, u, u_l, sums, sums_step, states, vectors, entry, entry_vectors, ends, end_vectors,
+    k, k_l, v, v_l, u, u_l, w, w_l, sums, sums_step, states, vectors, entry, entry_vectors, ends, end_vectors,
     end_decays, first, last, length, n0, p0, step_of_states, step_of_vectors,
     REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
     STORE: tl.constexpr, VECTOR: tl.constexpr, ENTRY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr,
@@ -70,7 +70,7 @@ def pass_side(
         of_chunk = sums
         edge_high = 0.0
         edge_low = 0.0
-        if GATED or SCALED:
+        if GATED:
             of_chunk = sums + chunk.to(tl.int64) * sums_step
         if GATED:
             inner_high, inner_low = edge_sum(of_chunk, leaving_edge(r0, REVERSE, TILE), CHUNK, EXACT)
@@ -85,8 +85,8 @@ def pass_side(
             edge_low = outer_low if COTANGENT else inner_low
         at = place.to(tl.int64)
         h, z = add_tile(
-            h, z, k + at * k_l, k_l, v + at * v_l, v_l, u + at * u_l if (VECTOR and COTANGENT) else u, u_l, of_chunk,
-            edge_high, edge_low, r0, place, length - place, n0, p0,
+            h, z, k + at * k_l, k_l, v + at * v_l, v_l, u + at * u_l if (VECTOR and COTANGENT) else u, u_l,
+            w + at * w_l if SCALED else w, w_l, of_chunk, edge_high, edge_low, r0, place, length - place, n0, p0,
             REVERSE, COTANGENT, SHIFT, GATED, SCALED, VECTOR, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
             PRECISION, EXACT,
         )  # fmt: skip
@@ -101,7 +101,8 @@ def pass_side(
 @triton.jit(do_not_specialize=["seqlen", "per_row", "spans_per_row", "span_chunks"])
 def state_pass(
     k1, k1_b, k1_l, k1_g, k2, k2_b, k2_l, k2_g, v1, v2, v_b, v_l, v_h,
-    u, u_b, u_l, u_h, sums, states, vectors, entry, entry_vectors, ends, end_vectors, end_decays,
+    u, u_b, u_l, u_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
+    sums, states, vectors, entry, entry_vectors, ends, end_vectors, end_decays,
     table, seqlen, per_row, spans_per_row, span_chunks, heads, share,
     TWO: tl.constexpr, REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr,
     GATED2: tl.constexpr, SCALED1: tl.constexpr, SCALED2: tl.constexpr, STORE: tl.constexpr, VECTOR: tl.constexpr,
@@ -140,7 +141,7 @@ def state_pass(
     if not TWO or tl.program_id(2) == 0:
         pass_side(
             k1 + row * k1_b + begin * k1_l + group * k1_g, k1_l, v1 + at_v, v_l,
-            of_u, u_l,
+            of_u, u_l, w1 + row * w1_b + begin * w1_l + head * w1_h if SCALED1 else w1, w1_l,
             sums + of_slot * side if FACTORS else sums, steps * side,
             states + of_slot * elements if STORE else states,
             vectors + of_slot * D_STATE if STORE and VECTOR else vectors,
@@ -158,7 +159,7 @@ def state_pass(
         of_slot += 1
         pass_side(
             k2 + row * k2_b + begin * k2_l + group * k2_g, k2_l, v2 + at_v, v_l,
-            of_u, u_l,
+            of_u, u_l, w2 + row * w2_b + begin * w2_l + head * w2_h if SCALED2 else w2, w2_l,
             sums + of_slot * side if FACTORS else sums, steps * side,
             states + of_slot * elements if STORE else states,
             vectors + of_slot * D_STATE if STORE and VECTOR else vectors,

@@ -22,10 +22,10 @@ UNIT = tl.constexpr(2.0**-8)
 
 @triton.jit
 def store_side(
-    sums, a, a_l, a_h, w, w_l, w_h, i, head, heads, inside,
-    REVERSE: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
+    sums, a, a_l, a_h, i, head, heads, inside,
+    REVERSE: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Sums of one direction's log2 decays from its side of the chunk on, and its input scales; tokens along axis 0."""
+    """Sums of one direction's log2 decays from its side of the chunk on; tokens along axis 0."""
     there = (head < heads)[None, :]
     if GATED:
         decay = tl.load(a + i[:, None] * a_l + head[None, :] * a_h, mask=inside, other=0.0).to(tl.float32) * LOG2_E
@@ -40,22 +40,16 @@ def store_side(
             tl.store(sums + CHUNK, low, mask=there)
         else:
             tl.store(sums, high + low, mask=there)
-    if SCALED:
-        scale = tl.load(w + i[:, None] * w_l + head[None, :] * w_h, mask=inside, other=0.0).to(tl.float32)
-        tl.store(sums + (2 if EXACT else 1) * CHUNK, scale, mask=there)
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "rows"])
 def decay_sums(
-    sums, triangle, a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
-    table, seqlen, per_row, heads, rows,
-    TWO: tl.constexpr, REVERSE: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr, SCALED1: tl.constexpr,
-    SCALED2: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, FACTORS: tl.constexpr, BLOCK_H: tl.constexpr,
-    EXACT: tl.constexpr, TILE: tl.constexpr,
+    sums, triangle, a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, table, seqlen, per_row, heads, rows,
+    TWO: tl.constexpr, REVERSE: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr, PACKED: tl.constexpr,
+    CHUNK: tl.constexpr, FACTORS: tl.constexpr, BLOCK_H: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """sums (slots, nheads, directions, FACTORS, CHUNK) float32: one or two floats of sums of log-decays, and input
-    scales where there are any. With TILE also `triangle` (TILE, TILE), 1 below the diagonal and
-    else 0, of as many `rows`, by the last program."""
+    """sums (slots, nheads, directions, FACTORS, CHUNK) float32: one or two floats of sums of log-decays. With TILE
+    also `triangle` (TILE, TILE), 1 below the diagonal and else 0, of as many `rows`, by the last program."""
     slot = tl.program_id(0)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
     if TILE:
@@ -75,14 +69,13 @@ def decay_sums(
     inside = (i < length - start)[:, None] & (head < heads)[None, :]
     target = sums + (slot.to(tl.int64) * heads + head[None, :]) * ((2 if TWO else 1) * FACTORS * CHUNK) + i[:, None]
     store_side(
-        target, a1 + b * a1_b + t * a1_l if GATED1 else a1, a1_l, a1_h, w1 + b * w1_b + t * w1_l if SCALED1 else w1,
-        w1_l, w1_h, i, head, heads, inside, REVERSE, GATED1, SCALED1, CHUNK, EXACT,
+        target, a1 + b * a1_b + t * a1_l if GATED1 else a1, a1_l, a1_h, i, head, heads, inside, REVERSE, GATED1, CHUNK,
+        EXACT,
     )  # fmt: skip
     if TWO:
         store_side(
-            target + FACTORS * CHUNK, a2 + b * a2_b + t * a2_l if GATED2 else a2, a2_l, a2_h,
-            w2 + b * w2_b + t * w2_l if SCALED2 else w2, w2_l, w2_h, i, head, heads, inside,
-            True, GATED2, SCALED2, CHUNK, EXACT,
+            target + FACTORS * CHUNK, a2 + b * a2_b + t * a2_l if GATED2 else a2, a2_l, a2_h, i, head, heads, inside,
+            True, GATED2, CHUNK, EXACT,
         )  # fmt: skip
 
 
@@ -165,8 +158,8 @@ def decay_gradients(
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, STATES: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of decays and input scales of one chunk, from what `pair_gradients` and `state_gradients` (with STATES,
-    in PARTS blocks of d_state) found out about its tokens."""
+    """Gradients of decays and input scales of one chunk, from what `pair_gradients` and `vector_gradients` (with
+    STATES, in PARTS blocks of d_state) found out about its tokens."""
     slot = tl.program_id(0)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     chunk, row, begin, length = located(slot, table, seqlen, per_row, PACKED)

@@ -141,8 +141,8 @@ GROUPS = (
         ("backward_chunk", "tile", "pair_block", "pair_warps", "pair_registers"), _half_gradients, _single_gradients,
     ),
     Group(
-        "state_gradients", "state_gradients", True,
-        ("backward_chunk", "tile", "state_gradient_block", "state_gradient_warps", "state_gradient_registers"),
+        "vector_gradients", "vector_gradients", True,
+        ("backward_chunk", "tile", "vector_block", "vector_warps", "vector_registers"),
         _half_gradients, _single_gradients,
     ),
 )  # fmt: skip

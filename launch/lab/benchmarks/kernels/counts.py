@@ -67,7 +67,7 @@ LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
     "mix": _scan_loops,
     "pair_gradients": lambda names: (names["HEADS"],),
     # The code of readers and writers stands in one kernel, and a program runs one of them.
-    "state_gradients": lambda names: (names["HEADS"] / 2, 1),
+    "vector_gradients": lambda names: (names["HEADS"] / 2, 1),
     "state_pass": lambda names: (math.ceil(names["seqlen"] / names["TILE"]) / _directions(names),),
     "_convolve": lambda names: (names["SPAN"] / names["ROWS"],),
     "_conv_gradients": lambda names: (names["walk"], (names["SPAN"] + names["WIDTH"] - 1) / names["ROWS"]),

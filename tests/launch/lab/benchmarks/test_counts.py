@@ -98,7 +98,7 @@ def test_the_kept_kernels_compute_with_no_doubles():
         "state_pass",
         "mix",
         "pair_gradients",
-        "state_gradients",
+        "vector_gradients",
         "cayley_pass",
     }
     assert not any(x.float64 for x in KEPT)

@@ -1,7 +1,9 @@
-"""Gradients through the states at a chunk's edges: of q, k, log-decays and input scales, both directions in one launch.
+"""Gradients of q and k, and through the states at a chunk's edges those of log-decays and input scales, all directions
+in one launch.
 
-One program takes one tile, one direction, either its readers or its writers, and some heads of a group, which q and k
-are summed over. Readers meet the state that enters the chunk, writers the cotangent of the one that leaves it.
+One program takes one tile, one direction, either its readers (q) or its writers (k), and some heads of a group, which
+q and k are summed over. Readers meet the state that enters the chunk, writers the cotangent of the one that leaves it,
+and both the other tokens of the chunk by the gradient of the scores, which pairs.py has made.
 """
 
 from __future__ import annotations
@@ -49,9 +51,20 @@ def one_side(x1, x2, second, TWO: tl.constexpr):
 
 
 @triton.jit
+def add_product(acc, matrix, x, PRECISION: tl.constexpr):
+    """acc + matrix x, the matrix rounded to x's dtype. One in single precision where x is in half precision is split in
+    two: where rows are divided by their sums, most of what is added up here cancels."""
+    high = matrix.to(x.dtype)
+    acc = tl.dot(high, x, acc=acc, input_precision=PRECISION)
+    if matrix.dtype != x.dtype:
+        acc = tl.dot((matrix - high.to(tl.float32)).to(x.dtype), x, acc=acc)
+    return acc
+
+
+@triton.jit
 def side_gradients(
-    vector, found, through, rows, rows_l, rows_h, u, u_l, u_h, sums, states, vectors, others, other_vectors,
-    h0, r0, left, tokens, step, reverse, gated, scaled, there, meets, n0,
+    vector, found, through, rows, rows_l, rows_h, u, u_l, u_h, w, w_l, w_h, sums, states, vectors, others,
+    other_vectors, h0, r0, left, tokens, step, reverse, gated, scaled, there, meets, n0,
     directions: tl.constexpr, WRITES: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
     NORMALIZE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FACTORS: tl.constexpr, HEADS: tl.constexpr,
     D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -110,30 +123,29 @@ def side_gradients(
                 passed += tl.where(r0 == 0, tl.sum(h_sum * g_sum, 0), 0.0)
             tl.store(through + head, passed * tl.exp2(end_high + end_low if EXACT else end_high))
         if WRITES and SCALED:
-            scale = tl.load(at_sums + ((2 if EXACT else 1) * CHUNK + r0) + i)
+            scale = load_factor(w + head * w_h, w_l, i, valid if SCALED == 2 else valid & scaled)
             factor *= scale if SCALED == 2 else tl.where(scaled, scale, 1.0)
         grad += part * factor[:, None]
     return grad
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "tokens", "f_s", "tile_stride"])
-def state_gradients(
-    dq1, dk1, dq2, dk2, d_s, d_b, d_l, d_g, dq1_pairs, dk1_pairs, dq2_pairs, dk2_pairs, dq_cross,
-    p_s, p_b, p_l, p_g,
-    read1, wrote1, through1, read2, wrote2, through2, f_s, tile_stride,
+def vector_gradients(
+    dq1, dk1, dq2, dk2, d_s, d_b, d_l, d_g, dscores, own_scores, read1, wrote1, through1,
+    read2, wrote2, through2, f_s, tile_stride,
     dy1, dy2, dy_b, dy_l, dy_h, v, v_b, v_l, v_h,
     q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g, u, u_b, u_l, u_h,
+    w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
     sums, entering, entering_vectors, leaving, leaving_vectors, table, seqlen, per_row, tokens, heads, share,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, STORED: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr,
-    ADD: tl.constexpr, NORMALIZE: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    NORMALIZE: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     FACTORS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What goes through the states at a chunk's edges (where states are STORED), for BLOCK_N elements of q and k, added
-    to what `pair_gradients` found (with ADD, else dq and dk hold more parts). `read`, `wrote` and, for each tile of a
-    chunk, `through` get a part for each such block. ENTERS, LEAVES: documents begin with states, or end with cotangents
-    of states, that are not zero."""
+    """The gradients of BLOCK_N elements of q and k, from those of the scores and (where states are STORED) through the
+    states at the chunk's edges. `read`, `wrote` and, for each tile of a chunk, `through` get a part for each such
+    block. ENTERS, LEAVES: documents begin with states, or end with cotangents of states, that are not zero."""
     tiles: tl.constexpr = CHUNK // TILE
     directions: tl.constexpr = 2 if TWO else 1
     parts = heads // HEADS
@@ -153,8 +165,7 @@ def state_gradients(
         return
     b = batch_row.to(tl.int64)
     t = (begin + place).to(tl.int64)
-    at = part * d_s + b * d_b + t * d_l + group * d_g
-    at_pairs = b * p_b + t * p_l + group * p_g
+    at_out = part * d_s + b * d_b + t * d_l + group * d_g
     of_slot = slot.to(tl.int64) * heads * directions + tl.where(second, 1, 0)
     of_block = tl.program_id(1).to(tl.int64)
     at_f = of_block * f_s + b * seqlen + t
@@ -167,13 +178,20 @@ def state_gradients(
     starts, ends = chunk > 0, (chunk + 1) * CHUNK < length
     enters = ENTERS | tl.where(reverse, ends, starts)
     leaves = LEAVES | tl.where(reverse, starts, ends)
-    # The second tile reads from the first one in the direction that runs forward, and the other way round.
-    crossed = tl.where(reverse, (r0 == 0) & (left > TILE), r0 > 0) & (writes == 0)
     gated = one_side(GATED1, GATED2, second, TWO)
     scaled = one_side(SCALED1, SCALED2, second, TWO)
     at_v = v + b * v_b + t * v_l
     at_y = one_side(dy1, dy2, second, TWO) + b * dy_b + t * dy_l
     at_u = u + b * u_b + t * u_l if NORMALIZE else u
+    w_b, w_l = one_side(w1_b, w2_b, second, TWO), one_side(w1_l, w2_l, second, TWO)
+    w_h = one_side(w1_h, w2_h, second, TWO)
+    at_w = w1
+    if SCALED1 and SCALED2:
+        at_w = one_side(w1, w2, second, TWO) + b * w_b + t * w_l
+    elif SCALED2:
+        at_w = w2 + b * w2_b + t * w2_l
+    elif SCALED1:
+        at_w += b * w1_b + t * w1_l
     of_sums = sums + of_slot * (FACTORS * CHUNK) if FACTORS else sums
     entry = entering + of_slot * elements if STORED else entering
     entry_vectors = entering_vectors + of_slot * D_STATE if STORED and NORMALIZE else entering_vectors
@@ -183,42 +201,69 @@ def state_gradients(
     n = n0 + tl.arange(0, BLOCK_N)
     valid = i < left
     # A reader's gradient belongs to the token whose q it read with.
-    step = tl.where(writes, 0, tl.where(reverse, 1, -1)) if SHIFT else 0
+    step = tl.where(reverse, 1, -1) if SHIFT else 0
     source = i + step
     there = (source >= -place) & (source < left)
+    q_b, k_b = one_side(q1_b, q2_b, second, TWO), one_side(k1_b, k2_b, second, TWO)
+    q_l, k_l = one_side(q1_l, q2_l, second, TWO), one_side(k1_l, k2_l, second, TWO)
+    q_g, k_g = one_side(q1_g, q2_g, second, TWO), one_side(k1_g, k2_g, second, TWO)
+    at_q = one_side(q1, q2, second, TWO) + b * q_b + t * q_l + group * q_g
+    at_k = one_side(k1, k2, second, TWO) + b * k_b + t * k_l + group * k_g
     grad = tl.zeros((TILE, BLOCK_N), tl.float32)
     if STORED:
-        x = tl.where(writes, one_side(k1, k2, second, TWO), one_side(q1, q2, second, TWO))
-        x_b = tl.where(writes, one_side(k1_b, k2_b, second, TWO), one_side(q1_b, q2_b, second, TWO))
-        x_l = tl.where(writes, one_side(k1_l, k2_l, second, TWO), one_side(q1_l, q2_l, second, TWO))
-        x_g = tl.where(writes, one_side(k1_g, k2_g, second, TWO), one_side(q1_g, q2_g, second, TWO))
-        x += b * x_b + t * x_l + group * x_g
-        vector = load_rows(x, x_l, source, there & valid, n0, D_STATE, BLOCK_N).to(tl.float32)
         if writes:
             grad = side_gradients(
-                vector, one_side(wrote1, wrote2, second, TWO) + at_f if GATED or SCALED else wrote1, through1,
-                at_v, v_l, v_h, at_u, u_l, u_h, of_sums, exit_at, exit_vectors, entry, entry_vectors,
-                h0, r0, left, tokens, step, reverse, gated, scaled, leaves, enters & leaves, n0,
+                load_rows(at_k, k_l, i, valid, n0, D_STATE, BLOCK_N).to(tl.float32),
+                one_side(wrote1, wrote2, second, TWO) + at_f if GATED or SCALED else wrote1, through1,
+                at_v, v_l, v_h, at_u, u_l, u_h, at_w, w_l, w_h, of_sums, exit_at, exit_vectors, entry, entry_vectors,
+                h0, r0, left, tokens, 0, reverse, gated, scaled, leaves, enters & leaves, n0,
                 directions, True, GATED, SCALED, NORMALIZE, CHUNK, TILE, FACTORS, HEADS, D_STATE, HEADDIM, BLOCK_N,
                 BLOCK_P, PRECISION, EXACT,
             )  # fmt: skip
         else:
             grad = side_gradients(
-                vector, one_side(read1, read2, second, TWO) + at_f if GATED else read1,
+                load_rows(at_q, q_l, source, there & valid, n0, D_STATE, BLOCK_N).to(tl.float32),
+                one_side(read1, read2, second, TWO) + at_f if GATED else read1,
                 one_side(through1, through2, second, TWO) + at_tile if GATED else through1,
-                at_y, dy_l, dy_h, at_u, u_l, u_h, of_sums, entry, entry_vectors, exit_at, exit_vectors,
+                at_y, dy_l, dy_h, at_u, u_l, u_h, at_w, w_l, w_h, of_sums, entry, entry_vectors, exit_at, exit_vectors,
                 h0, r0, left, tokens, step, reverse, gated, scaled, enters, enters & leaves, n0,
                 directions, False, GATED, SCALED, NORMALIZE, CHUNK, TILE, FACTORS, HEADS, D_STATE, HEADDIM, BLOCK_N,
                 BLOCK_P, PRECISION, EXACT,
             )  # fmt: skip
-    inside = n[None, :] < D_STATE
+    # Writers meet the q that tokens read with, and readers the k of writers.
+    partner, partner_l = tl.where(writes, at_q, at_k), tl.where(writes, q_l, k_l)
+    partner_step = tl.where(writes, step, 0)
+    matrix: tl.constexpr = TILE * TILE
+    program = tl.program_id(0).to(tl.int64)
+    # Writers are rows of the first one of a program's two matrices, and columns of the other one.
+    at_scores = dscores + program * (tiles * matrix) + i[:, None] * TILE + i[None, :]
+    scores = tl.load(at_scores)
+    along = tl.where(reverse, -i, i)
+    scores = tl.where(along[:, None] < along[None, :], scores, 0.0)
+    at = i + partner_step
+    met = (at >= -place) & (at < left) & valid
+    x = load_rows(partner, partner_l, at, met, n0, D_STATE, BLOCK_N)
+    if writes == 0:
+        scores = tl.trans(scores)
+    grad = add_product(grad, scores, x, PRECISION)
+    if not SHIFT:
+        of_direction = program * directions + tl.where(second, 1, 0)
+        grad += tl.load(own_scores + of_direction * TILE + i)[:, None] * x.to(tl.float32)
     if tiles > 1:
-        at_cross = dq_cross + part * p_s + at_pairs + i[:, None] * p_l + n[None, :]
-        grad += tl.load(at_cross, mask=valid[:, None] & inside & crossed, other=0.0)
-    inside = there[:, None] & inside
-    if ADD:
-        q_pairs, k_pairs = one_side(dq1_pairs, dq2_pairs, second, TWO), one_side(dk1_pairs, dk2_pairs, second, TWO)
-        from_pairs = tl.where(writes, k_pairs, q_pairs) + at_pairs
-        grad += tl.load(from_pairs + source[:, None] * p_l + n[None, :], mask=inside, other=0.0)
-    out = tl.where(writes, one_side(dk1, dk2, second, TWO), one_side(dq1, dq2, second, TWO)) + at
-    tl.store(out + source[:, None] * d_l + n[None, :], grad.to(out.dtype.element_ty), mask=inside)
+        # The first tile writes to the other one in the direction that runs forward, the second one in the other.
+        ahead = tl.where(r0 == 0, TILE, -TILE)
+        meets = (writes == ((r0 == 0) != reverse)) & (left > ahead)
+        other = tl.where(writes, 0, tl.where(r0 == 0, parts, -parts) * (tiles * matrix))
+        across = tl.load(at_scores + (other + matrix), mask=meets, other=0.0)
+        at += ahead
+        met = (at >= -place) & (at < left) & (i < left - ahead)
+        x = load_rows(partner, partner_l, at, met & meets, n0, D_STATE, BLOCK_N)
+        if writes:
+            across = tl.trans(across)
+        grad = add_product(grad, across, x, PRECISION)
+    at = tl.where(writes, i, source)
+    inside = ((at >= -place) & (at < left))[:, None]
+    if D_STATE % BLOCK_N != 0:
+        inside = inside & (n[None, :] < D_STATE)
+    out = tl.where(writes, one_side(dk1, dk2, second, TWO), one_side(dq1, dq2, second, TWO)) + at_out
+    tl.store(out + at[:, None] * d_l + n[None, :], grad.to(out.dtype.element_ty), mask=inside)
