@@ -37,16 +37,16 @@ def cross_scores(
 
 @triton.jit
 def cross_decays(
-    sums1, sums2, r0, ahead, forward,
+    sums, r0, ahead, forward,
     TWO: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """(TILE,) decays between this tile's writers and the edge, and between the edge and the other tile's readers."""
+    """(TILE,) decays between this tile's writers and the edge, and between the edge and the other tile's readers.
+    `sums` are the first direction's; the second one's follow."""
     i = tl.arange(0, TILE)
     writes = i * 0.0 + 1.0
     reads = writes
     if GATED1 or GATED2:
-        sums = tl.where(forward, sums1, sums2) if TWO else sums1
         edge_high, edge_low = edge_sum(sums, tl.where(forward, TILE - 1, TILE), CHUNK, EXACT)
         high, low = write_sums(sums + r0, i, CHUNK, EXACT)
         decays = tl.exp2(exponents(edge_high, edge_low, high, low, EXACT))

@@ -115,6 +115,27 @@ def exponents(high, low, from_high, from_low, EXACT: tl.constexpr):
 
 
 @triton.jit
+def tile_exponents(
+    sums, i, r0,
+    WRITERS: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """(TILE, TILE) log2 of the decays between a tile's readers (rows) and writers, or with WRITERS the same turned
+    round: anything outside of the direction's triangle, NaN too."""
+    if GATED:
+        # At the tile's edge a reader's sum may come from a neighbouring row of the table: no writer is before it.
+        before = sums + r0 + ((1 if REVERSE else -1) if SHIFT else 0)
+        read_high, read_low = write_sums(before, i, CHUNK, EXACT)
+        write_high, write_low = write_sums(sums + r0, i, CHUNK, EXACT)
+    else:
+        read_high = i * 0.0
+        read_low, write_high, write_low = read_high, read_high, read_high
+    if WRITERS:
+        return exponents(read_high[None, :], read_low[None, :], write_high[:, None], write_low[:, None], EXACT)
+    return exponents(read_high[:, None], read_low[:, None], write_high[None, :], write_low[None, :], EXACT)
+
+
+@triton.jit
 def add_tile(
     h, z, k, k_l, v, v_l, u, u_l, w, w_l, sums, edge_high, edge_low, r0, place, left, n0, p0,
     REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from matmix.kernels.semiseparable.fused.layout import (
     edge_sum,
-    entering_edge,
     exponents,
+    leaving_edge,
     load_factor,
     load_rows,
     read_sums,
@@ -24,27 +24,10 @@ from matmix.kernels.semiseparable.fused.layout import (
     side_scores,
     state_dot,
     state_places,
+    tile_exponents,
     write_sums,
 )
 from matmix.kernels.slots import located
-
-
-@triton.jit
-def side_exponents(
-    sums, i, r0,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Log2 of the decay between a reader (row) and a writer (column), each one of a tile's tokens: anything outside of
-    the direction's triangle."""
-    if GATED:
-        # At the tile's edge a reader's sum may come from a neighbouring row of the table: no writer is before it.
-        before = sums + r0 + ((1 if REVERSE else -1) if SHIFT else 0)
-        read_high, read_low = write_sums(before, i, CHUNK, EXACT)
-        write_high, write_low = write_sums(sums + r0, i, CHUNK, EXACT)
-    else:
-        read_high = i * 0.0
-        read_low, write_high, write_low = read_high, read_high, read_high
-    return exponents(read_high[:, None], read_low[:, None], write_high[None, :], write_low[None, :], EXACT)
 
 
 @triton.jit
@@ -60,8 +43,6 @@ def read_state(
     source, readable = shifted(i, place, left, REVERSE, SHIFT)
     read = tl.zeros((TILE, BLOCK_P), tl.float32)
     sums_read = tl.zeros((TILE,), tl.float32)
-    if GATED:
-        edge_high, edge_low = edge_sum(sums, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
     if STORED:
         for n0 in tl.static_range(0, D_STATE, BLOCK_N):
             x = whole if D_STATE <= BLOCK_N else load_rows(q, q_l, source, readable, n0, D_STATE, BLOCK_N)
@@ -71,14 +52,14 @@ def read_state(
                 n = n0 + tl.arange(0, BLOCK_N)
                 z = tl.load(vector + n, mask=(n < D_STATE) & there, other=0.0)
                 sums_read += tl.sum(x.to(tl.float32) * z[None, :], 1)
-        if GATED and CHUNK > TILE:
-            through = tl.exp2(edge_high + edge_low if EXACT else edge_high)
-            read *= through
-            sums_read *= through
+    # The sum up to the edge that `read` stands at: the chunk's, then those of its tiles up to this one.
+    edge_high = left * 0.0
+    edge_low = edge_high
     if CHUNK > TILE:
         here = r0 // TILE
         last = tl.minimum(here + tl.cdiv(left, TILE), CHUNK // TILE)
-        for tile in tl.range(here + 1 if REVERSE else here * 0, last if REVERSE else here, num_stages=1):
+        for step in tl.range(last - 1 - here if REVERSE else here, num_stages=1):
+            tile = last - 1 - step if REVERSE else step
             ahead = tile * TILE - r0
             there_j = i < left - ahead
             scores = side_scores(
@@ -86,6 +67,12 @@ def read_state(
             )
             weight = i * 0.0 + 1.0
             if GATED:
+                high, low = edge_sum(sums, leaving_edge(tile * TILE, REVERSE, TILE), CHUNK, EXACT)
+                through = tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))
+                read *= through
+                sums_read *= through
+                edge_high = high
+                edge_low = low
                 high, low = write_sums(sums + (r0 + ahead), i, CHUNK, EXACT)
                 weight = tl.exp2(exponents(edge_high, edge_low, high, low, EXACT))
             if SCALED:
@@ -227,10 +214,10 @@ def mix(
             )  # fmt: skip
         matrix = scores
         if GATED1 or GATED2:
-            exponent = side_exponents(sums1, i, r0, REVERSE, SHIFT, GATED1, CHUNK, EXACT)
+            exponent = tile_exponents(sums1, i, r0, False, REVERSE, SHIFT, GATED1, CHUNK, EXACT)
             if TWO:
-                other = side_exponents(sums2, i, r0, True, SHIFT, GATED2, CHUNK, EXACT)
-                exponent = tl.where(first, exponent, other)
+                other = tile_exponents(sums2, i, r0, False, True, SHIFT, GATED2, CHUNK, EXACT)
+                exponent = tl.where(~(first | on), other, exponent)
             matrix *= tl.exp2(exponent)
         # The diagonal: each direction's own terms (without shift), then the given one.
         own = own1 * self_weight
@@ -246,7 +233,8 @@ def mix(
             scale2 = given2[None, :]
             also *= given2
         if SCALED1 or SCALED2:
-            matrix *= tl.where(first, scale1, scale2) if TWO else scale1
+            # Chosen products, not products with what is chosen: that takes more instructions.
+            matrix = tl.where(first, matrix * scale1, matrix * scale2) if TWO else matrix * scale1
         given = tl.zeros((TILE,), tl.float32)
         if DIAGONAL:
             given += load_factor(d + b * d_b + t * d_l + head * d_h, d_l, i, valid)

@@ -23,36 +23,18 @@ from matmix.kernels.semiseparable.fused.layout import (
     exponents,
     load_factor,
     load_rows,
-    read_sums,
     settled,
     shifted,
     side_scores,
     state_dot,
     state_places,
+    tile_exponents,
     write_sums,
 )
 from matmix.kernels.slots import located
 
 LEAST_SCALE = tl.constexpr(2.0**-64)
 """Taken for input scales that are nearer to 0, inside of tiles: far below what rounding makes of any other pair."""
-HIGHEST_SUM = tl.constexpr(4.0)
-"""Above the sum of as many of the largest log2 decays as the longest tile has tokens, 256."""
-
-
-@triton.jit
-def side_exponents(
-    sums, i, r0,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Log2 of the decay between a writer (row) and a reader (column), each one of a tile's tokens: anything outside of
-    the direction's triangle."""
-    if GATED:
-        read_high, read_low = read_sums(sums + r0, i, r0, REVERSE, SHIFT, CHUNK, EXACT)
-        write_high, write_low = write_sums(sums + r0, i, CHUNK, EXACT)
-    else:
-        read_high = i * 0.0
-        read_low, write_high, write_low = read_high, read_high, read_high
-    return exponents(read_high[None, :], read_low[None, :], write_high[:, None], write_low[:, None], EXACT)
 
 
 @triton.jit
@@ -61,14 +43,11 @@ def pair_decays(
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The decay between a writer (row) and a reader (column) in the direction in which they meet. On the diagonal it is
-    anything finite, or with one direction 0, as where they do not meet."""
-    exponent = side_exponents(sums1, i, r0, REVERSE, SHIFT, GATED1, CHUNK, EXACT)
+    """The decay between a writer (row) and a reader (column) in the direction in which they meet; 0 where they do not.
+    On the diagonal it is anything."""
+    exponent = tile_exponents(sums1, i, r0, True, REVERSE, SHIFT, GATED1, CHUNK, EXACT)
     if TWO:
-        exponent = tl.where(first, exponent, side_exponents(sums2, i, r0, True, SHIFT, GATED2, CHUNK, EXACT))
-        if SHIFT:
-            # With shift a token that read what it has written would undo its own decay.
-            exponent = tl.minimum(exponent, HIGHEST_SUM, propagate_nan=tl.PropagateNan.ALL)
+        exponent = tl.where(first, exponent, tile_exponents(sums2, i, r0, True, True, SHIFT, GATED2, CHUNK, EXACT))
     else:
         exponent = tl.where(first, exponent, float("-inf"))
     return tl.exp2(exponent)
@@ -164,12 +143,14 @@ def pair_gradients(
     on = i[:, None] == i[None, :]
     # Which of the strict triangles belongs to the first direction; writers are rows.
     first = i[:, None] > i[None, :] if REVERSE else i[:, None] < i[None, :]
-    second = i[:, None] > i[None, :]
+    second = ~(first | on)
     elements: tl.constexpr = D_STATE * HEADDIM
     starts, ends = chunk > 0, (chunk + 1) * CHUNK < length
 
-    at_q1 = q1 + b * q1_b + t * q1_l + group * q1_g
-    at_k1 = k1 + b * k1_b + t * k1_l + group * k1_g
+    of_q1 = b * q1_b + t * q1_l + group * q1_g
+    of_k1 = b * k1_b + t * k1_l + group * k1_g
+    at_q1 = q1 + of_q1
+    at_k1 = k1 + of_k1
     at_q2 = at_q1
     at_k2 = at_k1
     source1, readable1 = shifted(i, place, left, REVERSE, SHIFT)
@@ -177,8 +158,10 @@ def pair_gradients(
     whole1 = load_rows(at_k1, k1_l, i, valid, 0, D_STATE, BLOCK_N)
     whole2 = whole1
     if TWO:
-        at_q2 = q2 + b * q2_b + t * q2_l + group * q2_g
-        at_k2 = k2 + b * k2_b + t * k2_l + group * k2_g
+        of_q2 = b * q2_b + t * q2_l + group * q2_g
+        of_k2 = b * k2_b + t * k2_l + group * k2_g
+        at_q2 = q2 + of_q2
+        at_k2 = k2 + of_k2
         whole2 = load_rows(at_k2, k2_l, i, valid, 0, D_STATE, BLOCK_N)
     met1 = tl.zeros((TILE,), tl.float32)
     met2 = tl.zeros((TILE,), tl.float32)
@@ -195,9 +178,9 @@ def pair_gradients(
         )
         if not SHIFT:
             own2 += tl.sum(tl.where(on, scores2, 0.0), 1)
-        scores = tl.where(on, 0.0, tl.where(first, scores, scores2))
-    else:
-        scores = tl.where(first, scores, 0.0)
+        scores = tl.where(first, scores, scores2)
+    # On the diagonal `decays` have what stands there in the mixer matrix.
+    scores = tl.where(on, 1.0, scores if TWO else tl.where(first, scores, 0.0))
     total = tl.zeros((TILE, TILE), tl.float32)
 
     # The other tile of the chunk, `ahead` of this one: tokens of the first tile write to it in the direction that runs
@@ -207,8 +190,9 @@ def pair_gradients(
     ahead = tl.where(forward, TILE, -TILE)
     dcross = total
     if CROSS:
-        at_qx = tl.where(forward, at_q1, at_q2) if TWO else at_q1
-        at_kx = tl.where(forward, at_k1, at_k2) if TWO else at_k1
+        # AMD's compiler fails where pointers are chosen that have got offsets.
+        at_qx = tl.where(forward, q1, q2) + tl.where(forward, of_q1, of_q2) if TWO else at_q1
+        at_kx = tl.where(forward, k1, k2) + tl.where(forward, of_k1, of_k2) if TWO else at_k1
         qx_l = tl.where(forward, q1_l, q2_l) if TWO else q1_l
         kx_l = tl.where(forward, k1_l, k2_l) if TWO else k1_l
         scores_x, turned_x = cross_scores(
@@ -228,6 +212,9 @@ def pair_gradients(
         of_slot = (slot.to(tl.int64) * heads + head) * directions
         sums1 = sums + of_slot * (FACTORS * CHUNK) if FACTORS else sums
         sums2 = sums + (of_slot + 1) * (FACTORS * CHUNK) if FACTORS else sums
+        sums_x = sums1
+        if TWO and FACTORS:
+            sums_x = sums + (of_slot + tl.where(forward, 0, 1)) * (FACTORS * CHUNK)
 
         pairs = tl.zeros((TILE, TILE), tl.float32)
         if HALVES:
@@ -269,21 +256,24 @@ def pair_gradients(
             scale1 = tl.where(tl.abs(scale1) < LEAST_SCALE, LEAST_SCALE, scale1)
             scale2 = tl.where(tl.abs(scale2) < LEAST_SCALE, LEAST_SCALE, scale2)
             decays *= tl.where(first, scale1[:, None], scale2[:, None]) if TWO else scale1[:, None]
-        matrix = scores * decays
-        changes = pairs * matrix
-        total += pairs * decays
         # Each direction's own terms (without shift) lie on the diagonal, and have no decay.
         own = own1 * self_weight
         also = own2 * self_weight
         dscale1 = along1 * own
         dscale2 = along2 * also
-        if SCALED:
-            of_first = tl.where(first, changes, 0.0)
-            dscale1 += tl.sum(of_first, 1) / scale1
-            if TWO:
-                dscale2 += tl.sum(changes - of_first, 1) / scale2
         own *= scale1
         also *= scale2
+        diagonal = tl.zeros((TILE,), tl.float32)
+        if DIAGONAL:
+            diagonal += load_factor(given + b * given_b + t * given_l + head * given_h, given_l, i, valid)
+        decays = tl.where(on, (own + also + diagonal)[:, None], decays)
+        matrix = scores * decays
+        changes = pairs * matrix
+        total += pairs * decays
+        if SCALED:
+            dscale1 += tl.sum(tl.where(first, changes, 0.0), 1) / scale1
+            if TWO:
+                dscale2 += tl.sum(tl.where(second, changes, 0.0), 1) / scale2
         met1 += along1 * scale1 * self_weight
         if TWO:
             met2 += along2 * scale2 * self_weight
@@ -294,21 +284,14 @@ def pair_gradients(
             between = sums_between(changes, tl.trans(below), i, True, SHIFT, PRECISION)
             tl.store(decays2 + at_f + i, between, mask=valid)
 
-        diagonal = tl.zeros((TILE,), tl.float32)
-        if DIAGONAL:
-            diagonal += load_factor(given + b * given_b + t * given_l + head * given_h, given_l, i, valid)
         if HALVES:
             half = tl.where(on, (also + diagonal)[:, None], tl.where(second, matrix, 0.0))
             matrix = tl.where(on, (own + diagonal)[:, None], tl.where(first, matrix, 0.0))
-        else:
-            matrix = tl.where(on, (own + also + diagonal)[:, None], matrix)
 
         written = tl.zeros((TILE,), tl.float32)
         if CROSS:
             scale_x = tl.where(forward, scale1, scale2) if TWO else scale1
-            decay_x, reads_x = cross_decays(
-                sums1, sums2, r0, ahead, forward, TWO, SHIFT, GATED1, GATED2, CHUNK, TILE, EXACT
-            )
+            decay_x, reads_x = cross_decays(sums_x, r0, ahead, forward, TWO, SHIFT, GATED1, GATED2, CHUNK, TILE, EXACT)
             writes_x = decay_x * scale_x
             at_dyx = (tl.where(forward, dy1, dy2) if HALVES else dy1) + at_y + ahead * dy_l
             pairs_x = tl.zeros((TILE, TILE), tl.float32)

@@ -148,7 +148,7 @@ def side_decay_gradients(
         tl.store(da + to, tl.where(decay > HIGHEST * 1.000001, 0.0, gradient), mask=mask)
 
 
-@triton.jit(do_not_specialize=["seqlen", "per_row", "tokens", "part_stride", "tile_stride"])
+@triton.jit(do_not_specialize=["per_row", "tile_stride"])
 def decay_gradients(
     da1, dw1, pairs1, scales1, read1, wrote1, through1, da2, dw2, pairs2, scales2, read2, wrote2, through2,
     crossed, entered, part_stride, tile_stride,

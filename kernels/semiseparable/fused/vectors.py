@@ -207,13 +207,13 @@ def vector_gradients(
     q_b, k_b = one_side(q1_b, q2_b, second, TWO), one_side(k1_b, k2_b, second, TWO)
     q_l, k_l = one_side(q1_l, q2_l, second, TWO), one_side(k1_l, k2_l, second, TWO)
     q_g, k_g = one_side(q1_g, q2_g, second, TWO), one_side(k1_g, k2_g, second, TWO)
-    at_q = one_side(q1, q2, second, TWO) + b * q_b + t * q_l + group * q_g
-    at_k = one_side(k1, k2, second, TWO) + b * k_b + t * k_l + group * k_g
+    q, of_q = one_side(q1, q2, second, TWO), b * q_b + t * q_l + group * q_g
+    k, of_k = one_side(k1, k2, second, TWO), b * k_b + t * k_l + group * k_g
     grad = tl.zeros((TILE, BLOCK_N), tl.float32)
     if STORED:
         if writes:
             grad = side_gradients(
-                load_rows(at_k, k_l, i, valid, n0, D_STATE, BLOCK_N).to(tl.float32),
+                load_rows(k + of_k, k_l, i, valid, n0, D_STATE, BLOCK_N).to(tl.float32),
                 one_side(wrote1, wrote2, second, TWO) + at_f if GATED or SCALED else wrote1, through1,
                 at_v, v_l, v_h, at_u, u_l, u_h, at_w, w_l, w_h, of_sums, exit_at, exit_vectors, entry, entry_vectors,
                 h0, r0, left, tokens, 0, reverse, gated, scaled, leaves, enters & leaves, n0,
@@ -222,7 +222,7 @@ def vector_gradients(
             )  # fmt: skip
         else:
             grad = side_gradients(
-                load_rows(at_q, q_l, source, there & valid, n0, D_STATE, BLOCK_N).to(tl.float32),
+                load_rows(q + of_q, q_l, source, there & valid, n0, D_STATE, BLOCK_N).to(tl.float32),
                 one_side(read1, read2, second, TWO) + at_f if GATED else read1,
                 one_side(through1, through2, second, TWO) + at_tile if GATED else through1,
                 at_y, dy_l, dy_h, at_u, u_l, u_h, at_w, w_l, w_h, of_sums, entry, entry_vectors, exit_at, exit_vectors,
@@ -230,8 +230,9 @@ def vector_gradients(
                 directions, False, GATED, SCALED, NORMALIZE, CHUNK, TILE, FACTORS, HEADS, D_STATE, HEADDIM, BLOCK_N,
                 BLOCK_P, PRECISION, EXACT,
             )  # fmt: skip
-    # Writers meet the q that tokens read with, and readers the k of writers.
-    partner, partner_l = tl.where(writes, at_q, at_k), tl.where(writes, q_l, k_l)
+    # Writers meet the q that tokens read with, and readers the k of writers. AMD's compiler fails where pointers are
+    # chosen that have got offsets.
+    partner, partner_l = tl.where(writes, q, k) + tl.where(writes, of_q, of_k), tl.where(writes, q_l, k_l)
     partner_step = tl.where(writes, step, 0)
     matrix: tl.constexpr = TILE * TILE
     program = tl.program_id(0).to(tl.int64)
