@@ -69,16 +69,20 @@ class WebDataset(ShardFormat):
     def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: Any = None) -> OpenShard:
         with path.open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if path.stat().st_size else b""
-        pictures = np.dtype(dtype) == PICTURES
-        members = _members(data, where, b"" if pictures else _MAGIC)
-        if pictures:
+        if np.dtype(dtype) == PICTURES:
+            members = _members(data, where, b"")
             if len(members) != 2 * shard.documents:
                 wanted = 2 * shard.documents
                 raise damaged(where, f"it holds {len(members)} files instead of {wanted}, 2 for each picture")
             return _TarPictures(data, members, where)
+        members = _token_members(data, where)
         if len(members) != shard.documents:
             raise damaged(where, f"it holds {len(members)} documents instead of {shard.documents}")
         return _TarShard(data, members, dtype, where)
+
+
+def _token_members(data: memoryview, where: str) -> np.ndarray:
+    return _members(data, where, _MAGIC)
 
 
 def _members(data: memoryview, where: str, magic: bytes) -> np.ndarray:

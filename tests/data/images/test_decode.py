@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from PIL import Image
 from pictures import encoded, pixels
+from PIL import Image
 
 from matmix.data.images.decode import UnreadablePicture, decode
 
