@@ -15,6 +15,7 @@ from matmix.launch.loading import Source, load_source
 from matmix.launch.scoring import Score, score_texts, score_with_state
 from matmix.launch.texts import TextDocuments, TextFiles, read_texts
 from matmix.train.arguments import RunFolder
+from matmix.train.engine.full_state import Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Evaluate:
 
     For a run that was fine-tuned FILE is one file of examples with the columns of those that it was trained on; labels
     may be missing. For an export, and for an encoder that was only pretrained, --task names the task. These take --out,
-    --predictions, --confusion and --step; the other options are those of language models.
+    --predictions, --confusion, --step and --weights; the other options are those of language models.
     """
 
     source: RunFolder
@@ -42,6 +43,8 @@ class Evaluate:
     """Predict each token from all before it in its document, by states that are carried along, not in windows."""
     step: int | None = None
     """Checkpoint to use; default: the newest."""
+    weights: Weights = "raw"
+    """Of a run: the weights that were trained, or with ema their average."""
     out: Path | None = None
     """Also write the numbers into this .json file."""
     task: str = ""
@@ -69,7 +72,7 @@ class Evaluate:
             raise ValueError("--predictions and --confusion are for labelled examples: name their task, --task")
         if self.carry_state and (self.window or self.stride):
             raise ValueError("carried state has no windows: leave out --carry-state, or --window and --stride")
-        source = load_source(self.source, step=self.step)
+        source = load_source(self.source, step=self.step, weights=self.weights)
         config = source.model.config
         if not config.causal:
             raise ValueError(
@@ -99,13 +102,13 @@ class Evaluate:
         if own:
             if given or self.task not in ("", own):
                 raise ValueError(f"{self.source} was fine-tuned for {own}, and knows its columns, classes and lengths")
-            return judge_of_run(self.source, step=self.step)
+            return judge_of_run(self.source, step=self.step, weights=self.weights)
         if not self.task:
             if given:
                 raise ValueError("--columns, --labels and --max-length belong to --task: name the task")
             return None
         options = {"columns": self.columns, "labels": self.labels, "max_length": self.max_length, "step": self.step}
-        return judge_of_task(self.source, self.task, **options)
+        return judge_of_task(self.source, self.task, weights=self.weights, **options)
 
     def _say(self, source: Source, score: Score, how: str, xz: float) -> None:
         where = f"{source.path}" + ("" if source.step is None else f", step {source.step:,}")

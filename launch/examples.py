@@ -18,6 +18,7 @@ from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.model.interop.importing.exported import load_weights, read_labels
 from matmix.train.config import RunConfig
+from matmix.train.engine.full_state import Weights
 from matmix.train.evaluators.scores import in_order
 from matmix.train.init.start import load_start
 from matmix.train.run.directory import RunDirectory
@@ -80,16 +81,18 @@ def task_of(source: str | Path) -> str:
     return config.objective.name if isinstance(config.task(), ExampleTask) else ""
 
 
-def judge_of_run(source: str | Path, *, step: int | None = None) -> Judge:
-    """A run that was fine-tuned, at its newest checkpoint or that of `step`. Raises FileNotFoundError or ValueError
-    (one line)."""
-    folder, fetched = fetch_run(source, step=step, weights_only=True)
-    trained = find_trained(RunDirectory(folder), step, whole=fetched)
+def judge_of_run(source: str | Path, *, step: int | None = None, weights: Weights = "raw") -> Judge:
+    """A run that was fine-tuned, at its newest checkpoint or that of `step`, with its weights or their average. Raises
+    FileNotFoundError or ValueError (one line)."""
+    folder, fetched = fetch_run(source, step=step, weights_only=weights == "raw")
+    trained = find_trained(RunDirectory(folder), step, whole=fetched, weights=weights)
     model = build_model(trained.config.model)
     load_weights(model, trained.weights(), folder)
     examples = dataclasses.replace(trained.config.data.examples, tokenizer=str(trained.tokenizer.path))
     data = dataclasses.replace(trained.config.data, examples=examples)
-    return Judge(dataclasses.replace(trained.config, data=data), model, f"{source}, {trained.checkpoint.name}")
+    averaged = ", averaged weights" if weights == "ema" else ""
+    where = f"{source}, {trained.checkpoint.name}{averaged}"
+    return Judge(dataclasses.replace(trained.config, data=data), model, where)
 
 
 def judge_of_task(
@@ -100,13 +103,14 @@ def judge_of_task(
     labels: Sequence[str] = (),
     max_length: int = 0,
     step: int | None = None,
+    weights: Weights = "raw",
 ) -> Judge:
     """A run or an export for a task or a recipe that its model fits without training.
 
     columns, labels, max_length: in place of data.examples.columns, .labels and data.seqlen of the recipe; the names of
     an export's classes come before those of a recipe. Raises FileNotFoundError or ValueError (one line).
     """
-    config, start = judging_config(source, task, step=step)
+    config, start = judging_config(source, task, step=step, weights=weights)
     model = build_model(config.model)
     load_start(model, start)
     names = tuple(labels) or read_labels(fetch_run(source, step=step, weights_only=True)[0])

@@ -18,6 +18,7 @@ from matmix.model.config import ModelConfig, model_config_to_dict
 from matmix.train.arguments import Recipe
 from matmix.train.command import train_phases
 from matmix.train.config import InitConfig, RunConfig
+from matmix.train.engine.full_state import Weights
 from matmix.train.entry import Train
 from matmix.train.init.sources import InitSource, source_of
 from matmix.train.loaders import make_loader, with_data_facts
@@ -208,13 +209,15 @@ def _tasks_of(model: ModelConfig, source: str) -> str:
     return f"matmix finetune takes {examples}, and {on_text}" if examples else on_text
 
 
-def judging_config(source: str | Path, task: str, *, step: int | None = None) -> tuple[RunConfig, InitSource]:
+def judging_config(
+    source: str | Path, task: str, *, step: int | None = None, weights: Weights = "raw"
+) -> tuple[RunConfig, InitSource]:
     """The config of a run that would have made the model in `source` by training on a task, but for its examples; and
     the source. Any encoder can be an embedder, of the mean of its features unless the recipe says otherwise.
 
     Raises FileNotFoundError or ValueError (one line) for a source or a task that cannot be used, also together.
     """
-    start = source_of(InitConfig(from_=str(source), step=step or 0))
+    start = source_of(InitConfig(from_=str(source), step=step or 0, weights=weights))
     values, kind = read_task(task, [])
     kind = on_examples(kind, values, str(source), start.model)
     needed, name = kind.architectures[0], values["objective"]["name"]

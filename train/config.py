@@ -17,8 +17,9 @@ from matmix.data.storage.urls import refuse_secrets
 from matmix.data.synthetic import TASKS
 from matmix.model.config import ModelConfig
 from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.full_state import Weights
 from matmix.train.errors import require
-from matmix.train.optim.config import OptimizerConfig, ScheduleConfig
+from matmix.train.optim.config import EmaConfig, OptimizerConfig, ScheduleConfig
 from matmix.train.tasks import ObjectiveConfig, Task, make_task
 
 
@@ -137,6 +138,8 @@ class InitConfig:
     seed draws all weights. It is read when the run begins and never again."""
     step: int = 0
     """Which checkpoint of a run; 0 = the newest."""
+    weights: Weights = "raw"
+    """Of a run: the weights that were trained, or with ema their average ([ema])."""
     project: str = ""
     """Whose checkpoint it is where the code of a paper wrote it, hydra or mru-lm; empty = that is found out."""
     ignore: tuple[str, ...] = ()
@@ -237,6 +240,8 @@ class RunConfig:
     """The optimizer."""
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     """The learning-rate schedule."""
+    ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)
+    """An average of the weights."""
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     """How the model is spread over devices."""
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)

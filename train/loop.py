@@ -21,6 +21,7 @@ from matmix.train.config import RunConfig
 from matmix.train.engine import Engine, build_engine
 from matmix.train.errors import ReplicaError
 from matmix.train.evaluators import evaluate, make_evaluators
+from matmix.train.evaluators.averaged import averaged_metrics
 from matmix.train.failures import explaining
 from matmix.train.guards.best import BestEvaluation
 from matmix.train.guards.damaged_shards import DamagedShards
@@ -73,7 +74,8 @@ class Trainer:
         self.task = config.task()
         self.evaluators = make_evaluators(config, self.task)
         known = [metric for evaluator, _ in self.evaluators for metric in evaluator.metrics]
-        self.best = BestEvaluation(config.evaluation, [self.task.loss_metric, *self.task.metrics, *known])
+        known = [self.task.loss_metric, *self.task.metrics, *known]
+        self.best = BestEvaluation(config.evaluation, known + averaged_metrics(known) * bool(config.ema.decay))
         self.state = TrainState()
         self.accumulation = self.loader.micro_batches_per_step
         self.callbacks = make_callbacks(config, rank)
@@ -85,7 +87,9 @@ class Trainer:
         self.engine.prepare(
             model,
             initialize=functools.partial(initialize, seed=config.seed),
-            make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
+            make_optimizer=functools.partial(
+                make_optimizer, config=config.optimizer, seqlen=config.data.seqlen, ema=config.ema
+            ),
         )
         self.lock = self.run.lock()
         self.log_file: logging.Handler | None = None  # on rank 0, while it holds the lock

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Mapping
 
 from tqdm import tqdm
 
 from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
+from matmix.train.evaluators.averaged import TITLE, of_averaged
 from matmix.train.words import duration, short_number
 
 logger = logging.getLogger(__name__)
@@ -53,8 +55,11 @@ class Progress(Callback):
         )
 
     def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
-        parts = [words for evaluator, _ in run.evaluators for words in evaluator.progress(metrics)]
-        logger.info(f"step {run.state.step}: {', '.join(parts)}")
+        def words(found: Mapping[str, float]) -> str:
+            return ", ".join(part for evaluator, _ in run.evaluators for part in evaluator.progress(found))
+
+        averaged = f"; {TITLE}: {words(found)}" if (found := of_averaged(metrics)) else ""
+        logger.info(f"step {run.state.step}: {words(metrics)}{averaged}")
 
     def on_rewind(self, run: RunView, rewind: Rewind) -> None:
         if self.bar is not None:

@@ -84,7 +84,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
         parameters=parameters,
         block=block,
         outside=parameters - block * config.model.n_layers,
-        moments=len(optimizer_class(config.optimizer).moments),
+        moments=len(optimizer_class(config.optimizer).moments) + bool(config.ema.decay),
         accumulation=accumulation,
     )
     held = KINDS[config.engine.kind].held(config.engine, ranks, sizes)

@@ -40,7 +40,7 @@ _MAY_CHANGE = (
 )
 _STEERING = (
     *("steps", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
-    *("optimizer.mixer_rules", "optimizer.rule"),
+    *("optimizer.mixer_rules", "optimizer.rule", "ema."),
 )
 _MAY_NOT_CHANGE = ("engine.precision",)
 _OF_ONE_START = ("stop_step", "checkpoint.start_over", "run_dir")  # a run that was moved has not changed

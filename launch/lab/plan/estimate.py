@@ -59,7 +59,7 @@ def assess(config: RunConfig, plan: Plan, cluster: Cluster, step_seconds: float,
     if stall is None:
         copies = config.engine.copies(plan.ranks)
         # Weights and moments; every rank of a group of shards copies its own.
-        tensors = 1 + len(optimizer_class(config.optimizer).moments)
+        tensors = 1 + len(optimizer_class(config.optimizer).moments) + bool(config.ema.decay)
         stall = tensors * FLOAT * plan.parameters / max(1, plan.ranks // copies) / (cluster.host_gb_per_s * GB)
     mtbf = cluster.mtbf_gpu_hours * 3600 / plan.ranks
     every = config.checkpoint.every or config.steps
