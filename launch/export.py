@@ -11,13 +11,16 @@ from typing import Annotated, Literal
 import tyro
 
 from matmix.data.artifacts import artifact_name, artifact_path
+from matmix.data.loading.images import image_facts
 from matmix.data.tokenizer import Tokenizer
 from matmix.launch.export_notes import notes_on
+from matmix.model.images.inputs import ImageInputs
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files
 from matmix.model.outputs import Outputs
 from matmix.train.arguments import RunFolder
 from matmix.train.checkpoint.files import sha256
+from matmix.train.config import RunConfig
 from matmix.train.engine.full_state import Weights
 from matmix.train.run.trained import Trained, open_trained
 from matmix.train.tasks import TASKS
@@ -116,12 +119,26 @@ def export_run(
         notes=notes_on(trained),
         licence=licence,
         outputs=outputs,
+        images=image_inputs(config),
     )
     which = ", averaged weights," if weights == "ema" else ""
     print(f"Exported {checkpoint.name} of {run_dir}{which} to {out} ({_size(out)}).")
     if hint := other_weights(trained):
         print(hint)
     return out
+
+
+def image_inputs(config: RunConfig) -> ImageInputs | None:
+    """What the images of a run's evaluation are made by, for the image processor; None where it has none."""
+    images = config.data.images
+    if not config.model.model_class.takes_images or not images.path:
+        return None
+    mean, std = images.mean, images.std
+    if not mean or not std:
+        facts = image_facts(config.data)
+        mean, std = mean or facts.mean, std or facts.std
+    interpolation = "bicubic" if images.interpolation == "random" else images.interpolation
+    return ImageInputs(mean=mean, std=std, crop=images.crop, size=images.size, interpolation=interpolation)
 
 
 def other_weights(trained: Trained) -> str:

@@ -25,8 +25,9 @@ def flops_per_image(config: ModelConfig) -> float:
 
 
 def flops_by_part(config: ModelConfig, seqlen: int, *, head_share: float = 1.0) -> dict[str, float]:
-    """`flops_per_token` (of images: for one of their `seqlen` positions) by what does the work: each kind of mixer over
-    all its layers, "mlp", "embedding" where it computes, and "readout"."""
+    """`flops_per_token` (of images: for one of their positions, whatever `seqlen` is) by what does the work: each kind
+    of mixer over all its layers, "mlp", "embedding" where it computes, and "readout"."""
+    seqlen = config.model_class.sequence_length(config, seqlen)
     parts: dict[str, float] = {}
     for mixer, has_mlp in config.layer_kinds():
         if mixer is not None:

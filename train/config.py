@@ -274,7 +274,8 @@ class RunConfig:
         self.model.check_seqlen(self.data.seqlen)
         if self.data.synthetic.task and ":" not in self.data.synthetic.task:  # of one from outside its loader tells
             self._check_generated()
-        if fixed := self.model.fixed_length_mixers():
+        fixed = [] if self.model.model_class.takes_images else self.model.fixed_length_mixers()
+        if fixed:
             require(
                 self.data.packing == "rows",
                 f"{fixed[0]} takes sequences of exactly model.max_seqlen tokens and no shorter documents, which "

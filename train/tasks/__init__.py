@@ -13,6 +13,7 @@ from matmix.train.tasks.finetuning.multiple_choice import MultipleChoice
 from matmix.train.tasks.finetuning.question_answering import QuestionAnswering
 from matmix.train.tasks.finetuning.regression import Regression
 from matmix.train.tasks.finetuning.token_classification import TokenClassification
+from matmix.train.tasks.image_classification import ImageClassification
 from matmix.train.tasks.masked_lm import MaskedLM
 
 __all__ = ["TASKS", "Costs", "Loss", "Metric", "ObjectiveConfig", "Task", "make_task", "unit_of"]
@@ -20,6 +21,7 @@ __all__ = ["TASKS", "Costs", "Loss", "Metric", "ObjectiveConfig", "Task", "make_
 TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
     "masked_lm": MaskedLM,
+    "image_classification": ImageClassification,
     "sequence_classification": SequenceClassification,
     "multi_label": MultiLabel,
     "regression": Regression,
