@@ -38,7 +38,8 @@ def data_names(data: DataConfig) -> list[str]:
     if data.examples.train:
         return [f"{Path(data.examples.train).name} (labelled examples)"]
     total = sum(data.mixture.values())
-    shares = {path: f" ({weight / total:.0%})" for path, weight in data.mixture.items()} or {data.path: ""}
+    alone = data.images.path or data.path
+    shares = {path: f" ({weight / total:.0%})" for path, weight in data.mixture.items()} or {alone: ""}
     return [(path if is_url(path) else Path(path).name) + share for path, share in shares.items()]
 
 
