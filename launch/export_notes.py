@@ -41,7 +41,8 @@ def data_names(data: DataConfig) -> list[str]:
     if data.images.path:
         return [data.images.path if is_url(data.images.path) else Path(data.images.path).name]
     total = sum(data.mixture.values())
-    shares = {path: f" ({weight / total:.0%})" for path, weight in data.mixture.items()} or {data.path: ""}
+    alone = data.images.path or data.path
+    shares = {path: f" ({weight / total:.0%})" for path, weight in data.mixture.items()} or {alone: ""}
     return [(path if is_url(path) else Path(path).name) + share for path, share in shares.items()]
 
 
