@@ -81,13 +81,13 @@ class Trainer:
         generators.seed_all(config.seed, rank)
         collectives.watch()
         model = build_model(config.model, device="meta")
-        self.groups = parameter_groups(model, config.optimizer, config.data.seqlen)
+        self.groups = parameter_groups(model, config.optimizer, config.positions)
         self.engine: Engine = build_engine(config.engine, distributed)
         self.engine.prepare(
             model,
             initialize=functools.partial(initialize, seed=config.seed),
             make_optimizer=functools.partial(
-                make_optimizer, config=config.optimizer, seqlen=config.data.seqlen, ema=config.ema
+                make_optimizer, config=config.optimizer, seqlen=config.positions, ema=config.ema
             ),
         )
         self.lock = self.run.lock()

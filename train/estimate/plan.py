@@ -170,7 +170,7 @@ def _group_lines(config: RunConfig) -> list[str]:
     model = build_model(with_vocabulary(config).model, device="meta")
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     lines = []
-    for group in parameter_groups(model, config.optimizer, config.data.seqlen):
+    for group in parameter_groups(model, config.optimizer, config.positions):
         decay = f"weight decay {group.weight_decay:g}" if group.weight_decay else "not decayed"
         size = short_number(sum(sizes[name] for name in group.names))
         by = f" (by {', '.join(group.sources)})" if group.sources else ""

@@ -59,7 +59,7 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
             f"a rank needs {plan.total_bytes / 1e9:.0f} GB of the {cluster.memory_gb * USABLE:.0f} GB that can be used "
             f"of a {cluster.gpu}: take a smaller micro-batch, checkpointing, or a suggestion below"
         )
-    tokens = plan.micro_batch_size * config.model.model_class.sequence_length(config.model, config.data.seqlen)
+    tokens = plan.micro_batch_size * config.positions
     if tokens < FEW_TOKENS:
         found.append(
             f"global batch too small for the mesh: a rank sees {tokens} tokens in a pass, which leaves most of a "
@@ -154,10 +154,9 @@ def _describe(
 ) -> list[str]:
     config, plan = one.config, one.plan
     share = config.task().target_share
-    positions = config.model.model_class.sequence_length(config.model, config.data.seqlen)
-    parts = flops_by_part(config.model, positions, head_share=share)
+    parts = flops_by_part(config.model, config.positions, head_share=share)
     if plan.unit == "images":
-        parts = {name: value * positions for name, value in parts.items()}
+        parts = {name: value * config.positions for name, value in parts.items()}
     work = ", ".join(f"{short_number(value)} {name}" for name, value in parts.items())
     gib = 2**30
     memory = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
