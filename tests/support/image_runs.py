@@ -58,7 +58,7 @@ picture = false
 def write_image_recipe(folder: Path, each: int = 8) -> Path:
     """A recipe and its data: `each` pictures of each of three classes."""
     tree = pictures.write_tree(folder / "tree", pictures.samples(each))
-    dataset = pictures.prepare(tree, folder / "pictures", validation_fraction=0.3)
+    dataset = pictures.prepare(tree, folder / "pictures", validation_fraction=0.5)
     path = folder / "small.toml"
     path.write_text(RECIPE.replace("[data.images]", f'[data.images]\npath = "{dataset}"'))
     return path
