@@ -100,18 +100,22 @@ class ImageClassifier(Backbone):
         """
         if cu_seqlens is not None or attention_mask is not None:
             raise ValueError("an image_classifier reads whole images: give it no cu_seqlens and no attention_mask")
-        rows, columns = patch_grid(inputs, self.config.image)
-        orders = scan_orders(self.config.image, rows, columns, inputs.device)
-        x = self.embed(inputs)
+        x = self.features(self.pooled(self.stream(inputs, streams)))
+        weight, bias = self.output_projection()
+        return F.linear(x, weight, bias) if readout is None else readout(x, weight, bias)
+
+    def stream(self, images: torch.Tensor, streams: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """The residual stream (B, L, d_model) behind the last block; streams as for `forward`."""
+        rows, columns = patch_grid(images, self.config.image)
+        orders = scan_orders(self.config.image, rows, columns, images.device)
+        x = self.embed(images)
         for block in self.blocks:
             if streams is not None:
                 streams.append(x)
             x = block(x, None, None, orders)
         if streams is not None:
             streams.append(x)
-        x = self.features(self.pooled(x))
-        weight, bias = self.output_projection()
-        return F.linear(x, weight, bias) if readout is None else readout(x, weight, bias)
+        return x
 
     def pooled(self, x: torch.Tensor) -> torch.Tensor:
         """The stream (B, L, d_model) after the final norm -> one vector for each image, (B, d_model). The mean is over

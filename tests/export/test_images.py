@@ -124,3 +124,62 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path, inputs, words):
     with pytest.raises(ValueError, match=words):
         export_model(config, build_model(config).state_dict(), None, tmp_path / "out", images=ImageInputs(**inputs))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_timm_creates_exported_models(image_exports, name):
+    """Its own functions find the images' sizes and means, the classifier, and features; a checkpoint fits."""
+    timm = pytest.importorskip("timm")
+    from safetensors.torch import load_file
+    from timm.data import create_transform, resolve_model_data_config
+
+    import matmix.model.interop.timm_models  # noqa: F401
+
+    folder = image_exports / name
+    reference = load_file(folder / "reference.safetensors")
+    pixels, logits = reference["pixels"], reference["logits"]
+    overlay = {"pretrained_cfg_overlay": {"file": str(folder / "export")}}
+    model = timm.create_model("matmix_image_classifier", pretrained=True, **overlay).eval()
+    torch.testing.assert_close(model(pixels), logits, rtol=1e-5, atol=1e-6)
+    channels = pixels.shape[1]
+    data = resolve_model_data_config(model)
+    assert data["input_size"] == (channels, 16, 16)
+    assert data["crop_pct"] == 0.9
+    if channels == 3:
+        found = create_transform(**data, is_training=False)(Image.open(folder / "picture.png"))
+        assert torch.equal(found[None], pixels)
+    features = model.forward_head(model.forward_features(pixels), pre_logits=True)
+    assert features.shape == (1, model.num_features)
+
+    anew = timm.create_model("matmix_image_classifier", drop_path_rate=0.5, **overlay).eval()
+    assert not torch.allclose(anew(pixels), logits)
+    assert anew.model.blocks[-1].drop_path.rate == 0.5
+    weights = str(folder / "export" / "model.safetensors")
+    loaded = timm.create_model("matmix_image_classifier", checkpoint_path=weights, **overlay).eval()
+    assert torch.equal(loaded(pixels), model(pixels))
+
+    other = timm.create_model("matmix_image_classifier", pretrained=True, num_classes=7, **overlay).eval()
+    assert other(pixels).shape == (1, 7)
+    torch.testing.assert_close(other.forward_head(other.forward_features(pixels), pre_logits=True), features)
+    other.reset_classifier(0)
+    torch.testing.assert_close(other(pixels), features)
+    assert other.num_classes == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "say which export"),
+        ({"pretrained": True, "config": {}}, "say which export"),
+        ({"in_chans": 4, "config": {"architecture": "image_classifier", "layers": ["none"]}}, "in_chans = 4"),
+        ({"config": {"vocab_size": 5}}, "is a language_model, not an image_classifier"),
+        ({"img_size": 5, "config": {"architecture": "image_classifier"}}, "no option 'img_size'"),
+    ],
+)
+def test_timms_mistakes_are_one_line(options, words):
+    pytest.importorskip("timm")
+    from matmix.model.interop.timm_models import matmix_image_classifier
+
+    with pytest.raises(ValueError, match=words) as caught:
+        matmix_image_classifier(**options)
+    assert "\n" not in str(caught.value)

@@ -35,8 +35,8 @@ class MatmixImageModel(MatmixImageBase):
         """last_hidden_state (B, L, d_model), pooler_output (B, d_model) and hidden states of pixel_values
         (B, channels, H, W)."""
         streams: list[torch.Tensor] = []
-        pooled = self.model(pixel_values, streams=streams, readout=lambda x, weight, bias: x)
-        last = self.model.norm(streams[-1])
+        x = self.model.stream(pixel_values, streams)
+        last, pooled = self.model.norm(x), self.model.pooled(x)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output = BaseModelOutputWithPooling(
             last_hidden_state=last, pooler_output=pooled, hidden_states=(*streams[:-1], last) if wanted else None
