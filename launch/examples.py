@@ -12,7 +12,7 @@ import torch
 
 from matmix.data.examples.base import Examples
 from matmix.data.storage.files import write_atomic
-from matmix.launch.figures import png_of
+from matmix.launch.figures import MOST_CLASSES, confusion_picture
 from matmix.launch.finetune import judging_config
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
@@ -28,8 +28,6 @@ from matmix.train.tasks.base import Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
 
 _BATCH = 32
-_MOST_CLASSES = 60
-"""Of a picture that can be read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,9 +147,9 @@ def say(judged: Judged, *, out: Path | None, predictions: Path | None, confusion
     Raises ValueError for a picture where there are no classes, no labels, or too many classes.
     """
     metrics, known = judged.metrics(), {metric.name: metric for metric in judged.task.metrics}
-    if confusion is not None and (not judged.classes or not metrics or len(judged.classes) > _MOST_CLASSES):
+    if confusion is not None and (not judged.classes or not metrics or len(judged.classes) > MOST_CLASSES):
         raise ValueError(
-            f"--confusion draws one class for each example, at most {_MOST_CLASSES} of them, against its label"
+            f"--confusion draws one class for each example, at most {MOST_CLASSES} of them, against its label"
         )
     print(f"{judged.where}: {len(judged.examples.rows):,} examples in {judged.examples.config.test}")
     for name, value in metrics.items():
@@ -168,23 +166,6 @@ def say(judged: Judged, *, out: Path | None, predictions: Path | None, confusion
 
 
 def _picture(judged: Judged) -> bytes:
-    from matplotlib.figure import Figure
-    from sklearn.metrics import ConfusionMatrixDisplay
-
     values, labels = with_labels(judged.predicted)
-    size = 3.5 + 0.32 * len(judged.classes)
-    figure = Figure(figsize=(size, size), layout="constrained", dpi=110)
-    axes = figure.subplots()
-    ConfusionMatrixDisplay.from_predictions(
-        labels,
-        values.argmax(1),
-        labels=range(len(judged.classes)),
-        display_labels=judged.classes,
-        xticks_rotation="vertical",
-        cmap="Blues",
-        colorbar=False,
-        ax=axes,
-    )
-    axes.set(title=f"{judged.where}\n{len(labels):,} examples of {judged.examples.config.test}", xlabel="predicted")
-    axes.set_ylabel("label")
-    return png_of(figure)
+    title = f"{judged.where}\n{len(labels):,} examples of {judged.examples.config.test}"
+    return confusion_picture(labels, values.argmax(1), judged.classes, title)

@@ -274,6 +274,12 @@ class RunConfig:
         self.model.check_seqlen(self.data.seqlen)
         if self.data.synthetic.task and ":" not in self.data.synthetic.task:  # of one from outside its loader tells
             self._check_generated()
+        if self.data.images.path and self.model.model_class.takes_images:
+            for name in ("size", "channels"):
+                read, seen = getattr(self.data.images, name), getattr(self.model.image, name)
+                require(
+                    read == seen, f"data.images.{name} = {read}, but model.image.{name} = {seen}; set both to the same"
+                )
         fixed = [] if self.model.model_class.takes_images else self.model.fixed_length_mixers()
         if fixed:
             require(
@@ -301,6 +307,11 @@ class RunConfig:
     def task(self) -> Task:
         """What `objective` names; Python imports your own. Raises ValueError (one line) where that cannot be."""
         return make_task(self.objective, self.model)
+
+    @property
+    def positions(self) -> int:
+        """Positions of a sample that the layers see: `data.seqlen`, or those of an image."""
+        return self.model.model_class.sequence_length(self.model, self.data.seqlen)
 
     @property
     def last_step(self) -> int:

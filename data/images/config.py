@@ -15,6 +15,8 @@ class ImagesConfig:
     data is then another one."""
     validation_path: str = ""
     """Dataset whose validation split is used instead of that of `path`."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes in the order of their numbers; empty = those of the dataset. A run keeps them here."""
     size: int = 224
     """Height and width of what the model reads, in pixels."""
     channels: int = 3

@@ -7,6 +7,7 @@ The transforms are timm's (`create_transform`) and torchvision's. They draw from
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from PIL import Image
@@ -55,6 +56,7 @@ def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[fl
             f"data.images.augment = {config.augment!r} is no augmentation that timm knows ({error or 'unknown'}); "
             'an example is "rand-m9-mstd0.5-inc1"'
         ) from None
+    _keep_no_bits(stages)
     if config.train_crop != "random_resized":
         stages = (_whole(config, fixed), *stages[1:])
     return _Channels(_Chain(stages), config.channels)
@@ -72,6 +74,25 @@ def _whole(config: ImagesConfig, interpolation: str) -> Callable[[Image.Image], 
         parts = [v2.Resize(int(config.size / config.crop), mode), v2.CenterCrop(config.size)]
     flips = ((config.hflip, v2.RandomHorizontalFlip), (config.vflip, v2.RandomVerticalFlip))
     return v2.Compose([*parts, *(flip(share) for share, flip in flips if share)])
+
+
+def _keep_no_bits(part: Any) -> None:
+    """The strongest posterisation of the published trainings keeps no bit of a colour: black. New releases of Pillow
+    refuse that, and timm asks for it."""
+    from timm.data import auto_augment
+
+    if isinstance(part, auto_augment.AugmentOp) and part.aug_fn is auto_augment.posterize:
+        part.aug_fn = _posterize
+    inner = part if isinstance(part, list | tuple) else ()
+    for some in (inner, *(getattr(part, name, ()) for name in ("transforms", "ops", "policy"))):
+        for one in some:
+            _keep_no_bits(one)
+
+
+def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+    from timm.data import auto_augment
+
+    return auto_augment.posterize(image, bits, **options) if bits >= 1 else image.point(lambda value: 0)
 
 
 class _Chain:

@@ -19,7 +19,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress(Callback):
-    """Shows steps, loss, learning rate, tokens per second and the time left."""
+    """Shows steps, loss, learning rate, tokens or images per second and the time left."""
 
     def __init__(self) -> None:
         self.bar: tqdm | None = None
@@ -40,7 +40,7 @@ class Progress(Callback):
             self.bar.update(1)
 
     def on_record(self, run: RunView, record: StepRecord) -> None:
-        speed = f"{short_number(record.tokens_per_second)} tokens/s"
+        speed = f"{short_number(record.tokens_per_second)} {record.unit}/s"
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {record.loss:.3f}, lr {record.lr:.2e}, {speed}", refresh=False)
             return

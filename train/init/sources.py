@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from matmix.data.images.config import ImagesConfig
 from matmix.data.storage.remote import is_url
 from matmix.data.tokenizer import FastTokenizer, Tokenizer
 from matmix.model.config import ModelConfig
@@ -41,6 +42,8 @@ class InitSource:
     """Special token before every document, as in data.prefix."""
     suffix: str
     """Special token after every document, as in data.suffix."""
+    images: ImagesConfig | None = None
+    """Of a run on pictures: how it reads them, with their mean and spread."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +118,8 @@ def _open_run(found: _Found, init: InitConfig) -> InitSource:
     state = open_weights(found.checkpoint, manifest["layout"], init.weights)
     reads_text = config.model.model_class.tokens and not config.data.synthetic.task
     tokenizer = Trained(run, found.checkpoint, config, manifest).tokenizer if reads_text else None
-    return InitSource(found.words, config.model, state, tokenizer, config.data.prefix, config.data.suffix)
+    around = (config.data.prefix, config.data.suffix)
+    return InitSource(found.words, config.model, state, tokenizer, *around, config.data.images)
 
 
 def _open_export(found: _Found, init: InitConfig) -> InitSource:

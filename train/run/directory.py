@@ -35,7 +35,7 @@ _MAY_CHANGE = (
     *("data.workers", "data.worker_start", "data.prefetch", "data.verify", "data.cache_dir"),
     *("data.cache_gigabytes", "data.skip_damaged"),
     # The checkpoint knows its data by their contents, wherever they lie.
-    *("data.path", "data.validation_path"),
+    *("data.path", "data.validation_path", "data.images.path", "data.images.validation_path"),
     *("data.synthetic.validation_samples", "data.synthetic.eval_lengths"),
 )
 _STEERING = (
