@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from matmix.data.examples.config import ExamplesConfig
+from matmix.data.images.config import ImagesConfig
 from matmix.data.storage.urls import refuse_secrets
 from matmix.data.synthetic import SyntheticConfig, make_task
 
@@ -26,6 +27,8 @@ class DataConfig:
     """A generated task instead of `path` or `mixture`."""
     examples: ExamplesConfig = field(default_factory=ExamplesConfig)
     """Files of labelled examples instead of `path` or `mixture`, to fine-tune on."""
+    images: ImagesConfig = field(default_factory=ImagesConfig)
+    """A dataset of pictures instead of `path` or `mixture`."""
     validation_path: str = ""
     """Prepared dataset whose validation split is used instead of that of `path` or `mixture`."""
     seqlen: int = 1024
@@ -83,6 +86,11 @@ class DataConfig:
             raise ValueError(f"data.workers must be 0 or more, got {self.workers}")
         if self.examples.train:
             self._refuse_other_data("data.examples.train")
+        if self.images.path:
+            self._refuse_other_data("data.images.path")
+            for name, given in (("examples.train", self.examples.train), ("synthetic.task", self.synthetic.task)):
+                if given:
+                    raise ValueError(f"data.{name} and data.images.path are both given: keep one of them")
         if self.synthetic.task:
             self._check_synthetic()
         choices = {

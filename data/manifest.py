@@ -57,6 +57,25 @@ class SplitInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ImagesInfo:
+    """What a dataset of pictures holds."""
+
+    classes: tuple[str, ...]
+    """Names in the order of the labels."""
+    counts: dict[str, tuple[int, ...]]
+    """Split -> pictures of each class."""
+    mean: tuple[float, ...]
+    """Of the pixels of the training split, from 0 to 1: red, green, blue, and brightness (L)."""
+    std: tuple[float, ...]
+    """Their standard deviations."""
+    width: tuple[int, float, int]
+    """The smallest, the mean and the largest, of the training split."""
+    height: tuple[int, float, int]
+    background: int
+    """Brightness, 0 to 255, that stands behind transparent pixels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Contents of ``manifest.json``."""
 
@@ -64,12 +83,14 @@ class Manifest:
     format: str
     """Of the shards: a name in `FORMATS`."""
     compression: Literal["zstd"] | None
-    dtype: Literal["uint16", "uint32"]
-    tokenizer: TokenizerInfo
+    dtype: Literal["uint8", "uint16", "uint32"]
+    """uint8 where the documents are pictures."""
+    tokenizer: TokenizerInfo | None = None
+    """None where the documents are pictures, as are the next two."""
     splits: dict[str, SplitInfo]
-    token_histogram: str
+    token_histogram: str | None = None
     """File name of an int64 array (vocab_size,): how often each id occurs in the training split."""
-    unigram_entropy: float
+    unigram_entropy: float | None = None
     """Entropy of that histogram in nats a token: the loss of a model that knows frequencies only."""
     sources: tuple[dict[str, Any], ...]
     """Per input file: path, bytes on disk, digest, documents."""
@@ -77,6 +98,8 @@ class Manifest:
     """Records that could not be read: count, records looked at, first examples with file and line."""
     empty_documents: int
     """Documents without text, which were left out."""
+    images: ImagesInfo | None = None
+    """None where the documents are text."""
     options: dict[str, Any] = field(default_factory=dict)
     """The options that decide the contents; asking again with the same ones changes nothing."""
     files: dict[str, str] = field(default_factory=dict)
@@ -85,12 +108,19 @@ class Manifest:
     def to_json(self) -> str:
         """The text of the file, with a digest over all that it says."""
         values = asdict(self)
+        if self.images is None:
+            del values["images"]
         return json.dumps({**values, "digest": _digest(values)}, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Manifest:
         values = dict(raw)
-        values["tokenizer"] = TokenizerInfo(**raw["tokenizer"])
+        if (images := raw.get("images")) is not None:
+            lists = {key: tuple(images[key]) for key in ("classes", "mean", "std", "width", "height")}
+            counts = {split: tuple(numbers) for split, numbers in images["counts"].items()}
+            values["images"] = ImagesInfo(**{**images, **lists, "counts": counts})
+        else:
+            values["tokenizer"] = TokenizerInfo(**raw["tokenizer"])
         values["splits"] = {
             name: SplitInfo(**{**split, "shards": tuple(ShardInfo(**shard) for shard in split["shards"])})
             for name, split in raw["splits"].items()
@@ -167,15 +197,17 @@ def _check(manifest: Manifest) -> None:
     for what, value, readable in (
         ("format", manifest.format, tuple(FORMATS)),
         ("compression", manifest.compression, ("zstd", None)),
-        ("dtype", manifest.dtype, ("uint16", "uint32")),
-        ("kind of tokenizer", manifest.tokenizer.kind, ("sentencepiece", "tokenizers")),
+        ("dtype", manifest.dtype, ("uint16", "uint32") if manifest.images is None else ("uint8",)),
     ):
         if value not in readable:
             names = ", ".join(str(name) for name in readable)
             raise ValueError(f"it says {what} {value!r:.60}; readable are {names}")
-    _check_tokenizer(manifest)
-    artifact_name(manifest.token_histogram, "it")
-    require(_is_entropy(manifest.unigram_entropy), "unigram_entropy", manifest.unigram_entropy)
+    if manifest.images is None:
+        _check_tokenizer(manifest)
+        artifact_name(manifest.token_histogram, "it")
+        require(_is_entropy(manifest.unigram_entropy), "unigram_entropy", manifest.unigram_entropy)
+    else:
+        _check_images(manifest)
     require(is_count(manifest.empty_documents), "empty_documents", manifest.empty_documents)
     for source in manifest.sources:
         fine = isinstance(source, dict) and is_count(source.get("documents", 0))
@@ -197,6 +229,8 @@ def _check(manifest: Manifest) -> None:
 
 def _check_tokenizer(manifest: Manifest) -> None:
     tokenizer = manifest.tokenizer
+    if tokenizer.kind not in (kinds := ("sentencepiece", "tokenizers")):
+        raise ValueError(f"it says kind of tokenizer {tokenizer.kind!r:.60}; readable are {', '.join(kinds)}")
     artifact_name(tokenizer.file, "it", nested=True)
     _check_top_name(tokenizer.file.split("/")[0])
     require(is_digest(tokenizer.sha256), "tokenizer.sha256", tokenizer.sha256)
@@ -205,6 +239,23 @@ def _check_tokenizer(manifest: Manifest) -> None:
     require(type(size) is int and 0 < size <= limit, "tokenizer.vocab_size", size)
     for name, value in tokenizer.special.items():
         require(value is None or (type(value) is int and 0 <= value < size), f"tokenizer.special.{name}", value)
+
+
+def _check_images(manifest: Manifest) -> None:
+    images = manifest.images
+    for name in ("tokenizer", "token_histogram", "unigram_entropy"):
+        require(getattr(manifest, name) is None, name, getattr(manifest, name))
+    classes = images.classes
+    fine = 0 < len(classes) == len(set(classes)) and all(isinstance(c, str) and one_line(c) == c for c in classes)
+    require(fine, "images.classes", classes)
+    for split, counts in images.counts.items():
+        documents = manifest.splits[split].documents
+        fine = len(counts) == len(classes) and all(is_count(n) for n in counts) and sum(counts) == documents
+        require(fine, f"images.counts.{split}", counts)
+    for name in ("mean", "std", "width", "height"):
+        numbers, length = getattr(images, name), 4 if name in ("mean", "std") else 3
+        require(len(numbers) == length and all(_is_entropy(n) for n in numbers), f"images.{name}", numbers)
+    require(is_count(images.background) and images.background <= 255, "images.background", images.background)
 
 
 def _check_malformed(malformed: Any) -> None:

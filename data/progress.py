@@ -15,11 +15,12 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressReport:
-    """Shows on stderr how many bytes of the input are read, and how fast tokens are made."""
+    """Shows on stderr how many bytes of the input are read, and how fast tokens (or other units) are made."""
 
-    def __init__(self, total_bytes: int, *, tokens: int = 0, label: str = "tokenising") -> None:
+    def __init__(self, total_bytes: int, *, tokens: int = 0, label: str = "tokenising", unit: str = "tokens") -> None:
         self.total = max(1, total_bytes)
         self.label = label
+        self.unit = unit
         self._first_tokens = tokens
         self._started = self._last = time.monotonic()
         self._bar: tqdm | None = None
@@ -39,7 +40,7 @@ class ProgressReport:
         """`done_bytes` and `tokens` count from the beginning of the whole preparation."""
         now = time.monotonic()
         rate = (tokens - self._first_tokens) / max(now - self._started, 1e-9)
-        speed = f"{tokens:,} tokens, {rate:,.0f} tokens/s"
+        speed = f"{tokens:,} {self.unit}, {rate:,.0f} {self.unit}/s"
         if self._bar is not None:
             self._bar.set_postfix_str(speed, refresh=False)
             self._bar.update(done_bytes - self._bar.n)

@@ -33,6 +33,7 @@ _LAUNCH = {
 }
 VERBS = {
     "prepare": Branch("tokenise text into shards", "matmix.launch.prepare:Prepare"),
+    "prepare-images": Branch("pictures with labels into shards", "matmix.launch.prepare_images:PrepareImages"),
     "train": Branch("train a recipe, or resume it (--dry-run: show its size and cost)", "matmix.train.entry:Train"),
     "finetune": Branch("train a pretrained encoder on labelled examples", "matmix.launch.finetune:Finetune"),
     "glue": Branch(

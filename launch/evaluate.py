@@ -1,5 +1,5 @@
-"""`matmix evaluate RUN FILE ...`: perplexity and bits per byte of a language model on any text, or the scores of an
-encoder on any labelled examples."""
+"""`matmix evaluate RUN FILE ...`: perplexity and bits per byte of a language model on any text, the scores of an
+encoder on any labelled examples, or those of an image classifier on prepared pictures."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ import json
 import lzma
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from matmix.data.storage.files import write_atomic
 from matmix.launch.examples import Judge, judge, judge_of_run, judge_of_task, say, task_of
+from matmix.launch.image_scores import classifies_images, say_images, score_images
 from matmix.launch.loading import Source, load_source
 from matmix.launch.scoring import Score, score_texts, score_with_state
 from matmix.launch.texts import TextDocuments, TextFiles, read_texts
 from matmix.train.arguments import RunFolder
+from matmix.train.engine.full_state import Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Score a language model on any text, or an encoder on labelled examples.
+    """Score a language model on any text, an encoder on labelled examples, or an image classifier.
 
     For a run that was fine-tuned FILE is one file of examples with the columns of those that it was trained on; labels
     may be missing. For an export, and for an encoder that was only pretrained, --task names the task. These take --out,
-    --predictions, --confusion and --step; the other options are those of language models.
+    --predictions, --confusion, --step and --weights; the other options are those of language models.
+    For a run on classes of images FILE is a dataset that matmix prepare-images made; without one it is the run's own.
+    These take --split beside the same options.
     """
 
     source: RunFolder
     """Run directory, its URL, or an export."""
-    texts: TextFiles
+    texts: TextFiles = ()
     text_field: str = "text"
     """Field of .jsonl objects, or column of .parquet files, that holds the text."""
     text_documents: TextDocuments = "file"
@@ -42,6 +47,8 @@ class Evaluate:
     """Predict each token from all before it in its document, by states that are carried along, not in windows."""
     step: int | None = None
     """Checkpoint to use; default: the newest."""
+    weights: Weights = "raw"
+    """Of a run: the weights that were trained, or with ema their average."""
     out: Path | None = None
     """Also write the numbers into this .json file."""
     task: str = ""
@@ -53,23 +60,33 @@ class Evaluate:
     max_length: int = 0
     """With --task: tokens of a text that are read; default: those of the recipe, 256."""
     predictions: Path | None = None
-    """Labelled examples: also write a JSON object for each prediction into this .jsonl file."""
+    """Labelled examples and images: also write a JSON object for each prediction into this .jsonl file."""
     confusion: Path | None = None
-    """Labelled examples, one class for each: also draw the confusion matrix into this .png file."""
+    """Labelled examples, one class for each, and images: also draw the confusion matrix into this .png file."""
+
+    split: Literal["validation", "train", "test"] = "validation"
+    """Images: which split of the dataset."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Prints the scores; the exit code."""
+        files = {"out": self.out, "predictions": self.predictions, "confusion": self.confusion}
+        if classifies_images(self.source):
+            if len(self.texts) > 1:
+                raise ValueError(f"{self.source}: give one dataset of pictures, or none for the run's own")
+            options = {"split": self.split, "step": self.step, "weights": self.weights}
+            say_images(score_images(self.source, *self.texts, **options), **files)
+            return 0
         if by := self._judge():
             if len(self.texts) != 1:
                 raise ValueError(f"{self.source}: give one file of examples")
             judged = judge(by, self.texts[0])
-            say(judged, out=self.out, predictions=self.predictions, confusion=self.confusion)
+            say(judged, **files)
             return 0
         if self.predictions is not None or self.confusion is not None:
             raise ValueError("--predictions and --confusion are for labelled examples: name their task, --task")
         if self.carry_state and (self.window or self.stride):
             raise ValueError("carried state has no windows: leave out --carry-state, or --window and --stride")
-        source = load_source(self.source, step=self.step)
+        source = load_source(self.source, step=self.step, weights=self.weights)
         config = source.model.config
         if not config.causal:
             raise ValueError(
@@ -99,13 +116,13 @@ class Evaluate:
         if own:
             if given or self.task not in ("", own):
                 raise ValueError(f"{self.source} was fine-tuned for {own}, and knows its columns, classes and lengths")
-            return judge_of_run(self.source, step=self.step)
+            return judge_of_run(self.source, step=self.step, weights=self.weights)
         if not self.task:
             if given:
                 raise ValueError("--columns, --labels and --max-length belong to --task: name the task")
             return None
         options = {"columns": self.columns, "labels": self.labels, "max_length": self.max_length, "step": self.step}
-        return judge_of_task(self.source, self.task, **options)
+        return judge_of_task(self.source, self.task, weights=self.weights, **options)
 
     def _say(self, source: Source, score: Score, how: str, xz: float) -> None:
         where = f"{source.path}" + ("" if source.step is None else f", step {source.step:,}")

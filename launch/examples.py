@@ -12,12 +12,13 @@ import torch
 
 from matmix.data.examples.base import Examples
 from matmix.data.storage.files import write_atomic
-from matmix.launch.figures import png_of
+from matmix.launch.figures import MOST_CLASSES, confusion_picture
 from matmix.launch.finetune import judging_config
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.model.interop.importing.exported import load_weights, read_labels
 from matmix.train.config import RunConfig
+from matmix.train.engine.full_state import Weights
 from matmix.train.evaluators.scores import in_order
 from matmix.train.init.start import load_start
 from matmix.train.run.directory import RunDirectory
@@ -27,8 +28,6 @@ from matmix.train.tasks.base import Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
 
 _BATCH = 32
-_MOST_CLASSES = 60
-"""Of a picture that can be read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,16 +79,18 @@ def task_of(source: str | Path) -> str:
     return config.objective.name if isinstance(config.task(), ExampleTask) else ""
 
 
-def judge_of_run(source: str | Path, *, step: int | None = None) -> Judge:
-    """A run that was fine-tuned, at its newest checkpoint or that of `step`. Raises FileNotFoundError or ValueError
-    (one line)."""
-    folder, fetched = fetch_run(source, step=step, weights_only=True)
-    trained = find_trained(RunDirectory(folder), step, whole=fetched)
+def judge_of_run(source: str | Path, *, step: int | None = None, weights: Weights = "raw") -> Judge:
+    """A run that was fine-tuned, at its newest checkpoint or that of `step`, with its weights or their average. Raises
+    FileNotFoundError or ValueError (one line)."""
+    folder, fetched = fetch_run(source, step=step, weights_only=weights == "raw")
+    trained = find_trained(RunDirectory(folder), step, whole=fetched, weights=weights)
     model = build_model(trained.config.model)
     load_weights(model, trained.weights(), folder)
     examples = dataclasses.replace(trained.config.data.examples, tokenizer=str(trained.tokenizer.path))
     data = dataclasses.replace(trained.config.data, examples=examples)
-    return Judge(dataclasses.replace(trained.config, data=data), model, f"{source}, {trained.checkpoint.name}")
+    averaged = ", averaged weights" if weights == "ema" else ""
+    where = f"{source}, {trained.checkpoint.name}{averaged}"
+    return Judge(dataclasses.replace(trained.config, data=data), model, where)
 
 
 def judge_of_task(
@@ -100,13 +101,14 @@ def judge_of_task(
     labels: Sequence[str] = (),
     max_length: int = 0,
     step: int | None = None,
+    weights: Weights = "raw",
 ) -> Judge:
     """A run or an export for a task or a recipe that its model fits without training.
 
     columns, labels, max_length: in place of data.examples.columns, .labels and data.seqlen of the recipe; the names of
     an export's classes come before those of a recipe. Raises FileNotFoundError or ValueError (one line).
     """
-    config, start = judging_config(source, task, step=step)
+    config, start = judging_config(source, task, step=step, weights=weights)
     model = build_model(config.model)
     load_start(model, start)
     names = tuple(labels) or read_labels(fetch_run(source, step=step, weights_only=True)[0])
@@ -145,9 +147,9 @@ def say(judged: Judged, *, out: Path | None, predictions: Path | None, confusion
     Raises ValueError for a picture where there are no classes, no labels, or too many classes.
     """
     metrics, known = judged.metrics(), {metric.name: metric for metric in judged.task.metrics}
-    if confusion is not None and (not judged.classes or not metrics or len(judged.classes) > _MOST_CLASSES):
+    if confusion is not None and (not judged.classes or not metrics or len(judged.classes) > MOST_CLASSES):
         raise ValueError(
-            f"--confusion draws one class for each example, at most {_MOST_CLASSES} of them, against its label"
+            f"--confusion draws one class for each example, at most {MOST_CLASSES} of them, against its label"
         )
     print(f"{judged.where}: {len(judged.examples.rows):,} examples in {judged.examples.config.test}")
     for name, value in metrics.items():
@@ -164,23 +166,6 @@ def say(judged: Judged, *, out: Path | None, predictions: Path | None, confusion
 
 
 def _picture(judged: Judged) -> bytes:
-    from matplotlib.figure import Figure
-    from sklearn.metrics import ConfusionMatrixDisplay
-
     values, labels = with_labels(judged.predicted)
-    size = 3.5 + 0.32 * len(judged.classes)
-    figure = Figure(figsize=(size, size), layout="constrained", dpi=110)
-    axes = figure.subplots()
-    ConfusionMatrixDisplay.from_predictions(
-        labels,
-        values.argmax(1),
-        labels=range(len(judged.classes)),
-        display_labels=judged.classes,
-        xticks_rotation="vertical",
-        cmap="Blues",
-        colorbar=False,
-        ax=axes,
-    )
-    axes.set(title=f"{judged.where}\n{len(labels):,} examples of {judged.examples.config.test}", xlabel="predicted")
-    axes.set_ylabel("label")
-    return png_of(figure)
+    title = f"{judged.where}\n{len(labels):,} examples of {judged.examples.config.test}"
+    return confusion_picture(labels, values.argmax(1), judged.classes, title)

@@ -11,14 +11,18 @@ from typing import Annotated, Literal
 import tyro
 
 from matmix.data.artifacts import artifact_name, artifact_path
+from matmix.data.loading.images import image_facts
 from matmix.data.tokenizer import Tokenizer
 from matmix.launch.export_notes import notes_on
+from matmix.model.images.inputs import ImageInputs
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files
 from matmix.model.outputs import Outputs
 from matmix.train.arguments import RunFolder
 from matmix.train.checkpoint.files import sha256
-from matmix.train.run.trained import open_trained
+from matmix.train.config import RunConfig
+from matmix.train.engine.full_state import Weights
+from matmix.train.run.trained import Trained, open_trained
 from matmix.train.tasks import TASKS
 
 
@@ -33,6 +37,9 @@ class Export:
     """Compare the files of an export with their hashes."""
     step: int | None = None
     """Checkpoint to export; default: the newest."""
+    weights: Weights = "raw"
+    """The weights that the run goes on with, or with ema their average. What is not asked for is not averaged: whether
+    the average is the better one depends on its decay and the steps, and evaluations tell."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the weights."""
     max_shard_bytes: int = 5 * 10**9
@@ -50,7 +57,7 @@ class Export:
         if not self.source or self.out is None:
             raise ValueError("matmix export RUN --out DIR, or matmix export --check DIR")
         options = {"dtype": self.dtype, "max_shard_bytes": self.max_shard_bytes, "licence": self.license}
-        export_run(self.source, self.out, step=self.step, **options)
+        export_run(self.source, self.out, step=self.step, weights=self.weights, **options)
         return 0
 
 
@@ -76,6 +83,7 @@ def export_run(
     out_dir: str | Path,
     *,
     step: int | None = None,
+    weights: Weights = "raw",
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 10**9,
     licence: str = "",
@@ -86,13 +94,14 @@ def export_run(
     Args:
         run_dir: the run, a folder or a URL; its newest valid checkpoint is taken, or that of `step`.
         out_dir: must not exist, or be empty; appears whole or not at all.
+        weights: "raw", or "ema", the average that a run with [ema] keeps.
         dtype: "float32", "bfloat16" or "float16".
         max_shard_bytes: largest size of a file of weights, and what bounds the memory this needs.
         licence: of the weights, for the model card; "" = unknown.
     Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
     """
     check_target(Path(out_dir))
-    trained = open_trained(run_dir, step)
+    trained = open_trained(run_dir, step, weights=weights)
     config, checkpoint = trained.config, trained.checkpoint
     tokenizer = trained.tokenizer if config.model.model_class.tokens else None
     # A task from outside is not imported: it has to be known already.
@@ -110,9 +119,42 @@ def export_run(
         notes=notes_on(trained),
         licence=licence,
         outputs=outputs,
+        images=image_inputs(config),
     )
-    print(f"Exported {checkpoint.name} of {run_dir} to {out} ({_size(out)}).")
+    which = ", averaged weights," if weights == "ema" else ""
+    print(f"Exported {checkpoint.name} of {run_dir}{which} to {out} ({_size(out)}).")
+    if hint := other_weights(trained):
+        print(hint)
     return out
+
+
+def image_inputs(config: RunConfig) -> ImageInputs | None:
+    """What the images of a run's evaluation are made by, for the image processor; None where it has none."""
+    images = config.data.images
+    if not config.model.model_class.takes_images or not images.path:
+        return None
+    mean, std = images.mean, images.std
+    if not mean or not std:
+        facts = image_facts(config.data)
+        mean, std = mean or facts.mean, std or facts.std
+    interpolation = "bicubic" if images.interpolation == "random" else images.interpolation
+    return ImageInputs(mean=mean, std=std, crop=images.crop, size=images.size, interpolation=interpolation)
+
+
+def other_weights(trained: Trained) -> str:
+    """A line that says so where the weights that were not chosen had the lower loss in the checkpoint's evaluation, or
+    ""."""
+    found = trained.manifest["extra"].get("evaluation") or {}
+    losses = {"raw": found.get("loss"), "ema": found.get("ema_loss")}
+    if not all(isinstance(loss, float) for loss in losses.values()):
+        return ""
+    other = "raw" if trained.which == "ema" else "ema"
+    if losses[other] >= losses[trained.which]:
+        return ""
+    return (
+        f"Its {'averaged' if other == 'ema' else 'raw'} weights had the lower validation loss, {losses[other]:.4f} in "
+        f"place of {losses[trained.which]:.4f}: --weights {other} takes those."
+    )
 
 
 def import_reference(kind: str, file: str | Path, out_dir: str | Path) -> Path:

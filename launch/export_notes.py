@@ -11,17 +11,18 @@ from matmix.data.config import DataConfig
 from matmix.data.storage.remote import is_url
 from matmix.train.config import RunConfig
 from matmix.train.run.trained import Trained
-from matmix.train.tasks import TASKS
+from matmix.train.tasks import TASKS, unit_of
 
 
 def notes_on(trained: Trained) -> str:
     """A Markdown table. Of local data it names the last folder or the file only: a card is for others."""
     config, counted = trained.config, trained.manifest["extra"]["train_state"]
     sequences = "examples, texts of up to" if config.data.examples.train else "sequences of"
+    unit, batch = unit_of(config.objective.name), f"{config.global_batch_size:,}"
     rows = {
         "data": ", ".join(data_names(config.data)),
-        "tokens seen": f"{counted['tokens']:,}",
-        "batch": f"{config.global_batch_size:,} {sequences} {config.data.seqlen:,} tokens",
+        f"{unit} seen": f"{counted['tokens']:,}",
+        "batch": f"{batch} {sequences} {config.data.seqlen:,} tokens" if unit == "tokens" else f"{batch} {unit}",
         "objective": config.objective.name,
         "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}",
         **dict(_measured(trained, counted["step"])),
@@ -37,8 +38,11 @@ def data_names(data: DataConfig) -> list[str]:
         return [f"{data.synthetic.task} (generated)"]
     if data.examples.train:
         return [f"{Path(data.examples.train).name} (labelled examples)"]
+    if data.images.path:
+        return [data.images.path if is_url(data.images.path) else Path(data.images.path).name]
     total = sum(data.mixture.values())
-    shares = {path: f" ({weight / total:.0%})" for path, weight in data.mixture.items()} or {data.path: ""}
+    alone = data.images.path or data.path
+    shares = {path: f" ({weight / total:.0%})" for path, weight in data.mixture.items()} or {alone: ""}
     return [(path if is_url(path) else Path(path).name) + share for path, share in shares.items()]
 
 

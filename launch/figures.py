@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
+
+MOST_CLASSES = 60
+"""Of a confusion matrix that can be read."""
 
 
 def panels(size: tuple[float, float], rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
@@ -25,3 +29,26 @@ def png_of(figure: Any) -> bytes:
     png = io.BytesIO()
     figure.savefig(png, format="png")
     return png.getvalue()
+
+
+def confusion_picture(labels: Sequence[int], predicted: Sequence[int], classes: Sequence[str], title: str) -> bytes:
+    """A PNG of how often each class, a row, is taken for each, a column; labels, predicted: numbers of classes."""
+    from matplotlib.figure import Figure
+    from sklearn.metrics import ConfusionMatrixDisplay
+
+    size = 3.5 + 0.32 * len(classes)
+    figure = Figure(figsize=(size, size), layout="constrained", dpi=110)
+    axes = figure.subplots()
+    ConfusionMatrixDisplay.from_predictions(
+        labels,
+        predicted,
+        labels=range(len(classes)),
+        display_labels=classes,
+        xticks_rotation="vertical",
+        cmap="Blues",
+        colorbar=False,
+        ax=axes,
+    )
+    axes.set(title=title, xlabel="predicted")
+    axes.set_ylabel("label")
+    return png_of(figure)

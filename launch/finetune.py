@@ -1,4 +1,5 @@
-"""`matmix finetune SOURCE TASK [--key value ...]`: trains a pretrained encoder on labelled examples."""
+"""`matmix finetune SOURCE TASK [--key value ...]`: trains a pretrained encoder on labelled examples, or an image
+classifier on other pictures."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 import tyro
 
 from matmix.data.loading.examples import open_examples
+from matmix.data.loading.images import image_facts
 from matmix.launch.many.processes import begin_alone, check_alone, check_parallel, is_one_of_several
 from matmix.launch.many.seeds import tasks_of_seeds, train_seeds
 from matmix.model import ARCHITECTURES
@@ -18,6 +20,7 @@ from matmix.model.config import ModelConfig, model_config_to_dict
 from matmix.train.arguments import Recipe
 from matmix.train.command import train_phases
 from matmix.train.config import InitConfig, RunConfig
+from matmix.train.engine.full_state import Weights
 from matmix.train.entry import Train
 from matmix.train.init.sources import InitSource, source_of
 from matmix.train.loaders import make_loader, with_data_facts
@@ -26,21 +29,24 @@ from matmix.train.process.exits import EXIT_OK
 from matmix.train.recipe import config_from_dict, find_recipe, plain, read_toml, resolved_config, write_config
 from matmix.train.tasks import TASKS, Task
 from matmix.train.tasks.finetuning.base import ExampleTask
+from matmix.train.tasks.image_classification import ImageClassification
 
 _OF_RECIPES = ("head", "dropout", "embedding_dropout")
 """What a recipe decides of the model; the rest is the source's."""
-_OF_TASKS = "finetune"
-"""The bundled recipe whose settings a task has that is named without a recipe."""
+_OF_TASKS, _OF_IMAGES = "finetune", "finetune_images"
+"""The bundled recipes whose settings a task has that is named without a recipe."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finetune:
-    """Train a pretrained encoder on labelled examples. The same command again resumes the run.
+    """Train a pretrained encoder on labelled examples, or an image classifier on other pictures. The same command again
+    resumes the run.
 
     SOURCE is a run directory or its URL, an export, or a checkpoint of the papers' code. TASK is a recipe (a TOML file
     or a bundled name), or a task: sequence_classification, multi_label, regression, token_classification,
-    question_answering, multiple_choice, embedding. Any field of a recipe can be given, as in
-    --data.examples.train FILE, --epochs 5 or --optimizer.lr 1e-5.
+    question_answering, multiple_choice, embedding; of pictures: image_classification. Any field of a recipe can be
+    given, as in --data.examples.train FILE, --epochs 5 or --optimizer.lr 1e-5; for pictures --data.images.path DIR and
+    --data.images.size 384.
 
     With --seeds 0 1 2 each seed is a run of its own, RUN_DIR/seed-0 and so on, on one GPU or its share of the cores.
     At the end comes a table of the mean, the sample standard deviation and each seed's value of all metrics, which
@@ -114,20 +120,26 @@ def finetuning_config(
     """
     values, kind = read_task(task, overrides)
     start = source_of(InitConfig(from_=source, step=step))
-    kind = on_examples(kind, values, source, start.model)
+    on_images = issubclass(kind, ImageClassification)
+    if not on_images:
+        kind = on_examples(kind, values, source, start.model)
     if from_scratch:
         values.pop("init", None)
     else:
         values["init"] = {**values.get("init", {}), "from": source, "step": step}
-    values["model"] = _model(start.model, start.words, kind, values.get("model", {}))
     data = values.setdefault("data", {})
-    _fill_tokens(data, start)
-    _fill_lengths(data, start.model)
+    if on_images:
+        values["model"] = _image_model(start, values.get("model", {}))
+        _fill_images(values, start, overrides)
+    else:
+        values["model"] = _model(start.model, start.words, kind, values.get("model", {}))
+        _fill_tokens(data, start)
+        _fill_lengths(data, start.model)
     name = source.rstrip("/").rpartition("/")[2]
     run_dir = values.pop("run_dir", "") or f"runs/{name}-{Path(task).stem}{'-from-scratch' if from_scratch else ''}"
     config = resolved_config(plain(values), task, overrides, run_dir)
     if "outputs" not in values["model"]["head"] and _typed(overrides, "--model.head.outputs") is None:
-        config = _with_outputs(config, kind)
+        config = _with_classes(config) if on_images else _with_outputs(config, kind)
     return config
 
 
@@ -161,7 +173,8 @@ def read_task(task: str, overrides: Sequence[str]) -> tuple[dict[str, Any], type
 
     Raises FileNotFoundError or ValueError (one line) where there is no such recipe or task.
     """
-    values = read_toml(find_recipe(_OF_TASKS if task in TASKS else task))
+    usual = {"image_classification": _OF_IMAGES}.get(task, _OF_TASKS)
+    values = read_toml(find_recipe(usual if task in TASKS else task))
     objective = values.setdefault("objective", {})
     if task in TASKS:
         objective["name"] = task
@@ -208,13 +221,15 @@ def _tasks_of(model: ModelConfig, source: str) -> str:
     return f"matmix finetune takes {examples}, and {on_text}" if examples else on_text
 
 
-def judging_config(source: str | Path, task: str, *, step: int | None = None) -> tuple[RunConfig, InitSource]:
+def judging_config(
+    source: str | Path, task: str, *, step: int | None = None, weights: Weights = "raw"
+) -> tuple[RunConfig, InitSource]:
     """The config of a run that would have made the model in `source` by training on a task, but for its examples; and
     the source. Any encoder can be an embedder, of the mean of its features unless the recipe says otherwise.
 
     Raises FileNotFoundError or ValueError (one line) for a source or a task that cannot be used, also together.
     """
-    start = source_of(InitConfig(from_=str(source), step=step or 0))
+    start = source_of(InitConfig(from_=str(source), step=step or 0, weights=weights))
     values, kind = read_task(task, [])
     kind = on_examples(kind, values, str(source), start.model)
     needed, name = kind.architectures[0], values["objective"]["name"]
@@ -257,6 +272,36 @@ def _fill_tokens(data: dict[str, Any], start: InitSource) -> None:
     examples.setdefault("token_types", start.model.type_vocab_size >= 2)
     data.setdefault("prefix", start.prefix)
     data.setdefault("suffix", start.suffix)
+
+
+def _image_model(start: InitSource, own: dict[str, Any]) -> dict[str, Any]:
+    """The table [model]: that of the source as a classifier of images, and what a recipe says of head and dropout."""
+    if not start.model.model_class.takes_images:
+        raise ValueError(f"{start.words} is a {start.model.architecture}, which sees no images: give a model that does")
+    values = model_config_to_dict(start.model)
+    head = {name: value for name, value in values.pop("head", {}).items() if name != "outputs"}
+    own = {name: value for name, value in own.items() if name in (*_OF_RECIPES, "drop_path")}
+    # What the source has of a head is kept, so that its layers but for the last one can be taken.
+    return {**values, **own, "architecture": "image_classifier", "head": {**own.get("head", {}), **head}}
+
+
+def _fill_images(values: dict[str, Any], start: InitSource, overrides: Sequence[str]) -> None:
+    """Sets size, channels, mean and spread of the images to the source's, unless a recipe or the command line gives
+    others; the model sees images as large as those that are read."""
+    images, seen = values["data"].setdefault("images", {}), values["model"].setdefault("image", {})
+    typed = _typed(overrides, "--data.images.size") or _typed(overrides, "--model.image.size")
+    size = typed if typed and typed.isdecimal() else images.get("size", start.model.image.size)
+    images["size"] = seen["size"] = int(size)
+    images.setdefault("channels", start.model.image.channels)
+    if start.images is not None:
+        for name in ("mean", "std"):
+            images.setdefault(name, list(getattr(start.images, name)))
+
+
+def _with_classes(config: RunConfig) -> RunConfig:
+    """`config` with as many outputs as the pictures have classes."""
+    head = dataclasses.replace(config.model.head, outputs=len(image_facts(config.data).classes))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, head=head))
 
 
 def _fill_lengths(data: dict[str, Any], model: ModelConfig) -> None:

@@ -16,6 +16,7 @@ from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_t
 from matmix.model.interop.importing.exported import load_weights, read_export, read_export_config
 from matmix.model.interop.importing.foreign import read_object
 from matmix.train.checkpoint.steps import step_of
+from matmix.train.engine.full_state import Weights
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.remote import fetch_run
 from matmix.train.run.trained import find_trained
@@ -39,22 +40,31 @@ class Source:
     """The step of a run's checkpoint, None for an export."""
 
 
-def load_source(source: str | Path, *, step: int | None = None, device: str | None = None) -> Source:
-    """Read a run (its newest checkpoint, or that of `step`) or an export."""
-    path, fetched = fetch_run(source, step=step, weights_only=True)
+def load_source(
+    source: str | Path, *, step: int | None = None, device: str | None = None, weights: Weights = "raw"
+) -> Source:
+    """Read a run (its newest checkpoint, or that of `step`; the weights or their average) or an export."""
+    path, fetched = fetch_run(source, step=step, weights_only=weights == "raw")
     if not path.is_dir():
         raise FileNotFoundError(f"no run or export at {path}")
     if (path / "config.toml").is_file():
-        return _load_run(path, step, device, fetched)
+        return _load_run(path, step, device, fetched, weights)
     if (path / "config.json").is_file():
         if step is not None:
             raise ValueError(f"{path} is an export, which has no steps to choose from; leave step out")
+        check_raw(weights, path)
         return _load_export(path, device)
     raise ValueError(f"{path} is neither a run (no config.toml) nor an export (no config.json)")
 
 
-def _load_run(path: Path, step: int | None, device: str | None, fetched: Path | None) -> Source:
-    trained = find_trained(RunDirectory(path), step, whole=fetched)
+def check_raw(weights: Weights, source: str | Path) -> None:
+    """Raises ValueError where an average is asked for of what has one kind of weights."""
+    if weights != "raw":
+        raise ValueError(f"{source} is no run, which may have an average beside its weights: leave --weights out")
+
+
+def _load_run(path: Path, step: int | None, device: str | None, fetched: Path | None, weights: Weights) -> Source:
+    trained = find_trained(RunDirectory(path), step, whole=fetched, weights=weights)
     _check_reads_text(trained.config.model, path)
     config, tokenizer = trained.config, trained.tokenizer
     model = build_model(config.model)

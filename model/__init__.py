@@ -2,6 +2,7 @@
 
 from matmix.model.architecture import ARCHITECTURES, register_architecture
 from matmix.model.architectures.encoder import Encoder
+from matmix.model.architectures.image_classifier import ImageClassifier
 from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.architectures.sequence_classifier import SequenceClassifier
 from matmix.model.architectures.span_classifier import SpanClassifier
@@ -9,13 +10,16 @@ from matmix.model.architectures.text_embedder import TextEmbedder
 from matmix.model.architectures.token_classifier import TokenClassifier
 from matmix.model.build import build_model, count_parameters
 from matmix.model.config import HeadConfig, MixerOptions, ModelConfig
-from matmix.model.flops import flops_per_token
+from matmix.model.flops import flops_per_image, flops_per_token
+from matmix.model.images.config import ImageConfig
 from matmix.model.initialization import initialize
 
 __all__ = [
     "ARCHITECTURES",
     "Encoder",
     "HeadConfig",
+    "ImageClassifier",
+    "ImageConfig",
     "LanguageModel",
     "MixerOptions",
     "ModelConfig",
@@ -25,6 +29,7 @@ __all__ = [
     "TokenClassifier",
     "build_model",
     "count_parameters",
+    "flops_per_image",
     "flops_per_token",
     "initialize",
     "register_architecture",

@@ -32,6 +32,8 @@ class Architecture(nn.Module):
     """Gives one output for each document instead of one for each position."""
     takes_head: ClassVar[bool] = False
     """Its output is shaped by model.head, and predicts no tokens."""
+    takes_images: ClassVar[bool] = False
+    """Reads images, as model.image says."""
     new_parameters: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the names of parameters that a pretrained model does not have: they may start anew."""
     head_parameters: ClassVar[tuple[str, ...]] = ()
@@ -65,6 +67,21 @@ class Architecture(nn.Module):
     def check_seqlen(cls, config: Any, seqlen: int) -> None:
         """Raises a ValueError of one line when the embedding or the output cannot take documents of `seqlen`
         positions."""
+
+    @classmethod
+    def sequence_length(cls, config: Any, seqlen: int) -> int:
+        """The number of positions that the blocks see of a document of data.seqlen = `seqlen`."""
+        return seqlen
+
+    @classmethod
+    def scans(cls, config: Any) -> tuple[int, bool]:
+        """In how many orders mixers read the positions, and whether one position is outside of them."""
+        return 1, False
+
+    @classmethod
+    def resized_parameter(cls, name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
+        """A parameter of a model that was trained on inputs of another size, as a model of `config` begins with it."""
+        return value
 
     @classmethod
     def example_inputs(cls, config: Any, batch_size: int, seqlen: int) -> torch.Tensor:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.model.config import ModelConfig
-from matmix.model.initialization import normal_init
+from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers import MIXERS
+from matmix.model.mixers.orders import ScanOrders
 
 
 def activate(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -22,9 +23,7 @@ def activate(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Initial standard deviation of projections that add to the residual stream. In pre-norm models 0.02 / sqrt(number
-    of additions) (GPT-2), so that the stream's variance does not grow with the depth; post-norm models normalise after
-    each addition and take 0.02, as BERT.
+    """Initial standard deviation of projections that add to the residual stream.
 
     In pre-norm models 0.02 / sqrt(number of additions) (GPT-2), so that the stream's variance does not grow
     with the depth; post-norm models normalise after each addition and take 0.02, as BERT.
@@ -48,6 +47,33 @@ class MLP(nn.Module):
         return self.down(activate(self.up(x), self.activation))
 
 
+class LayerScale(nn.Module):
+    """A learned factor for each channel (arXiv 2103.17239)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.d_model))
+        self.init_rules = {"weight": constant_init(config.layer_scale)}
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return y * self.weight
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (arXiv 1603.09382): in training, y (B, ...) is zero for a share `rate` of the rows, and larger
+    for the others, so that its mean is kept."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.rate == 0:
+            return y
+        kept = torch.rand(y.shape[0], *[1] * (y.dim() - 1), device=y.device) >= self.rate
+        return y * (kept / (1 - self.rate)).to(y.dtype)
+
+
 class Block(nn.Module):
     """Layer `index` of a model: x (B, L, d_model) -> (B, L, d_model)."""
 
@@ -56,6 +82,7 @@ class Block(nn.Module):
         mixer, has_mlp = config.layer_kinds()[index]
         self.pre = config.norm == "pre"
         self.dropout = nn.Dropout(config.dropout)
+        self.drop_path = DropPath(config.drop_path * index / max(config.n_layers - 1, 1))
         self.mixer = self.mlp = None
         if mixer is not None:
             self.norm_mixer = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.norm_bias)
@@ -63,35 +90,48 @@ class Block(nn.Module):
                 config.d_model,
                 config.mixer_config(mixer),
                 causal=config.mixer_is_causal(mixer),
-                max_seqlen=config.max_seqlen,
+                max_seqlen=config.longest,
                 output_std=residual_std(config),
             )
+            self.scale_mixer = LayerScale(config) if config.layer_scale else nn.Identity()
         if has_mlp:
             self.norm_mlp = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.norm_bias)
             self.mlp = MLP(config)
+            self.scale_mlp = LayerScale(config) if config.layer_scale else nn.Identity()
 
     def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+        self,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        orders: ScanOrders | None = None,
     ) -> torch.Tensor:
         if self.mixer is not None:
-            x = self.add(x, self.mix(x, cu_seqlens, max_seqlen), self.norm_mixer)
+            x = self.add(x, self.mix(x, cu_seqlens, max_seqlen, orders), self.norm_mixer)
         return self.after_mixer(x)
 
     def mix(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+        self,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        orders: ScanOrders | None = None,
     ) -> torch.Tensor:
-        """What the mixer adds to the stream x (B, L, d_model), same shape."""
-        return self.mixer(self.norm_mixer(x) if self.pre else x, cu_seqlens, max_seqlen)
+        """What the mixer adds to the stream x (B, L, d_model), same shape; read in `orders` where they are given, and
+        then without cu_seqlens."""
+        x = self.norm_mixer(x) if self.pre else x
+        y = self.mixer(x, cu_seqlens, max_seqlen) if orders is None else self.mixer.forward_in_orders(x, orders)
+        return self.scale_mixer(y)
 
     def after_mixer(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP half."""
         if self.mlp is None:
             return x
-        return self.add(x, self.mlp(self.norm_mlp(x) if self.pre else x), self.norm_mlp)
+        return self.add(x, self.scale_mlp(self.mlp(self.norm_mlp(x) if self.pre else x)), self.norm_mlp)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: nn.Module) -> torch.Tensor:
         """Add y to the stream, and normalise the sum in post-norm models."""
-        x = x + self.dropout(y)
+        x = x + self.drop_path(self.dropout(y))
         return x if self.pre else norm(x)
 
     def initial_state(self, batch_size: int) -> Any:
@@ -106,7 +146,7 @@ class Block(nn.Module):
         """`step` whose new state takes the memory of the given one."""
         if self.mixer is not None:
             y = self.mixer.step_in_place(self.norm_mixer(x) if self.pre else x, state)
-            x = self.add(x, y, self.norm_mixer)
+            x = self.add(x, self.scale_mixer(y), self.norm_mixer)
         return self.after_mixer(x)
 
     def forward_with_state(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
@@ -116,5 +156,5 @@ class Block(nn.Module):
     def _with_state(self, x: torch.Tensor, state: Any, method: str) -> tuple[torch.Tensor, Any]:
         if self.mixer is not None:
             y, state = getattr(self.mixer, method)(self.norm_mixer(x) if self.pre else x, state)
-            x = self.add(x, y, self.norm_mixer)
+            x = self.add(x, self.scale_mixer(y), self.norm_mixer)
         return self.after_mixer(x), state

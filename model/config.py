@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, make_dataclass
 from typing import Any, Literal
 
 from matmix.model.architecture import ARCHITECTURES, Architecture
+from matmix.model.images.config import ImageConfig
 from matmix.model.mixers import MIXERS
 
 MixerOptions = make_dataclass(
@@ -36,7 +37,7 @@ class HeadConfig:
     """Classes, or values to predict; 1 for multiple choice."""
     pooling: Literal["cls", "mean"] = "cls"
     """sequence_classifier, text_embedder: takes the features of the first position of a document, or the mean over all
-    its positions."""
+    its positions. Of images model.image.pooling says it."""
     hidden: bool = True
     """dense -> tanh -> dropout before the last linear layer, as published for whole texts; false: dropout alone."""
     dropout: float = 0.1
@@ -79,7 +80,7 @@ class ModelConfig:
     third layer. With "mlp" in the pattern the MLPs stand exactly there, as layers of their own; otherwise one
     follows each mixer. "none" stands for a mixer that is taken out, a control in comparisons."""
     causal_mixers: bool = False
-    """encoder: allows causal mixers, as controls in comparisons."""
+    """encoder, image_classifier: allows causal mixers, as controls in comparisons."""
     mlp_ratio: float = 4.0
     """Hidden width of the MLPs over d_model; 0 = no MLPs."""
     mlp_bias: bool = False
@@ -98,6 +99,11 @@ class ModelConfig:
     """Epsilon of the final LayerNorm (norm = "pre")."""
     dropout: float = 0.0
     """Dropout on what each mixer and MLP adds."""
+    drop_path: float = 0.0
+    """image_classifier: in training the last layer is left out for this share of the images, earlier layers for less,
+    growing from 0 (stochastic depth)."""
+    layer_scale: float = 0.0
+    """What each mixer and MLP adds is multiplied by a learned factor for each channel, which starts here; 0 = none."""
     embedding_dropout: float = 0.0
     """Dropout on the embeddings."""
     max_seqlen: int = 1024
@@ -116,6 +122,8 @@ class ModelConfig:
     """encoder: epsilon of the LayerNorm in the masked-LM head."""
     head: HeadConfig = field(default_factory=HeadConfig)
     """The output of classifiers and embedders."""
+    image: ImageConfig = field(default_factory=ImageConfig)
+    """image_classifier: how images are read."""
     mixers: MixerOptions = field(default_factory=MixerOptions)
     """Options of each kind of mixer."""
 
@@ -125,9 +133,11 @@ class ModelConfig:
                 raise ValueError(f"model.{name} = {getattr(self, name)}: must be {least} or more")
         if self.mlp_ratio < 0:
             raise ValueError(f"model.mlp_ratio = {self.mlp_ratio}: must be 0 or more")
-        for name in ("dropout", "embedding_dropout"):
+        for name in ("dropout", "embedding_dropout", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"model.{name} = {getattr(self, name)}: must be at least 0 and below 1")
+        if self.layer_scale < 0:
+            raise ValueError(f"model.layer_scale = {self.layer_scale}: must be 0 (none) or more")
         for name, known in _WORDS.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"model.{name} = {getattr(self, name)!r}; known: {', '.join(known)}")
@@ -146,6 +156,12 @@ class ModelConfig:
         if self.head != HeadConfig() and not self.model_class.takes_head:
             able = ", ".join(name for name, known in ARCHITECTURES.items() if known.takes_head)
             raise ValueError(f"model.head is of no use to model.architecture = {self.architecture!r}, but to {able}")
+        if not self.model_class.takes_images and (self.image != ImageConfig() or self.drop_path):
+            able = ", ".join(name for name, known in ARCHITECTURES.items() if known.takes_images)
+            option = "drop_path" if self.drop_path else "image"
+            raise ValueError(
+                f"model.{option} is of no use to model.architecture = {self.architecture!r}, but to {able}"
+            )
         self.model_class.check(self)
 
     def _check_layer(self, name: str) -> None:
@@ -169,6 +185,7 @@ class ModelConfig:
                 "model.causal_mixers = true if you mean it"
             )
         mixer.check(self.d_model, self.mixer_config(name))
+        mixer.check_scans(self.mixer_config(name), *self.model_class.scans(self))
 
     @property
     def causal(self) -> bool:
@@ -203,13 +220,19 @@ class ModelConfig:
         kinds = {MLP_LAYER: (None, True), NO_MIXER: (None, follows)}
         return [kinds.get(name, (name, follows)) for name in names]
 
+    @property
+    def longest(self) -> int:
+        """Positions of the longest document that mixers are built for: `max_seqlen`, or those of an image."""
+        return self.model_class.sequence_length(self, self.max_seqlen)
+
     def check_seqlen(self, seqlen: int) -> None:
         """Raise a one-line ValueError when the model cannot take documents of `seqlen` tokens."""
         if seqlen < 1:
             raise ValueError(f"sequence length {seqlen}: must be 1 or more")
         self.model_class.check_seqlen(self, seqlen)
+        seqlen = self.model_class.sequence_length(self, seqlen)
         for name in self.mixer_names():
-            MIXERS[name].check_seqlen(self.mixer_config(name), seqlen, self.max_seqlen)
+            MIXERS[name].check_seqlen(self.mixer_config(name), seqlen, self.longest)
 
 
 def used_mixers(config: ModelConfig) -> frozenset[str]:
@@ -219,10 +242,12 @@ def used_mixers(config: ModelConfig) -> frozenset[str]:
 
 def model_config_to_dict(config: ModelConfig) -> dict[str, Any]:
     """A configuration as nested plain values, for JSON, with the options of those mixers only that the model has, and
-    of a head only where it takes one."""
+    of a head and of images only where it takes them."""
     values = asdict(config)
     if not config.model_class.takes_head:
         del values["head"]
+    if not config.model_class.takes_images:
+        del values["image"]
     used = used_mixers(config)
     values["mixers"] = {name: options for name, options in values["mixers"].items() if name in used}
     return values
@@ -240,11 +265,11 @@ def model_config_from_dict(values: Mapping[str, Any], **changes: Any) -> ModelCo
     values = {name: frozen(value) for name, value in {**values, **changes}.items()}
     options = values.pop("mixers", {})
     try:
-        head = HeadConfig(**values.pop("head", {}))
+        head, image = HeadConfig(**values.pop("head", {})), ImageConfig(**values.pop("image", {}))
         mixers = {
             name: MIXERS[name].Config(**{key: frozen(value) for key, value in given.items()})
             for name, given in options.items()
         }
-        return ModelConfig(**values, head=head, mixers=MixerOptions(**mixers))
+        return ModelConfig(**values, head=head, image=image, mixers=MixerOptions(**mixers))
     except (KeyError, TypeError) as error:
         raise ValueError(f"this configuration of a model cannot be built by this version: {error}") from None

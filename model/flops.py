@@ -17,14 +17,23 @@ def flops_per_token(config: ModelConfig, seqlen: int, *, head_share: float = 1.0
     return sum(flops_by_part(config, seqlen, head_share=head_share).values())
 
 
+def flops_per_image(config: ModelConfig) -> float:
+    """Floating-point operations (2 per multiply-add) of one forward pass over one image of model.image.size. A training
+    step costs about three times as much."""
+    length = config.image.length
+    return flops_per_token(config, length) * length
+
+
 def flops_by_part(config: ModelConfig, seqlen: int, *, head_share: float = 1.0) -> dict[str, float]:
-    """`flops_per_token` by what does the work: each kind of mixer over all its layers, "mlp", "embedding" where it
-    computes, and "readout"."""
+    """`flops_per_token` (of images: for one of their positions, whatever `seqlen` is) by what does the work: each kind
+    of mixer over all its layers, "mlp", "embedding" where it computes, and "readout"."""
+    seqlen = config.model_class.sequence_length(config, seqlen)
     parts: dict[str, float] = {}
     for mixer, has_mlp in config.layer_kinds():
         if mixer is not None:
             options, causal = config.mixer_config(mixer), config.mixer_is_causal(mixer)
-            cost = MIXERS[mixer].flops_per_token(config.d_model, options, seqlen, causal)
+            scans, _ = config.model_class.scans(config)
+            cost = MIXERS[mixer].flops_in_orders(config.d_model, options, seqlen, causal, scans)
             parts[mixer] = parts.get(mixer, 0.0) + cost
         if has_mlp:
             parts["mlp"] = parts.get("mlp", 0.0) + 2.0 * 2 * config.d_model * round(config.d_model * config.mlp_ratio)

@@ -100,6 +100,7 @@ def _closing_words(config: RunConfig, result: Result) -> str:
         how = f"at step {result.step} of {config.steps} as stop_step says, saved"
         return f"Stopped {how}. Without stop_step it goes on from there."
     from matmix.train.evaluators import make_evaluators
+    from matmix.train.evaluators.averaged import TITLE, averaged_metrics, of_averaged
 
     metrics = result.metrics
     done = "Finished" if result.steps_done else "Nothing to do, the run finished"
@@ -110,8 +111,10 @@ def _closing_words(config: RunConfig, result: Result) -> str:
         lines.append(f"Unigram entropy of the corpus {result.unigram_entropy:.4f} nats per token.")
     for evaluator, _ in others:
         lines += evaluator.summary(metrics)
-    run = RunDirectory(config.run_dir)
-    lines += earlier_best(run.path, [config.task().loss_metric, *config.task().metrics], metrics)
+    if averaged := of_averaged(metrics):
+        lines += [f"{TITLE.capitalize()}: {line}" for line in loss.summary(averaged)]
+    run, known = RunDirectory(config.run_dir), [config.task().loss_metric, *config.task().metrics]
+    lines += earlier_best(run.path, [*known, *averaged_metrics(known)], metrics)
     if run.curves.is_file():
         lines.append(f"Curves: {run.where}/{run.curves.name}")
     export = f"matmix export {config.run_dir} --out DIR"

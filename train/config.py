@@ -17,8 +17,9 @@ from matmix.data.storage.urls import refuse_secrets
 from matmix.data.synthetic import TASKS
 from matmix.model.config import ModelConfig
 from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.full_state import Weights
 from matmix.train.errors import require
-from matmix.train.optim.config import OptimizerConfig, ScheduleConfig
+from matmix.train.optim.config import EmaConfig, OptimizerConfig, ScheduleConfig
 from matmix.train.tasks import ObjectiveConfig, Task, make_task
 
 
@@ -137,6 +138,8 @@ class InitConfig:
     seed draws all weights. It is read when the run begins and never again."""
     step: int = 0
     """Which checkpoint of a run; 0 = the newest."""
+    weights: Weights = "raw"
+    """Of a run: the weights that were trained, or with ema their average ([ema])."""
     project: str = ""
     """Whose checkpoint it is where the code of a paper wrote it, hydra or mru-lm; empty = that is found out."""
     ignore: tuple[str, ...] = ()
@@ -237,6 +240,8 @@ class RunConfig:
     """The optimizer."""
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     """The learning-rate schedule."""
+    ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)
+    """An average of the weights."""
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     """How the model is spread over devices."""
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
@@ -269,7 +274,14 @@ class RunConfig:
         self.model.check_seqlen(self.data.seqlen)
         if self.data.synthetic.task and ":" not in self.data.synthetic.task:  # of one from outside its loader tells
             self._check_generated()
-        if fixed := self.model.fixed_length_mixers():
+        if self.data.images.path and self.model.model_class.takes_images:
+            for name in ("size", "channels"):
+                read, seen = getattr(self.data.images, name), getattr(self.model.image, name)
+                require(
+                    read == seen, f"data.images.{name} = {read}, but model.image.{name} = {seen}; set both to the same"
+                )
+        fixed = [] if self.model.model_class.takes_images else self.model.fixed_length_mixers()
+        if fixed:
             require(
                 self.data.packing == "rows",
                 f"{fixed[0]} takes sequences of exactly model.max_seqlen tokens and no shorter documents, which "
@@ -295,6 +307,11 @@ class RunConfig:
     def task(self) -> Task:
         """What `objective` names; Python imports your own. Raises ValueError (one line) where that cannot be."""
         return make_task(self.objective, self.model)
+
+    @property
+    def positions(self) -> int:
+        """Positions of a sample that the layers see: `data.seqlen`, or those of an image."""
+        return self.model.model_class.sequence_length(self.model, self.data.seqlen)
 
     @property
     def last_step(self) -> int:

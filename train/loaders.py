@@ -7,6 +7,7 @@ import math
 
 from matmix.data.examples.base import Examples
 from matmix.data.loading.examples import ExampleFacts
+from matmix.data.loading.images import ImageFacts
 from matmix.data.loading.loader import Loader
 from matmix.data.synthetic import TASKS
 from matmix.model.config import ModelConfig
@@ -38,7 +39,8 @@ def make_loader(
 
 def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
     """Fills in what the data decides: the vocabulary size, where the recipe leaves it at 0 and the model reads tokens,
-    the steps of `epochs`, and the names of classes, which exports and scores need long after the examples.
+    the steps of `epochs`, and the names of classes and the mean and spread of images, which exports and scores need
+    long after the data.
 
     Raises ValueError (one line) where the model reads tokens and the data holds none, or the other way round.
     """
@@ -51,6 +53,8 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
             raise ValueError("generated samples have no epochs: set steps in place of epochs")
         steps = math.ceil(config.epochs * loader.samples_per_epoch / config.global_batch_size)
         config = dataclasses.replace(config, steps=max(1, steps))
+    if isinstance(loader.facts, ImageFacts):
+        return _with_images(config, loader.facts)
     if loader.tokenizer is None:
         return config
     if isinstance(loader.facts, ExampleFacts):
@@ -73,6 +77,20 @@ def with_vocabulary(model: ModelConfig, needed: int) -> ModelConfig:
             f"set it to at least {needed}, or to 0 to take it from the data"
         )
     return model
+
+
+def _with_images(config: RunConfig, facts: ImageFacts) -> RunConfig:
+    """Raises ValueError (one line) where the model's outputs are not the classes of the data."""
+    images, outputs, classes = config.data.images, config.model.head.outputs, tuple(facts.classes)
+    if config.model.model_class.takes_head and outputs != len(classes):
+        raise ValueError(
+            f"model.head.outputs = {outputs}, but {images.path} has {len(classes)} classes "
+            f"({', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}); set it to {len(classes)}"
+        )
+    if images.classes and images.classes != classes:
+        raise ValueError(f"data.images.classes are not those of {images.path}; leave them out, or prepare it again")
+    images = dataclasses.replace(images, classes=classes, mean=tuple(facts.mean), std=tuple(facts.std))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, images=images))
 
 
 def _check_examples(config: RunConfig, examples: Examples, token_types: bool) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, initialize
-from matmix.model.flops import flops_per_token
 from matmix.train.callbacks import Rewind, make_callbacks
 from matmix.train.checkpoint import generators
 from matmix.train.checkpoint.files import read_manifest
@@ -21,6 +20,7 @@ from matmix.train.config import RunConfig
 from matmix.train.engine import Engine, build_engine
 from matmix.train.errors import ReplicaError
 from matmix.train.evaluators import evaluate, make_evaluators
+from matmix.train.evaluators.averaged import averaged_metrics
 from matmix.train.failures import explaining
 from matmix.train.guards.best import BestEvaluation
 from matmix.train.guards.damaged_shards import DamagedShards
@@ -73,25 +73,28 @@ class Trainer:
         self.task = config.task()
         self.evaluators = make_evaluators(config, self.task)
         known = [metric for evaluator, _ in self.evaluators for metric in evaluator.metrics]
-        self.best = BestEvaluation(config.evaluation, [self.task.loss_metric, *self.task.metrics, *known])
+        known = [self.task.loss_metric, *self.task.metrics, *known]
+        self.best = BestEvaluation(config.evaluation, known + averaged_metrics(known) * bool(config.ema.decay))
         self.state = TrainState()
         self.accumulation = self.loader.micro_batches_per_step
         self.callbacks = make_callbacks(config, rank)
         generators.seed_all(config.seed, rank)
         collectives.watch()
         model = build_model(config.model, device="meta")
-        self.groups = parameter_groups(model, config.optimizer, config.data.seqlen)
+        self.groups = parameter_groups(model, config.optimizer, config.positions)
         self.engine: Engine = build_engine(config.engine, distributed)
         self.engine.prepare(
             model,
             initialize=functools.partial(initialize, seed=config.seed),
-            make_optimizer=functools.partial(make_optimizer, config=config.optimizer, seqlen=config.data.seqlen),
+            make_optimizer=functools.partial(
+                make_optimizer, config=config.optimizer, seqlen=config.positions, ema=config.ema
+            ),
         )
         self.lock = self.run.lock()
         self.log_file: logging.Handler | None = None  # on rank 0, while it holds the lock
         self.checkpoints = self.run.checkpoint_manager(config.checkpoint)
-        flops = flops_per_token(config.model, config.data.seqlen, head_share=self.task.target_share)
-        self.speed = Speedometer(flops, distributed.device, world_size)
+        flops = self.task.flops(config.model, config.data.seqlen)
+        self.speed = Speedometer(flops, distributed.device, world_size, self.task.unit)
         self.monitor = Monitor(self.engine)
         self.damaged_shards = DamagedShards()
         self.monitored: dict[str, float] = {}  # of the last step if it was not finite, the same on all ranks
@@ -412,7 +415,7 @@ class Trainer:
         if not self.evaluate():
             return False
         if self.engine.rank == 0:
-            summary = {"step": self.state.step, "tokens": self.state.tokens, "validation": self.metrics}
+            summary = {"step": self.state.step, self.task.unit: self.state.tokens, "validation": self.metrics}
             best = {} if (best := self.best.state_dict()) is None else {"best": best}
             self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy, **best})
         return True

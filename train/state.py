@@ -12,7 +12,7 @@ class TrainState:
     """Where a run stands. Everything else that a checkpoint holds belongs to the engine or the loader."""
 
     step: int = 0
-    tokens: int = 0
+    tokens: int = 0  # seen; of images as many (`Task.unit`)
     skipped: int = 0
     damaged: int = 0
     rewinds: int = 0

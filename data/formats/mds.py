@@ -2,7 +2,8 @@
 
 A shard is: number of samples (uint32), offsets of the samples and of the end (uint32 each), the configuration as JSON,
 the samples. A sample of one variable-size column is its size (uint32) and its bytes; an array of one axis is a byte
-(axes << 2 | code of the length's type), the length, the values.
+(axes << 2 | code of the length's type), the length, the values. A sample of pictures has the columns `image` (bytes, of
+variable size) and `label` (int64).
 
 Writing gives the same bytes that streaming's MDSWriter gives (a test compares them); they are laid out here because
 that writer holds a whole directory and cannot go on after a stop. Reading uses the library's own `MDSReader` over a
@@ -21,6 +22,7 @@ import numpy as np
 
 from matmix.data.artifacts import one_line, read_json
 from matmix.data.formats.base import OpenShard, Shard, ShardFormat, ShardInfo, damaged
+from matmix.data.formats.pictures import LABEL_BYTES, PICTURES
 from matmix.data.streaming_library import streaming_module
 
 COLUMN = "tokens"
@@ -28,7 +30,7 @@ _ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, Assertio
 
 
 class Mds(ShardFormat):
-    """One column `tokens`, encoded `ndarray:<dtype>`."""
+    """One column `tokens`, encoded `ndarray:<dtype>`; for pictures `image` and `label`."""
 
     suffix = ".mds"
     compressed_suffix = ".zstd"
@@ -45,9 +47,7 @@ class Mds(ShardFormat):
             "compression": self.compression,
             "hashes": ["sha256"],
             "size_limit": self.size_limit,
-            "column_names": [COLUMN],
-            "column_encodings": [f"ndarray:{self.dtype.name}"],
-            "column_sizes": [None],
+            **_columns(self.dtype),
         }
 
     def _config_json(self) -> bytes:
@@ -57,10 +57,11 @@ class Mds(ShardFormat):
         return f"shard.{shard:05}.mds"
 
     def document_bytes(self, tokens: int) -> int:
-        return 4 + 4 + 1 + _length_type(tokens).itemsize + tokens * self.dtype.itemsize
+        header = 0 if self.dtype == PICTURES else 1 + _length_type(tokens).itemsize
+        return 4 + 4 + header + tokens * self.dtype.itemsize
 
     def encode(self, documents: list[np.ndarray], first: int) -> bytes:
-        samples = [_sample(d) for d in documents]
+        samples = [(_picture_sample if self.dtype == PICTURES else _sample)(d) for d in documents]
         config = self._config_json()
         offsets = np.zeros(len(samples) + 1, dtype=np.int64)
         np.cumsum([len(s) for s in samples], out=offsets[1:])
@@ -91,14 +92,19 @@ class Mds(ShardFormat):
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{where}: {one_line(error)}") from None
         # A decoder is chosen by the encoding's name: no other than that of arrays is to run.
-        plain = len(reader.column_encodings) == 1 and str(reader.column_encodings[0]).split(":")[0] == "ndarray"
-        if reader.column_names != [COLUMN] or not plain or reader.samples != shard.documents:
+        wanted, encodings = _columns(np.dtype(dtype)), [str(name) for name in reader.column_encodings]
+        if wanted["column_names"] == [COLUMN]:
+            plain = len(encodings) == 1 and encodings[0].split(":")[0] == "ndarray"
+        else:
+            plain = encodings == wanted["column_encodings"]
+        if reader.column_names != wanted["column_names"] or not plain or reader.samples != shard.documents:
             said = f"index.json lists {reader.samples!r} samples of {reader.column_names!r}"
             raise ValueError(str(damaged(where, one_line(said))))
         size = path.stat().st_size
         if size != reader.raw_data.bytes or size < 4 * (shard.documents + 2):
             raise damaged(where, f"it has {size} bytes instead of {reader.raw_data.bytes}")
-        return _MdsShard(path, reader, shard.documents, dtype, where)
+        kind = _MdsPictures if np.dtype(dtype) == PICTURES else _MdsShard
+        return kind(path, reader, shard.documents, dtype, where)
 
 
 def _not_described(where: str, error: Exception) -> ValueError:
@@ -111,6 +117,18 @@ def _files(shard: Shard) -> dict[str, Any]:
     packed = {"basename": shard.file, "bytes": shard.bytes, "hashes": {"sha256": shard.sha256}}
     is_packed = shard.file != shard.raw_file
     return {"samples": shard.documents, "raw_data": raw, "zip_data": packed if is_packed else None}
+
+
+def _columns(dtype: np.dtype) -> dict[str, list[Any]]:
+    if dtype == PICTURES:
+        names, encodings, sizes = ["image", "label"], ["bytes", "int"], [None, LABEL_BYTES]
+    else:
+        names, encodings, sizes = [COLUMN], [f"ndarray:{dtype.name}"], [None]
+    return {"column_names": names, "column_encodings": encodings, "column_sizes": sizes}
+
+
+def _picture_sample(document: np.ndarray) -> bytes:
+    return np.uint32(len(document) - LABEL_BYTES).tobytes() + document.tobytes()
 
 
 def _length_type(tokens: int) -> np.dtype:
@@ -149,3 +167,12 @@ class _MdsShard(OpenShard):
                 f"document {index} is {tokens.dtype} {tokens.shape} instead of {self._dtype} ({length},)",
             )
         return tokens
+
+
+class _MdsPictures(_MdsShard):
+    def read(self, index: int, length: int) -> np.ndarray:
+        begin, end = self._offsets[index : index + 2].tolist()
+        size = int.from_bytes(self._bytes[begin : begin + 4], "little") if end - begin >= 4 + LABEL_BYTES else -1
+        if (size + LABEL_BYTES, end - begin) != (length, 4 + length):
+            raise damaged(self._where, f"document {index} has not the {length} bytes of its picture and label")
+        return np.frombuffer(self._bytes, PICTURES, length, offset=begin + 4)

@@ -1,4 +1,5 @@
-"""WebDataset: tar files with one member `<number>.npy` for each document.
+"""WebDataset: tar files with one member `<number>.npy` for each document, or with two for each picture: `<number>.jpg`
+(.png, .webp, ...) and `<number>.cls`, the number of its class in digits.
 
 An uncompressed shard is read by webdataset as it is. Python's tarfile knows no zstd before 3.14, so webdataset reads a
 compressed one through a pipe: ``WebDataset("pipe:zstd -dc DIR/train/shard-00000.tar.zst")``.
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from matmix.data.formats.base import OpenShard, ShardFormat, ShardInfo, damaged
+from matmix.data.formats.pictures import LABEL_BYTES, PICTURES, pack, suffix_of, unpack
 
 _BLOCK = 512
 _REGULAR = (b"0", b"\0")
@@ -37,6 +39,8 @@ class WebDataset(ShardFormat):
         return f"shard-{shard:05}.tar"
 
     def document_bytes(self, tokens: int) -> int:
+        if self.dtype == PICTURES:
+            return _BLOCK + -(-(tokens - LABEL_BYTES) // _BLOCK) * _BLOCK + 2 * _BLOCK
         # numpy pads its header to a multiple of 64; for one axis and these types it is 128 bytes.
         content = 128 + tokens * self.dtype.itemsize
         return _BLOCK + -(-content // _BLOCK) * _BLOCK
@@ -44,20 +48,33 @@ class WebDataset(ShardFormat):
     def encode(self, documents: list[np.ndarray], first: int) -> bytes:
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for number, tokens in enumerate(documents, start=first):
-                content = io.BytesIO()
-                np.save(content, tokens, allow_pickle=False)
-                # The defaults of TarInfo (time 0, no owner) make the bytes depend on the tokens only.
-                member = tarfile.TarInfo(f"{self.prefix}{number:010}.npy")
-                member.size = content.tell()
-                content.seek(0)
-                tar.addfile(member, content)
+            for number, document in enumerate(documents, start=first):
+                for suffix, content in self._members(document):
+                    # The defaults of TarInfo (time 0, no owner) make the bytes depend on the document only.
+                    member = tarfile.TarInfo(f"{self.prefix}{number:010}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
         return buffer.getvalue()
+
+    def _members(self, document: np.ndarray) -> list[tuple[str, bytes]]:
+        """Suffix and bytes of each member of a document."""
+        if self.dtype == PICTURES:
+            picture, label = unpack(document)
+            return [(suffix_of(picture), bytes(picture)), ("cls", str(label).encode())]
+        content = io.BytesIO()
+        np.save(content, document, allow_pickle=False)
+        return [("npy", content.getvalue())]
 
     @classmethod
     def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: Any = None) -> OpenShard:
         with path.open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if path.stat().st_size else b""
+        if np.dtype(dtype) == PICTURES:
+            members = _members(data, where, b"")
+            if len(members) != 2 * shard.documents:
+                wanted = 2 * shard.documents
+                raise damaged(where, f"it holds {len(members)} files instead of {wanted}, 2 for each picture")
+            return _TarPictures(data, members, where)
         members = _token_members(data, where)
         if len(members) != shard.documents:
             raise damaged(where, f"it holds {len(members)} documents instead of {shard.documents}")
@@ -65,7 +82,12 @@ class WebDataset(ShardFormat):
 
 
 def _token_members(data: memoryview, where: str) -> np.ndarray:
-    """int64 (documents, 2): first and last byte + 1 of each .npy member, in the order of the file."""
+    return _members(data, where, _MAGIC)
+
+
+def _members(data: memoryview, where: str, magic: bytes) -> np.ndarray:
+    """int64 (n, 2): first and last byte + 1 of each regular member that begins with `magic`, in the order of the
+    file."""
     spans: list[tuple[int, int]] = []
     position = 0
     while position + _BLOCK <= len(data):
@@ -76,7 +98,7 @@ def _token_members(data: memoryview, where: str) -> np.ndarray:
         if begin + size > len(data):
             raise damaged(where, "it ends inside a member: the file is truncated")
         # By content, not by name: long names stand in extra members before the one they belong to.
-        if header[156:157] in _REGULAR and data[begin : begin + len(_MAGIC)] == _MAGIC:
+        if header[156:157] in _REGULAR and data[begin : begin + len(magic)] == magic:
             spans.append((begin, begin + size))
         position = begin + -(-size // _BLOCK) * _BLOCK
     return np.array(spans, dtype=np.int64).reshape(-1, 2)
@@ -111,3 +133,17 @@ class _TarShard(OpenShard):
                 f"document {index} is not an npy array of {length} {self._dtype.name} tokens",
             )
         return np.frombuffer(self._data, self._dtype, length, offset=begin + start)
+
+
+class _TarPictures(OpenShard):
+    def __init__(self, data: memoryview, members: np.ndarray, where: str) -> None:
+        self._data = data
+        self._members = members
+        self._where = where
+
+    def read(self, index: int, length: int) -> np.ndarray:
+        (begin, end), (first, last) = self._members[2 * index : 2 * index + 2].tolist()
+        digits = self._data[first : min(last, first + 20)].tobytes()
+        if end - begin + LABEL_BYTES != length or last - first > 18 or not digits.isdigit():
+            raise damaged(self._where, f"document {index} is not a picture of {length - LABEL_BYTES} bytes and a label")
+        return pack(self._data[begin:end].tobytes(), int(digits))

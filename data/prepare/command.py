@@ -70,7 +70,13 @@ def prepare(config: PrepareConfig, *, summary: bool = True) -> Manifest:
         # Made before the folder is, so that an error in the input leaves none behind.
         tokenizer = tokenizer or make_tokenizer()
         started = time.monotonic()
-        if _fill(workspace, config, sources, tokenizer, share, is_new=status == "new"):
+
+        def write() -> None:
+            if copied_tokenizer(workspace.out) is None:
+                tokenizer.save(workspace.out / "tokenizer")
+            _write(config, sources, workspace, share)
+
+        if workspace.fill(write, is_new=status == "new", kept=MalformedError):
             when = f"in {time.monotonic() - started:.0f} s"
     manifest = Manifest.load(workspace.out)
     workspace.clear_work()
@@ -96,28 +102,6 @@ def read_input(config: PrepareConfig) -> tuple[list[Source], Callable[[], Tokeni
     given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     wanted = fingerprint(config, sources, given.sha256 if given else "")
     return sources, lambda: given or train_tokenizer(config, sources), wanted
-
-
-def _fill(
-    workspace: Workspace, config: PrepareConfig, sources: list[Source], tokenizer: Tokenizer, share: Share, is_new: bool
-) -> bool:
-    """Bring a folder to its end; False if another process has done so."""
-    with workspace.opened():
-        try:
-            if workspace.check() == "finished":
-                return False
-            if copied_tokenizer(workspace.out) is None:
-                tokenizer.save(workspace.out / "tokenizer")
-            _write(config, sources, workspace, share)
-        except (ValueError, FileNotFoundError) as error:
-            # With other text or options this would be another preparation: nothing here could be used again.
-            if is_new and not isinstance(error, MalformedError):
-                workspace.discard()
-            raise
-        except KeyboardInterrupt:
-            logger.info(f"stopped; run the same command again to continue in {workspace.out}")
-            raise
-    return True
 
 
 def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, share: Share) -> None:

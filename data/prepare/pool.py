@@ -1,18 +1,21 @@
-"""Chunks to tokens in several processes, in the order of the chunks."""
+"""Chunks of the input to what is written of them (tokens, for example) in several processes, in the order of the
+chunks."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +23,9 @@ from matmix.data.parent_process import follow_parent
 from matmix.data.prepare.documents import Malformed, ReadOptions, documents_of
 from matmix.data.prepare.sources import Chunk
 from matmix.data.tokenizer import Tokenizer
+
+_Chunk = TypeVar("_Chunk")
+_Result = TypeVar("_Result")
 
 # A chunk of a file in which nothing can be read would send back more complaints than text.
 _MOST_EXAMPLES = 100
@@ -53,12 +59,11 @@ def tokenize(chunk: Chunk, tokenizer: Tokenizer, dtype: str, options: ReadOption
     # A normalising tokenizer may leave nothing of a document.
     encoded = zip(texts, tokenizer.encode_batch(texts), strict=True)
     kept = [(text.encode("utf-8"), tokens) for text, tokens in encoded if tokens]
-    threshold = int(fraction * 2**64)
     return Tokenized(
         tokens=np.fromiter((token for _, tokens in kept for token in tokens), dtype),
         lengths=np.fromiter((len(tokens) for _, tokens in kept), np.int64, len(kept)),
         text_bytes=np.fromiter((len(raw) for raw, _ in kept), np.int64, len(kept)),
-        validation=np.fromiter((_hash(raw) < threshold for raw, _ in kept), bool, len(kept)),
+        validation=np.fromiter((in_validation(raw, fraction) for raw, _ in kept), bool, len(kept)),
         records=sum(not isinstance(r, bytes) or bool(r.strip()) for r in chunk.records),
         malformed=len(malformed),
         examples=malformed[:_MOST_EXAMPLES],
@@ -66,32 +71,50 @@ def tokenize(chunk: Chunk, tokenizer: Tokenizer, dtype: str, options: ReadOption
     )
 
 
-def _hash(raw: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
+def in_validation(raw: bytes, fraction: float) -> bool:
+    """Whether a document belongs to the validation split, a share `fraction` of all, by a hash of its bytes."""
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") < int(fraction * 2**64)
 
 
 def tokenize_in_order(
     chunks: Iterable[Chunk], processes: int, worker: tuple[Path, str, ReadOptions, float]
 ) -> Iterator[tuple[Chunk, Tokenized]]:
-    """Tokenise chunks; results come in the order of the chunks, with few chunks in flight.
+    """Tokenise chunks, as `work_in_order` does.
 
     Args:
         worker: arguments of `tokenize` after the chunk, with the path of the tokenizer in its place.
+    """
+    return work_in_order(chunks, processes, functools.partial(_tokenizing, *worker), doing="tokenising")
 
-    Raises ValueError as reading does, RuntimeError when a process was killed.
+
+def _tokenizing(path: Path, dtype: str, options: ReadOptions, fraction: float) -> Callable[[Chunk], Tokenized]:
+    tokenizer = Tokenizer.load(path)
+    return lambda chunk: tokenize(chunk, tokenizer, dtype, options, fraction)
+
+
+def work_in_order(
+    chunks: Iterable[_Chunk], processes: int, begin: Callable[[], Callable[[_Chunk], _Result]], *, doing: str
+) -> Iterator[tuple[_Chunk, _Result]]:
+    """Works on chunks; results come in the order of the chunks, with few chunks in flight.
+
+    Args:
+        begin: called once in each process (it can be pickled), gives what works on a chunk there.
+        doing: what the processes are called in an error.
+
+    Raises what reading and working raise, RuntimeError when a process was killed.
     """
     if processes == 1:
-        tokenizer = Tokenizer.load(worker[0])
+        work = begin()
         for chunk in chunks:
-            yield chunk, tokenize(chunk, tokenizer, *worker[1:])
+            yield chunk, work(chunk)
         return
     # Forking a process that runs threads (torch, tqdm, the tokenizers library) may lock up; spawning does
     # not.
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(worker,))
-    waiting: deque[tuple[Chunk, Future[Tokenized]]] = deque()
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(begin,))
+    waiting: deque[tuple[_Chunk, Future[_Result]]] = deque()
     try:
         for chunk in chunks:
-            waiting.append((chunk, pool.submit(_tokenize, chunk)))
+            waiting.append((chunk, pool.submit(_work_on, chunk)))
             if len(waiting) > 2 * processes + 1:
                 done, future = waiting.popleft()
                 yield done, future.result()
@@ -99,25 +122,25 @@ def tokenize_in_order(
             yield done, future.result()
     except BrokenProcessPool as error:
         raise RuntimeError(
-            "a tokenising process was killed (out of memory?); run the same command again to continue, "
+            f"a {doing} process was killed (out of memory?); run the same command again to continue, "
             "perhaps with fewer processes"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[Tokenizer, str, ReadOptions, float] | None = None
+_work: Callable[[Any], Any] | None = None
 
 
-def _start(worker: tuple[Path, str, ReadOptions, float]) -> None:
-    global _worker
+def _start(begin: Callable[[], Callable[[Any], Any]]) -> None:
+    global _work
     # Ctrl-C goes to the whole process group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=follow_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = (Tokenizer.load(worker[0]), *worker[1:])
+    _work = begin()
 
 
-def _tokenize(chunk: Chunk) -> Tokenized:
-    assert _worker is not None
-    return tokenize(chunk, *_worker)
+def _work_on(chunk: Any) -> Any:
+    assert _work is not None
+    return _work(chunk)

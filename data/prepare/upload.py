@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,22 +30,38 @@ def prepare_to_url(config: PrepareConfig) -> Manifest:
     A complete dataset of the same options at the URL is left as it is. Raises as `prepare`, ValueError if the URL
     holds anything else, and RemoteError (one line) if the store fails: what was prepared and uploaded is kept.
     """
-    remote = RemoteFolder(config.out)
     _, _, wanted = read_input(config)
+    return make_at_url(
+        config.out, wanted, lambda folder: prepare(replace(config, out=folder), summary=False), print_summary
+    )
+
+
+def make_at_url(
+    url: str,
+    wanted: dict[str, Any],
+    make: Callable[[str], Manifest],
+    say: Callable[[Manifest, str, str], None],
+) -> Manifest:
+    """As `prepare_to_url`, for a preparation of any kind.
+
+    wanted: its fingerprint. make: prepares in the folder of that path. say: prints a summary of a manifest, the place
+    where it lies, and when it was made.
+    """
+    remote = RemoteFolder(url)
     if (manifest := _finished(remote, wanted)) is not None:
-        print_summary(manifest, remote.url, "earlier, with the same input and options: nothing to do")
+        say(manifest, remote.url, "earlier, with the same input and options: nothing to do")
         return manifest
     folder = scratch_folder("prepare", remote.url)
     logger.info(f"preparing in {folder}, to be uploaded to {remote.url}")
     started = time.monotonic()
-    manifest = prepare(replace(config, out=str(folder)), summary=False)
+    manifest = make(str(folder))
     try:
         _upload(folder, remote, wanted)
     except RemoteError:
         logger.info(f"the prepared dataset is kept in {folder}: the same command goes on with the upload")
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    print_summary(manifest, remote.url, f"in {time.monotonic() - started:.0f} s, with its upload")
+    say(manifest, remote.url, f"in {time.monotonic() - started:.0f} s, with its upload")
     return manifest
 
 

@@ -14,7 +14,7 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -160,6 +160,26 @@ class Workspace:
                 write_atomic(self.work / "options.json", json.dumps(self.wanted).encode())
             yield
 
+    def fill(self, write: Callable[[], None], *, is_new: bool, kept: type[Exception]) -> bool:
+        """Brings the folder to its end by `write`; False if another process has done so.
+
+        A user's error in a new preparation leaves nothing behind, but for one of the kind `kept`: with other input or
+        options this would be another preparation, and nothing here could be used again.
+        """
+        with self.opened():
+            try:
+                if self.check() == "finished":
+                    return False
+                write()
+            except (ValueError, FileNotFoundError) as error:
+                if is_new and not isinstance(error, kept):
+                    self.discard()
+                raise
+            except KeyboardInterrupt:
+                logger.info(f"stopped; run the same command again to continue in {self.out}")
+                raise
+        return True
+
     def clear_work(self) -> None:
         """Remove what only an unfinished preparation needs."""
         shutil.rmtree(self.work, ignore_errors=True)
@@ -174,6 +194,7 @@ class Workspace:
             self.out.rmdir()
 
     def save(self, progress: Progress, writers: dict[str, SplitWriter], histogram: np.ndarray) -> None:
+        """Writes a state. histogram: int64 (n,), sums over the input so far, such as how often each token occurs."""
         facts: dict[str, Any] = {"progress": asdict(progress), "splits": {}}
         arrays = {"histogram": histogram}
         for name, writer in writers.items():

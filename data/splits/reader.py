@@ -51,6 +51,8 @@ def open_dataset(
     """
     storage = Storage(path, cache_dir)
     manifest = storage.manifest
+    if manifest.tokenizer is None:
+        raise ValueError(f"{path} holds pictures, not text; name it as data.images.path")
     tokenizer = storage.file(manifest.tokenizer.file)
     if hashlib.sha256(tokenizer.read_bytes()).hexdigest() != manifest.tokenizer.sha256:
         raise ValueError(
@@ -67,8 +69,19 @@ def open_dataset(
     )
 
 
+def open_pictures(path: str, split: str = "train", *, cache_dir: str = "", **options: Any) -> TokenShards:
+    """Opens one split of a dataset of pictures, whose documents are those of `matmix.data.formats.pictures`.
+
+    options: those of `TokenShards`. Raises as `open_dataset`.
+    """
+    storage = Storage(path, cache_dir)
+    if storage.manifest.images is None:
+        raise ValueError(f"{path} holds text, not pictures; make a dataset of pictures with `matmix prepare-images`")
+    return TokenShards(storage, split, **options)
+
+
 class TokenShards:
-    """The documents of one split of a prepared dataset.
+    """The documents of one split of a prepared dataset: tokens, or pictures as bytes.
 
     Can be pickled and forked; each process opens shards when it first needs them and keeps the last
     `keep_open`. With `skip_damaged`, missing and damaged shards are no error until one is read.

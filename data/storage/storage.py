@@ -65,7 +65,7 @@ class Storage:
         """Files that this process has put into the cache."""
         self._checked: set[str] = set()
         self._digests = dict(self.manifest.files)
-        if self.remote:  # of a local one `open_dataset` tells
+        if self.remote and self.manifest.tokenizer is not None:  # of a local one `open_dataset` tells
             self._digests[self.manifest.tokenizer.file] = self.manifest.tokenizer.sha256
         self.digest = hashlib.sha256(raw).hexdigest()
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", path.rstrip("/").rsplit("/", 1)[-1]) or "data"
@@ -108,7 +108,7 @@ class Storage:
         """Bytes that a file beside the shards may have."""
         folder, _, base = name.rpartition("/")
         split = self.manifest.splits.get(folder)
-        if name == self.manifest.token_histogram:
+        if name == self.manifest.token_histogram and self.manifest.tokenizer is not None:
             return _HEADER + 8 * self.manifest.tokenizer.vocab_size
         if split is not None and base == "lengths.npy":
             return _HEADER + 4 * split.documents

@@ -21,7 +21,8 @@ def lion_mixer_torch(
     forward_gate_offset: int = 0,
     eps: float = 1e-6,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    return_row_sums: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`lion_mixer` in PyTorch, without argument checks; see there."""
     q, k, v = qkv.unflatten(-1, (3, nheads, -1)).unbind(-3)
     features = FEATURE_MAPS[feature_map]
@@ -31,11 +32,16 @@ def lion_mixer_torch(
         forward = backward = F.logsigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
         if forward_gate_offset and gates.dim() == 3:
             forward = shift_right(forward, cu_seqlens)
-    y = quasiseparable_chunked(
-        v, q, k, q, k, forward, backward, shift=False, self_term="mean", normalize="row_sum", eps=eps,
-        gate_offset=gate_offset, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
-    return y.flatten(-2)
+    options = {"shift": False, "self_term": "mean", "gate_offset": gate_offset, "cu_seqlens": cu_seqlens}
+    if not return_row_sums:
+        y = quasiseparable_chunked(v, q, k, q, k, forward, backward, normalize="row_sum", eps=eps, **options)
+        return y.flatten(-2)
+    # A row's sum is what it makes of ones.
+    exact = torch.promote_types(v.dtype, torch.float32)
+    q, k, v = q.to(exact), k.to(exact), F.pad(v.to(exact), (0, 1), value=1.0)
+    sums = quasiseparable_chunked(v, q, k, q, k, forward, backward, **options)
+    y = sums[..., :-1] / (sums[..., -1:] + eps)
+    return y.to(qkv.dtype).flatten(-2), sums[..., -1]
 
 
 def never_lion_mixer(*arguments, **options) -> bool:

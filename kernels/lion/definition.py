@@ -22,11 +22,12 @@ def lion_mixer_definition(
     forward_gate_offset: int = 0,
     eps: float = 1e-6,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
+    return_row_sums: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """See `lion_mixer`; documents one after the other."""
     qkv = qkv.to(torch.float64)
     bounds = [0, qkv.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    outputs = []
+    outputs, sums = [], []
     for start, end in itertools.pairwise(bounds):
         if start == end:
             continue
@@ -38,9 +39,11 @@ def lion_mixer_definition(
             forward = backward = forward.expand(*qkv.shape[:1], end - start, nheads)
             if forward_gate_offset:
                 forward = F.pad(forward[:, :-1], (0, 0, 1, 0))
+        options = {"shift": False, "self_term": "mean", "gate_offset": gate_offset}
         y = quasiseparable_definition(
-            v, q, k, q, k, forward, backward, shift=False, self_term="mean", normalize="row_sum", eps=eps,
-            gate_offset=gate_offset,
+            v, q, k, q, k, forward, backward, normalize="row_sum", eps=eps, **options
         )  # fmt: skip
         outputs.append(y.flatten(-2))
-    return torch.cat(outputs, 1)
+        ones = torch.ones_like(v[..., :1])
+        sums.append(quasiseparable_definition(ones, q, k, q, k, forward, backward, **options).squeeze(-1))
+    return (torch.cat(outputs, 1), torch.cat(sums, 1)) if return_row_sums else torch.cat(outputs, 1)

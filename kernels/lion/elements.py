@@ -69,10 +69,11 @@ def feature_gradients(
 
 @triton.jit(do_not_specialize=["rows"])
 def row_gradients(
-    dy, y, rest, row_sum, dn, drow_sum, rows, vectors, width, eps, dy_stride,
-    REST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dy, dsums, y, rest, row_sum, dn, drow_sum, rows, vectors, width, eps, dy_stride,
+    SUMS: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of y = n / (row_sum + eps): dn = dy / (row_sum + eps), as it is rounded, and drow_sum = -dn . y."""
+    """Of y = n / (row_sum + eps): dn = dy / (row_sum + eps), as it is rounded, and drow_sum = -dn . y, plus `dsums`,
+    the gradient of the sums themselves."""
     row, token, vector, column, mask = _places(rows, vectors, width, ROWS, COLUMNS)
     at = row[:, None] * width + column[None, :]
     divisor = tl.load(row_sum + row, row < rows, other=1.0) + tl.where(row < rows, eps, 0.0)
@@ -82,4 +83,7 @@ def row_gradients(
     out = tl.load(y + at, mask, other=0.0).to(tl.float32)
     if REST:
         out += tl.load(rest + at, mask, other=0.0).to(tl.float32)
-    tl.store(drow_sum + row, -tl.sum(found.to(tl.float32) * out, 1), row < rows)
+    total = -tl.sum(found.to(tl.float32) * out, 1)
+    if SUMS:
+        total += tl.load(dsums + row, row < rows, other=0.0).to(tl.float32)
+    tl.store(drow_sum + row, total, row < rows)

@@ -58,6 +58,7 @@ def forward(
 
 def backward(
     dy: Tensor,
+    dsums: Tensor | None,
     y: Tensor,
     row_sum: Tensor,
     rest: Tensor | None,
@@ -67,7 +68,7 @@ def backward(
     form: LionForm,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of qkv and gates. Features are computed again."""
+    """Gradients of qkv and gates; dsums: that of the row sums, where they were used. Features are computed again."""
     qkv = rows_in_place(qkv)
     v, sides = _scan_arguments(qkv, decays, form)
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
@@ -77,8 +78,8 @@ def backward(
     drow_sum = torch.empty_like(row_sum)
     _on_vectors(
         row_gradients, row_sum.numel(), headdim,
-        dy, y.contiguous(), rest, row_sum, dn, drow_sum, row_sum.numel(), form.nheads, headdim, form.eps, dy.stride(0),
-        REST=rest is not None,
+        dy, None if dsums is None else dsums.contiguous(), y.contiguous(), rest, row_sum, dn, drow_sum, row_sum.numel(),
+        form.nheads, headdim, form.eps, dy.stride(0), SUMS=dsums is not None, REST=rest is not None,
     )  # fmt: skip
     # Each direction has gradients of q and of k, which feature_gradients adds.
     dfeatures = torch.empty(*qkv.shape[:2], 2, 2, form.nheads, headdim, dtype=qkv.dtype, device=qkv.device)

@@ -40,8 +40,9 @@ def lion_mixer(
     forward_gate_offset: int = 0,
     eps: float = 1e-6,
     cu_seqlens: Tensor | None = None,
+    return_row_sums: bool = False,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """All that stands between LION's two projections (arXiv 2502.16249): feature maps, gates, and the mixing of both
     directions divided by row sums, y_i = sum_j M_ij phi(q_i) . phi(k_j) v_j / (the same sum without v_j, plus eps).
 
@@ -57,10 +58,13 @@ def lion_mixer(
         forward_gate_offset: from an earlier token j on to i > j decay the gates of j+1 .. i (0) or of j .. i-1 (1).
         eps: added to the row sums, not negative.
         cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1).
+        return_row_sums: also return the sums that rows are divided by, without eps: what several mixers of one sequence
+            are added by before they are divided. They have gradients.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        (batch, seqlen, nheads headdim) typed like qkv.
+        (batch, seqlen, nheads headdim) typed like qkv; with `return_row_sums` also the sums (batch, seqlen, nheads), in
+        float32 at least.
 
     Raises:
         ValueError: a shape, dtype, device or option does not fit.
@@ -86,12 +90,12 @@ def lion_mixer(
     if not lion_mixer_is_fused(qkv, nheads, backend):
         return lion_mixer_torch(
             qkv, gates, nheads=nheads, feature_map=feature_map, gate_offset=gate_offset,
-            forward_gate_offset=forward_gate_offset, eps=eps, cu_seqlens=cu_seqlens,
+            forward_gate_offset=forward_gate_offset, eps=eps, cu_seqlens=cu_seqlens, return_row_sums=return_row_sums,
         )  # fmt: skip
-    y, *_ = torch.ops.matmix.lion_mixer(
+    y, row_sum, *_ = torch.ops.matmix.lion_mixer(
         qkv, gates, cu_seqlens, nheads, feature_map, gate_offset, forward_gate_offset, float(eps)
     )
-    return y.flatten(-2)
+    return (y.flatten(-2), row_sum) if return_row_sums else y.flatten(-2)
 
 
 @torch.library.custom_op("matmix::lion_mixer", mutates_args=())
@@ -123,6 +127,7 @@ def _(qkv, gates, cu_seqlens, nheads, *options):
 @torch.library.custom_op("matmix::lion_mixer_backward", mutates_args=())
 def _lion_mixer_backward(
     dy: Tensor,
+    drow_sum: Tensor | None,
     y: Tensor,
     row_sum: Tensor,
     rest: Tensor | None,
@@ -138,11 +143,11 @@ def _lion_mixer_backward(
 ) -> tuple[Tensor, Tensor]:
     fused = triton_form("lion_mixer")
     form = fused.LionForm(nheads, feature_map, gate_offset, forward_gate_offset, eps)
-    return or_empty(qkv, *fused.backward(dy, y, row_sum, rest, decays, qkv, gates, form, cu_seqlens))
+    return or_empty(qkv, *fused.backward(dy, drow_sum, y, row_sum, rest, decays, qkv, gates, form, cu_seqlens))
 
 
 @_lion_mixer_backward.register_fake
-def _(dy, y, row_sum, rest, decays, qkv, gates, *options):
+def _(dy, drow_sum, y, row_sum, rest, decays, qkv, gates, *options):
     dgates = qkv.new_empty(0) if gates is None else torch.empty_like(gates, memory_format=torch.contiguous_format)
     return torch.empty_like(qkv, memory_format=torch.contiguous_format), dgates
 
@@ -150,17 +155,17 @@ def _(dy, y, row_sum, rest, decays, qkv, gates, *options):
 def _setup(ctx, inputs, output):
     qkv, gates, cu_seqlens, *ctx.options = inputs
     y, row_sum, rest, decays = output
-    ctx.mark_non_differentiable(row_sum, rest, decays)
+    ctx.mark_non_differentiable(rest, decays)
     # No zeros in place of the gradients that these have not.
     ctx.set_materialize_grads(False)
     kept = (y, row_sum, rest if rest.numel() else None, decays if decays.numel() else None)
     ctx.save_for_backward(*kept, qkv, gates, cu_seqlens)
 
 
-def _gradient(ctx, dy, *_):
+def _gradient(ctx, dy, drow_sum, *_):
     y, *others = ctx.saved_tensors
     dy = torch.zeros_like(y) if dy is None else dy
-    dqkv, dgates = torch.ops.matmix.lion_mixer_backward(dy, y, *others, *ctx.options)
+    dqkv, dgates = torch.ops.matmix.lion_mixer_backward(dy, drow_sum, y, *others, *ctx.options)
     return dqkv, none_if_absent(dgates, others[4]), None, *[None] * len(ctx.options)
 
 
@@ -179,5 +184,5 @@ def _(qkv, gates, cu_seqlens, nheads, *args, **kwargs) -> int:
 
 
 @register_flop_formula(torch.ops.matmix.lion_mixer_backward)
-def _(dy, y, row_sum, rest, decays, qkv, gates, cu_seqlens, nheads, *args, **kwargs) -> int:
+def _(dy, drow_sum, y, row_sum, rest, decays, qkv, gates, cu_seqlens, nheads, *args, **kwargs) -> int:
     return _flops(qkv, nheads, backward=True)

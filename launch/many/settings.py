@@ -20,7 +20,7 @@ _MAY_DIFFER = (
     *("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every"),
     *("logging.", "checkpoint.", "faults.", "engine."),
     *("data.path", "data.validation_path", "data.workers", "data.worker_start", "data.prefetch", "data.verify"),
-    *("data.cache_dir", "data.cache_gigabytes"),
+    *("data.cache_dir", "data.cache_gigabytes", "data.images.path", "data.images.validation_path"),
     "evaluation.ablation_batches",
 )
 _MAY_NOT_DIFFER = ("engine.precision",)

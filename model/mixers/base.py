@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from matmix.model.mixers.orders import ScanOrders
 from matmix.model.parameter_rules import ParameterRule
 
 
@@ -65,6 +66,16 @@ class Mixer(nn.Module):
         """Raise a one-line ValueError when the options do not fit each other or the width."""
 
     @classmethod
+    def check_scans(cls, config: Any, scans: int, outside: bool) -> None:
+        """Raise a one-line ValueError when the mixer cannot read a sequence in `scans` orders, or with a position
+        outside of them."""
+        if outside:
+            raise ValueError(
+                f"model.image.class_outside = true: {cls.name} has no class token outside of its scan; "
+                "lion_lit, lion_d and lion_s have, or set it to false"
+            )
+
+    @classmethod
     def check_seqlen(cls, config: Any, seqlen: int, max_seqlen: int) -> None:
         """Raise a one-line ValueError when the mixer cannot take documents of `seqlen` tokens."""
         if cls.fixed_length and seqlen != max_seqlen:
@@ -116,6 +127,11 @@ class Mixer(nn.Module):
         """Forward floating-point operations (2 per multiply-add) for one token of a document of `seqlen`."""
         raise NotImplementedError
 
+    @classmethod
+    def flops_in_orders(cls, d_model: int, config: Any, seqlen: int, causal: bool, scans: int) -> float:
+        """As `flops_per_token`, where a document is read in `scans` orders."""
+        return scans * cls.flops_per_token(d_model, config, seqlen, causal)
+
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
@@ -141,6 +157,26 @@ class Mixer(nn.Module):
             indices.append(index.flatten())
         y, index = torch.cat(outputs), torch.cat(indices)
         return y[index.argsort()].unsqueeze(0)
+
+    def forward_in_orders(self, x: torch.Tensor, orders: ScanOrders) -> torch.Tensor:
+        """The mean of what `forward` gives for x (B, L, d_model), one document a row, read in each of the orders; each
+        output is that of its own position."""
+        assert orders.outside is None, f"{self.name} has no position outside of its scan"
+        outputs = [
+            self.forward(x[:, places])[:, inverse]
+            for places, inverse in zip(orders.places, orders.inverse(), strict=True)
+        ]
+        return outputs[0] if len(outputs) == 1 else sum(outputs) / len(outputs)
+
+    def matrix_in_orders(self, x: torch.Tensor, orders: ScanOrders) -> torch.Tensor:
+        """The mean of the matrices of the orders, (B, H, L, L), rows and columns as the positions stand in x; to be
+        looked at, as gates and norms behind M are not linear."""
+        assert orders.outside is None, f"{self.name} has no position outside of its scan"
+        matrices = [
+            self.matrix(x[:, places])[:, :, inverse][:, :, :, inverse]
+            for places, inverse in zip(orders.places, orders.inverse(), strict=True)
+        ]
+        return sum(matrices) / len(matrices)
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         """M (B, H, L, L) for x (B, L, d_model); row t holds the weights of output t. Data-independent

@@ -248,7 +248,7 @@ def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
         for mixer in used_mixers(config)
     }
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    own = {"head": module.HeadConfig(), "mixers": module.MixerOptions(**options)}
+    own = {"head": module.HeadConfig(), "image": module.ImageConfig(), "mixers": module.MixerOptions(**options)}
     copy = getattr(module, name)(module.ModelConfig(**fields | own)).eval()
     model = build_model(config).eval()
     initialize(model, seed=0)

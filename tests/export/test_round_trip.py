@@ -15,7 +15,7 @@ CHECK = Path(__file__).with_name("bare_check.py")
 OTHER_PYTHON = os.environ.get("MATMIX_TRANSFORMERS5_PYTHON", "")
 
 
-def run_check(python: str, options: list[str], arguments: list[Path], home: Path) -> str:
+def run_check(python: str, options: list[str], arguments: list[Path], home: Path, check: Path = CHECK) -> str:
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(home),
@@ -24,7 +24,7 @@ def run_check(python: str, options: list[str], arguments: list[Path], home: Path
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [python, *options, str(CHECK), *map(str, arguments)]
+    command = [python, *options, str(check), *map(str, arguments)]
     run = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout.splitlines()[-1]

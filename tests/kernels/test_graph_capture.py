@@ -159,8 +159,9 @@ def test_the_layers_look_at_no_value(directions, as_packed, seqlen):
         for gates in (None, torch.empty(2), torch.empty(1, seqlen, 2)):
             lion = fused_lion.LionForm(2, "silu_norm", 1, 1, 1e-6)
             *found, decays = fused_lion.forward(qkv, gates, lion, bounds)
-            dqkv, dgates = fused_lion.backward(found[0], *found, decays, qkv, gates, lion, bounds)
-            assert (dqkv.shape, gates is None) == (qkv.shape, dgates is None)
+            for dsums in (None, found[1]):
+                dqkv, dgates = fused_lion.backward(found[0], dsums, *found, decays, qkv, gates, lion, bounds)
+                assert (dqkv.shape, gates is None) == (qkv.shape, dgates is None)
     assert launches
 
 

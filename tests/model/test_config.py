@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from matmix.model import HeadConfig, MixerOptions, ModelConfig, count_parameters
+from matmix.model import HeadConfig, ImageConfig, MixerOptions, ModelConfig, count_parameters
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.convolutions.short import ConvolutionConfig
 from matmix.model.mixers.mru import MRUConfig
@@ -66,7 +66,8 @@ def test_a_config_survives_json():
     plain["layers"] = tuple(plain["layers"])
     kinds = {"attention": AttentionConfig, "hydra": HydraConfig, "mru": MRUConfig}
     mixers = MixerOptions(**{name: kind(**plain["mixers"][name]) for name, kind in kinds.items()})
-    assert ModelConfig(**(plain | {"mixers": mixers, "head": HeadConfig(**plain["head"])})) == config
+    parts = {"mixers": mixers, "head": HeadConfig(**plain["head"]), "image": ImageConfig(**plain["image"])}
+    assert ModelConfig(**(plain | parts)) == config
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from typing import Any
 from matmix.data.artifacts import read_json_lines
 from matmix.data.storage.files import write_atomic
 from matmix.train.callbacks.base import Callback, RunView
+from matmix.train.evaluators.averaged import PREFIX as EMA
+from matmix.train.evaluators.averaged import TITLE
 from matmix.train.evaluators.context import PREFIX
 
 _SMOOTH = 0.05  # share of the records over which the training loss is averaged
@@ -47,6 +49,8 @@ def draw(records: list[dict[str, Any]]) -> bytes:
     left.plot(steps, _running_mean(losses), color="tab:blue", label="training, running mean")
     places, evaluated = [record["step"] for record in validation], [record["loss"] for record in validation]
     left.plot(places, evaluated, "o-", color="tab:red", markersize=5, label="validation")
+    if averaged := [(record["step"], record[EMA + "loss"]) for record in validation if EMA + "loss" in record]:
+        left.plot(*zip(*averaged, strict=True), "s--", color="tab:green", markersize=4, label=f"validation, {TITLE}")
     left.set_xlabel("step")
     left.set_ylabel("loss (nats per target)")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))

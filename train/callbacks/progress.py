@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Mapping
 
 from tqdm import tqdm
 
 from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
+from matmix.train.evaluators.averaged import TITLE, of_averaged
 from matmix.train.words import duration, short_number
 
 logger = logging.getLogger(__name__)
@@ -17,7 +19,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress(Callback):
-    """Shows steps, loss, learning rate, tokens per second and the time left."""
+    """Shows steps, loss, learning rate, tokens or images per second and the time left."""
 
     def __init__(self) -> None:
         self.bar: tqdm | None = None
@@ -38,7 +40,7 @@ class Progress(Callback):
             self.bar.update(1)
 
     def on_record(self, run: RunView, record: StepRecord) -> None:
-        speed = f"{short_number(record.tokens_per_second)} tokens/s"
+        speed = f"{short_number(record.tokens_per_second)} {record.unit}/s"
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {record.loss:.3f}, lr {record.lr:.2e}, {speed}", refresh=False)
             return
@@ -53,8 +55,11 @@ class Progress(Callback):
         )
 
     def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
-        parts = [words for evaluator, _ in run.evaluators for words in evaluator.progress(metrics)]
-        logger.info(f"step {run.state.step}: {', '.join(parts)}")
+        def words(found: Mapping[str, float]) -> str:
+            return ", ".join(part for evaluator, _ in run.evaluators for part in evaluator.progress(found))
+
+        averaged = f"; {TITLE}: {words(found)}" if (found := of_averaged(metrics)) else ""
+        logger.info(f"step {run.state.step}: {words(metrics)}{averaged}")
 
     def on_rewind(self, run: RunView, rewind: Rewind) -> None:
         if self.bar is not None:

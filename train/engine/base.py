@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,20 @@ class Engine(abc.ABC):
         Returns the norm of all gradients before clipping, 0-dim. If it is not finite, weights, moments and step
         counts stay as they are on every rank, and the gradients are dropped.
         """
+
+    @abc.abstractmethod
+    def swap_averages(self) -> None:
+        """Puts the averages of the weights that the optimizer keeps into their places, and the weights into theirs."""
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the model has the averages of its weights; after that it is as it was, bit for bit. Weights without
+        an average stay. Takes no memory but for one tensor at a time; to be evaluated, not trained or saved."""
+        self.swap_averages()
+        try:
+            yield
+        finally:
+            self.swap_averages()
 
     @abc.abstractmethod
     def snapshot(self, *, copy: bool) -> Snapshot:

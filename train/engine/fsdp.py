@@ -25,6 +25,7 @@ from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState
 from matmix.train.engine.loading import kept_entries, load_moments
 from matmix.train.engine.sharded_files import SHARD_SUFFIX, SUBDIRECTORY, ShardedFiles, write_sharded
 from matmix.train.engine.snapshot import Snapshot
+from matmix.train.optim.averaging import swap_average
 from matmix.train.optim.base import Optimizer
 from matmix.train.process.distributed import Distributed
 
@@ -111,6 +112,10 @@ class FsdpEngine(Engine):
         if self.mesh["replicate"].size() > 1:
             whole, self.gradients_differ = agree_on_norms(whole, norms, self.mesh.get_group("replicate"))
         return whole
+
+    def swap_averages(self) -> None:
+        for _, tensor in self.named_tensors():
+            swap_average(tensor, self.optimizer.state.get(tensor))
 
     # -- copies ------------------------------------------------------------------------------------------
 

@@ -11,11 +11,15 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from matmix.train.optim.averaging import AVERAGE
+
 MODEL, OPTIMIZER = "model.", "optimizer."
+Weights = Literal["raw", "ema"]
+"""Which weights of a state: those that were trained, or their average."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +61,24 @@ class FullState(abc.ABC):
                 name, entry = key.removeprefix(OPTIMIZER).rsplit(".", 1)
                 found.setdefault(name, []).append(entry)
         return found
+
+
+class AveragedState(FullState):
+    """A state with the averages of the weights in the place of the weights, and nothing of the optimizer; buffers, and
+    weights that were never updated, are as they are. Raises ValueError (one line) where there are no averages."""
+
+    def __init__(self, state: FullState, where: str) -> None:
+        """where: whose state it is, for messages."""
+        self._state = state
+        averages = {f"{MODEL}{name}": f"{OPTIMIZER}{name}.{AVERAGE}" for name in state.moments()}
+        self._keys = {key: averages.get(key, key) for key in state.entries if key.startswith(MODEL)}
+        self._keys = {key: source if source in state.entries else key for key, source in self._keys.items()}
+        if all(key == source for key, source in self._keys.items()):
+            raise ValueError(f"{where} holds no average of the weights, which ema.decay keeps: take the raw weights")
+        self.entries = {key: state.entries[source] for key, source in self._keys.items()}
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        return self._state.read(self._keys[key], start, stop)
 
 
 class CheckpointFiles(FullState):

@@ -13,7 +13,7 @@ from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.costs import Exchange, Held, Sizes, held_by_fsdp, sent_by_fsdp
 from matmix.train.engine.deepspeed.costs import held_by_zero, sent_by_zero
 from matmix.train.engine.deepspeed.files import ZeroFiles
-from matmix.train.engine.full_state import CheckpointFiles, FullState
+from matmix.train.engine.full_state import AveragedState, CheckpointFiles, FullState, Weights
 from matmix.train.engine.sharded_files import ShardedFiles
 
 
@@ -47,6 +47,14 @@ def files_of(layout: Mapping[str, Any]) -> type[CheckpointFiles]:
 def open_full(checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> FullState:
     """The full tensors of a checkpoint of any kind; see `CheckpointFiles`."""
     return files_of(layout)(checkpoint, layout, weights_only=weights_only)
+
+
+def open_weights(checkpoint: Path, layout: Mapping[str, Any], weights: Weights = "raw") -> FullState:
+    """The weights and buffers of a checkpoint of any kind. Averages lie with what the optimizer keeps, so that all
+    files must be there. Raises ValueError (one line) where the checkpoint has none."""
+    if weights == "raw":
+        return open_full(checkpoint, layout, weights_only=True)
+    return AveragedState(open_full(checkpoint, layout), f"checkpoint {checkpoint}")
 
 
 def index_files(files: Iterable[str]) -> list[str]:

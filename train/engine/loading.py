@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState
+from matmix.train.optim.averaging import ENTRIES
 from matmix.train.optim.base import Optimizer
 
 
@@ -36,17 +37,21 @@ def load_weights(tensors: Iterable[tuple[str, torch.Tensor]], state: FullState) 
 
 
 def kept_entries(state: FullState, optimizer: Optimizer) -> dict[str, list[str]]:
-    """`state.moments()`, which `optimizer` can take up. Raises ValueError (one line) if it is another optimizer's."""
+    """Of `state.moments()` what `optimizer` takes up. Raises ValueError (one line) if it is another optimizer's.
+
+    An average of the weights may be missing, which then begins with the weights, and is left where none is kept.
+    """
     held = state.moments()
     known = {*optimizer.moments, *optimizer.counts}
     for name, entries in held.items():
-        if known != set(entries):
+        theirs, ours = ({*own} - ENTRIES for own in (entries, known))
+        if theirs != ours:
             raise ValueError(
-                f"the checkpoint is of another optimizer: it keeps {', '.join(sorted(entries))} of {name}, "
-                f"and {type(optimizer).__name__} keeps {', '.join(sorted(known)) or 'nothing'}; set optimizer.name as "
+                f"the checkpoint is of another optimizer: it keeps {', '.join(sorted(theirs)) or 'nothing'} of {name}, "
+                f"and {type(optimizer).__name__} keeps {', '.join(sorted(ours)) or 'nothing'}; set optimizer.name as "
                 "it was"
             )
-    return held
+    return {name: [entry for entry in entries if entry in known] for name, entries in held.items()}
 
 
 def load_moments(optimizer: Optimizer, names: Mapping[torch.Tensor, str], state: FullState) -> None:

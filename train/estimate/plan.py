@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 
 from matmix.model import build_model
-from matmix.model.flops import flops_per_token
 from matmix.train.config import RunConfig
 from matmix.train.engine.costs import Sizes
 from matmix.train.engine.kinds import KINDS
@@ -26,8 +25,9 @@ class Plan:
     """Sizes and costs of a run. Bytes are per rank, at the moment of a step when most are in use."""
 
     sizes: Sizes
-    flops_per_token: float  # forward
-    tokens_per_step: int
+    unit: str  # what is counted: `Task.unit`
+    flops_per_unit: float  # forward
+    units_per_step: int
     steps: int
     ranks: int
     micro_batch_size: int
@@ -61,6 +61,14 @@ class Plan:
             "buffers": self.buffer_bytes,
         }
 
+    def batch_words(self, config: RunConfig) -> str:
+        """What a step reads, in words."""
+        if self.unit == "images":
+            return f"{config.global_batch_size} images"
+        return (
+            f"{config.global_batch_size} sequences of {config.data.seqlen} = {short_number(self.units_per_step)} tokens"
+        )
+
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """`config` with a vocabulary size: where it is left to the data, a usual one. Without tokens as it is."""
@@ -76,7 +84,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     """
     config = with_vocabulary(config)
     model = build_model(config.model, device="meta")
-    micro = config.micro_batch(ranks)
+    task, micro = config.task(), config.micro_batch(ranks)
     accumulation = config.global_batch_size // (micro * ranks)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     block = sum(parameter.numel() for parameter in model.blocks.parameters()) // len(model.blocks)
@@ -84,7 +92,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
         parameters=parameters,
         block=block,
         outside=parameters - block * config.model.n_layers,
-        moments=len(optimizer_class(config.optimizer).moments),
+        moments=len(optimizer_class(config.optimizer).moments) + bool(config.ema.decay),
         accumulation=accumulation,
     )
     held = KINDS[config.engine.kind].held(config.engine, ranks, sizes)
@@ -92,8 +100,9 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     gradients, activations = memory.peak(standing=FLOAT * held.standing, share=held.share)
     return Plan(
         sizes=sizes,
-        flops_per_token=flops_per_token(config.model, config.data.seqlen, head_share=config.task().target_share),
-        tokens_per_step=config.global_batch_size * config.data.seqlen,
+        unit=task.unit,
+        flops_per_unit=task.flops(config.model, config.data.seqlen),
+        units_per_step=config.global_batch_size * task.units(config.data.seqlen),
         steps=config.steps,
         ranks=ranks,
         micro_batch_size=micro,
@@ -129,8 +138,8 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     plan = make_plan(config, ranks)
     if int(os.environ.get("RANK", "0")):
         return 0
-    tokens = plan.tokens_per_step * plan.steps
-    flops = 3 * plan.flops_per_token
+    units = plan.units_per_step * plan.steps
+    flops, trained = plan.flops_per_unit, 3 * plan.flops_per_unit
     gib = 2**30
     vocabulary = f"vocabulary {config.model.vocab_size}"
     if not config.model.model_class.tokens:
@@ -138,18 +147,17 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     elif config.model.vocab_size == 0:
         vocabulary = f"vocabulary {ASSUMED_VOCABULARY} assumed, training takes the data's"
     parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
-    sequences = f"{config.global_batch_size} sequences of {config.data.seqlen}"
     pieces = f"{ranks} rank(s) x {plan.accumulation} micro-batch(es) of {plan.micro_batch_size}"
     rows = {
         "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary})",
-        "FLOPs per token": f"{short_number(plan.flops_per_token)} forward, {short_number(flops)} with backward",
+        f"FLOPs per {plan.unit[:-1]}": f"{short_number(flops)} forward, {short_number(trained)} with backward",
         "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
-        "batch": f"{sequences} = {short_number(plan.tokens_per_step)} tokens; {pieces}",
+        "batch": f"{plan.batch_words(config)}; {pieces}",
         "engine": config.engine.words,
         "begins with": beginning,
         "steps": f"{plan.steps:,}",
-        "tokens": f"{short_number(tokens)} ({tokens:,})",
-        "compute": f"{flops * tokens:.3g} FLOPs in all",
+        plan.unit: f"{short_number(units)} ({units:,})",
+        "compute": f"{trained * units:.3g} FLOPs in all",
         "updated": ("\n" + " " * 18).join(_group_lines(config)),
     }
     for name, text in rows.items():
@@ -162,7 +170,7 @@ def _group_lines(config: RunConfig) -> list[str]:
     model = build_model(with_vocabulary(config).model, device="meta")
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     lines = []
-    for group in parameter_groups(model, config.optimizer, config.data.seqlen):
+    for group in parameter_groups(model, config.optimizer, config.positions):
         decay = f"weight decay {group.weight_decay:g}" if group.weight_decay else "not decayed"
         size = short_number(sum(sizes[name] for name in group.names))
         by = f" (by {', '.join(group.sources)})" if group.sources else ""

@@ -10,6 +10,7 @@ from matmix.data.loading.loader import Loader
 from matmix.train.config import EvaluatorConfig, RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.evaluators.ablation import MixingGain
+from matmix.train.evaluators.averaged import as_averaged
 from matmix.train.evaluators.base import Evaluation, Evaluator, Interrupted
 from matmix.train.evaluators.context import ContextGain
 from matmix.train.evaluators.lengths import AccuracyByLength
@@ -67,8 +68,25 @@ def evaluate(
     loader: Loader,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Runs these evaluators and returns their metrics by name, or None on all ranks where a signal interrupted one; see
-    `Evaluation`."""
+    """Runs these evaluators and returns their metrics by name, those of the averaged weights besides where the run has
+    such; or None on all ranks where a signal interrupted one. See `Evaluation`."""
+    parts = (evaluators, engine, task, config, loader, interrupted)
+    metrics = _evaluate(*parts)
+    if metrics is None or not config.ema.decay:
+        return metrics
+    with engine.averaged():
+        averaged = _evaluate(*parts)
+    return None if averaged is None else metrics | as_averaged(averaged)
+
+
+def _evaluate(
+    evaluators: Sequence[Evaluator],
+    engine: Engine,
+    task: Task,
+    config: RunConfig,
+    loader: Loader,
+    interrupted: Callable[[], bool],
+) -> dict[str, float] | None:
     evaluation = Evaluation(engine=engine, task=task, loader=loader, interrupted=interrupted)
     metrics: dict[str, float] = {}
     watching = [evaluator for evaluator in evaluators if type(evaluator).observe is not Evaluator.observe]

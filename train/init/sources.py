@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from matmix.data.images.config import ImagesConfig
 from matmix.data.storage.remote import is_url
 from matmix.data.tokenizer import FastTokenizer, Tokenizer
 from matmix.model.config import ModelConfig
@@ -18,7 +19,7 @@ from matmix.train.checkpoint.files import read_manifest
 from matmix.train.config import InitConfig
 from matmix.train.engine.full_state import MODEL, Entry, FullState
 from matmix.train.engine.full_tensors import TensorFiles
-from matmix.train.engine.kinds import open_full
+from matmix.train.engine.kinds import open_weights
 from matmix.train.process.agree import agree
 from matmix.train.process.distributed import FolderGroup
 from matmix.train.run.directory import RunDirectory
@@ -41,6 +42,8 @@ class InitSource:
     """Special token before every document, as in data.prefix."""
     suffix: str
     """Special token after every document, as in data.suffix."""
+    images: ImagesConfig | None = None
+    """Of a run on pictures: how it reads them, with their mean and spread."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def source_of(init: InitConfig) -> InitSource:
     path, fetched = Path(init.from_), None
     if is_url(init.from_):
         node = FolderGroup.of_node()
-        options = {"step": init.step or None, "weights_only": True}
+        options = {"step": init.step or None, "weights_only": init.weights == "raw"}
         copies = agree(lambda: (node.number, fetch_run(init.from_, **options)), here=node.leads)
         path, fetched = dict(filter(None, copies))[node.number]
     found = _find(path, fetched, init)
@@ -93,10 +96,15 @@ def _find(path: Path, fetched: Path | None, init: InitConfig) -> _Found:
     if not path.exists():
         raise FileNotFoundError(f"init.from: there is no {init.from_}")
     if (path / "config.toml").is_file():
-        trained = find_trained(RunDirectory(path), init.step or None, whole=fetched)
-        return _Found("run", path, f"{trained.checkpoint.name} of {init.from_}", trained.checkpoint)
+        trained = find_trained(RunDirectory(path), init.step or None, whole=fetched, weights=init.weights)
+        averaged = ", averaged" if init.weights == "ema" else ""
+        return _Found("run", path, f"{trained.checkpoint.name} of {init.from_}{averaged}", trained.checkpoint)
     if init.step:
         raise ValueError(f"init.step = {init.step}: {init.from_} is no run, which has checkpoints to choose from")
+    if init.weights != "raw":
+        raise ValueError(
+            f'init.weights = "{init.weights}": {init.from_} is no run, which may have an average beside it'
+        )
     config = path / "config.json"
     if config.is_file() and "matmix" in read_object(config):
         return _Found("export", path, f"the export {init.from_}")
@@ -107,10 +115,11 @@ def _open_run(found: _Found, init: InitConfig) -> InitSource:
     assert found.checkpoint is not None
     run, manifest = RunDirectory(found.path), read_manifest(found.checkpoint)
     config = run.read_config()
-    state = open_full(found.checkpoint, manifest["layout"], weights_only=True)
+    state = open_weights(found.checkpoint, manifest["layout"], init.weights)
     reads_text = config.model.model_class.tokens and not config.data.synthetic.task
     tokenizer = Trained(run, found.checkpoint, config, manifest).tokenizer if reads_text else None
-    return InitSource(found.words, config.model, state, tokenizer, config.data.prefix, config.data.suffix)
+    around = (config.data.prefix, config.data.suffix)
+    return InitSource(found.words, config.model, state, tokenizer, *around, config.data.images)
 
 
 def _open_export(found: _Found, init: InitConfig) -> InitSource:

@@ -24,7 +24,7 @@ from matmix.train.optim.optimizer import short_names
 logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]
-_SIZES = frozenset({"architecture", "options", "vocab_size", "max_seqlen", "type_vocab_size", "head"})
+_SIZES = frozenset({"architecture", "options", "vocab_size", "max_seqlen", "type_vocab_size", "head", "image.size"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class Start:
     """Name in the model -> name in the source."""
     grown: dict[str, tuple[int, int]]
     """Of the taken ones with more rows in the model: rows there, rows here."""
+    resized: dict[str, tuple[int, ...]]
+    """Of the taken ones that belong to images of another size: the shape here."""
     new: list[str]
     left: list[str]
 
@@ -45,6 +47,7 @@ class Start:
         parts = [
             f"weights from {self.source.words}: {len(self.taken)} tensors taken",
             *([f"with more rows here: {', '.join(grown)}"] if grown else []),
+            *([f"interpolated for another size of images: {', '.join(self.resized)}"] if self.resized else []),
             f"new: {', '.join(short_names(self.new)) or 'none'}",
             f"left: {', '.join(short_names(self.left)) or 'none'}",
         ]
@@ -54,12 +57,19 @@ class Start:
 class _Taken(FullState):
     """The weights that are taken, by the model's names."""
 
-    def __init__(self, start: Start) -> None:
-        self._state = start.source.state
+    def __init__(self, start: Start, model: ModelConfig) -> None:
+        self._state, self._model = start.source.state, model
         self._keys = {MODEL + ours: MODEL + theirs for ours, theirs in start.taken.items()}
+        self._resized = {MODEL + name for name in start.resized}
         self.entries = {ours: self._state.entries[theirs] for ours, theirs in self._keys.items()}
+        for name, shape in start.resized.items():
+            self.entries[MODEL + name] = dataclasses.replace(self.entries[MODEL + name], shape=shape)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        if key in self._resized:
+            whole = self._state.read_whole(self._keys[key])
+            name = key.removeprefix(MODEL)
+            return self._model.model_class.resized_parameter(name, whole, self._model).flatten()[start:stop]
         return self._state.read(self._keys[key], start, stop)
 
 
@@ -73,7 +83,7 @@ def start_weights(config: RunConfig, engine: Engine, tokenizer: Tokenizer | None
     check_tokenizers(source, tokenizer, config.init)
     shapes = {name: tuple(shape) for name, shape in engine.shapes().items()}
     start = plan_start(source, config.model, shapes, config.init)
-    engine.load_weights(_Taken(start))
+    engine.load_weights(_Taken(start, config.model))
     logger.info(start.words())
     if different := _differences(source.model, config.model):
         logger.warning(f"the model computes otherwise than that of {source.words}: {different}")
@@ -85,7 +95,7 @@ def load_start(model: Backbone, source: InitSource) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(model)}
     start = plan_start(source, model.config, shapes, InitConfig())
     assert not start.new, "an architecture of the source's own has no new weights"
-    taken = _Taken(start)
+    taken = _Taken(start, model.config)
     load_weights(model, ((name, taken.read(MODEL + name).view(shapes[name])) for name in shapes), source.words)
 
 
@@ -112,13 +122,22 @@ def plan_start(source: InitSource, model: ModelConfig, shapes: Shapes, init: Ini
         if not any(fnmatch.fnmatchcase(name, pattern) for name in (*shapes, *renamed)):
             raise ValueError(f'init.ignore: "{pattern}" names no weight of the model, nor of {source.words}')
     ours_new, theirs_left = model.model_class.new_parameters, source.model.model_class.head_parameters
-    start = Start(source, {}, {}, [], [])
+    start = Start(source, {}, {}, {}, [], [])
+    # Images of other classes: the layers that tell them apart are drawn anew, where their shapes are others.
+    renewed = {
+        name
+        for name, shape in shapes.items()
+        if model.model_class.takes_images and name.startswith(ours_new) and theirs.get(renamed.get(name, "")) != shape
+    }
     for name, shape in shapes.items():
-        if _is_ignored(name, init) or (name not in renamed and name.startswith(ours_new)):
+        if _is_ignored(name, init) or name in renewed or (name not in renamed and name.startswith(ours_new)):
             start.new.append(name)
         elif name in renamed:
             if shape != (found := theirs[renamed[name]]):
-                start.grown[name] = _grown(name, found, shape, model, source.words)
+                if _resized_shape(name, found, model) == shape:
+                    start.resized[name] = shape
+                else:
+                    start.grown[name] = _grown(name, found, shape, model, source.words)
             start.taken[name] = renamed[name]
         else:
             raise ValueError(
@@ -130,7 +149,7 @@ def plan_start(source: InitSource, model: ModelConfig, shapes: Shapes, init: Ini
     for name, key in renamed.items():
         if name in start.taken:
             continue
-        if not _is_ignored(name, init) and not name.startswith(unused):
+        if name not in renewed and not _is_ignored(name, init) and not name.startswith(unused):
             raise ValueError(
                 f"init.from: {key} of the shape {theirs[key]} in {source.words} has no place in the model; init.ignore "
                 "leaves it there, and init.rename gives it another name"
@@ -160,6 +179,16 @@ def _renamed(names: Iterable[str], init: InitConfig, words: str) -> dict[str, st
     if idle := [old for old, _ in pairs if old not in used]:
         raise ValueError(f'init.rename: no weight of {words} begins with "{idle[0]}"')
     return found
+
+
+def _resized_shape(name: str, theirs: tuple[int, ...], model: ModelConfig) -> tuple[int, ...]:
+    """The shape of a weight of a model that was trained on images of another size, as `model` can take it."""
+    if not model.model_class.takes_images:
+        return theirs
+    try:
+        return tuple(model.model_class.resized_parameter(name, torch.empty(theirs, device="meta"), model).shape)
+    except (RuntimeError, ValueError):  # it is no grid of positions
+        return theirs
 
 
 def _grown(
@@ -206,8 +235,7 @@ def _differences(theirs: ModelConfig, ours: ModelConfig) -> str:
 def _flat(values: Mapping[str, object], skip: Collection[str] = _SIZES, prefix: str = "") -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= {} if key in skip else _flat(value, (), f"{prefix}{key}.")
-        elif key not in skip:
-            found[prefix + key] = value
+        if prefix + key in skip:
+            continue
+        found |= _flat(value, skip, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return found

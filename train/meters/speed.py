@@ -1,4 +1,4 @@
-"""Counts what a reporting interval did: loss sums, tokens, seconds, time spent waiting for data."""
+"""Counts what a reporting interval did: loss sums, tokens or images, seconds, time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StepRecord:
     means: dict[str, float]  # over the same targets, of what else the task records, such as "accuracy"
     grad_norm: float  # of the last step, before clipping
     lr: float
-    tokens: int  # seen since the start of the run, padding not counted
+    tokens: int  # seen since the start of the run, padding not counted; or what else `unit` says
     tokens_per_second: float  # over all ranks
     seconds_per_step: float
     data_wait: float  # share of the time spent waiting for data
@@ -61,13 +61,19 @@ class StepRecord:
     monitored: dict[str, float]  # what the mixers say of the interval's forward passes, such as state norms by layer
     ranks: dict[str, float]  # seconds a step by rank: `stragglers.numbers`; empty in a single process
     goodput: dict[str, float]  # shares of the time since the first start: `goodput.CAUSES`
+    unit: str = "tokens"  # what is counted: `Task.unit`
 
     def numbers(self) -> dict[str, float]:
-        """All numbers of the record that have a value: `means` by their own names, norms of clipping groups under
+        """All numbers of the record that have a value: `means` by their own names, counters by the name of what they
+        count, norms of clipping groups under
         "grad_norm/<group>", the scalars of mixers under "monitor/blocks.<i>.<name>", others under "ranks/" and
         "goodput/"."""
         numbers: dict[str, float] = {}
-        for key, value in dataclasses.asdict(self).items():
+        values = dataclasses.asdict(self)
+        unit = values.pop("unit")
+        for key, value in values.items():
+            if key.startswith("tokens"):
+                key = unit + key.removeprefix("tokens")
             numbers |= value if key == "means" else {} if value is None else {key: value}
         prefixes = {"clip_norms": "grad_norm", "monitored": "monitor", "ranks": "ranks", "goodput": "goodput"}
         for key, prefix in prefixes.items():
@@ -78,8 +84,9 @@ class StepRecord:
 class Speedometer:
     """Collects sums between records. Time spent in `paused` (evaluation, saving) is not counted."""
 
-    def __init__(self, forward_flops_per_token: float, device: torch.device, world_size: int) -> None:
-        self.flops_per_token = 3 * forward_flops_per_token  # a backward pass costs two forward passes
+    def __init__(self, forward_flops: float, device: torch.device, world_size: int, unit: str = "tokens") -> None:
+        """forward_flops: of one token, or of what else `unit` says is counted."""
+        self.flops, self.unit = 3 * forward_flops, unit  # a backward pass costs two forward passes
         self.device, self.world_size = device, world_size
         peak = peak_flops(device)
         self.peak = None if peak is None else peak * world_size
@@ -132,6 +139,7 @@ class Speedometer:
         speed = self.tokens / seconds
         record = StepRecord(
             **others,
+            unit=self.unit,
             steps=self.steps,
             loss=self.loss / max(self.targets, 1),
             means={name: value / max(self.targets, 1) for name, value in self.sums.items()},
@@ -139,7 +147,7 @@ class Speedometer:
             seconds_per_step=seconds / max(self.steps, 1),
             data_wait=self.waited / seconds,
             memory=self._memory(),
-            mfu=None if self.peak is None else speed * self.flops_per_token / self.peak,
+            mfu=None if self.peak is None else speed * self.flops / self.peak,
         )
         self.start()
         return record

@@ -1,4 +1,4 @@
-"""The tables [optimizer] and [schedule] of a recipe."""
+"""The tables [optimizer], [schedule] and [ema] of a recipe."""
 
 from __future__ import annotations
 
@@ -117,3 +117,22 @@ class ScheduleConfig:
         require(0 <= self.start <= 1, f"schedule.start must lie in [0, 1], got {self.start}")
         require(0 <= self.final <= 1, f"schedule.final must lie in [0, 1], got {self.final}")
         require(self.decay >= 0, f"schedule.decay must be >= 0, got {self.decay}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EmaConfig:
+    """An exponential moving average of the weights, float32, which evaluations measure beside the weights themselves.
+    It changes nothing of the training."""
+
+    decay: float = 0.0
+    """Share of the average that a step leaves, as 0.9999, which averages over some 10,000 steps; 0 = no average."""
+    warmup: bool = False
+    """Leave at most (1 + t) / (10 + t) after step t, so that the first weights are soon forgotten."""
+    every: int = 1
+    """Steps between updates of the average, each of which leaves the share decay ** every."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.decay < 1, f"ema.decay must be at least 0 and below 1, got {self.decay}")
+        require(self.every >= 1, f"ema.every must be >= 1, got {self.every}")
+        given = self.warmup or self.every != 1
+        require(bool(self.decay) or not given, "ema.warmup and ema.every need ema.decay, such as 0.9999")

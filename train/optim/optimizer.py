@@ -18,8 +18,9 @@ from torch import nn
 
 from matmix.model.parameter_rules import stated_rules
 from matmix.train.optim import Optimizer, optimizer_class
+from matmix.train.optim.averaging import keep_average
 from matmix.train.optim.base import OTHERS, full_shape
-from matmix.train.optim.config import RULE, OptimizerConfig, RuleConfig
+from matmix.train.optim.config import RULE, EmaConfig, OptimizerConfig, RuleConfig
 from matmix.train.plugins import read_options
 
 
@@ -190,8 +191,9 @@ def _labels(shared: Iterable[tuple[str, Any]]) -> dict[tuple[str, Any], str]:
     return labels
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int) -> Optimizer:
-    """The optimizer that `config` names over the trainable parameters of `model`, sharded or not.
+def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int, ema: EmaConfig | None = None) -> Optimizer:
+    """The optimizer that `config` names over the trainable parameters of `model`, sharded or not, with the average of
+    them that `ema` asks for.
 
     Its groups say beside torch's options "lr_factor", for whoever sets "lr", and "clip_group" and "clip", for the
     engine that clips. Raises ValueError as `parameter_groups` does, and for a name or options that there are not.
@@ -210,7 +212,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int) -> Op
         }
         for group in parameter_groups(model, config, seqlen)
     ]
-    return kind.from_config(groups, config, options)
+    optimizer = kind.from_config(groups, config, options)
+    keep_average(optimizer, ema or EmaConfig())
+    return optimizer
 
 
 def rule_record(groups: Iterable[ParameterGroup]) -> dict[str, list[float]]:

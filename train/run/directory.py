@@ -35,12 +35,12 @@ _MAY_CHANGE = (
     *("data.workers", "data.worker_start", "data.prefetch", "data.verify", "data.cache_dir"),
     *("data.cache_gigabytes", "data.skip_damaged"),
     # The checkpoint knows its data by their contents, wherever they lie.
-    *("data.path", "data.validation_path"),
+    *("data.path", "data.validation_path", "data.images.path", "data.images.validation_path"),
     *("data.synthetic.validation_samples", "data.synthetic.eval_lengths"),
 )
 _STEERING = (
     *("steps", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
-    *("optimizer.mixer_rules", "optimizer.rule"),
+    *("optimizer.mixer_rules", "optimizer.rule", "ema."),
 )
 _MAY_NOT_CHANGE = ("engine.precision",)
 _OF_ONE_START = ("stop_step", "checkpoint.start_over", "run_dir")  # a run that was moved has not changed

@@ -16,7 +16,8 @@ from matmix.data.tokenizer import Tokenizer
 from matmix.train.checkpoint.files import find_problem, read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.config import RunConfig
-from matmix.train.engine.kinds import open_full
+from matmix.train.engine.full_state import Weights
+from matmix.train.engine.kinds import open_weights
 from matmix.train.run.directory import RunDirectory, check_tokenizer
 from matmix.train.run.remote import fetch_run
 from matmix.train.state import check_extra
@@ -33,10 +34,12 @@ class Trained:
     config: RunConfig
     manifest: dict[str, Any]
     """What the checkpoint says of itself. Its files were compared with that."""
+    which: Weights = "raw"
+    """Of the checkpoint's weights."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and full CPU tensor of the weights and persistent buffers, one at a time."""
-        return open_full(self.checkpoint, self.manifest["layout"], weights_only=True).weights()
+        return open_weights(self.checkpoint, self.manifest["layout"], self.which).weights()
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -51,10 +54,12 @@ class Trained:
         return tokenizer
 
 
-def open_trained(run: str | Path, step: int | None = None, *, weights_only: bool = True) -> Trained:
+def open_trained(
+    run: str | Path, step: int | None = None, *, weights_only: bool = True, weights: Weights = "raw"
+) -> Trained:
     """`find_trained` in a run directory or at a run's URL, from which the files that are needed are fetched."""
-    folder, fetched = fetch_run(run, step=step, weights_only=weights_only)
-    return find_trained(RunDirectory(folder), step, weights_only=weights_only, whole=fetched)
+    folder, fetched = fetch_run(run, step=step, weights_only=weights_only and weights == "raw")
+    return find_trained(RunDirectory(folder), step, weights_only=weights_only, whole=fetched, weights=weights)
 
 
 def find_trained(
@@ -63,22 +68,26 @@ def find_trained(
     *,
     weights_only: bool = True,
     whole: Path | None = None,
+    weights: Weights = "raw",
 ) -> Trained:
     """The checkpoint of `step`, or the newest valid one, with what it was trained with.
 
     A message says where config.toml was edited in ways that a run may change. weights_only: reads and compares no
     files but those that must be read for the weights. whole: the checkpoint, where that was found whole already.
-    Raises FileNotFoundError or ValueError (one line) if there is no such checkpoint, or the run's config is not the
-    checkpoint's.
+    weights: those that `Trained.weights` gives. Raises FileNotFoundError or ValueError (one line) if there is no such
+    checkpoint, or the run's config is not the checkpoint's.
     """
     config = run.read_config()
-    checkpoint = whole or _find_whole(run, step, weights_only)
+    checkpoint = whole or _find_whole(run, step, weights_only and weights == "raw")
     manifest = read_manifest(checkpoint)
     check_extra(manifest["extra"], checkpoint)
     if changes := run.changes_since(manifest["extra"], config):
         listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
         logger.info(f"config.toml has changed since {checkpoint.name}: {listed}")
-    return Trained(run, checkpoint, config, manifest)
+    trained = Trained(run, checkpoint, config, manifest, weights)
+    if weights != "raw":
+        open_weights(checkpoint, manifest["layout"], weights)  # says now where there are none
+    return trained
 
 
 def _find_whole(run: RunDirectory, step: int | None, weights_only: bool) -> Path:

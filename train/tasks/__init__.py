@@ -13,13 +13,15 @@ from matmix.train.tasks.finetuning.multiple_choice import MultipleChoice
 from matmix.train.tasks.finetuning.question_answering import QuestionAnswering
 from matmix.train.tasks.finetuning.regression import Regression
 from matmix.train.tasks.finetuning.token_classification import TokenClassification
+from matmix.train.tasks.image_classification import ImageClassification
 from matmix.train.tasks.masked_lm import MaskedLM
 
-__all__ = ["TASKS", "Costs", "Loss", "Metric", "ObjectiveConfig", "Task", "make_task"]
+__all__ = ["TASKS", "Costs", "Loss", "Metric", "ObjectiveConfig", "Task", "make_task", "unit_of"]
 
 TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
     "masked_lm": MaskedLM,
+    "image_classification": ImageClassification,
     "sequence_classification": SequenceClassification,
     "multi_label": MultiLabel,
     "regression": Regression,
@@ -42,3 +44,9 @@ def make_task(objective: ObjectiveConfig, model: ModelConfig) -> Task:
             f'but the model is "{model.architecture}"; change one of the two'
         )
     return kind(objective)
+
+
+def unit_of(objective: str) -> str:
+    """What the counters of a run with this objective.name count. One from outside is not imported for that: those of
+    tokens are."""
+    return TASKS.get(objective, Task).unit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch, has_target
 from matmix.data.loading.loader import Loader, build_loader
 from matmix.data.loading.masking import MaskingConfig
+from matmix.model.config import ModelConfig
+from matmix.model.flops import flops_per_token
 from matmix.model.outputs import Outputs
 from matmix.train.plugins import NoOptions, read_options
 from matmix.train.tasks.config import ObjectiveConfig
@@ -97,6 +99,8 @@ class Task:
     """The values of model.architecture that it trains; () = all."""
     Options: ClassVar[type] = NoOptions
     """Frozen dataclass of its options in [objective.options]; every field has a default."""
+    unit: ClassVar[Literal["tokens", "images"]] = "tokens"
+    """What `Batch.n_tokens` counts, and with it throughput, counters and utilisation."""
     recorded: ClassVar[tuple[str, ...]] = ()
     """Names of what is summed besides the loss; training records have the means over the targets."""
     loss_metric: ClassVar[Metric] = Metric(name="loss", title="loss", unit="nats per target")
@@ -134,6 +138,17 @@ class Task:
     def target_share(self) -> float:
         """Share of the positions that are predicted in training, and so pass through the readout."""
         return 1.0
+
+    def units(self, seqlen: int) -> int:
+        """How many units a sample of data.seqlen = `seqlen` is."""
+        return seqlen if self.unit == "tokens" else 1
+
+    def flops(self, model: ModelConfig, seqlen: int) -> float:
+        """Floating-point operations (2 per multiply-add) of one forward pass for one unit, in a sample of data.seqlen =
+        `seqlen`. A training step costs about three times as much."""
+        positions = model.model_class.sequence_length(model, seqlen)
+        share = flops_per_token(model, positions, head_share=self.target_share)
+        return share if self.unit == "tokens" else share * positions
 
     def count_targets(self, batch: Batch) -> int:
         """Number of targets of a micro-batch, by which the sums of `loss` are divided (computed on the host): positions

@@ -96,7 +96,8 @@ def plan_configs(
     configs = [checked(config, options.nodes * options.ranks_per_node) for config in configs]
     runs = [run_folder(home, config.run_dir) for config in configs] if is_sweep else []
     job = Job(kind="slurm", launch=new_launch_id(home), command=list(command), tasks=len(runs))
-    needed = [home, *(path for config in configs for path in (config.data.path, config.data.validation_path))]
+    datasets = [part for config in configs for part in (config.data, config.data.images)]
+    needed = [home, *(path for part in datasets for path in (part.path, part.validation_path))]
     array = f"0-{len(runs) - 1}" if runs else ""
     own = {"run": home, "runs": runs, "tasks_per_node": options.ranks_per_node}
     script = render_job("train.sbatch", home, job, options, needed, array, **own)

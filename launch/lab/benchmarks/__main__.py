@@ -22,6 +22,7 @@ Anywhere:
   memory     the memory that training takes, against what a dry run estimates
   saving     what a checkpoint costs against the size of the model; also under torchrun
   reading    tokens per second that a prepared dataset is read with
+  images     pictures per second that a prepared dataset is read, augmented and mixed with, against decoding alone
   packing    what fine-tuning saves by unpadded batches, against padded ones
 """
 
@@ -38,7 +39,7 @@ COMMANDS = {
     "cpu_memory": "kernels.cpu:memory_main",
     **{
         name: f"training.{name}:main"
-        for name in ("layer", "encoder", "language_model", "costs", "memory", "saving", "reading", "packing")
+        for name in ("layer", "encoder", "language_model", "costs", "memory", "saving", "reading", "images", "packing")
     },
 }
 """Name -> module in this package and function, imported when asked for."""

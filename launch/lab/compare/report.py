@@ -30,7 +30,7 @@ from matmix.launch.lab.compare.width import headdims
 from matmix.launch.many.spread import mean_in_words, metric_in_words, spread
 from matmix.launch.many.table import markdown
 from matmix.model.config import ModelConfig
-from matmix.model.flops import flops_per_token
+from matmix.train.tasks import unit_of
 from matmix.train.words import short_number
 
 Row = TypeVar("Row")
@@ -95,16 +95,18 @@ def table_text(comparison: Comparison, results: Sequence[EntryResult], *, is_fir
     downstream = kept_downstream(comparison.home)
     scores = score_columns(downstream)
     columns |= {**_downstream_columns(results, scores), "n": _runs}
+    unit = unit_of(comparison.entries[0].config.objective.name)
     columns |= {
-        "tokens/s": lambda result: "" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}",
+        f"{unit}/s": lambda result: "" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}",
         "peak memory (MiB)": lambda result: "" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:,.0f}",
     }
     speeds = speed_words(comparison) if is_first or current_rows(comparison) else []
     if not speeds:
-        del columns["tokens/s"], columns["peak memory (MiB)"]
+        del columns[f"{unit}/s"], columns["peak memory (MiB)"]
     several = any(len(result.values("loss")) > 1 for result in results)
-    about = "Mean ± sample standard deviation over n seeds; loss in nats per token."
-    lines = [_table(columns, results), "", about if several else "Loss in nats per token."]
+    about = f"oss in nats per {unit[:-1]}."
+    about = f"Mean ± sample standard deviation over n seeds; l{about}" if several else f"L{about}"
+    lines = [_table(columns, results), "", about]
     if accuracies:
         chance = fmean(value for result in results for value in result.values("chance_accuracy"))
         lines.append(f"Accuracy at multiples of the training length; chance {100 * chance:.1f} %.")
@@ -176,17 +178,20 @@ def _plan_of_variant(comparison: Comparison) -> str:
     rows = []
     for entry in comparison.entries:
         config = entry.config
-        flops = flops_per_token(config.model, config.data.seqlen, head_share=config.task().target_share)
+        flops = config.task().flops(config.model, config.data.seqlen)
         heads = changed_headdims(entry) or _headdims(config.model)
         deviation = f"{entry.parameters / entry.target - 1:+.2%}"
         rows.append(
             [entry.label, str(config.model.d_model), heads, f"{entry.parameters:,}", deviation, short_number(flops)]
         )
-    columns = ["entry", "d_model", "headdim", "parameters", "off by", "forward FLOPs per token"]
     config = comparison.entries[0].config
-    tokens = config.steps * config.global_batch_size * config.data.seqlen
-    batch = f"{config.global_batch_size:,} sequences of {config.data.seqlen:,} tokens"
-    steps = f"{_count(config.steps, 'step', 'steps')} of {batch} each, {short_number(tokens)} tokens a run"
+    task = config.task()
+    columns = ["entry", "d_model", "headdim", "parameters", "off by", f"forward FLOPs per {task.unit[:-1]}"]
+    units = config.steps * config.global_batch_size * task.units(config.data.seqlen)
+    batch = f"{config.global_batch_size:,} {task.unit}"
+    if task.unit == "tokens":
+        batch = f"{config.global_batch_size:,} sequences of {config.data.seqlen:,} tokens"
+    steps = f"{_count(config.steps, 'step', 'steps')} of {batch} each, {short_number(units)} {task.unit} a run"
     return "\n".join([markdown(columns, rows), "", steps, *words_on_differences(comparison.entries)])
 
 

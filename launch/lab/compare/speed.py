@@ -47,7 +47,7 @@ _LOOK_SECONDS = 0.2
 
 
 def measure(config: RunConfig) -> dict[str, Any]:
-    """Tokens per second and peak bytes of this process's training steps of one micro-batch.
+    """Tokens, or images, per second and peak bytes of this process's training steps of one micro-batch.
 
     Bytes: on CUDA all that torch had allocated at once; else by how much the resident set grew at its highest, from
     before the model was made; None where the system does not tell.
@@ -65,7 +65,7 @@ def measure(config: RunConfig) -> dict[str, Any]:
         except FileNotFoundError:  # no /proc: not Linux
             peak = None
             times = timed_steps(config)
-    tokens = config.micro_batch(1) * config.data.seqlen
+    tokens = config.micro_batch(1) * config.task().units(config.data.seqlen)
     return {"tokens_per_second": tokens / statistics.median(times), "peak_bytes": peak, "steps": len(times)}
 
 

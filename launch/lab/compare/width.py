@@ -59,7 +59,8 @@ def with_vocabularies(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
     found = []
     for entry in entries:
         config = entry.config
-        if config.model.vocab_size == 0:
+        # Of images nothing is taken from the data but the steps of `epochs`.
+        if config.model.vocab_size == 0 and (not config.model.model_class.takes_images or config.epochs):
             key = repr(config.data)
             if key not in loaders:
                 loaders[key] = make_loader(config, "train", 0, 1)

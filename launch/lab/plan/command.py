@@ -37,15 +37,17 @@ MANY_EPOCHS = 4  # up to about four passes repeated data are nearly as good as n
 
 
 def data_tokens(config: RunConfig) -> int | None:
-    """Tokens of the training split; None where it is not on this machine, or generated."""
+    """Tokens of the training split, or images; None where it is not on this machine, or generated."""
     if config.data.synthetic.task:
         return None
-    paths = list(dict(config.data.mixture)) or [config.data.path]
+    images = config.data.images.path
+    paths = [images] if images else list(dict(config.data.mixture)) or [config.data.path]
     total = 0
     for path in paths:
         if not (Path(path) / "manifest.json").is_file():
             return None
-        total += Manifest.load(Path(path)).splits["train"].tokens
+        split = Manifest.load(Path(path)).splits["train"]
+        total += split.documents if images else split.tokens
     return total
 
 
@@ -57,7 +59,7 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
             f"a rank needs {plan.total_bytes / 1e9:.0f} GB of the {cluster.memory_gb * USABLE:.0f} GB that can be used "
             f"of a {cluster.gpu}: take a smaller micro-batch, checkpointing, or a suggestion below"
         )
-    tokens = plan.micro_batch_size * config.data.seqlen
+    tokens = plan.micro_batch_size * config.positions
     if tokens < FEW_TOKENS:
         found.append(
             f"global batch too small for the mesh: a rank sees {tokens} tokens in a pass, which leaves most of a "
@@ -68,10 +70,10 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
             f"exchanges between GPUs ({duration(one.traffic_seconds)} a step) take longer than arithmetic "
             f"({duration(one.compute_seconds)}): the batch is too small for the mesh, or the mesh too wide"
         )
-    available, needed = data_tokens(config), plan.tokens_per_step * plan.steps
+    available, needed = data_tokens(config), plan.units_per_step * plan.steps
     if available is not None and needed > MANY_EPOCHS * available:
         found.append(
-            f"data repeats: the run reads {needed / available:.1f} times the {available:,} tokens of the training "
+            f"data repeats: the run reads {needed / available:.1f} times the {available:,} {plan.unit} of the training "
             f"split; beyond about {MANY_EPOCHS} passes repeated data teach less and less"
         )
     if risk.lost(risk.interval) > risk.lost(risk.best_interval) + WORTH_A_WARNING:
@@ -152,21 +154,22 @@ def _describe(
 ) -> list[str]:
     config, plan = one.config, one.plan
     share = config.task().target_share
-    parts = flops_by_part(config.model, config.data.seqlen, head_share=share)
+    parts = flops_by_part(config.model, config.positions, head_share=share)
+    if plan.unit == "images":
+        parts = {name: value * config.positions for name, value in parts.items()}
     work = ", ".join(f"{short_number(value)} {name}" for name, value in parts.items())
     gib = 2**30
     memory = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
     nodes = -(-plan.ranks // cluster.gpus_per_node)
-    tokens = plan.tokens_per_step * plan.steps
+    units = plan.units_per_step * plan.steps
     vocabulary = f"vocabulary {config.model.vocab_size}{' assumed' if assumed_vocabulary else ''}"
     if not config.model.model_class.tokens:
         vocabulary = "no vocabulary"
     rows = {
         "cluster": f"{plan.ranks} x {cluster.gpu} on {nodes} node{'s' if nodes > 1 else ''}",
         "parameters": f"{short_number(plan.parameters)} ({vocabulary})",
-        "FLOPs per token": f"{short_number(plan.flops_per_token)} forward: {work}",
-        "batch": f"{config.global_batch_size} sequences of {config.data.seqlen} = "
-        f"{short_number(plan.tokens_per_step)} tokens; {plan.accumulation} x {plan.micro_batch_size} a rank",
+        f"FLOPs per {plan.unit[:-1]}": f"{short_number(plan.flops_per_unit)} forward: {work}",
+        "batch": f"{plan.batch_words(config)}; {plan.accumulation} x {plan.micro_batch_size} a rank",
         "engine": config.engine.words,
         "memory per rank": f"{plan.total_bytes / gib:.2f} of {cluster.memory_gb * 1e9 / gib:.0f} GiB: {memory}",
     }
@@ -179,9 +182,9 @@ def _describe(
         "utilisation": f"{efficiency:.0%} of {cluster.peak_tflops:.0f} TFLOP/s ({source})",
         "step": f"{duration(one.step_seconds)} (arithmetic {duration(one.compute_seconds)}, "
         f"exchanges {duration(one.traffic_seconds)} beside it)",
-        "speed": f"{short_number(one.tokens_per_second)} tokens/s",
+        "speed": f"{short_number(one.units_per_second)} {one.plan.unit}/s",
         "time": f"{duration(one.days * 86400)} for {plan.steps:,} steps, "
-        f"{short_number(tokens)} tokens, {3 * plan.flops_per_token * tokens:.3g} FLOPs",
+        f"{short_number(units)} {plan.unit}, {3 * plan.flops_per_unit * units:.3g} FLOPs",
         "failures": f"one every {duration(risk.mtbf)} expected; a checkpoint every "
         f"{duration(risk.best_interval)} is best (Young-Daly) and costs {risk.lost(risk.best_interval):.2%} of "
         f"the time; as configured every {duration(risk.interval)}: {risk.lost(risk.interval):.2%}",
@@ -198,5 +201,5 @@ def _describe_suggestions(config: RunConfig, ranks: int, cluster: Cluster, effic
     for one in best:
         options = options_of(one, config) or "as configured"
         memory = f"{one.plan.total_bytes / 2**30:.1f} GiB a rank"
-        lines.append(f"  {short_number(one.tokens_per_second)} tokens/s, {memory}: {options}")
+        lines.append(f"  {short_number(one.units_per_second)} {one.plan.unit}/s, {memory}: {options}")
     return lines

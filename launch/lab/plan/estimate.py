@@ -59,7 +59,7 @@ def assess(config: RunConfig, plan: Plan, cluster: Cluster, step_seconds: float,
     if stall is None:
         copies = config.engine.copies(plan.ranks)
         # Weights and moments; every rank of a group of shards copies its own.
-        tensors = 1 + len(optimizer_class(config.optimizer).moments)
+        tensors = 1 + len(optimizer_class(config.optimizer).moments) + bool(config.ema.decay)
         stall = tensors * FLOAT * plan.parameters / max(1, plan.ranks // copies) / (cluster.host_gb_per_s * GB)
     mtbf = cluster.mtbf_gpu_hours * 3600 / plan.ranks
     every = config.checkpoint.every or config.steps
@@ -96,8 +96,9 @@ class Estimate:
         return max(self.compute_seconds, self.traffic_seconds)
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.plan.tokens_per_step / self.step_seconds
+    def units_per_second(self) -> float:
+        """Tokens or images, as the plan says."""
+        return self.plan.units_per_step / self.step_seconds
 
     @property
     def days(self) -> float:
@@ -128,7 +129,7 @@ def estimate(
     mode = mode or checkpointing_mode(config)
     plan = make_plan(config, ranks, mode=mode)
     forwards = 3 + recomputed_forwards(mode, config.engine.selective_every)
-    flops = forwards * plan.flops_per_token * plan.tokens_per_step
+    flops = forwards * plan.flops_per_unit * plan.units_per_step
     traffic = collectives(config, plan, cluster.gpus_per_node)
     return Estimate(
         config=config,

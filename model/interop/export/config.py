@@ -57,3 +57,21 @@ class MatmixEncoderConfig(MatmixConfig):
         self.classifier_hidden = classifier_hidden
         self.classifier_dropout = classifier_dropout
         super().__init__(**kwargs)
+
+
+class MatmixImageConfig(MatmixConfig):
+    """Configuration of an exported image classifier. num_labels is the number of its classes."""
+
+    model_type = "matmix-image"
+
+    @property
+    def image_size(self) -> int:
+        return self.matmix.get("image", {}).get("size", 0)
+
+    @property
+    def patch_size(self) -> int:
+        return self.matmix.get("image", {}).get("patch", 0)
+
+    @property
+    def num_channels(self) -> int:
+        return self.matmix.get("image", {}).get("channels", 0)

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from matmix.model.architectures.encoder_trunk import EncoderTrunk
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_to_dict, used_mixers
+from matmix.model.images.inputs import ImageInputs
 from matmix.model.interop.export.bundle import bundle
 from matmix.model.interop.export.forms import EXPORT, FORMS, head_fields, main_class
 from matmix.model.interop.export.model_card import model_card
@@ -51,6 +53,7 @@ def export_model(
     notes: str = "",
     licence: str = "",
     outputs: Outputs = Outputs(),  # noqa: B008  (frozen)
+    images: ImageInputs | None = None,
 ) -> Path:
     """Write weights, configuration, tokenizer and, for transformers, the code of a model into a new directory.
 
@@ -64,7 +67,8 @@ def export_model(
         tokens. prefix, suffix: names of the special tokens that stood before and after every document in
         training. dtype: "float32", "bfloat16" or "float16". max_shard_bytes: largest size of a file of
         weights. notes: Markdown for the model card, such as where the weights come from. licence: of the weights, for
-        the model card; "" = unknown. outputs: what those of a classifier stand for.
+        the model card; "" = unknown. outputs: what those of a classifier stand for. images: what a model of images
+        has to be given; None exports without an image processor.
     Returns: the directory. Raises ValueError (one line) if it is not empty or the parts do not fit each
     other.
     """
@@ -90,6 +94,8 @@ def export_model(
         )
         if config.architecture in FORMS:
             write_code(temporary, config)
+        if images is not None:
+            write_image_processor(temporary, config, images)
         _write_json(temporary / "config.json", config_file(config, special, dtype, outputs))
         if config.causal and config.model_class.tokens:
             # Where documents start with no token of their own, what is generated from nothing starts as after
@@ -112,7 +118,8 @@ def export_model(
             )
             if takes_layout(config):
                 write_layout(temporary, config)
-        card = model_card(config, has_tokenizer=fast is not None, notes=notes, licence=licence, outputs=outputs)
+        takes = {"has_tokenizer": fast is not None, "has_processor": images is not None}
+        card = model_card(config, **takes, notes=notes, licence=licence, outputs=outputs)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         write_sums(temporary)
         if out_dir.exists():
@@ -198,6 +205,29 @@ def write_code(directory: Path, config: ModelConfig) -> None:
     )
     (directory / "modeling_matmix.py").write_text(modeling, encoding="utf-8")
     (directory / "configuration_matmix.py").write_text(configuration, encoding="utf-8")
+
+
+def write_image_processor(directory: Path, config: ModelConfig, images: ImageInputs) -> None:
+    """Write preprocessor_config.json and image_processing_matmix.py. Raises ValueError (one line) where they do not fit
+    the model."""
+    image = config.image
+    if len(images.mean) != image.channels or images.size % image.patch:
+        raise ValueError(
+            f"images of {images.size} pixels and {len(images.mean)} channels do not fit a model of patches of "
+            f"{image.patch} and {image.channels} channels"
+        )
+    origin = f"Written by matmix {version('matmix')} from its own sources. Not meant to be edited."
+    code = bundle(
+        [(f"{EXPORT}.image_processor", "MatmixImageProcessor")],
+        header=f'{_LICENSE}"""From pictures to the inputs of a matmix model.\n\n{origin}\n"""',
+        version=version("matmix"),
+    )
+    (directory / "image_processing_matmix.py").write_text(code, encoding="utf-8")
+    name = "image_processing_matmix.MatmixImageProcessor"
+    _write_json(
+        directory / "preprocessor_config.json",
+        {"image_processor_type": "MatmixImageProcessor", "auto_map": {"AutoImageProcessor": name}, **asdict(images)},
+    )
 
 
 def _token_ids(special: Mapping[str, int | None]) -> dict[str, int]:

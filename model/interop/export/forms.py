@@ -66,6 +66,16 @@ FORMS = {
     ),
     "token_classifier": _encoder_form("AutoModelForTokenClassification", pipeline="token-classification"),
     "span_classifier": _encoder_form("AutoModelForQuestionAnswering", pipeline="question-answering"),
+    "image_classifier": TransformersForm(
+        model_type="matmix-image",
+        config_class="MatmixImageConfig",
+        auto_classes={
+            "AutoModel": "image_classifier:MatmixImageModel",
+            "AutoModelForImageClassification": "image_classifier:MatmixForImageClassification",
+        },
+        main="AutoModelForImageClassification",
+        pipeline="image-classification",
+    ),
     "text_embedder": _encoder_form(pipeline="sentence-similarity", library="sentence-transformers"),
 }
 """Architecture -> its form. Others are exported as weights and configuration, which `read_export` reads."""
@@ -85,12 +95,14 @@ def head_fields(config: ModelConfig, outputs: Outputs) -> dict[str, Any]:
     head, labels = config.head, outputs.labels or tuple(f"LABEL_{index}" for index in range(config.head.outputs))
     if len(labels) != head.outputs:
         raise ValueError(f"there are {len(labels)} names of labels for a model with {head.outputs} outputs")
-    fields: dict[str, Any] = {
-        "classifier_pooling": head.pooling,
-        "classifier_hidden": head.hidden,
-        "classifier_dropout": head.dropout,
-    }
-    if config.architecture in ("sequence_classifier", "token_classifier"):
+    fields: dict[str, Any] = {}
+    if not config.model_class.takes_images:  # of which the head is in the configuration of the model alone
+        fields = {
+            "classifier_pooling": head.pooling,
+            "classifier_hidden": head.hidden,
+            "classifier_dropout": head.dropout,
+        }
+    if config.architecture in ("sequence_classifier", "token_classifier", "image_classifier"):
         fields["id2label"] = {str(index): label for index, label in enumerate(labels)}
         fields["label2id"] = {label: index for index, label in enumerate(labels)}
     if outputs.problem_type is not None:

@@ -15,13 +15,15 @@ def model_card(
     config: ModelConfig,
     *,
     has_tokenizer: bool,
+    has_processor: bool = False,
     notes: str,
     outputs: Outputs = Outputs(),  # noqa: B008  (frozen)
     licence: str = "",
 ) -> str:
-    """The text of the card; arguments as for `export_model`."""
+    """The text of the card; arguments as for `export_model`, and whether there are a tokenizer and an image
+    processor."""
     form = FORMS.get(config.architecture)
-    fixed = config.fixed_length_mixers()
+    fixed = [] if config.model_class.takes_images else config.fixed_length_mixers()
     paragraphs = [
         _front_matter(config, licence) if form else "",
         f"# matmix {config.architecture.replace('_', ' ')}",
@@ -32,9 +34,10 @@ def model_card(
         f"position ({', '.join(fixed)}): cut or fill texts to that length."
         if fixed
         else "",
+        _images(config),
         _head(config, outputs),
         notes.strip(),
-        _loading(config, has_tokenizer, outputs),
+        _loading(config, has_tokenizer, has_processor, outputs),
         f"Licence of the weights: {licence or UNKNOWN_LICENCE}.",
     ]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
@@ -55,7 +58,9 @@ def _head(config: ModelConfig, outputs: Outputs) -> str:
     if not config.model_class.takes_head:
         return ""
     source = "every position of a text"
-    if config.model_class.per_document:
+    if config.model_class.takes_images:
+        source = "the class token" if config.image.pooling == "cls" else "all patches of an image (their mean)"
+    elif config.model_class.per_document:
         source = (
             "the first position of a text" if config.head.pooling == "cls" else "all positions of a text (their mean)"
         )
@@ -65,7 +70,18 @@ def _head(config: ModelConfig, outputs: Outputs) -> str:
     return f"It has {count}, computed from {source}{': ' * bool(outputs.labels)}{', '.join(outputs.labels)}."
 
 
-def _loading(config: ModelConfig, has_tokenizer: bool, outputs: Outputs) -> str:
+def _images(config: ModelConfig) -> str:
+    """What images the model reads."""
+    if not config.model_class.takes_images:
+        return ""
+    image, fixed = config.image, config.fixed_length_mixers()
+    sizes = f"of any size in multiples of {image.patch} pixels; it was trained on {image.size} x {image.size}"
+    if fixed:
+        sizes = f"of exactly {image.size} x {image.size} pixels ({', '.join(fixed)})"
+    return f"It reads images of {image.channels} channels, {sizes}, in patches of {image.patch} x {image.patch}."
+
+
+def _loading(config: ModelConfig, has_tokenizer: bool, has_processor: bool, outputs: Outputs) -> str:
     """How the model is loaded, and what that needs."""
     folder = '"PATH/TO/THIS/DIRECTORY"'
     if config.architecture not in FORMS:
@@ -74,12 +90,17 @@ def _loading(config: ModelConfig, has_tokenizer: bool, outputs: Outputs) -> str:
         return "\n".join(["```python", *code, "```", "", needs])
     main = main_class(config, outputs)
     code = [
-        f"from transformers import {main}{', AutoTokenizer' if has_tokenizer else ''}",
+        f"from transformers import {main}{', AutoTokenizer' * has_tokenizer}{', AutoImageProcessor' * has_processor}",
         "",
         f"model = {main}.from_pretrained({folder}, trust_remote_code=True)",
     ]
     if has_tokenizer:
         code.append(f"tokenizer = AutoTokenizer.from_pretrained({folder}, trust_remote_code=True)")
+    if has_processor:
+        code += [
+            f"processor = AutoImageProcessor.from_pretrained({folder}, trust_remote_code=True)",
+            'logits = model(**processor(image, return_tensors="pt")).logits  # an image of Pillow',
+        ]
     if has_tokenizer and takes_layout(config):
         code += [
             "",

@@ -14,7 +14,7 @@ from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.config import ModelConfig
 from matmix.model.interop.importing.hydra import hydra_layer_layout, hydra_mlm_layout
 from matmix.model.interop.importing.layouts import ForeignConfig, Layout, rename_state
-from matmix.model.interop.importing.lion import PublishedLionS, lion_attention_layout
+from matmix.model.interop.importing.lion import PublishedLionS, PublishedOrder, lion_attention_layout
 from matmix.model.interop.importing.matrix_mixer import (
     ScalarAsVector,
     matrix_mixer_layout,
@@ -46,15 +46,15 @@ class ReferenceHydra(FromReference, Hydra):
     """A Hydra layer; its parameters are named like the reference's anyway."""
 
 
-class ReferenceLionLit(FromReference, LionLit):
+class ReferenceLionLit(PublishedOrder, FromReference, LionLit):
     """A LION layer without gates."""
 
 
-class ReferenceLionD(FromReference, LionD):
+class ReferenceLionD(PublishedOrder, FromReference, LionD):
     """A LION layer with a decay per head."""
 
 
-class ReferenceLionS(FromReference, PublishedLionS):
+class ReferenceLionS(PublishedOrder, FromReference, PublishedLionS):
     """A LION layer with selective gates, which get no gradient."""
 
 
@@ -79,7 +79,7 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
         config: its constructor arguments; values may be text, as safetensors metadata has them.
     Returns: a module that also has `reference_names` and `reference_gradients()`. Its gradients are the reference's:
     a lion-attention layer of mask_type "Selective" learns nothing through its gates, and a_i has no gradient, as the
-    authors detach them (the mixer lion_s does learn them). Its order = "S" is not supported.
+    authors detach them (the mixer lion_s does learn them).
     Raises: ValueError, one line, for an unknown kind, an unknown or missing key, or a shape that does not
     fit.
     """
@@ -95,10 +95,11 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
         with torch.device("meta"):
             module = reference(d_model, options, causal=False, max_seqlen=length, output_std=0.02)
     elif kind == "lion-attention":
-        mixer, d_model, options, layout = lion_attention_layout(state, config)
+        mixer, d_model, options, snake, layout = lion_attention_layout(state, config)
         reference = {LionLit: ReferenceLionLit, LionD: ReferenceLionD, PublishedLionS: ReferenceLionS}[mixer]
         with torch.device("meta"):
             module = reference(d_model, options, causal=False, max_seqlen=0, output_std=0.02)
+        module.snake = snake
     elif kind in KINDS:
         model_config, layout = reference_layout(kind, state, config)
         with torch.device("meta"):

@@ -18,6 +18,7 @@ from matmix.kernels import lion_mixer, lion_mixer_is_fused
 from matmix.kernels.lion.features import FEATURE_MAPS
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.orders import ScanOrders
 from matmix.model.mixers.scans.lion_forms import (
     LION_FORMS,
     LionState,
@@ -25,6 +26,8 @@ from matmix.model.mixers.scans.lion_forms import (
     lion_matrix,
     lion_merge,
     lion_step,
+    lion_sums,
+    lion_weights,
 )
 from matmix.model.mixers.shared import check_heads, exact_linear, head_count
 
@@ -59,12 +62,20 @@ class LionLitConfig(LionConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LionDConfig(LionConfig):
+class GatedLionConfig(LionConfig):
+    """Options of the variants with gates."""
+
+    gate_sets: Literal[1, 2] = 1
+    """2: of two orders in which images are read, the second has gates of its own (a2_i)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LionDConfig(GatedLionConfig):
     """Options of LION with a constant decay per head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LionSConfig(LionConfig):
+class LionSConfig(GatedLionConfig):
     """Options of LION with selective gates."""
 
     gate_offset: Literal[0, 1] = 1
@@ -72,6 +83,12 @@ class LionSConfig(LionConfig):
     forward_gate_offset: Literal[0, 1] = 0
     """From an earlier token j on to i > j decay the gates of j+1 .. i (0) or, as in the authors' code, of j .. i-1
     (1)."""
+
+
+def check_gate_sets(mixer: str, config: GatedLionConfig) -> None:
+    """Raise a one-line ValueError for another number of sets than 1 and 2."""
+    if config.gate_sets not in (1, 2):
+        raise ValueError(f"model.mixers.{mixer}.gate_sets = {config.gate_sets}: must be 1 or 2")
 
 
 class LionLit(Mixer):
@@ -103,30 +120,50 @@ class LionLit(Mixer):
                 raise ValueError(f"{place}.{name} = {getattr(config, name)!r}; known: {', '.join(known)}")
 
     @classmethod
+    def check_scans(cls, config: LionConfig, scans: int, outside: bool) -> None:
+        sets = getattr(config, "gate_sets", 1)
+        if sets not in (1, scans):
+            raise ValueError(
+                f"model.mixers.{cls.name}.gate_sets = {sets}: the second set is that of the second of two orders of "
+                'images (model.image.scan = "snake" or "both"); set it to 1'
+            )
+
+    @classmethod
     def block_rank(cls, config: LionConfig) -> int:
         return config.headdim
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: LionConfig, seqlen: int, causal: bool) -> float:
+        return cls.flops_in_orders(d_model, config, seqlen, causal, 1)
+
+    @classmethod
+    def flops_in_orders(cls, d_model: int, config: LionConfig, seqlen: int, causal: bool, scans: int) -> float:
+        """Projections are computed once, whatever the number of orders."""
         nheads, headdim = head_count(d_model, config), config.headdim
         if config.form == "attention":
             mixing = seqlen * 2 * nheads * headdim
         else:
             # Per direction, states, writes and reads take 3 multiply-adds per element of S and z.
             mixing = 2 * 3 * nheads * headdim * (headdim + 1)
-        return 2.0 * (4 * d_model * nheads * headdim + mixing)
+        return 2.0 * (4 * d_model * nheads * headdim + scans * mixing)
 
-    def log_gates(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Logarithms of the gates for x (B, L, d_model): (B, L, H), (H,) where they are constant, or None."""
-        return None
+    def log_gates(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, which: int = 0) -> torch.Tensor | None:
+        """Logarithms of the gates for x (B, L, d_model): (B, L, H), (H,) where they are constant, or None. which: 1 for
+        the second set of them."""
+        logits = self.gate_logits(x, cu_seqlens, which)
+        # Never log(sigmoid(.)), which is log(0) for a closed gate.
+        return None if logits is None else F.logsigmoid(logits.to(torch.promote_types(x.dtype, torch.float32)))
 
     @property
     def gate_offsets(self) -> dict[str, int]:
         """Which gates lie between two tokens; see `lion_forms`."""
         return {"gate_offset": 1, "forward_gate_offset": 0}
 
-    def gate_logits(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The gates before the sigmoid, shaped as `log_gates`, or None."""
+    def gate_logits(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, which: int = 0
+    ) -> torch.Tensor | None:
+        """The gates before the sigmoid, shaped as `log_gates`, or None. They are the only place where gates come from,
+        for kernels read them, too."""
         return None
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -150,7 +187,7 @@ class LionLit(Mixer):
         if self.config.form in ("auto", "chunked") and lion_mixer_is_fused(qkv, self.nheads):
             y = lion_mixer(
                 qkv,
-                self.gate_logits(x),
+                self.gate_logits(x, cu_seqlens),
                 nheads=self.nheads,
                 feature_map=self.config.feature_map,
                 **self.gate_offsets,
@@ -163,6 +200,80 @@ class LionLit(Mixer):
         gates = self.log_gates(x, cu_seqlens)
         y = form(q, k, v, gates, **self.gate_offsets, eps=self.config.eps, cu_seqlens=cu_seqlens)
         return self.proj(y.flatten(-2))
+
+    def forward_in_orders(self, x: torch.Tensor, orders: ScanOrders) -> torch.Tensor:
+        """Y = (Q K^T * M) V over its row sums, M the mean of the masks of the orders: what they give is added before
+        rows are divided. A position outside has 1 in its row and column of M."""
+        qkv = self.qkv(x)
+        places, inverse = orders.places, orders.inverse()
+        count = len(places)
+        # The orders stand beside each other in the batch.
+        read = qkv[:, places].flatten(0, 1)
+        logits = self.logits_in_orders(x, places)
+        if self.config.form in ("auto", "chunked") and lion_mixer_is_fused(read, self.nheads):
+            y, sums = lion_mixer(
+                read,
+                logits,
+                nheads=self.nheads,
+                feature_map=self.config.feature_map,
+                **self.gate_offsets,
+                eps=self.config.eps,
+                return_row_sums=True,
+            )
+            y = y.to(sums.dtype).unflatten(-1, (self.nheads, -1)) * (sums + self.config.eps).unsqueeze(-1)
+        else:
+            exact = torch.promote_types(x.dtype, torch.float32)
+            gates = None if logits is None else F.logsigmoid(logits.to(exact))
+            y, sums = lion_sums(self.config.form, *self.split(read), gates, **self.gate_offsets)
+        scan = torch.arange(count, device=x.device).unsqueeze(1)
+        y = y.unflatten(0, (-1, count))[:, scan, inverse].mean(1)
+        sums = sums.unflatten(0, (-1, count))[:, scan, inverse].mean(1)
+        if orders.outside is not None:
+            y, sums = self.with_outside(qkv, y, sums, orders.outside)
+        y = y / (sums + self.config.eps).unsqueeze(-1)
+        return self.proj(y.to(qkv.dtype).flatten(-2))
+
+    def logits_in_orders(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor | None:
+        """`gate_logits` in the orders `places` (orders, n), the second order with the second set of gates where there
+        is one: (B * orders, n, H), (H,) or None."""
+        sets = [self.gate_logits(x, which=which) for which in range(getattr(self.config, "gate_sets", 1))]
+        if sets[0] is None or (sets[0].dim() == 1 and len(sets) == 1):
+            return sets[0]
+        shape = (x.shape[0], x.shape[1], self.nheads)
+        found = [sets[min(index, len(sets) - 1)].expand(shape)[:, order] for index, order in enumerate(places)]
+        return torch.stack(found, 1).flatten(0, 1)
+
+    def with_outside(
+        self, qkv: torch.Tensor, y: torch.Tensor, sums: torch.Tensor, place: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """y (B, L - 1, H, headdim) and sums (B, L - 1, H), before rows are divided, with the position `place` that is
+        near to all: (B, L, ...)."""
+        q, k, v = (part.to(y.dtype) for part in self.split(qkv))
+        others = torch.arange(qkv.shape[1] - 1, device=qkv.device)
+        others = others + (others >= place)
+        to_it = torch.einsum("blhn,bhn->blh", q[:, others], k[:, place])
+        y, sums = y + to_it.unsqueeze(-1) * v[:, place].unsqueeze(1), sums + to_it
+        from_it = torch.einsum("bhn,blhn->blh", q[:, place], k)
+        own = (from_it.unsqueeze(-1) * v).sum(1, keepdim=True)
+        y = torch.cat((y[:, :place], own, y[:, place:]), 1)
+        return y, torch.cat((sums[:, :place], from_it.sum(1, keepdim=True), sums[:, place:]), 1)
+
+    def matrix_in_orders(self, x: torch.Tensor, orders: ScanOrders) -> torch.Tensor:
+        q, k, _ = self.project(x)
+        places, length = orders.places, x.shape[1]
+        logits, exact = self.logits_in_orders(x, places), torch.promote_types(x.dtype, torch.float32)
+        gates = None if logits is None else F.logsigmoid(logits.to(exact))
+        q_read, k_read = (part[:, places].flatten(0, 1) for part in (q, k))
+        read = lion_weights(q_read, k_read, gates, **self.gate_offsets).unflatten(0, (-1, len(places)))
+        weights = torch.einsum("bihn,bjhn->bhij", q, k).to(exact)
+        inside = torch.zeros(length, length, dtype=torch.bool, device=x.device)
+        inside[places[0].unsqueeze(1), places[0]] = True
+        weights = weights.masked_fill(inside, 0)
+        for part, order in zip(read.unbind(1), places, strict=True):
+            whole = torch.zeros_like(weights)
+            whole[:, :, order.unsqueeze(1), order] = part / len(places)
+            weights = weights + whole
+        return weights / (weights.sum(-1, keepdim=True) + self.config.eps)
 
     def direction_state(self, batch_size: int) -> LionState:
         """The initial state of one direction of the recurrent form."""
@@ -210,12 +321,17 @@ class LionD(LionLit):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
         self.a_i = nn.Parameter(torch.empty(self.nheads))
         self.init_rules |= {"a_i": normal_init(1.0)}  # as the authors draw it
+        if config.gate_sets == 2:
+            self.a2_i = nn.Parameter(torch.empty(self.nheads))
+            self.init_rules |= {"a2_i": normal_init(1.0)}
 
-    def gate_logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a_i
+    @classmethod
+    def check(cls, d_model: int, config: LionDConfig) -> None:
+        super().check(d_model, config)
+        check_gate_sets(cls.name, config)
 
-    def log_gates(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-        return F.logsigmoid(self.a_i.to(torch.promote_types(x.dtype, torch.float32)))
+    def gate_logits(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, which: int = 0) -> torch.Tensor:
+        return self.a2_i if which else self.a_i
 
 
 class LionS(LionLit):
@@ -226,27 +342,27 @@ class LionS(LionLit):
     def __init__(self, d_model: int, config: LionSConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
         self.a_i = nn.Linear(d_model, self.nheads)
+        if config.gate_sets == 2:
+            self.a2_i = nn.Linear(d_model, self.nheads)
 
     @classmethod
     def check(cls, d_model: int, config: LionSConfig) -> None:
         super().check(d_model, config)
+        check_gate_sets(cls.name, config)
         for name in ("gate_offset", "forward_gate_offset"):
             if getattr(config, name) not in (0, 1):
                 raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be 0 or 1")
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: LionSConfig, seqlen: int, causal: bool) -> float:
-        gates = 2.0 * d_model * head_count(d_model, config)
-        return super().flops_per_token(d_model, config, seqlen, causal) + gates
+    def flops_in_orders(cls, d_model: int, config: LionSConfig, seqlen: int, causal: bool, scans: int) -> float:
+        gates = config.gate_sets * 2.0 * d_model * head_count(d_model, config)
+        return super().flops_in_orders(d_model, config, seqlen, causal, scans) + gates
 
     @property
     def gate_offsets(self) -> dict[str, int]:
         return {"gate_offset": self.config.gate_offset, "forward_gate_offset": self.config.forward_gate_offset}
 
-    def gate_logits(self, x: torch.Tensor) -> torch.Tensor:
+    def gate_logits(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, which: int = 0) -> torch.Tensor:
         """a_i(x) (B, L, H), in float32 at least: bfloat16 would round open gates to 1."""
-        return exact_linear(x, self.a_i.weight, self.a_i.bias)
-
-    def log_gates(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-        # Never log(sigmoid(.)), which is log(0) for a closed gate.
-        return F.logsigmoid(self.gate_logits(x))
+        gates = self.a2_i if which else self.a_i
+        return exact_linear(x, gates.weight, gates.bias)

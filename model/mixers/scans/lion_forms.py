@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from matmix.kernels import quasiseparable_scan, semiseparable_step
@@ -27,16 +28,24 @@ from matmix.kernels.documents import shift_right
 from matmix.model.mixers.shared import gate_sums
 
 
-def lion_matrix(
-    q: Tensor, k: Tensor, log_gate: Tensor | None, *, gate_offset: int, forward_gate_offset: int, eps: float
+def lion_weights(
+    q: Tensor, k: Tensor, log_gate: Tensor | None, *, gate_offset: int, forward_gate_offset: int
 ) -> Tensor:
-    """The mixer with its rows normalised, (B, H, L, L), entry by entry."""
+    """Q K^T * M, (B, H, L, L), entry by entry."""
     exact, length = torch.promote_types(q.dtype, torch.float32), q.shape[1]
     weights = torch.einsum("bihn,bjhn->bhij", q, k).to(exact)
     if log_gate is not None:
         below = gate_sums(delayed_gates(log_gate, forward_gate_offset), length)
         above = gate_sums(delayed_gates(log_gate, 1 - gate_offset), length).mT
         weights = weights * (below + above).exp()  # each is 0 where the other is not
+    return weights
+
+
+def lion_matrix(
+    q: Tensor, k: Tensor, log_gate: Tensor | None, *, gate_offset: int, forward_gate_offset: int, eps: float
+) -> Tensor:
+    """The mixer with its rows normalised, (B, H, L, L), entry by entry."""
+    weights = lion_weights(q, k, log_gate, gate_offset=gate_offset, forward_gate_offset=forward_gate_offset)
     return weights / (weights.sum(-1, keepdim=True) + eps)
 
 
@@ -141,7 +150,7 @@ def lion_merge(y_forward: Tensor, c_forward: Tensor, y_backward: Tensor, c_backw
     return (y_forward + y_backward) / (c_forward + c_backward + eps).unsqueeze(-1)
 
 
-def lion_recurrent(
+def lion_directions(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -149,10 +158,10 @@ def lion_recurrent(
     *,
     gate_offset: int,
     forward_gate_offset: int,
-    eps: float,
     cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Two passes over the tokens, each with a state of constant size; between them only y^F and c^F are kept."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two passes over the tokens, each with a state of constant size: y (B, L, H, P) and c (B, L, H) of the forward
+    one, then of the backward one."""
     batch, length, nheads, d_state = q.shape
     positions = torch.arange(length, device=q.device)
     empty = empty_lion_state(batch, nheads, d_state, v.shape[-1], v)
@@ -173,8 +182,56 @@ def lion_recurrent(
         first, last = torch.isin(positions, cu_seqlens), torch.isin(positions + 1, cu_seqlens)
     forward = direction(range(length), first, forward_gate_offset == 1)
     backward = direction(range(length - 1, -1, -1), last, gate_offset == 1)
-    parts = (torch.stack(part, 1) for part in (*forward, *backward))
+    yf, cf, yb, cb = (torch.stack(part, 1) for part in (*forward, *backward))
+    return yf, cf, yb, cb
+
+
+def lion_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    *,
+    gate_offset: int,
+    forward_gate_offset: int,
+    eps: float,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Two passes over the tokens; between them only y^F and c^F are kept."""
+    parts = lion_directions(
+        q, k, v, log_gate, gate_offset=gate_offset, forward_gate_offset=forward_gate_offset, cu_seqlens=cu_seqlens
+    )
     return lion_merge(*parts, eps).to(v.dtype)
+
+
+def lion_sums(
+    form: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gate: Tensor | None,
+    *,
+    gate_offset: int,
+    forward_gate_offset: int,
+) -> tuple[Tensor, Tensor]:
+    """(Q K^T * M) V (B, L, H, P) and the row sums of Q K^T * M (B, L, H), in float32 at least, by one of the forms:
+    what several masks are added by before rows are divided."""
+    exact = torch.promote_types(v.dtype, torch.float32)
+    q, k, v = q.to(exact), k.to(exact), v.to(exact)
+    offsets = {"gate_offset": gate_offset, "forward_gate_offset": forward_gate_offset}
+    if form == "attention":
+        weights = lion_weights(q, k, log_gate, **offsets)
+        return torch.einsum("bhij,bjhp->bihp", weights, v), weights.sum(-1).transpose(1, 2)
+    if form == "recurrent":
+        y_forward, c_forward, y_backward, c_backward = lion_directions(q, k, v, log_gate, **offsets)
+        return y_forward + y_backward, c_forward + c_backward
+    # A row's sum is what it makes of ones.
+    forward = None if log_gate is None else delayed_gates(log_gate, forward_gate_offset)
+    sums = quasiseparable_scan(
+        F.pad(v, (0, 1), value=1.0), q, k, q, k, forward, log_gate, shift=False, self_term="mean",
+        gate_offset=gate_offset,
+    )  # fmt: skip
+    return sums[..., :-1], sums[..., -1]
 
 
 LION_FORMS = {"auto": lion_chunked, "attention": lion_attention, "chunked": lion_chunked, "recurrent": lion_recurrent}

@@ -57,6 +57,17 @@ def test_packed_documents(interpreter, all_poisoned, case):
     assert not {name: error for name, error in found.items() if not error <= FLOAT32}
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("case", CASES)
+def test_row_sums_and_their_gradients(interpreter, all_poisoned, case, backend):
+    options, gates = CASES[case]
+    given, options = inputs(19, gates, 1), options | {"nheads": HEADS, "return_row_sums": True}
+    wanted = run(lion_mixer_definition, given, torch.float64, **options)
+    op = on_triton(lion_mixer, interpreter) if backend == "triton" else lion_mixer
+    found = {name: rmse_ratio(got, wanted[name]) for name, got in run(op, given, torch.float32, **options).items()}
+    assert not {name: error for name, error in found.items() if not error <= FLOAT32}
+
+
 def test_a_single_token_is_its_value(interpreter, all_poisoned):
     given = inputs(1, "token", 2)
     y = on_triton(lion_mixer, interpreter)(**given, nheads=HEADS)

@@ -1,13 +1,17 @@
 """LION: its three forms, its recurrences, and the published layer, against definitions written out in float64."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from paths import GOLDEN
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from matmix.model.interop import from_reference
 from matmix.model.mixers import MIXERS
+from matmix.model.mixers.scans import lion
 
 D_MODEL = 16
 FORMS = ("attention", "chunked", "recurrent")
@@ -204,6 +208,56 @@ def test_golden_layers(kind, layout):
     _assert_close(got, gradients | {"y": data["y"], "x": data["dx"]}, 2e-5)
 
 
+@pytest.mark.parametrize("layout", ["Attention", "RNN", "Chunk"])
+@pytest.mark.parametrize("kind", ["decay", "selective"])
+def test_golden_layers_in_snake_order(kind, layout):
+    path = GOLDEN / f"lion_snake_{kind}.safetensors"
+    data = load_file(path)
+    with safe_open(path, "pt") as file:
+        config = file.metadata() | {"format": layout}
+    state, gradients = (
+        {name.removeprefix(prefix): tensor for name, tensor in data.items() if name.startswith(prefix)}
+        for prefix in ("state.", "grad.")
+    )
+    layer = from_reference("lion-attention", state, **config)
+    x = data["x"].clone().requires_grad_()
+    y = layer(x)
+    y.backward(data["dy"])
+    got = layer.reference_gradients() | {"y": y, "x": x.grad}
+    _assert_close(got, gradients | {"y": data["y"], "x": data["dx"]}, 2e-5)
+    dense = layer.combine(layer.mix(layer.matrix(x), layer.values(x)), x)
+    _assert_close({"y": dense}, {"y": data["y"]}, 2e-5)
+    with pytest.raises(ValueError, match="the patches of a square, not 16 positions"):
+        layer(x[:, 1:])
+
+
+@pytest.fixture
+def kernels(interpreter, monkeypatch):
+    """LION's mixers run on Triton kernels; returns the device."""
+    for name in ("lion_mixer", "lion_mixer_is_fused"):
+        monkeypatch.setattr(lion, name, functools.partial(getattr(lion, name), backend="triton"))
+    return interpreter
+
+
+@pytest.mark.parametrize("snake", [False, True])
+def test_published_gates_reach_the_kernels(kernels, launched, snake):
+    """The kernels are given logits, which must be those of the published gates."""
+    data = load_file(GOLDEN / "lion_snake_selective.safetensors")
+    state = {name.removeprefix("state."): tensor for name, tensor in data.items() if name.startswith("state.")}
+    if not snake:
+        state = {name: tensor for name, tensor in state.items() if "a2_i" not in name}
+    options = {"dim": 48, "num_heads": 3, "qkv_bias": True, "order": "S" if snake else "Normal"}
+    x, results = data["x"][:, :10], []
+    for layout in ("Attention", "Chunk"):
+        layer = from_reference("lion-attention", state, format=layout, **options).to(kernels)
+        given = x.to(kernels).requires_grad_()
+        y = layer(given)
+        y.square().sum().backward()
+        results.append({"y": y, "x": given.grad} | layer.reference_gradients())
+    assert launched
+    _assert_close(results[1], results[0], 2e-5)
+
+
 @pytest.mark.parametrize("mask_type", ["Lit", "Decay", "Selective"])
 @pytest.mark.parametrize(
     ("dim", "nheads", "length", "options"),
@@ -253,7 +307,8 @@ def test_published_gates_restart_with_every_document():
         ({"dim": 20}, "num_heads = 3 does not divide dim = 20"),
         ({"mask_type": "Causal"}, "mask_type = 'Causal'; known: Lit, Decay, Selective"),
         ({"format": "Scan"}, "format = 'Scan'; known: Attention, RNN, Chunk"),
-        ({"order": "S"}, "order = 'S'; not supported"),
+        ({"order": "Z"}, "order = 'Z'; known: Normal, S"),
+        ({"order": "S", "mask_type": "Decay"}, "lacks key 'a_i'"),
         ({"mask_type": "Decay"}, "lacks key 'a_i' of shape \\(3\\)"),
         ({"qkv_bais": True}, "did you mean 'qkv_bias'"),
     ],

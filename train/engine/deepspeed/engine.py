@@ -28,10 +28,11 @@ from matmix.train.engine.base import Engine, is_on_meta
 from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.deepspeed.files import SUBDIRECTORY, ZeroFiles, ZeroSnapshot, make_files
-from matmix.train.engine.deepspeed.state import load_partitioned, load_partitioned_weights
+from matmix.train.engine.deepspeed.state import load_partitioned, load_partitioned_weights, swap_partitioned_averages
 from matmix.train.engine.full_state import FullState
 from matmix.train.engine.loading import load_moments
 from matmix.train.engine.snapshot import Snapshot
+from matmix.train.optim.averaging import swap_average
 from matmix.train.optim.base import OTHERS, Optimizer
 from matmix.train.process.distributed import Distributed, ensure_group, is_distributed
 
@@ -155,6 +156,13 @@ class ZeroEngine(Engine):
         else:
             self.model.zero_grad()
         return norm
+
+    def swap_averages(self) -> None:
+        if self.config.zero_stage > 0:
+            swap_partitioned_averages(self.optimizer)
+            return
+        for parameter in self.module.parameters():
+            swap_average(parameter, self.optimizer.state.get(parameter))
 
     # -- copies ------------------------------------------------------------------------------------------
 

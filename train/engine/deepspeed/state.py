@@ -16,6 +16,7 @@ from torch import nn
 from matmix.train.engine.base import persistent_tensors
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState
 from matmix.train.engine.loading import fill, kept_entries
+from matmix.train.optim.averaging import AVERAGE, STEPS, swap_average
 
 # (name of a tensor, its first element on this rank, number of elements, where they lie in the flat tensor)
 _Fragment = tuple[str, int, int, int]
@@ -38,7 +39,10 @@ def load_partitioned(optimizer: Any, module: nn.Module, state: FullState, rank: 
         for entry, number in numbers.items():
             moments[entry] = torch.tensor(number, dtype=torch.float32, device=flat.device)
         for entry in optimizer.optimizer.moments:
-            moments[entry] = torch.zeros_like(flat)
+            if entry == AVERAGE and STEPS not in numbers:
+                continue  # it begins with the next step
+            # Where there are none yet, moments are zero and averages are the weights.
+            moments[entry] = flat.detach().clone() if entry == AVERAGE else torch.zeros_like(flat)
             for name, start, numel, offset in fragments:
                 if name in held:
                     _copy(moments[entry], offset, state, f"{OPTIMIZER}{name}.{entry}", start, numel)
@@ -64,6 +68,24 @@ def load_partitioned_weights(optimizer: Any, module: nn.Module, state: FullState
         optimizer.checkpoint_event_epilogue()
 
 
+@torch.no_grad()
+def swap_partitioned_averages(optimizer: Any) -> None:
+    """Lets the weights that the optimizer updates and their averages change places, and the forward pass have what is
+    in the weights' place then; optimizer: DeepSpeed's, of stage 1, 2 or 3."""
+    is_third = hasattr(optimizer, "fp16_partitioned_groups")
+    groups = optimizer.fp32_partitioned_groups_flat if is_third else optimizer.single_partition_of_fp32_groups
+    if is_third:
+        optimizer.checkpoint_event_prologue()  # partitions what is gathered at the moment
+    for flat in groups:
+        swap_average(flat, optimizer.optimizer.state.get(flat))
+    if is_third:
+        for part, flat in zip(optimizer.fp16_partitioned_groups_flat, groups, strict=True):
+            part.data.copy_(flat.data)  # which the parameters' parts are views of
+        optimizer.checkpoint_event_epilogue()
+    else:
+        optimizer.update_lp_params()
+
+
 def _counts(
     group: list[str], held: Mapping[str, list[str]], state: FullState, counts: Iterable[str]
 ) -> dict[str, float] | None:
@@ -71,6 +93,8 @@ def _counts(
     updated = [name for name in group if name in held]
     found = {}
     for entry in counts if updated else ():
+        if entry not in held[updated[0]]:
+            continue
         numbers = {state.read(f"{OPTIMIZER}{name}.{entry}").item() for name in updated}
         if len(numbers) > 1:
             raise ValueError(

@@ -81,7 +81,7 @@ def test_flops_by_mixer_add_up():
 
 def test_time_follows_from_the_hardware():
     one, twice = (estimate(config(), ranks, H100, 0.4) for ranks in (1, 2))
-    flops = 3 * one.plan.flops_per_token * one.plan.tokens_per_step
+    flops = 3 * one.plan.flops_per_unit * one.plan.units_per_step
     assert one.compute_seconds == pytest.approx(flops / (0.4 * 989e12))
     assert one.compute_seconds == pytest.approx(2 * twice.compute_seconds)
     assert estimate(config(), 1, H100, 0.2).compute_seconds == pytest.approx(2 * one.compute_seconds)

@@ -1,0 +1,1 @@
+"""From files of pictures to a dataset of picture shards."""

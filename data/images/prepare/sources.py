@@ -1,0 +1,139 @@
+"""Which sources of pictures the arguments mean, and what their classes are."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+
+from matmix.data.images.prepare.base import Label, Source
+from matmix.data.images.prepare.config import PrepareImagesConfig
+from matmix.data.images.prepare.folders import ClassFolders, TabledFolder, read_table
+from matmix.data.images.prepare.packaged import PACKAGED
+from matmix.data.images.prepare.parquet import ParquetFile
+from matmix.data.images.prepare.tars import TarFile, read_member
+
+_SHARDS = (".tar", ".parquet")
+
+
+def find_sources(inputs: Sequence[str], config: PrepareImagesConfig) -> list[Source]:
+    """The sources that arguments name, in their order, files of folders and globs sorted.
+
+    Raises FileNotFoundError for what is not there, ValueError (one line) for what cannot be used.
+    """
+    found: dict[str, Source] = {}
+    for item in inputs:
+        if item in PACKAGED:
+            found.setdefault(item, PACKAGED[item](item))
+            continue
+        for path in _expand(item):
+            if (key := str(path.resolve())) not in found:
+                found[key] = _source(path, config)
+    return list(found.values())
+
+
+def _expand(item: str) -> list[Path]:
+    path = Path(item).expanduser()
+    if path.exists():
+        shards = sorted(p for p in path.iterdir() if p.suffix in _SHARDS) if path.is_dir() else []
+        return shards or [path]
+    if glob.has_magic(item):
+        if paths := sorted(Path(p) for p in glob.glob(str(path), recursive=True)):
+            return paths
+        raise FileNotFoundError(f"no file matches the pattern {item}")
+    prefix = item.partition(":")[0] + ":"
+    if any(name.startswith(prefix) for name in PACKAGED):
+        raise ValueError(f"{item} is no set of pictures of a package; known: {', '.join(PACKAGED)}")
+    raise FileNotFoundError(f"{path} does not exist; give a folder, .tar or .parquet files, or {', '.join(PACKAGED)}")
+
+
+def _source(path: Path, config: PrepareImagesConfig) -> Source:
+    name = str(path)
+    if path.is_dir():
+        if config.labels:
+            return TabledFolder(name, path, _table(path, config), config.labels)
+        if not any(p.is_dir() and not p.name.startswith(".") for p in path.iterdir()):
+            raise ValueError(
+                f"{path} has neither a folder of pictures for each class nor .tar or .parquet files; for a folder of "
+                "pictures give a table of their labels with --labels"
+            )
+        return ClassFolders(name, path)
+    if path.suffix == ".tar":
+        return TarFile(name, path, config.label_field, _table(path, config) if config.labels else None)
+    if path.suffix == ".parquet":
+        return ParquetFile(name, path, config.image_field, config.label_field)
+    raise ValueError(f"{path} has a suffix that cannot be read; give folders, .tar (not compressed) or .parquet files")
+
+
+def _table(source: Path, config: PrepareImagesConfig) -> dict[str, Label]:
+    """The table of the labels: a file of its own, or one that lies in the source."""
+    path, raw = Path(config.labels).expanduser(), None
+    if path.is_file():
+        raw = path.read_bytes()
+    elif source.is_dir():
+        raw = (source / config.labels).read_bytes() if (source / config.labels).is_file() else None
+    else:
+        raw = read_member(source, config.labels)
+    if raw is None:
+        raise FileNotFoundError(f"there is no table of labels {config.labels}, also not in {source}")
+    return read_table(raw, config.labels, config.image_field, config.label_field)
+
+
+class Classes:
+    """From labels as sources have them to numbers."""
+
+    def __init__(self, names: Sequence[str], stated: str) -> None:
+        """stated: where the names are from, for errors."""
+        self.names = tuple(names)
+        self.stated = stated
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+
+    @classmethod
+    def find(cls, sources: Sequence[Source], file: str) -> Classes:
+        """Those in a file, those that the sources state, or the labels found: their names sorted, or for numbers as
+        many as the largest says."""
+        if file:
+            return cls(_names_in(file), file)
+        stated = {source.names for source in sources}
+        if len(stated) == 1 and (names := stated.pop()):
+            return cls(names, sources[0].name)
+        labels = {str(label) for source in sources for label in source.labels()}
+        if not labels:
+            raise ValueError(f"there are no pictures in {', '.join(source.name for source in sources)}")
+        where = "the labels found"
+        if all(label.isascii() and label.isdecimal() for label in labels):
+            highest = max(map(int, labels))
+            if highest >= _MOST_CLASSES:
+                raise ValueError(f"label {highest} is out of range: at most {_MOST_CLASSES:,} classes can be numbered")
+            return cls([str(number) for number in range(highest + 1)], where)
+        return cls(sorted(labels), where)
+
+    def number(self, label: Label, where: str) -> int:
+        """The number of a label's class. Raises ValueError (one line) where there is no such class."""
+        if isinstance(label, str) and label in self._numbers:
+            return self._numbers[label]
+        try:
+            number = int(label)
+        except ValueError:
+            known = ", ".join(self.names[:8]) + (", ..." if len(self.names) > 8 else "")
+            raise ValueError(f"{where}: label {label!r:.60} is no class of {self.stated} ({known})") from None
+        if not 0 <= number < len(self.names):
+            last = len(self.names) - 1
+            raise ValueError(f"{where}: label {number} is out of range: {self.stated} has the classes 0 to {last}")
+        return number
+
+
+_MOST_CLASSES = 1 << 20
+
+
+def _names_in(file: str) -> list[str]:
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"the file of classes {path} does not exist")
+    try:
+        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error})") from None
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"{path} names {'a class twice' if names else 'no class'}; it needs one class a line")
+    return names

@@ -1,0 +1,167 @@
+"""From prepared pictures to micro-batches: the same sequence of global batches on any ranks and workers.
+
+Sample n of the training split is picture p[(n mod N) div r] of epoch n div N, where N is the number of pictures, r the
+number of repeats and p the order of that epoch (`matmix.data.loading.order`). It is augmented with what is drawn from
+(seed, epoch, n), and mixed as `matmix.data.images.mixing` says; a partner that is not in the micro-batch is read, too.
+Evaluation reads the pictures in order, without augmentation, and fills the last global batch with empty ones.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from matmix.data.formats.base import DamagedShard
+from matmix.data.formats.pictures import unpack
+from matmix.data.images.config import ImagesConfig
+from matmix.data.images.decode import UnreadablePicture, decode
+from matmix.data.images.mixing import Mix, draw_mix, partner_of, soft_target
+from matmix.data.images.randomness import borrowed_generators, seed_generators
+from matmix.data.images.transforms import Transform, make_transform
+from matmix.data.labels import IGNORED
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.micro_batches import Failure
+from matmix.data.loading.order import Order
+from matmix.data.rng import AUGMENTATION, generator
+from matmix.data.splits.reader import TokenShards
+
+_Read = tuple[torch.Tensor, int]
+"""A picture as the model reads it, float32 (C, H, W), and its class."""
+
+
+class ImageRows(Dataset):
+    """As `MicroBatches`: an item is a whole micro-batch, and numbers at or above `limit` give empty pictures.
+
+    mean, std: one a channel. global_batch: samples in a step, which are mixed with each other. one_pass: the
+    evaluation's.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        config: ImagesConfig,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        *,
+        seed: int,
+        shuffle: bool,
+        shuffle_block: int,
+        global_batch: int,
+        one_pass: bool,
+    ) -> None:
+        self.shards = shards
+        self.config = config
+        self.mean, self.std = mean, std
+        self.seed = seed
+        self.global_batch = global_batch
+        self.training = not one_pass
+        self.order = Order(shards, extra=0, shuffle=shuffle, shuffle_block=shuffle_block, seed=seed)
+        self.limit = self.order.total_documents if one_pass else None
+        images = shards.manifest.images
+        assert images is not None
+        self.classes, self.background = len(images.classes), images.background
+        self._starts = np.concatenate([[0], np.cumsum(shards.shard_documents)])
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "_transform"}
+
+    @cached_property
+    def _transform(self) -> Transform:
+        return make_transform(self.config, self.mean, self.std, training=self.training)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.order.total_documents
+
+    def __getitems__(self, samples: list[int]) -> Batch | Failure:
+        try:
+            with borrowed_generators():
+                return self._batch(samples)
+        except (ValueError, OSError) as error:
+            return Failure(error)
+
+    def _batch(self, samples: list[int]) -> Batch:
+        size = (len(samples), self.config.channels, self.config.size, self.config.size)
+        inputs, owners = torch.zeros(size), torch.full((len(samples),), -1)
+        soft = self.training and self.config.soft
+        shape = (len(samples), self.classes) if soft else (len(samples),)
+        labels = torch.full(shape, torch.nan) if soft else torch.full(shape, IGNORED)
+        read: dict[int, _Read | DamagedShard] = {}
+        n_damaged, damaged, n_images = 0, {}, 0
+        for row, sample in enumerate(samples):
+            if self.limit is not None and sample >= self.limit:
+                continue
+            found = self._read(sample, read)
+            if isinstance(found, DamagedShard):
+                n_damaged += 1
+                damaged.setdefault(found.where, str(found))
+                continue
+            inputs[row], labels[row] = self._mixed(sample, found, read) if soft else (found[0], found[1])
+            owners[row] = self._place(sample)[2]
+            n_images += 1
+        return Batch(
+            inputs=inputs,
+            labels=labels,
+            cu_seqlens=None,
+            attention_mask=None,
+            max_seqlen=0,
+            select=None,
+            n_tokens=n_images,
+            n_damaged=n_damaged,
+            damaged=damaged,
+            examples=owners,
+        )
+
+    def _mixed(
+        self, sample: int, found: _Read, read: dict[int, _Read | DamagedShard]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The picture and the target of a sample that is to be learned."""
+        image, label = found
+        target = soft_target(label, self.classes, self.config.smoothing)
+        partner = partner_of(sample, self.global_batch, self.config.repeats) if self.config.mixes else None
+        mix = Mix(1.0) if partner is None else draw_mix(self.config, self.seed, sample, self.global_batch)
+        if mix.share == 1.0:
+            return image, target
+        other = self._read(partner, read)
+        if isinstance(other, DamagedShard):
+            return image, target
+        other_target = soft_target(other[1], self.classes, self.config.smoothing)
+        return mix.apply(image, other[0]), target * mix.share + other_target * (1.0 - mix.share)
+
+    def _read(self, sample: int, read: dict[int, _Read | DamagedShard]) -> _Read | DamagedShard:
+        """The picture of a sample, before it is mixed. read: those of this micro-batch."""
+        if sample not in read:
+            try:
+                read[sample] = self._load(sample)
+            except DamagedShard as error:
+                if not self.shards.skip_damaged:
+                    raise
+                read[sample] = error
+        return read[sample]
+
+    def _load(self, sample: int) -> _Read:
+        shard, index, _ = self._place(sample)
+        data, label = unpack(self.shards.read(shard, index))
+        where = f"{self.shards.storage.path}: picture {index} of shard {self.shards.info.shards[shard].file}"
+        if not 0 <= label < self.classes:
+            raise ValueError(f"{where} has the label {label}, but there are {self.classes} classes; prepare it again")
+        try:
+            image = decode(data, channels=self.config.channels, background=self.background)
+        except UnreadablePicture as error:
+            raise ValueError(f"{where} cannot be decoded: {error}") from None
+        if self.training:
+            seed_generators(generator(self.seed, sample // self.samples_per_epoch, AUGMENTATION, sample))
+        return self._transform(image), label
+
+    def _place(self, sample: int) -> tuple[int, int, int]:
+        """Shard of a sample, its number there, and its number in the split."""
+        epoch, slot = divmod(sample, self.samples_per_epoch)
+        slot //= self.config.repeats if self.training else 1
+        starts = self.order.plan(epoch).document_starts
+        number = int(starts.searchsorted(slot, side="right")) - 1
+        block, place = self.order.block(epoch, number), slot - int(starts[number])
+        shard, index = int(block.shard[place]), int(block.index[place])
+        return shard, index, int(self._starts[shard]) + index

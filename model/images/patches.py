@@ -1,0 +1,87 @@
+"""From images to one vector for each patch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import nn
+
+from matmix.model.images.config import ImageConfig
+from matmix.model.initialization import constant_init, normal_init
+
+
+def patch_grid(images: torch.Tensor, image: ImageConfig) -> tuple[int, int]:
+    """Rows and columns of patches of images (B, C, H, W). Raises ValueError (one line) for other shapes and sizes."""
+    if images.dim() != 4 or images.shape[1] != image.channels:
+        raise ValueError(
+            f"images have shape {tuple(images.shape)}; the model reads (batch, {image.channels}, height, width)"
+        )
+    height, width = images.shape[2:]
+    if height % image.patch or width % image.patch or not height or not width:
+        raise ValueError(
+            f"images of {height} x {width} pixels do not divide into patches of {image.patch} x {image.patch}; "
+            "resize or crop them to multiples of it"
+        )
+    return height // image.patch, width // image.patch
+
+
+class LinearPatches(nn.Linear):
+    """Each patch through one matrix: (B, C, H, W) -> (B, rows * columns, d_model), row by row.
+
+    The weight (d_model, C patch patch) is that of a convolution of stride `patch`, flattened.
+    """
+
+    def __init__(self, image: ImageConfig, d_model: int):
+        super().__init__(image.channels * image.patch**2, d_model)
+        self.patch = image.patch
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        batch, channels, height, width = images.shape
+        rows, columns = height // self.patch, width // self.patch
+        cut = images.reshape(batch, channels, rows, self.patch, columns, self.patch)
+        return super().forward(cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
+
+    def flops(self) -> float:
+        """Forward floating-point operations for one patch."""
+        return 2.0 * self.in_features * self.out_features
+
+
+class ConvStem(nn.Module):
+    """Convolutions of width 3 and stride 2, each with a norm over the image and GELU, that halve an image until a patch
+    is one position; then one matrix: (B, C, H, W) -> (B, rows * columns, d_model), row by row.
+
+    Widths double from layer to layer; the last is d_model / 2 (at least 8).
+    """
+
+    def __init__(self, image: ImageConfig, d_model: int):
+        super().__init__()
+        count = int(math.log2(image.patch))
+        widths = [image.channels, *(max(d_model >> (count - index), 8) for index in range(count))]
+        self.convs = nn.ModuleList(
+            nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False) for before, after in itertools.pairwise(widths)
+        )
+        self.norms = nn.ModuleList(nn.GroupNorm(1, width) for width in widths[1:])
+        self.out = nn.Linear(widths[-1], d_model)
+        self.init_rules = {f"norms.{index}.weight": constant_init(1.0) for index in range(count)}
+        for index, width in enumerate(widths[:-1]):
+            self.init_rules[f"convs.{index}.weight"] = normal_init(math.sqrt(2 / (9 * width)))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = images
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = nn.functional.gelu(norm(conv(x)))
+        return self.out(x.flatten(2).transpose(1, 2))
+
+    def flops(self) -> float:
+        """Forward floating-point operations for one patch."""
+        total = 2.0 * self.out.in_features * self.out.out_features
+        for index, conv in enumerate(reversed(self.convs)):
+            total += 4**index * 2.0 * 9 * conv.in_channels * conv.out_channels
+        return total
+
+
+def make_patches(image: ImageConfig, d_model: int) -> LinearPatches | ConvStem:
+    """The module that `image.stem` names."""
+    return (ConvStem if image.stem == "conv" else LinearPatches)(image, d_model)

@@ -1,0 +1,182 @@
+"""timm's view of image classifiers: importing this module registers `matmix_image_classifier`.
+
+    import timm
+    import matmix.model.interop.timm_models
+
+    model = timm.create_model("matmix_image_classifier", pretrained=True, pretrained_cfg_overlay={"file": "EXPORT"})
+
+EXPORT is the folder of an export, or its model.safetensors. Without pretrained the weights are drawn anew; in place of
+an export, `config` may say what is built. `checkpoint_path` takes other weights of the same model, an export's or
+timm's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.models import register_model
+from torch import nn
+
+from matmix.model.architectures.image_classifier import ImageClassifier
+from matmix.model.build import build_model
+from matmix.model.config import ModelConfig, model_config_from_dict
+from matmix.model.images.inputs import ImageInputs
+from matmix.model.initialization import initialize
+from matmix.model.interop.importing.exported import read_export, read_export_config
+from matmix.model.interop.importing.foreign import read_object
+
+
+class TimmImageClassifier(nn.Module):
+    """An image classifier with the methods that timm's training and feature extraction use. Parameters have the names
+    that they have in exports."""
+
+    def __init__(self, model: ImageClassifier, inputs: ImageInputs | None):
+        super().__init__()
+        self.model = model
+        self.pretrained_cfg = self.default_cfg = timm_description(model.config, inputs)
+
+    @property
+    def num_classes(self) -> int:
+        """Outputs; 0 where there is no classifier."""
+        return getattr(self.model.classifier.output, "out_features", 0)
+
+    @property
+    def num_features(self) -> int:
+        return self.model.config.d_model
+
+    head_hidden_size = num_features
+
+    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
+        """Images (B, channels, H, W) -> the residual stream after the last layer, (B, L, d_model), before the final
+        norm."""
+        return self.model.stream(x)
+
+    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
+        """The stream -> logits (B, num_classes), or the features (B, d_model) that the classifier takes."""
+        pooled = self.model.pooled(x)
+        return pooled if pre_logits else self.classify(pooled)
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        return self.model.classifier.output(self.model.features(pooled)) if self.num_classes else pooled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def get_classifier(self) -> nn.Module:
+        return self.model.classifier.output
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new last layer; 0 classes = none. Raises ValueError for another pooling than the model's."""
+        if global_pool is not None:
+            raise ValueError("the pooling is part of a matmix model (model.image.pooling): leave global_pool out")
+        weight = self.model.norm.weight if isinstance(self.model.norm, nn.LayerNorm) else next(self.model.parameters())
+        self.model.classifier.output = new_classifier(self.num_features, num_classes).to(weight.device)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of parameters that timm's optimizers leave undecayed."""
+        return {"model.embeddings.positions", "model.embeddings.class_token"}
+
+
+def new_classifier(width: int, num_classes: int) -> nn.Module:
+    """A last layer with initial weights, or nothing for 0 classes."""
+    if not num_classes:
+        return nn.Identity()
+    layer = nn.Linear(width, num_classes)
+    nn.init.normal_(layer.weight, std=0.02)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def timm_description(config: ModelConfig, inputs: ImageInputs | None) -> dict[str, Any]:
+    """What `timm.data.resolve_model_data_config` reads; without the inputs of an export, timm's own defaults."""
+    image = config.image
+    known = {
+        "architecture": "matmix_image_classifier",
+        "num_classes": config.head.outputs,
+        "input_size": (image.channels, image.size, image.size),
+        "fixed_input_size": bool(config.fixed_length_mixers()),
+        "classifier": "model.classifier.output",
+    }
+    if inputs is not None:
+        known |= {
+            "input_size": (image.channels, inputs.size, inputs.size),
+            "mean": inputs.mean,
+            "std": inputs.std,
+            "crop_pct": inputs.crop,
+            "interpolation": inputs.interpolation,
+        }
+    return known
+
+
+def read_image_inputs(directory: Path) -> ImageInputs | None:
+    """What the image processor of an export does; None where it has none. Raises ValueError (one line)."""
+    path = directory / "preprocessor_config.json"
+    if not path.is_file():
+        return None
+    values = read_object(path)
+    names = [field.name for field in dataclasses.fields(ImageInputs)]
+    try:
+        given = {name: values[name] for name in names}
+        return ImageInputs(**{**given, "mean": tuple(given["mean"]), "std": tuple(given["std"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not say how images are prepared ({ascii(error)[:200]})") from None
+
+
+@register_model
+def matmix_image_classifier(
+    pretrained: bool = False,
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: Mapping[str, Any] | None = None,
+    num_classes: int | None = None,
+    in_chans: int | None = None,
+    drop_path_rate: float | None = None,
+    config: ModelConfig | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> TimmImageClassifier:
+    """An exported image classifier, or one of `config` with new weights.
+
+    Args:
+        pretrained: read the weights of the export; else only what it is.
+        pretrained_cfg_overlay: {"file": the export}. pretrained_cfg: the same, where timm was given it.
+        num_classes: another number than the export's gives the model a new last layer; 0 = none.
+        in_chans: must be that of the model.
+        drop_path_rate: in place of model.drop_path.
+        config: what is built without an export.
+        options: none is known.
+    Raises ValueError (one line).
+    """
+    # timm hands on options that were not given, too.
+    if unknown := [name for name, value in options.items() if value is not None]:
+        raise ValueError(f"matmix_image_classifier has no option {min(unknown)!r}")
+    overlay = pretrained_cfg_overlay or (pretrained_cfg if isinstance(pretrained_cfg, Mapping) else {})
+    file = overlay.get("file") or getattr(pretrained_cfg, "file", None)
+    if (file is None) == (config is None) or (pretrained and file is None):
+        raise ValueError(
+            'matmix_image_classifier: say which export, pretrained_cfg_overlay={"file": "EXPORT"}, or give config alone'
+        )
+    if file is None:
+        found = config if isinstance(config, ModelConfig) else model_config_from_dict(config)
+        inputs, directory = None, None
+    else:
+        directory = Path(file) if Path(file).is_dir() else Path(file).parent
+        found, inputs = read_export_config(directory), read_image_inputs(directory)
+    if not found.model_class.takes_images:
+        raise ValueError(f"{directory or 'config'} is a {found.architecture}, not an image_classifier")
+    if in_chans not in (None, found.image.channels):
+        raise ValueError(f"in_chans = {in_chans}, but the model reads images of {found.image.channels} channels")
+    if pretrained:
+        model = read_export(directory)
+    else:
+        model = build_model(found)
+        initialize(model, torch.initial_seed() & 0xFFFF)
+    if drop_path_rate is not None:
+        for index, block in enumerate(model.blocks):
+            block.drop_path.rate = drop_path_rate * index / max(len(model.blocks) - 1, 1)
+    timm_model = TimmImageClassifier(model, inputs)
+    if num_classes not in (None, found.head.outputs):
+        timm_model.reset_classifier(num_classes)
+    return timm_model

@@ -1,0 +1,73 @@
+"""`matmix evaluate` of image classifiers: the scores of the run's own evaluation, of each class, and of the average."""
+
+import json
+
+import numpy as np
+import pictures
+import pytest
+from image_runs import write_image_recipe
+from runs import records
+
+from matmix.launch.cli import main
+from matmix.launch.image_scores import ImageScores, score_images
+from matmix.train.loop import train
+from matmix.train.recipe import load_config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    path = folder / "run"
+    train(load_config(str(write_image_recipe(folder)), ["--run-dir", str(path)]))
+    return path
+
+
+def test_scores_are_those_of_the_run_s_last_evaluation(run, tmp_path, capsys):
+    last = records(run, "validation")[-1]
+    for weights, prefix in (("raw", ""), ("ema", "ema_")):
+        out = {"--out": "scores.json", "--predictions": "rows.jsonl", "--confusion": "confusion.png"}
+        files = [word for option, name in out.items() for word in (option, str(tmp_path / weights / name))]
+        (tmp_path / weights).mkdir()
+        assert main(["evaluate", str(run), "--weights", weights, *files]) == 0
+        scores = json.loads((tmp_path / weights / "scores.json").read_text())
+        for name in ("loss", "accuracy", "top5"):
+            assert scores[name] == pytest.approx(last[prefix + name], rel=1e-5), (weights, name)
+        rows = [json.loads(line) for line in (tmp_path / weights / "rows.jsonl").read_text().splitlines()]
+        assert [row["example"] for row in rows] == list(range(scores["images"]))
+        assert np.mean([row["predicted"] == row["label"] for row in rows]) == pytest.approx(scores["accuracy"])
+        assert sum(row["accuracy"] * row["images"] for row in scores["classes"]) == pytest.approx(
+            scores["accuracy"] * scores["images"]
+        )
+        assert (tmp_path / weights / "confusion.png").read_bytes().startswith(b"\x89PNG")
+    assert "top-1 accuracy" in capsys.readouterr().out
+
+
+def test_another_dataset_of_the_same_classes(run, tmp_path):
+    tree = pictures.write_tree(tmp_path / "tree", pictures.samples(4))
+    dataset = pictures.prepare(tree, tmp_path / "others", validation_fraction=0.5)
+    scores = score_images(run, str(dataset), split="train")
+    assert sorted(set(scores.numbers)) == list(range(len(scores.numbers)))
+    assert scores.pictures == f"{dataset}, train split"
+    two = [(name, label, data) for name, label, data in pictures.samples(4) if label < 2]
+    dataset = pictures.prepare(pictures.write_tree(tmp_path / "two", two), tmp_path / "fewer", validation_fraction=0.5)
+    with pytest.raises(ValueError, match="has other classes than the run") as error:
+        score_images(run, str(dataset))
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_class_is_taken_for():
+    scores = ImageScores(
+        where="a run",
+        pictures="pictures",
+        classes=("a", "b", "c", "none of it"),
+        loss=1.0,
+        numbers=np.arange(5),
+        labels=np.array([0, 0, 0, 1, 2]),
+        likeliest=np.array([[0, 1], [2, 0], [2, 1], [1, 0], [0, 2]]),
+        probabilities=np.full((5, 2), 0.5, dtype=np.float32),
+    )
+    assert scores.metrics() == {"loss": 1.0, "accuracy": 0.4, "top5": 0.8}
+    first, second, third = scores.by_class()
+    assert (first["accuracy"], first["taken_for"], first["times"]) == (pytest.approx(1 / 3), "c", 2)
+    assert (second["accuracy"], second["taken_for"]) == (1.0, None)
+    assert (third["accuracy"], third["taken_for"], third["images"]) == (0.0, "a", 1)

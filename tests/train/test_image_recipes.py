@@ -1,0 +1,42 @@
+"""The recipes of image classifiers at full size: they build, and have the parameters that they say."""
+
+import re
+
+import pytest
+
+from matmix.launch.lab.compare.config import read_comparison
+from matmix.model import count_parameters, flops_per_image, flops_per_token
+from matmix.train.recipe import bundled_recipes, find_recipe, load_config
+
+PUBLISHED = {
+    "vit_b_imagenet": 87,
+    "s4_vit_b_imagenet": 89,
+    "hyena_vit_b_imagenet": 88,
+    "mamba_vit_b_imagenet": 89,
+    "hydra_vit_b_imagenet": 91,
+    "deit_b_imagenet": 86,
+}
+"""Millions of parameters."""
+
+
+@pytest.mark.parametrize("name", [name for name in bundled_recipes() if name.endswith("_imagenet")])
+def test_sizes_are_the_published_and_the_stated_ones(name):
+    config = load_config(name)
+    found = count_parameters(config.model) / 1e6
+    if name in PUBLISHED:
+        assert found == pytest.approx(PUBLISHED[name], rel=0.01)
+    assert f"{found:.2f}M" in re.sub(r"\s*\n# ", " ", find_recipe(name).read_text())
+    assert config.model.image.size == config.data.images.size
+    assert config.model.image.side == 14
+    # The cost of an image does not depend on data.seqlen, of which images know nothing.
+    positions = config.model.image.length
+    assert flops_per_image(config.model) == flops_per_token(config.model, 7) * positions > 9e9
+
+
+def test_lion_beside_deit_in_three_sizes():
+    variants = read_comparison("lion_imagenet").by_variant()
+    for comparison, millions in zip(variants, (5.72, 22.05, 86.57), strict=True):
+        sizes = {entry.name: count_parameters(entry.config.model) / 1e6 for entry in comparison.entries}
+        del sizes["no mixer"]  # which is made as large only once the data is known
+        assert set(sizes) == {"LION-lit", "LION-D", "LION-D snake", "LION-S", "LION-S snake", "DeiT"}
+        assert sizes == pytest.approx(dict.fromkeys(sizes, millions), rel=0.01)

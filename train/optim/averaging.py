@@ -1,0 +1,87 @@
+"""The exponential moving average of a model's weights, kept beside the moments of whatever optimizer trains them.
+
+e_0 is the weights before the first step, and e_t = d e_(t-1) + (1 - d) w_t after step t. The optimizer holds the
+average as one more entry of its state for each parameter. So engines shard it as they shard moments, and checkpoints,
+conversions, comparisons of copies and estimates of memory need not know what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from matmix.train.optim.base import Optimizer
+from matmix.train.optim.config import EmaConfig
+
+AVERAGE, STEPS = "ema", "ema_step"
+"""Entries of the optimizer's state of a parameter: the average, in its shape, and the steps that it has seen."""
+ENTRIES = frozenset({AVERAGE, STEPS})
+
+
+def keep_average(optimizer: Optimizer, config: EmaConfig) -> None:
+    """Makes `optimizer` keep an average of what it updates, from its next step on; nothing where `config` has none.
+
+    A parameter has an average from its first update on. A step that the engine drops does not count.
+    """
+    if not config.decay:
+        return
+    optimizer.moments = (*optimizer.moments, AVERAGE)
+    optimizer.counts = (*optimizer.counts, STEPS)
+    before: dict[torch.Tensor, torch.Tensor] = {}  # weights of parameters that have no average yet
+
+    @torch.no_grad()
+    def remember(*_: Any) -> None:
+        for parameter in _updated(optimizer):
+            if AVERAGE not in optimizer.state.get(parameter, ()):
+                before[parameter] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def average(*_: Any) -> None:
+        pulls: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # by how far: averages, weights
+        for parameter in _updated(optimizer):
+            state = optimizer.state[parameter]
+            if AVERAGE not in state:  # now, as an optimizer takes a state that is not empty for its own
+                state[AVERAGE], state[STEPS] = before.pop(parameter), torch.zeros(())
+            if state[STEPS].device.type != "cpu":  # where loading puts it, and where each look would make the host wait
+                state[STEPS] = state[STEPS].cpu()
+            state[STEPS] += 1
+            step = int(state[STEPS])
+            if step % config.every == 0:
+                averages, weights = pulls.setdefault(1 - decay_at(step, config), ([], []))
+                averages.append(_local(state[AVERAGE]))
+                weights.append(_local(parameter.detach()))
+        for pull, (averages, weights) in pulls.items():
+            torch._foreach_lerp_(averages, weights, pull)
+
+    optimizer.register_step_pre_hook(remember)
+    optimizer.register_step_post_hook(average)
+
+
+def decay_at(step: int, config: EmaConfig) -> float:
+    """What share of the average an update after `step` steps leaves, `config.every` steps after the last one."""
+    decay = min(config.decay, (1 + step) / (10 + step)) if config.warmup else config.decay
+    return decay**config.every
+
+
+@torch.no_grad()
+def swap_average(weight: torch.Tensor, state: Mapping[str, Any] | None) -> None:
+    """Puts the average into the weight's place and the weight into the average's, if it has one; state: what the
+    optimizer keeps of it. Twice leaves every bit as it was."""
+    if state and AVERAGE in state:
+        here, there = _local(weight.detach()), _local(state[AVERAGE])
+        kept = here.clone()
+        here.copy_(there)
+        there.copy_(kept)
+
+
+def _updated(optimizer: Optimizer) -> list[torch.Tensor]:
+    """What a step of `optimizer` updates, or has updated before. (DeepSpeed shows it one group at a time.)"""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in parameters if parameter.grad is not None or optimizer.state.get(parameter)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,98 @@
+"""Classes of images: one for each image, or shares of several, as mixing and smoothing make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from matmix.data.config import DataConfig
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.images import build_image_loader, image_facts
+from matmix.data.loading.loader import Loader
+from matmix.model.outputs import Outputs
+from matmix.train.tasks.base import Costs, Loss, Metric, Predicted, Task
+from matmix.train.tasks.finetuning.base import labelled
+
+_SHARE = {"unit": "%", "higher_is_better": True, "digits": 2}
+_TOP = 5
+
+
+class ImageClassification(Task):
+    """The cross-entropy of the classes of images. Labels are int64 (B,), -100 = none, or shares of the classes, float32
+    (B, classes), NaN = none; of shares the largest one counts as the right class."""
+
+    architectures = ("image_classifier",)
+    unit = "images"
+    recorded = ("accuracy", "top5")
+    loss_metric = Metric(name="loss", title="loss", unit="nats per image")
+    metrics = (
+        Metric(name="accuracy", title="top-1 accuracy", **_SHARE),
+        Metric(name="top5", title="top-5 accuracy", **_SHARE),
+    )
+
+    def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
+        return build_image_loader(data, split=split, **options)
+
+    def count_targets(self, batch: Batch) -> int:
+        return int(labelled(batch.labels).sum())
+
+    @property
+    def target_share(self) -> float:
+        return 0.0  # of positions: the model knows that it has one output for each image
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        found = image_costs(self.forward(model, batch).float(), batch.labels)
+        loss, *sums = (values.sum() for values in found)
+        return Loss(loss, loss.detach(), dict(zip(self.recorded, sums, strict=True)))
+
+    @torch.no_grad()
+    def costs(self, model: nn.Module, batch: Batch) -> Costs:
+        """With the probabilities of the classes as predictions, where the batch says which images it has."""
+        logits = self.forward(model, batch).float()
+        loss, *others = image_costs(logits, batch.labels)
+        predicted = None
+        if batch.examples is not None:
+            predicted = Predicted(batch.examples, logits.softmax(1), batch.labels)
+        return Costs(loss, dict(zip(self.recorded, others, strict=True)), predicted)
+
+    def example_batch(self, inputs: Tensor) -> Batch:
+        return Batch(
+            inputs=inputs,
+            labels=torch.zeros(len(inputs), dtype=torch.long),
+            cu_seqlens=None,
+            attention_mask=None,
+            max_seqlen=0,
+            select=None,
+            n_tokens=len(inputs),
+            examples=torch.arange(len(inputs)),
+        )
+
+    def outputs(self, data: DataConfig) -> Outputs:
+        return Outputs(labels=class_names(data), problem_type="single_label_classification")
+
+
+def class_names(data: DataConfig) -> tuple[str, ...]:
+    """Names of the classes in the order of the model's outputs, as the config of a run keeps them, or as the dataset
+    has them. Raises as `image_facts`."""
+    return data.images.classes or tuple(image_facts(data).classes)
+
+
+def image_costs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each image the cross-entropy, whether the class is the likeliest, and whether it is one of the five likeliest:
+    float32 (B,), 0 where there is no label.
+
+    logits: float32 (B, classes). labels: int64 (B,), or float32 (B, classes).
+    """
+    there = labelled(labels)
+    if labels.is_floating_point():
+        shares = torch.where(there[:, None], labels, 0.0)
+        loss, right = -(shares * logits.log_softmax(1)).sum(1), shares.argmax(1)
+    else:
+        right = torch.where(there, labels, 0)
+        loss = F.cross_entropy(logits, right, reduction="none") * there
+    likeliest = logits.detach().topk(min(_TOP, logits.shape[1]), dim=1).indices
+    found = (likeliest == right[:, None]) & there[:, None]
+    return loss, found[:, 0].float(), found.any(1).float()
