@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from matmix.data.artifacts import parse_json
+from matmix.data.artifacts import errors_in_one_line, parse_json
 from matmix.data.images.decode import UnreadablePicture
 from matmix.data.images.prepare.base import Item, Source
 
@@ -18,6 +18,7 @@ class ParquetFile(Source):
 
     shuffled = False
 
+    @errors_in_one_line()
     def __init__(self, name: str, path: Path, image_field: str, label_field: str) -> None:
         super().__init__(name, path)
         self.image_field, self.label_field = image_field, label_field
@@ -30,6 +31,7 @@ class ParquetFile(Source):
                 )
         self.names = _stated_names(schema.metadata or {}, label_field)
 
+    @errors_in_one_line()
     def items(self) -> Sequence[Item]:
         import pyarrow
 
