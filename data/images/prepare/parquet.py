@@ -44,7 +44,7 @@ class ParquetFile(Source):
                     if label is None or isinstance(label, bool | float | dict | list | bytes):
                         raise ValueError(f"{self.name}: {name} has no label in {self.label_field!r} but {label!r:.40}")
                     items.append(Item(name, label, (group, row)))
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, MemoryError) as error:
             raise _damaged(self.name, error) from None
         return items
 
@@ -62,7 +62,7 @@ def _open(path: str, name: str) -> Any:
 
     try:
         return parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise _damaged(name, error) from None
 
 
@@ -73,7 +73,7 @@ def _pictures(path: str, name: str, group: int, field: str) -> Any:
 
     try:
         return _open(path, name).read_row_group(group, [field]).column(0)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise _damaged(name, error) from None
 
 
