@@ -68,7 +68,7 @@ class ImageClassifier(ImageTrunk):
         """The stream (B, L, d_model) after the final norm -> one vector for each image, (B, d_model). The mean is over
         the patches, without the class token."""
         image = self.config.image
-        patches = x.shape[1] - (image.class_token != "none")
+        patches = x.shape[1] - image.class_tokens
         place = image.class_place(patches)
         if image.pooling == "cls":
             return self.norm(x[:, place])

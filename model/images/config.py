@@ -76,7 +76,12 @@ class ImageConfig:
     @property
     def length(self) -> int:
         """Positions of an image of `size`: patches, and the class token."""
-        return self.side**2 + (self.class_token != "none")
+        return self.side**2 + self.class_tokens
+
+    @property
+    def class_tokens(self) -> int:
+        """1 with a class token, else 0."""
+        return 0 if self.class_token == "none" else 1
 
     def class_place(self, patches: int) -> int:
         """The position of the class token among `patches` patches."""

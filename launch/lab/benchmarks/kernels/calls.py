@@ -237,6 +237,7 @@ def layer_calls(dtype: torch.dtype) -> Iterator[Call]:
     yield lion("packed LION, selective gates", "silu_norm", "token", packed=True)
     yield lion("LION, a gate for each head", "silu", "head")
     yield lion("LION without gates", "elu", None)
+    yield lion("LION, sums of rows given", "silu_norm", "token", sums=True)
 
 
 def _run_layer(
@@ -272,7 +273,13 @@ def _run_layer(
 
 
 def _run_lion(
-    dtype: torch.dtype, feature_map: str, gates: str | None, module: ModuleType, *, packed: bool = False
+    dtype: torch.dtype,
+    feature_map: str,
+    gates: str | None,
+    module: ModuleType,
+    *,
+    packed: bool = False,
+    sums: bool = False,
 ) -> None:
     batch, seqlen = (1, BATCH * SEQLEN) if packed else (BATCH, SEQLEN)
     form = module.LionForm(12, feature_map, 1, 0, 1e-6)
@@ -280,7 +287,7 @@ def _run_lion(
     logits = {None: None, "head": _empty(12), "token": _empty(batch, seqlen, 12)}[gates]
     cu_seqlens = _documents() if packed else None
     *found, decays = module.forward(qkv, logits, form, cu_seqlens)
-    module.backward(found[0], *found, decays, qkv, logits, form, cu_seqlens)
+    module.backward(found[0], found[1] if sums else None, *found, decays, qkv, logits, form, cu_seqlens)
 
 
 def step_calls(dtype: torch.dtype) -> Iterator[Call]:
