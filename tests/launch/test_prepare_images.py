@@ -52,5 +52,5 @@ def test_the_benchmark_measures_reading_decoding_and_loading(tmp_path, capsys):
     options = ["--data.images.size", "8", "--batch", "4", "--seconds", "0.05", "--data.workers", "0"]
     assert benchmark(["images", str(out), *options]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[2].strip(",") for line in lines] == ["read", "read", "evaluation", "training"]
+    assert [line.split()[2].strip(",;") for line in lines] == ["read", "read", "evaluation", "training"]
     assert all(float(line.split()[0].replace(",", "")) > 0 for line in lines)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from matmix.data.artifacts import artifact_name, parse_json
+from matmix.data.artifacts import artifact_name, errors_in_one_line, parse_json
 from matmix.data.images.decode import UnreadablePicture
 from matmix.data.images.prepare.base import SUFFIXES, Item, Label, Source
 
@@ -72,6 +72,7 @@ class TabledFolder(_Files):
         return self.listed
 
 
+@errors_in_one_line()
 def read_table(text: bytes, where: str, image_field: str, label_field: str) -> dict[str, Label]:
     """File name -> label of a .csv, .tsv or .json table; `where` is its name. Raises ValueError (one line)."""
     if where.lower().endswith(".json"):

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from matmix.data.artifacts import parse_json
+from matmix.data.artifacts import errors_in_one_line, parse_json
 from matmix.data.images.decode import UnreadablePicture
 from matmix.data.images.prepare.base import Item, Source
 
@@ -18,6 +18,7 @@ class ParquetFile(Source):
 
     shuffled = False
 
+    @errors_in_one_line()
     def __init__(self, name: str, path: Path, image_field: str, label_field: str) -> None:
         super().__init__(name, path)
         self.image_field, self.label_field = image_field, label_field
@@ -30,6 +31,7 @@ class ParquetFile(Source):
                 )
         self.names = _stated_names(schema.metadata or {}, label_field)
 
+    @errors_in_one_line()
     def items(self) -> Sequence[Item]:
         import pyarrow
 
@@ -42,7 +44,7 @@ class ParquetFile(Source):
                     if label is None or isinstance(label, bool | float | dict | list | bytes):
                         raise ValueError(f"{self.name}: {name} has no label in {self.label_field!r} but {label!r:.40}")
                     items.append(Item(name, label, (group, row)))
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, MemoryError) as error:
             raise _damaged(self.name, error) from None
         return items
 
@@ -60,7 +62,7 @@ def _open(path: str, name: str) -> Any:
 
     try:
         return parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise _damaged(name, error) from None
 
 
@@ -71,7 +73,7 @@ def _pictures(path: str, name: str, group: int, field: str) -> Any:
 
     try:
         return _open(path, name).read_row_group(group, [field]).column(0)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise _damaged(name, error) from None
 
 

@@ -6,6 +6,7 @@ import glob
 from collections.abc import Sequence
 from pathlib import Path
 
+from matmix.data.artifacts import errors_in_one_line, one_line
 from matmix.data.images.prepare.base import Label, Source
 from matmix.data.images.prepare.config import PrepareImagesConfig
 from matmix.data.images.prepare.folders import ClassFolders, TabledFolder, read_table
@@ -85,6 +86,8 @@ class Classes:
     def __init__(self, names: Sequence[str], stated: str) -> None:
         """stated: where the names are from, for errors."""
         self.names = tuple(names)
+        if odd := [name for name in self.names if not name or one_line(name) != name]:
+            raise ValueError(f"the class {odd[0]!r:.100} of {stated} has no name, or control characters in it")
         self.stated = stated
         self._numbers = {name: number for number, name in enumerate(self.names)}
 
@@ -108,6 +111,7 @@ class Classes:
             return cls([str(number) for number in range(highest + 1)], where)
         return cls(sorted(labels), where)
 
+    @errors_in_one_line()
     def number(self, label: Label, where: str) -> int:
         """The number of a label's class. Raises ValueError (one line) where there is no such class."""
         if isinstance(label, str) and label in self._numbers:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from matmix.data.artifacts import parse_json
+from matmix.data.artifacts import errors_in_one_line, parse_json
 from matmix.data.images.decode import UnreadablePicture
 from matmix.data.images.prepare.base import SUFFIXES, Item, Label, Source
 
@@ -31,6 +31,7 @@ class TarFile(Source):
         table = json.dumps(self.table, sort_keys=True)
         return hashlib.sha256((super().digest() + table).encode()).hexdigest()
 
+    @errors_in_one_line()
     def items(self) -> Sequence[Item]:
         try:
             with tarfile.open(self.path, "r:") as tar:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from matmix.data.artifacts import one_line
 from matmix.data.formats.pictures import pack, suffix_of
 from matmix.data.images.decode import UnreadablePicture, decode
 from matmix.data.images.prepare.base import Chunk
@@ -46,7 +47,7 @@ def _done(
             raise raw
         image = decode(raw, background=config.background, megapixels=config.max_megapixels)
     except UnreadablePicture as error:
-        return Done(None, None, label, bool(validation), f"{name}: {error}")
+        return Done(None, None, label, bool(validation), one_line(f"{name}: {error}"))
     stored, image = _stored(config, raw, image)
     if validation is None:
         validation = in_validation(raw, config.validation_fraction)

@@ -13,6 +13,8 @@ from PIL import Image
 from matmix.data.config import DataConfig
 from matmix.data.images.config import ImagesConfig
 from matmix.data.images.decode import decode
+from matmix.data.images.prepare.command import prepare_images
+from matmix.data.images.prepare.config import PrepareImagesConfig
 from matmix.data.labels import IGNORED
 from matmix.data.loading.images import build_image_loader, image_facts
 from matmix.data.manifest import Manifest
@@ -235,3 +237,17 @@ def test_a_position_belongs_to_its_data(prepared):
     state = loader_of(prepared).state_dict()
     with pytest.raises(ValueError, match=r"repeats was 1 and is now 3"):
         loader_of(prepared, repeats=3).load_state_dict(state)
+
+
+@pytest.mark.parametrize("form", ["mds", "webdataset"])
+def test_pictures_at_a_url_and_packed_give_the_same_batches(tmp_path, monkeypatch, form):
+    monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = write_tree(tmp_path / "tree", samples(6))
+    options = {"format": form, "shard_megabytes": 0.02}
+    plain = prepare(source, tmp_path / "plain", **options)
+    url = (tmp_path / "mounted" / "set").as_uri()
+    prepare_images(PrepareImagesConfig(sources=(str(source),), out=url, processes=1, compression="zstd", **options))
+    expected = global_batches([loader_of(plain, **FULL)], 2)
+    assert same(global_batches([loader_of(url, workers=1, **FULL)], 2), expected)
+    assert not (tmp_path / "scratch" / "prepare").exists() or not any((tmp_path / "scratch" / "prepare").iterdir())

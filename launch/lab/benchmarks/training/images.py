@@ -4,7 +4,8 @@
     python -P -m matmix.launch.lab.benchmarks images datasets/mnist --data.images.size 28 --data.images.channels 1
 
 Four lines: reading the bytes, decoding them as well, the pictures of the evaluation, and those of training as the
-options ask for. The first two are one process without a loader; the loader has `--data.workers` processes.
+options ask for. The first two are one process without a loader; the loader has `--data.workers` processes. Where other
+programs share the cores, what a process made in a second of its CPU time tells more.
 """
 
 import time
@@ -41,14 +42,15 @@ class Options:
     """How long to measure each."""
 
 
-def rate(counts: Iterator[int], seconds: float, warm_up: int = 4) -> float:
-    """Pictures per second of something that says with each step how many it made, after `warm_up` steps."""
+def rate(counts: Iterator[int], seconds: float, warm_up: int = 4) -> tuple[float, float]:
+    """Pictures per second, and per second of this process's CPU time, of something that says with each step how many it
+    made; after `warm_up` steps."""
     for _ in range(warm_up):
         next(counts)
-    total, start = 0, time.perf_counter()
+    total, start, cpu = 0, time.perf_counter(), time.process_time()
     while (elapsed := time.perf_counter() - start) < seconds:
         total += next(counts)
-    return total / elapsed
+    return total / elapsed, total / max(time.process_time() - cpu, 1e-9)
 
 
 def main(arguments: list[str]) -> None:
@@ -65,13 +67,21 @@ def main(arguments: list[str]) -> None:
     found = {
         "read": rate(_alone(options, bytes), options.seconds),
         "read and decoded": rate(_alone(options, decoded), options.seconds),
-        f"evaluation, {data.workers} worker(s)": rate(_loaded(options, data, one_pass=True), options.seconds),
-        f"training, {data.workers} worker(s)": rate(_loaded(options, data, one_pass=False), options.seconds),
+        "evaluation": rate(_loaded(options, data, one_pass=True), options.seconds),
+        "training": rate(_loaded(options, data, one_pass=False), options.seconds),
     }
-    print(f"{options.path}, {images.size} pixels, {images.channels} channel(s), {options.batch} in a micro-batch")
-    for name, speed in found.items():
-        share = f", {speed / found['read and decoded']:.0%} of decoding alone" if "worker" in name else ""
-        print(f"{speed:>10,.0f} pictures/s {name}{share}")
+    print(
+        f"{options.path}: {images.size} pixels, {images.channels} channel(s), {options.batch} in a micro-batch, "
+        f"{data.workers} worker(s)"
+    )
+    decoding = found["read and decoded"]
+    for name, (speed, on_cpu) in found.items():
+        loaded = name in ("evaluation", "training")
+        line = f"{speed:>10,.0f} pictures/s {name}"
+        line += f", {speed / decoding[0]:.0%} of decoding alone" if loaded else ""
+        # The time of other processes is not this one's.
+        own = not (loaded and data.workers)
+        print(line + (f"; {on_cpu:,.0f} per second of CPU time" if own else ""))
 
 
 def _alone(options: Options, work: Callable[[memoryview], object]) -> Iterator[int]:
