@@ -37,7 +37,7 @@ class Convert:
 class Checkpoints:
     """List the checkpoints of a run, and whether they are whole; the exit code is 1 if one is damaged, else 0.
 
-    Of each: step, tokens seen, size, the engine and the number of ranks that wrote it, and when.
+    Of each: step, tokens (or images) seen, size, the engine and the number of ranks that wrote it, and when.
     """
 
     source: RunFolder = ""
@@ -72,7 +72,10 @@ def render(listing: Listing, *, verified: bool) -> str:
     if not listing.checkpoints:
         lines = ["no checkpoints yet"]
     else:
-        lines = _table([_HEAD, *(_row(facts, verified) for facts in listing.checkpoints)])
+        unit = listing.checkpoints[-1].unit
+        lines = _table(
+            [tuple(name or unit for name in _HEAD), *(_row(facts, verified) for facts in listing.checkpoints)]
+        )
         lines += ["", _resume(listing, verified)]
     lines += [
         f"leftover: {name} (a save or removal that is under way or was cut off; the next save clears it away)"
@@ -81,7 +84,7 @@ def render(listing: Listing, *, verified: bool) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-_HEAD = ("step", "tokens", "size", "engine", "ranks", "written", "state")
+_HEAD = ("step", "", "size", "engine", "ranks", "written", "state")
 
 
 def _row(facts: CheckpointFacts, verified: bool) -> tuple[str, ...]:

@@ -27,8 +27,8 @@ class Evaluate:
     For a run that was fine-tuned FILE is one file of examples with the columns of those that it was trained on; labels
     may be missing. For an export, and for an encoder that was only pretrained, --task names the task. These take --out,
     --predictions, --confusion, --step and --weights; the other options are those of language models.
-    For a run on classes of images FILE is a dataset that matmix prepare-images made; without one it is the run's own.
-    These take --split beside the same options.
+    For a run on classes of images, and for an export of one, FILE is a dataset that matmix prepare-images made; without
+    one it is that of the run. These take --split beside the same options.
     """
 
     source: RunFolder

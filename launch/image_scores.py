@@ -17,12 +17,16 @@ from matmix.data.images.config import ImagesConfig
 from matmix.data.loading.images import image_facts
 from matmix.data.storage.files import write_atomic
 from matmix.launch.figures import MOST_CLASSES, confusion_picture
+from matmix.launch.loading import check_raw
 from matmix.model import build_model
-from matmix.model.interop.importing.exported import load_weights
+from matmix.model.backbone import Backbone
+from matmix.model.interop.importing.exported import load_weights, read_export, read_export_config, read_labels
+from matmix.model.interop.importing.foreign import read_object
 from matmix.train.engine.full_state import Weights
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.remote import fetch_run
-from matmix.train.run.trained import find_trained
+from matmix.train.run.trained import Trained, find_trained
+from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.image_classification import ImageClassification
 
 _BATCH = 64
@@ -84,12 +88,26 @@ class ImageScores:
             }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Classifier:
+    """A classifier of images that is ready for use."""
+
+    model: Backbone
+    data: DataConfig
+    """How its images are read; without a path where that is not known."""
+    where: str
+    seed: int = 0
+
+
 def classifies_images(source: str | Path) -> bool:
-    """Whether `source` is a run that was trained on classes of images."""
+    """Whether `source` is a run that was trained on classes of images, or an export of one."""
     folder, _ = fetch_run(source, weights_only=True)
-    if not (folder / "config.toml").is_file():
+    if (folder / "config.toml").is_file():
+        return isinstance(RunDirectory(folder).read_config().task(), ImageClassification)
+    config = folder / "config.json"
+    if not config.is_file() or "matmix" not in read_object(config):
         return False
-    return isinstance(RunDirectory(folder).read_config().task(), ImageClassification)
+    return read_export_config(folder).architecture in ImageClassification.architectures
 
 
 @torch.inference_mode()
@@ -101,23 +119,29 @@ def score_images(
     step: int | None = None,
     weights: Weights = "raw",
 ) -> ImageScores:
-    """Scores a run, at its newest checkpoint or that of `step`, with its weights or their average, on a split of a
-    dataset that `matmix prepare-images` made; "" = that of the run. Raises FileNotFoundError or ValueError (one
-    line)."""
+    """Scores a run, at its newest checkpoint or that of `step`, with its weights or their average, or an export, on a
+    split of a dataset that `matmix prepare-images` made; "" = that of the run. Raises FileNotFoundError or ValueError
+    (one line)."""
     folder, fetched = fetch_run(source, step=step, weights_only=weights == "raw")
-    trained = find_trained(RunDirectory(folder), step, whole=fetched, weights=weights)
-    config, task = trained.config, trained.config.task()
-    images = _with_dataset(config.data, dataset) if dataset else config.data.images
-    data = dataclasses.replace(config.data, images=images, workers=0)
-    options = {"global_batch_size": _BATCH, "micro_batch_size": _BATCH, "one_pass": True, "seed": config.seed}
-    loader = task.make_loader(data, split=split, **options)
-    classes = images.classes or tuple(loader.facts.classes)
-    if len(classes) != config.model.head.outputs:
-        raise ValueError(f"{source} tells {config.model.head.outputs} classes apart, and its data has {len(classes)}")
-    model = build_model(config.model)
-    load_weights(model, trained.weights(), folder)
+    if (folder / "config.toml").is_file():
+        trained = find_trained(RunDirectory(folder), step, whole=fetched, weights=weights)
+        by = _trained_classifier(trained, str(source))
+    elif step is not None:
+        raise ValueError(f"{source} is an export, which has no steps to choose from; leave --step out")
+    else:
+        check_raw(weights, source)
+        by = _exported_classifier(folder)
+    if not (dataset or by.data.images.path):
+        raise ValueError(f"{source} is an export, which knows no pictures: name a dataset of matmix prepare-images")
+    data = _with_dataset(by.data, dataset) if dataset else by.data
+    task = ImageClassification(ObjectiveConfig(name="image_classification"))
+    options = {"global_batch_size": _BATCH, "micro_batch_size": _BATCH, "one_pass": True, "seed": by.seed}
+    loader = task.make_loader(dataclasses.replace(data, workers=0), split=split, **options)
+    classes, outputs = data.images.classes or tuple(loader.facts.classes), by.model.config.head.outputs
+    if len(classes) != outputs:
+        raise ValueError(f"{source} tells {outputs} classes apart, and {data.images.path} has {len(classes)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device).eval()
+    model = by.model.to(device).eval()
     parts, losses = [], 0.0
     for batch in tqdm(loader, desc="scoring", unit="batch", leave=False, disable=None):
         costs = task.costs(model, batch.to(device))
@@ -128,10 +152,9 @@ def score_images(
         found = (batch.examples, batch.labels, likeliest.cpu(), shares.cpu())
         parts.append([values[kept].numpy() for values in found])
     numbers, labels, likeliest, probabilities = (np.concatenate(values) for values in zip(*parts, strict=True))
-    averaged = ", averaged weights" if weights == "ema" else ""
     return ImageScores(
-        where=f"{source}, {trained.checkpoint.name}{averaged}",
-        pictures=f"{images.path}, {split} split",
+        where=by.where,
+        pictures=f"{data.images.path}, {split} split",
         classes=classes,
         loss=losses / len(labels),
         numbers=numbers,
@@ -141,16 +164,34 @@ def score_images(
     )
 
 
-def _with_dataset(data: DataConfig, dataset: str) -> ImagesConfig:
-    """The pictures of another dataset of the same classes, normalised as those that the run was trained on."""
+def _trained_classifier(trained: Trained, source: str) -> _Classifier:
+    model = build_model(trained.config.model)
+    load_weights(model, trained.weights(), source)
+    averaged = ", averaged weights" if trained.which == "ema" else ""
+    where = f"{source}, {trained.checkpoint.name}{averaged}"
+    return _Classifier(model, trained.config.data, where, trained.config.seed)
+
+
+def _exported_classifier(folder: Path) -> _Classifier:
+    from matmix.model.interop.timm_models import read_image_inputs
+
+    model, inputs = read_export(folder), read_image_inputs(folder)
+    if inputs is None:
+        raise ValueError(f"{folder} has no preprocessor_config.json, which says how images are prepared")
+    values = {**dataclasses.asdict(inputs), "channels": model.config.image.channels, "classes": read_labels(folder)}
+    return _Classifier(model, DataConfig(images=ImagesConfig(**values)), str(folder))
+
+
+def _with_dataset(data: DataConfig, dataset: str) -> DataConfig:
+    """The pictures of another dataset of the same classes, normalised as those that the model was trained on."""
     images = data.images
-    other = dataclasses.replace(images, path=dataset, validation_path="")
-    classes = tuple(image_facts(dataclasses.replace(data, images=other)).classes)
+    other = dataclasses.replace(data, images=dataclasses.replace(images, path=dataset, validation_path=""))
+    classes = tuple(image_facts(other).classes)
     if images.classes and classes != images.classes:
         named = next((name for name in classes if name not in images.classes), classes[0] if classes else "none")
         raise ValueError(
-            f"{dataset} has other classes than the run ({len(classes)} and {len(images.classes)}, {named!a} for "
-            "example); prepare it with the run's --classes"
+            f"{dataset} has other classes than the model ({len(classes)} and {len(images.classes)}, {named!a} for "
+            "example); prepare it with the same --classes"
         )
     return other
 

@@ -4,6 +4,7 @@ from matmix.model.architecture import ARCHITECTURES, register_architecture
 from matmix.model.architectures.encoder import Encoder
 from matmix.model.architectures.image_classifier import ImageClassifier
 from matmix.model.architectures.language_model import LanguageModel
+from matmix.model.architectures.masked_image import MaskedImage
 from matmix.model.architectures.sequence_classifier import SequenceClassifier
 from matmix.model.architectures.span_classifier import SpanClassifier
 from matmix.model.architectures.text_embedder import TextEmbedder
@@ -21,6 +22,7 @@ __all__ = [
     "ImageClassifier",
     "ImageConfig",
     "LanguageModel",
+    "MaskedImage",
     "MixerOptions",
     "ModelConfig",
     "SequenceClassifier",

@@ -66,7 +66,7 @@ class ModelConfig:
     architecture: str = "language_model"
     """language_model predicts the next token and is causal; encoder sees both sides and fills in masked
     tokens; sequence_classifier, token_classifier, span_classifier and text_embedder are encoders with another output;
-    your own: "my_package.module:MyModel"."""
+    image_classifier and masked_image read images; your own: "my_package.module:MyModel"."""
     options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Options of an architecture of your own, by name."""
     vocab_size: int = 0
@@ -80,7 +80,7 @@ class ModelConfig:
     third layer. With "mlp" in the pattern the MLPs stand exactly there, as layers of their own; otherwise one
     follows each mixer. "none" stands for a mixer that is taken out, a control in comparisons."""
     causal_mixers: bool = False
-    """encoder, image_classifier: allows causal mixers, as controls in comparisons."""
+    """encoder and models of images: allows causal mixers, as controls in comparisons."""
     mlp_ratio: float = 4.0
     """Hidden width of the MLPs over d_model; 0 = no MLPs."""
     mlp_bias: bool = False
@@ -100,7 +100,7 @@ class ModelConfig:
     dropout: float = 0.0
     """Dropout on what each mixer and MLP adds."""
     drop_path: float = 0.0
-    """image_classifier: in training the last layer is left out for this share of the images, earlier layers for less,
+    """Models of images: in training the last layer is left out for this share of the images, earlier layers for less,
     growing from 0 (stochastic depth)."""
     layer_scale: float = 0.0
     """What each mixer and MLP adds is multiplied by a learned factor for each channel, which starts here; 0 = none."""
@@ -123,7 +123,7 @@ class ModelConfig:
     head: HeadConfig = field(default_factory=HeadConfig)
     """The output of classifiers and embedders."""
     image: ImageConfig = field(default_factory=ImageConfig)
-    """image_classifier: how images are read."""
+    """Models of images: how these are read."""
     mixers: MixerOptions = field(default_factory=MixerOptions)
     """Options of each kind of mixer."""
 

@@ -112,7 +112,7 @@ def _closing_words(config: RunConfig, result: Result) -> str:
     for evaluator, _ in others:
         lines += evaluator.summary(metrics)
     if averaged := of_averaged(metrics):
-        lines += [f"{TITLE.capitalize()}: {line}" for line in loss.summary(averaged)]
+        lines += [f"{TITLE.capitalize()}: {line[0].lower()}{line[1:]}" for line in loss.summary(averaged)]
     run, known = RunDirectory(config.run_dir), [config.task().loss_metric, *config.task().metrics]
     lines += earlier_best(run.path, [*known, *averaged_metrics(known)], metrics)
     if run.curves.is_file():

@@ -30,9 +30,18 @@ class ImageEmbeddings(nn.Module):
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         return {"positions": NOT_DECAYED} if self.image.positions == "learned" else {}
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, images: torch.Tensor, masked: torch.Tensor | None = None, token: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """masked: bool (B, rows, columns), patches that `token` (d_model,) stands for; no pixel of theirs is read, also
+        by the convolutions of other patches."""
         rows, columns = patch_grid(images, self.image)
+        if masked is not None:
+            hidden = masked.repeat_interleave(self.image.patch, 1).repeat_interleave(self.image.patch, 2)
+            images = images.masked_fill(hidden.unsqueeze(1), 0.0)
         x = self.patches(images)
+        if masked is not None:
+            x = torch.where(masked.flatten(1).unsqueeze(2), token.to(x.dtype), x)
         if self.image.positions == "learned":
             x = x + resized_positions(self.positions, rows, columns).to(x.dtype)
         elif self.image.positions == "sincos":

@@ -27,6 +27,13 @@ def patch_grid(images: torch.Tensor, image: ImageConfig) -> tuple[int, int]:
     return height // image.patch, width // image.patch
 
 
+def cut_patches(images: torch.Tensor, patch: int) -> torch.Tensor:
+    """Images (B, C, H, W) -> the pixels of each patch, (B, rows * columns, C patch patch), row by row."""
+    batch, channels, height, width = images.shape
+    cut = images.reshape(batch, channels, height // patch, patch, width // patch, patch)
+    return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
 class LinearPatches(nn.Linear):
     """Each patch through one matrix: (B, C, H, W) -> (B, rows * columns, d_model), row by row.
 
@@ -38,10 +45,7 @@ class LinearPatches(nn.Linear):
         self.patch = image.patch
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        batch, channels, height, width = images.shape
-        rows, columns = height // self.patch, width // self.patch
-        cut = images.reshape(batch, channels, rows, self.patch, columns, self.patch)
-        return super().forward(cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))
+        return super().forward(cut_patches(images, self.patch))
 
     def flops(self) -> float:
         """Forward floating-point operations for one patch."""

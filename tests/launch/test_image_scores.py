@@ -9,6 +9,7 @@ from image_runs import write_image_recipe
 from runs import records
 
 from matmix.launch.cli import main
+from matmix.launch.export import export_run
 from matmix.launch.image_scores import ImageScores, score_images
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
@@ -50,9 +51,21 @@ def test_another_dataset_of_the_same_classes(run, tmp_path):
     assert scores.pictures == f"{dataset}, train split"
     two = [(name, label, data) for name, label, data in pictures.samples(4) if label < 2]
     dataset = pictures.prepare(pictures.write_tree(tmp_path / "two", two), tmp_path / "fewer", validation_fraction=0.5)
-    with pytest.raises(ValueError, match="has other classes than the run") as error:
+    with pytest.raises(ValueError, match="has other classes than the model") as error:
         score_images(run, str(dataset))
     assert "\n" not in str(error.value)
+
+
+def test_an_export_scores_as_its_run(run, tmp_path, capsys):
+    export_run(run, tmp_path / "export")
+    own = load_config(str(run)).data.images.path
+    expected, found = score_images(run), score_images(tmp_path / "export", own)
+    assert found.metrics() == pytest.approx(expected.metrics(), rel=1e-5)
+    assert found.classes == expected.classes == ("cat", "dog", "owl")
+    assert main(["evaluate", str(tmp_path / "export")]) == 2
+    assert "name a dataset" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "export"), own, "--weights", "ema"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_what_a_class_is_taken_for():

@@ -9,6 +9,7 @@ from pathlib import Path
 from matmix.train.checkpoint.files import MANIFEST, check_sizes, find_problem, read_manifest
 from matmix.train.checkpoint.manager import LEFTOVERS, CheckpointManager
 from matmix.train.engine.kinds import files_of
+from matmix.train.tasks import unit_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +20,8 @@ class CheckpointFacts:
     step: int
     problem: str | None  # what is wrong with it, one line; None = whole
     size: int  # bytes on disk
-    tokens: int | None = None  # seen by the run until then
+    tokens: int | None = None  # seen by the run until then; or what else `unit` says
+    unit: str = "tokens"
     engine: str | None = None  # who wrote it, such as "torch" or "deepspeed, ZeRO-2"
     ranks: int | None = None  # that wrote it
     written: float | None = None  # seconds since the epoch
@@ -66,6 +68,7 @@ def _describe(path: Path, step: int, verify: bool) -> CheckpointFacts:
         return dataclasses.replace(
             facts,
             tokens=manifest["extra"].get("train_state", {}).get("tokens"),
+            unit=unit_of(str(manifest["extra"].get("config", {}).get("objective", {}).get("name"))),
             engine=files_of(manifest["layout"]).title(manifest["layout"]),
             ranks=manifest["layout"].get("world_size"),
             written=manifest.get("written", (path / MANIFEST).stat().st_mtime),

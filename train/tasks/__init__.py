@@ -14,6 +14,7 @@ from matmix.train.tasks.finetuning.question_answering import QuestionAnswering
 from matmix.train.tasks.finetuning.regression import Regression
 from matmix.train.tasks.finetuning.token_classification import TokenClassification
 from matmix.train.tasks.image_classification import ImageClassification
+from matmix.train.tasks.masked_image import MaskedImage
 from matmix.train.tasks.masked_lm import MaskedLM
 
 __all__ = ["TASKS", "Costs", "Loss", "Metric", "ObjectiveConfig", "Task", "make_task", "unit_of"]
@@ -22,6 +23,7 @@ TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
     "masked_lm": MaskedLM,
     "image_classification": ImageClassification,
+    "masked_image": MaskedImage,
     "sequence_classification": SequenceClassification,
     "multi_label": MultiLabel,
     "regression": Regression,

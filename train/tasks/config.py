@@ -14,8 +14,9 @@ class ObjectiveConfig:
 
     name: str = "causal_lm"
     """causal_lm: next-token prediction, for language models; masked_lm: prediction of masked tokens, for encoders;
-    image_classification: classes of images; on labelled examples: sequence_classification, multi_label, regression,
-    token_classification, question_answering, multiple_choice, embedding; "my_package.module:MyTask": your own."""
+    image_classification: classes of images; masked_image: pixels of hidden parts of images; on labelled examples:
+    sequence_classification, multi_label, regression, token_classification, question_answering, multiple_choice,
+    embedding; "my_package.module:MyTask": your own."""
     z_loss: float = 0.0
     """Weight of the mean squared log-partition function (PaLM, arXiv 2204.02311); 0 = off, 1e-4 is usual."""
     masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
