@@ -5,11 +5,12 @@ RUN := runs/mru_shakespeare
 # python -m and torchrun -m would put the root, with its folders named data and kernels, on sys.path.
 export PYTHONSAFEPATH := 1
 
-.PHONY: pretrain test test-all lint format clean help
+.PHONY: pretrain test test-all lint docs format clean help
 help:
 	@echo "make pretrain   install into .venv, prepare the bundled corpus, train, evaluate, sample and export"
 	@echo "make test       install into .venv and run the tests (test-all adds the slow ones)"
 	@echo "make lint       ruff and the contract between the rooms"
+	@echo "make docs       the documentation as a site in build/site; links that lead nowhere are errors"
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -19,7 +20,7 @@ help:
 	@# --use-pep517: seqeval has no wheel, and is built apart also where .venv has setuptools and wheel already.
 	@echo "Installing the pinned set into .venv (about 6 GB on disk, a few minutes) ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --use-pep517 -c constraints.txt -e '.[test,bench]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --use-pep517 -c constraints.txt -e '.[test,bench,docs]'
 	@touch $@
 
 # Each command says so and does nothing where its work is already done, so a second `make pretrain` resumes or ends.
@@ -47,6 +48,15 @@ test-all: .venv/installed
 
 lint: .venv/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+
+# The rooms of the package, by the names that they are imported by.
+ROOMS := kernels model data train launch
+
+docs: .venv/installed
+	@mkdir -p build/docs/matmix
+	@for room in $(ROOMS); do ln -sfn ../../../$$room build/docs/matmix/$$room; done
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "The documentation is in build/site/index.html"
 
 format: .venv/installed
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

@@ -50,8 +50,9 @@ def semiseparable_scan(
 
     Args:
         v: values (batch, seqlen, nheads, headdim).
-        q, k: (batch, seqlen, ngroups, d_state), typed like v; nheads a multiple of ngroups, consecutive heads
-            share a group.
+        q: (batch, seqlen, ngroups, d_state), typed like v; nheads a multiple of ngroups, consecutive heads share
+            a group.
+        k: shaped and typed like q.
         log_decay: (batch, seqlen, nheads), (nheads,) or None for no decay; -inf forgets everything. At most
             LARGEST_LOG_DECAY = 0.01: more is a ValueError on the CPU and taken as 0.01 on accelerators, where
             nobody waits to look (see `matmix.kernels.checks`).

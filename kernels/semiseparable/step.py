@@ -42,7 +42,8 @@ def semiseparable_step(
 
     Args:
         v: values (batch, nheads, headdim).
-        q, k: (batch, ngroups, d_state), typed like v; nheads a multiple of ngroups, consecutive heads share a group.
+        q: (batch, ngroups, d_state), typed like v; nheads a multiple of ngroups, consecutive heads share a group.
+        k: shaped and typed like q.
         log_decay: (batch, nheads), (nheads,) or None for no decay; at most 0.01, -inf forgets everything, as in
             `semiseparable_scan`.
         state: h_{t-1}, (batch, nheads, d_state, headdim) float32 (float64 for float64 inputs).
