@@ -10,6 +10,7 @@ from matmix.data.artifacts import one_line, read_json_lines
 from matmix.data.config import DataConfig
 from matmix.data.storage.remote import is_url
 from matmix.train.config import RunConfig
+from matmix.train.evaluators.averaged import of_averaged
 from matmix.train.run.trained import Trained
 from matmix.train.tasks import TASKS, unit_of
 
@@ -25,6 +26,7 @@ def notes_on(trained: Trained) -> str:
         "batch": f"{batch} {sequences} {config.data.seqlen:,} tokens" if unit == "tokens" else f"{batch} {unit}",
         "objective": config.objective.name,
         "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}",
+        "weights": f"their moving average, decay {config.ema.decay:g}" if trained.which == "ema" else "",
         **dict(_measured(trained, counted["step"])),
     }
     lines = [f"| {name} | {one_line(value).replace('|', ' ')} |" for name, value in rows.items() if value]
@@ -60,7 +62,8 @@ def _measured(trained: Trained, step: int) -> Iterator[tuple[str, str]]:
         yield from _numbers(
             trained.config, {"loss": training[-1].get("loss")}, f"training, step {training[-1]['step']:,}"
         )
-    yield from _numbers(trained.config, evaluation, f"validation, step {evaluation.get('step', step):,}")
+    where = f"validation, step {evaluation.get('step', step):,}"
+    yield from _numbers(trained.config, of_averaged(evaluation) if trained.which == "ema" else evaluation, where)
 
 
 def _numbers(config: RunConfig, found: dict[str, Any], where: str) -> Iterator[tuple[str, str]]:

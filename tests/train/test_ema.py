@@ -77,6 +77,12 @@ def test_the_export_has_the_weights_that_were_asked_for(run, dataset, tmp_path, 
     export_run(run, tmp_path / "raw")
     export_run(run, tmp_path / "ema", weights="ema")
     assert "averaged weights" in capsys.readouterr().out
+    last = records(run, "validation")[-1]
+    cards = {name: (tmp_path / name / "README.md").read_text() for name in ("raw", "ema")}
+    assert f"{last['loss']:.4f} nats" in cards["raw"]
+    assert f"{last['ema_loss']:.4f} nats" in cards["ema"]
+    assert "moving average, decay 0.7" in cards["ema"]
+    assert "moving average" not in cards["raw"]
     trained = dict(open_trained(run).weights())
     found = {name: load_file(tmp_path / name / "model.safetensors") for name in ("raw", "ema")}
     kept = averages(run)

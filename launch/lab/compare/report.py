@@ -30,6 +30,7 @@ from matmix.launch.lab.compare.width import headdims
 from matmix.launch.many.spread import mean_in_words, metric_in_words, spread
 from matmix.launch.many.table import markdown
 from matmix.model.config import ModelConfig
+from matmix.train.evaluators.averaged import averaged_metrics
 from matmix.train.tasks import unit_of
 from matmix.train.words import short_number
 
@@ -205,7 +206,10 @@ def _accuracy_columns(accuracies: dict[int, str]) -> Columns:
 def _language_columns(results: Sequence[EntryResult]) -> Columns:
     """Of language models and encoders: their second measure, and what context bought."""
     columns: Columns = {}
-    for metric in results[0].entry.config.task().metrics[:1]:
+    metrics = results[0].entry.config.task().metrics[:1]
+    if any(result.entry.config.ema.decay for result in results):
+        metrics = (*metrics, *averaged_metrics(metrics))
+    for metric in metrics:
         columns[metric.heading] = lambda result, metric=metric: metric_in_words(result.values(metric.name), metric)
     columns |= _gain_column(results)
     if "context_gain" in metrics_of(results):

@@ -109,7 +109,8 @@ def accuracy_metrics(results: Sequence[EntryResult]) -> dict[int, str]:
 
 def position_metrics(results: Sequence[EntryResult]) -> dict[str, str]:
     """Bin of positions in the document, such as "4-7" -> loss there, the first bin first."""
-    found = {name.removeprefix("position_loss/"): name for name in metrics_of(results) if "position_loss/" in name}
+    names = [name for name in metrics_of(results) if name.startswith("position_loss/")]
+    found = {name.removeprefix("position_loss/"): name for name in names}
     return dict(sorted(found.items(), key=lambda item: int(re.match(r"\d+", item[0])[0])))
 
 
