@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 
 from matmix.data.storage.urls import refuse_secrets
 from matmix.launch.tree import Branch, CommandTree
@@ -11,7 +12,7 @@ from matmix.train.process.exits import EXIT_OK, EXIT_USER
 
 _TEXTS = ("--prompt", "--text")
 _EPILOG = """\
-matmix VERB --help explains each verb.
+matmix VERB --help explains each verb, and matmix --version says which matmix this is.
 
 from text to a model elsewhere:
   matmix prepare bundled:shakespeare --out datasets/shakespeare --vocab-size 2048 --max-document-chars 4000
@@ -34,6 +35,7 @@ _LAUNCH = {
 VERBS = {
     "prepare": Branch("tokenise text into shards", "matmix.launch.prepare:Prepare"),
     "prepare-images": Branch("pictures with labels into shards", "matmix.launch.prepare_images:PrepareImages"),
+    "recipes": Branch("list the recipes that come with matmix, or print one", "matmix.launch.recipes:Recipes"),
     "train": Branch("train a recipe, or resume it (--dry-run: show its size and cost)", "matmix.train.entry:Train"),
     "finetune": Branch("train a pretrained encoder on labelled examples", "matmix.launch.finetune:Finetune"),
     "glue": Branch(
@@ -65,6 +67,9 @@ TREE = CommandTree("matmix", "Structured-matrix sequence mixers: data, training,
 
 
 def _run(words: list[str], *, own: bool) -> int:
+    if words == ["--version"]:
+        print(f"matmix {version('matmix')}")
+        return EXIT_OK
     # All but what a model is to read: that goes nowhere.
     pairs = zip(["", *words], words, strict=False)
     shown = [word for before, word in pairs if before not in _TEXTS and word.partition("=")[0] not in _TEXTS]
