@@ -123,6 +123,8 @@ def pair_gradients(
     """
     tiles: tl.constexpr = CHUNK // TILE
     CROSS: tl.constexpr = tiles == 2
+    # AMD's compiler fails where products of single precision stand in a branch.
+    ALWAYS: tl.constexpr = TWO or EXACT
     SCALED: tl.constexpr = SCALED1 or SCALED2
     directions: tl.constexpr = 2 if TWO else 1
     parts = heads // HEADS
@@ -292,6 +294,11 @@ def pair_gradients(
         if CROSS:
             scale_x = tl.where(forward, scale1, scale2) if TWO else scale1
             decay_x, reads_x = cross_decays(sums_x, r0, ahead, forward, TWO, SHIFT, GATED1, GATED2, CHUNK, TILE, EXACT)
+            reads_there = i < left - ahead
+            if EXACT and not TWO:
+                decay_x = tl.where(meets, decay_x, 0.0)
+                reads_x = tl.where(meets, reads_x, 0.0)
+                reads_there = reads_there & meets
             writes_x = decay_x * scale_x
             at_dyx = (tl.where(forward, dy1, dy2) if HALVES else dy1) + at_y + ahead * dy_l
             pairs_x = tl.zeros((TILE, TILE), tl.float32)
@@ -319,8 +326,8 @@ def pair_gradients(
                         EXACT,
                     )  # fmt: skip
             if CROSS:
-                if TWO or meets:
-                    grad_x = load_rows(at_dyx, dy_l, i, i < left - ahead, p0, HEADDIM, BLOCK_P)
+                if ALWAYS or meets:
+                    grad_x = load_rows(at_dyx, dy_l, i, reads_there, p0, HEADDIM, BLOCK_P)
                     out, pairs_x, written = cross_values(
                         out, pairs_x, written, scores_x, value, grad_x, writes_x, reads_x, PRECISION
                     )
@@ -331,10 +338,10 @@ def pair_gradients(
                 inside = inside & (p[None, :] < HEADDIM)
             tl.store(target, out.to(dv.dtype.element_ty), mask=inside)
         if CROSS:
-            if TWO or meets:
+            if ALWAYS or meets:
                 if NORMALIZE:
                     at_u = u + b * u_b + (t + ahead) * u_l + head * u_h
-                    reading = load_factor(at_u, u_l, i, i < left - ahead) * reads_x
+                    reading = load_factor(at_u, u_l, i, reads_there) * reads_x
                     pairs_x += tl.where(valid[None, :], reading[:, None], 0.0)
                     written += tl.sum(scores_x.to(tl.float32) * reading[None, :], 1)
                 pairs_x *= settled(writes_x)[None, :]
@@ -343,7 +350,7 @@ def pair_gradients(
                 if GATED1 or GATED2:
                     tl.store(crossed + at_f + i, written * scale_x, mask=valid)
                     read = tl.sum(pairs_x * turned_x, 1)
-                    tl.store(entered + at_f + ahead + i, read, mask=i < left - ahead)
+                    tl.store(entered + at_f + ahead + i, read, mask=reads_there)
         if SCALED1:
             tl.store(scales1 + at_f + i, dscale1 + (tl.where(forward, written, 0.0) if TWO else written), mask=valid)
         if SCALED2:
@@ -352,7 +359,7 @@ def pair_gradients(
     at = dscores + tl.program_id(0).to(tl.int64) * (tiles * TILE * TILE) + i[:, None] * TILE + i[None, :]
     tl.store(at, total.to(dscores.dtype.element_ty))
     if CROSS:
-        if TWO or meets:
+        if ALWAYS or meets:
             tl.store(at + TILE * TILE, dcross.to(dscores.dtype.element_ty))
     if not SHIFT:
         at = own_scores + tl.program_id(0).to(tl.int64) * (directions * TILE) + i
