@@ -14,6 +14,7 @@ from matmix.launch.lab.show_mixer.image_pictures import PatchHead, PatchPage, Re
 from matmix.launch.lab.show_mixer.image_subject import ImageSubject
 from matmix.model.backbone import Backbone
 from matmix.model.images.scans import scan_orders
+from matmix.model.mixers.base import Mixer
 
 _WORDS = {
     "row": ("row by row",),
@@ -64,7 +65,7 @@ def image_matrices(model: Backbone, images: torch.Tensor, layers: Sequence[int])
         found = mixer.matrix(x.double()) if orders is None else mixer.matrix_in_orders(x.double(), orders)
         if not found.isfinite().all():
             raise ValueError(f"M of layer {layer} ({mixer.name}) is not finite: the weights have diverged")
-        yield layer, torch.linalg.matrix_norm(found[0]) if found.dim() == 5 else found[0]
+        yield layer, torch.linalg.matrix_norm(found[0]) if found.dim() == 6 else found[0]
 
 
 def reading_orders(subject: ImageSubject) -> list[ReadingOrder]:
@@ -114,14 +115,15 @@ def draw_image_pages(
             drawn = f"{len(heads)} of {drawn}"
         title = f"layer {layer}: {mixer.name}"
         subtitle = f"{subject.where}, {subject.state}, {drawn}"
-        notes = [f"What {what} takes from {subject.file}", *subject.notes, *_notes(subject, mixer)]
+        notes = [f"What {what} takes from {subject.file}", *subject.notes, *mixer_notes(subject, mixer)]
         description = "\n".join((title, subtitle, *subject.overrides, subject.file, named))
         page = PatchPage(title, subtitle, notes, subject.picture, orders, heads, description)
         path = draw_patch_page(page, folder / f"layer-{layer:02}-{mixer.name}-{subject.label}-{named}.png")
         yield path, f"{drawn}, {_distances(heads)}"
 
 
-def _notes(subject: ImageSubject, mixer: torch.nn.Module) -> list[str]:
+def mixer_notes(subject: ImageSubject, mixer: Mixer) -> list[str]:
+    """What has to be known to read the page of a layer with this mixer."""
     image, found = subject.image, []
     if len(_WORDS[image.scan]) > 1:
         found.append("M is the mean over both orders.")

@@ -30,8 +30,8 @@ _EXPLAINED = (
     "A head's panel holds the weights with which the patches enter the output of the chosen position: its row of M. "
     "Grey is where the mixer never looks. Colours have a range for each head, which ends at the "
     f"{ROBUST:.1%} quantile of |M| over the other patches, without zeros; own is the weight of the chosen patch for "
-    "itself, class that of the class token. Distance: the mean over the patches, weighted by |M|, of how far they are "
-    "from the chosen one, in patches."
+    "itself, class that of the class token. Distance: the mean over the other patches, weighted by |M|, of how far "
+    "away they are, in patches."
 )
 
 
@@ -61,8 +61,9 @@ class PatchHead:
 
     @property
     def distance(self) -> float | None:
-        """The mean distance in patches, weighted by |M|; None from the class token, and where nothing is taken."""
-        sizes = np.abs(self.weights)
+        """The mean distance of the other patches in patches, weighted by |M|; None from the class token, and where
+        nothing is taken of them."""
+        sizes = np.abs(self.weights) * ~self.own
         if self.place is None or not sizes.any():
             return None
         rows, columns = np.indices(sizes.shape)

@@ -16,6 +16,7 @@ from matmix.launch.lab.show_mixer.image_pages import (
     chosen_place,
     draw_image_pages,
     image_matrices,
+    mixer_notes,
     patch_head,
     reading_orders,
 )
@@ -90,8 +91,8 @@ def test_orders_are_those_of_the_model(recipe, photo):
 
 def test_the_distance_of_what_a_patch_takes():
     weights = np.zeros((3, 3))
-    weights[1, 1], weights[1, 2], weights[0, 1] = 2.0, -1.0, 1.0
-    assert PatchHead("", weights, None, (1, 1)).distance == pytest.approx(0.5)
+    weights[1, 1], weights[1, 2], weights[0, 0] = 9.0, -3.0, 1.0
+    assert PatchHead("", weights, None, (1, 1)).distance == pytest.approx((3 + 2**0.5) / 4)
     assert PatchHead("", weights, None, (1, 1)).signed
     assert PatchHead("", weights, 0.5, None).distance is None
     assert PatchHead("", weights * 0, None, (1, 1)).distance is None
@@ -119,16 +120,25 @@ def test_a_run_gets_a_page_a_layer_and_an_export_the_same_picture(run, photo, tm
     assert page.name == "layer-01-attention-export-patch-1-1.png"
 
 
-@pytest.mark.parametrize("mixer", ["hydra", "s4d", "toeplitz_dd", "ssd"])
-def test_pages_of_a_recipe_without_its_data(mixer, recipe, photo, tmp_path):
-    sizes = {"hydra": "headdim", "toeplitz_dd": "headdim", "ssd": "headdim"}
-    changes = ["--model.layers", mixer, "--data.images.path", str(tmp_path / "nowhere")]
-    changes += [f"--model.mixers.{mixer}.{sizes[mixer]}", "8"] if mixer in sizes else []
-    changes += ["--model.causal_mixers", "True"] if mixer == "ssd" else []
+@pytest.mark.parametrize(
+    ("mixer", "changes", "note"),
+    [
+        ("hydra", ["headdim", "8"], ""),
+        ("s4d", [], "M is the same for every picture"),
+        ("semiseparable", ["headdim", "8"], "no later patches"),
+        ("mru", ["order", "4"], "norms of the products"),
+        ("dense", ["headdim", "8"], ""),
+    ],
+)
+def test_pages_of_a_recipe_without_its_data(mixer, changes, note, recipe, photo, tmp_path):
+    changes = [f"--model.mixers.{mixer}.{changes[0]}", changes[1]] if changes else []
+    changes += ["--model.layers", mixer, "--data.images.path", str(tmp_path / "nowhere")]
+    changes += ["--model.causal_mixers", str(mixer in ("semiseparable", "mru"))]
     subject = subject_of(recipe, photo, *changes)
     assert "there is no dataset at" in subject.notes[0]
     ((path, words),) = draw_image_pages(subject, [0], (2, 3), tmp_path, max_heads=2)
     assert "mean distance" in words
+    assert note in " ".join(mixer_notes(subject, subject.model.blocks[0].mixer))
     with Image.open(path) as image:
         assert image.format == "PNG"
 
@@ -148,7 +158,7 @@ def test_the_class_token_takes_from_the_picture(recipe, photo, tmp_path):
         (["RUN", "--text", "a"], "reads no text; matmix classify takes pictures"),
         (["RUN", "--text", "a", "--image", "PHOTO"], "give one of them"),
         (["RUN", "--image", "nowhere.png"], "there is no picture at nowhere.png"),
-        (["RUN", "--image", "PHOTO", "--patch", "2,0"], "2 rows and columns of patches, 0 to 1"),
+        (["RUN", "--image", "PHOTO", "--patch", "2,0"], "2 x 2 patches; rows and columns are 0 to 1"),
         (["RUN", "--image", "PHOTO", "--patch", "middle"], "give ROW,COLUMN"),
         (["RUN", "--image", "PHOTO", "--patch", "class"], "has no class token"),
         (["RUN", "--image", "PHOTO", "--layers", "7"], "has no layer 7"),
