@@ -93,7 +93,8 @@ def _load_export(path: Path, device: str | None) -> Source:
 
 def _check_reads_text(config: ModelConfig, path: Path) -> None:
     if not config.model_class.tokens:
-        raise ValueError(f"{path} holds a model of architecture {config.architecture!r}, which reads no text")
+        instead = "; matmix classify takes pictures" if config.model_class.takes_images else ""
+        raise ValueError(f"{path} holds a model of architecture {config.architecture!r}, which reads no text{instead}")
 
 
 def _ready(

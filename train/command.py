@@ -118,7 +118,9 @@ def _closing_words(config: RunConfig, result: Result) -> str:
     if run.curves.is_file():
         lines.append(f"Curves: {run.where}/{run.curves.name}")
     export = f"matmix export {config.run_dir} --out DIR"
-    if not config.model.model_class.tokens or config.model.model_class.takes_head:
+    if config.model.model_class.takes_images:
+        lines.append(f"Next: matmix classify {config.run_dir} IMAGE, or {export}")
+    elif not config.model.model_class.tokens or config.model.model_class.takes_head:
         lines.append(f"Next: {export}")
     else:
         # Prompts rarely have the one length that some mixers take.

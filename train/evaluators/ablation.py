@@ -1,5 +1,5 @@
 """Measures the benefit of mixing: compares the model's loss with that of the model whose mixers give the same output
-for every token."""
+for every token, or every patch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
@@ -17,8 +17,10 @@ from matmix.model.blocks import Block
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.evaluators.base import Evaluation, Evaluator
-from matmix.train.evaluators.context import finite
+from matmix.train.evaluators.context import NOTHING, finite
 from matmix.train.tasks.base import Metric, Task
+from matmix.train.tasks.finetuning.base import labelled
+from matmix.train.tasks.image_classification import ImageClassification, image_costs
 from matmix.train.tasks.token_prediction import TokenPrediction, row_losses
 
 
@@ -29,26 +31,51 @@ class MixingGain(Evaluator):
 
     @classmethod
     def applies(cls, config: RunConfig, task: Task) -> bool:
-        return isinstance(task, TokenPrediction) and config.evaluation.ablation_batches > 0
+        return isinstance(task, TokenPrediction | ImageClassification) and config.evaluation.ablation_batches > 0
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         options = self.config.evaluation
         limit = min(options.ablation_batches, options.batches or options.ablation_batches)
-        return mixing_metrics(evaluation.engine, lambda: map(evaluation.on_device, evaluation.batches(limit)))
+        losses = image_losses if isinstance(self.task, ImageClassification) else token_losses
+        return mixing_metrics(evaluation.engine, lambda: map(evaluation.on_device, evaluation.batches(limit)), losses)
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        return []  # `context_words` says it with the context's gain
+        gain = metrics.get("mixing_gain")
+        if gain is None or isinstance(self.task, TokenPrediction):
+            return []  # `context_words` says it with the context's gain
+        if gain < NOTHING:
+            return [
+                "Warning: the mixers contribute nothing: constants in their place change the loss by "
+                f"{gain:+.3f} nats per image."
+            ]
+        return [f"With the mixers' outputs replaced by their means the loss is {gain:.2f} nats per image higher."]
+
+
+def token_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of each prediction of a token."""
+    return row_losses(model, batch).loss
+
+
+def image_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """float32 (B,): the loss of each image, 0 without a label."""
+    return image_costs(model(batch.inputs).float(), batch.labels)[0]
 
 
 @torch.no_grad()
-def mixing_metrics(engine: Engine, batches: Callable[[], Iterable[Batch]]) -> dict[str, float]:
+def mixing_metrics(
+    engine: Engine,
+    batches: Callable[[], Iterable[Batch]],
+    losses: Callable[[nn.Module, Batch], Tensor] = token_losses,
+) -> dict[str, float]:
     """`loss_without_mixing`, the mean loss with the output of every mixer replaced by its mean, and `mixing_gain`, by
     how much that is above the loss of the model as it is, on the same batches. To be called on all ranks.
 
     batches: gives this rank's micro-batches, on its device, each time it is called; as many on every rank.
+    losses: of a micro-batch, one for each prediction.
 
     The means are taken in a pass before, by layer and channel, over the positions of all ranks that have a target:
-    where nothing is mixed, no other position has a say in the loss. Nothing is measured of models without mixers, on
+    where nothing is mixed, no other position has a say in the loss. Of an image with a target these are all; each patch
+    then tells what it does by itself, and a class token nothing. Nothing is measured of models without mixers, on
     batches without targets, and where the result is no finite number.
     """
     blocks = [block for block in engine.module.blocks if block.mixer is not None]
@@ -56,25 +83,27 @@ def mixing_metrics(engine: Engine, batches: Callable[[], Iterable[Batch]]) -> di
         return {}
     outputs = torch.zeros(len(blocks), engine.module.config.d_model, dtype=torch.float64, device=engine.device)
     predicting = torch.empty(0, dtype=torch.int64)
+    images = engine.module.takes_images
 
     def noted(place: int, mix: Callable[..., Tensor], x: Tensor, *documents: Any) -> Tensor:
         y = mix(x, *documents)
-        outputs[place] += y.flatten(0, 1)[predicting].sum(0, dtype=torch.float64)
+        rows = y.sum(1, dtype=torch.float64) / y.shape[1] if images else y.flatten(0, 1)
+        outputs[place] += rows[predicting].sum(0, dtype=torch.float64)
         return y
 
     count = torch.zeros(1, dtype=torch.float64, device=engine.device)
     loss, ablated = torch.zeros_like(count), torch.zeros_like(count)
     with mixing_replaced(blocks, noted):
         for batch in batches():
-            predicting = _predicting(batch)
+            predicting = labelled(batch.labels).nonzero().squeeze(1) if images else _predicting(batch)
             count += predicting.numel()
-            loss += row_losses(engine.model, batch).loss.sum(dtype=torch.float64)
+            loss += losses(engine.model, batch).sum(dtype=torch.float64)
     sums = engine.all_reduce_sum(torch.cat([outputs.flatten(), count]))
     means = (sums[:-1] / sums[-1].clamp(min=1)).view_as(outputs)
 
     with mixing_replaced(blocks, lambda place, mix, x, *documents: means[place].to(x.dtype).expand_as(x)):
         for batch in batches():
-            ablated += row_losses(engine.model, batch).loss.sum(dtype=torch.float64)
+            ablated += losses(engine.model, batch).sum(dtype=torch.float64)
     loss_sum, ablated_sum, targets = engine.all_reduce_sum(torch.cat([loss, ablated, count])).tolist()
     if targets == 0:
         return {}

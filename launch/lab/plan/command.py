@@ -32,6 +32,8 @@ from matmix.train.recipe import load_config
 from matmix.train.words import duration, short_number
 
 FEW_TOKENS = 2048  # a pass over fewer leaves most of a large GPU idle
+_POSITIONS = {"tokens": "tokens", "images": "patches"}
+"""Unit of a task -> what the positions of its sequences are."""
 WORTH_A_WARNING = 0.01  # share of the run's time
 MANY_EPOCHS = 4  # up to about four passes repeated data are nearly as good as new (arXiv 2305.16264)
 
@@ -62,8 +64,8 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
     tokens = plan.micro_batch_size * config.positions
     if tokens < FEW_TOKENS:
         found.append(
-            f"global batch too small for the mesh: a rank sees {tokens} tokens in a pass, which leaves most of a "
-            f"{cluster.gpu} idle; use fewer GPUs or a larger global_batch_size"
+            f"global batch too small for the mesh: a rank sees {tokens} {_POSITIONS[plan.unit]} in a pass, which "
+            f"leaves most of a {cluster.gpu} idle; use fewer GPUs or a larger global_batch_size"
         )
     if one.traffic_seconds > one.compute_seconds:
         found.append(
@@ -196,7 +198,8 @@ def _describe(
 def _describe_suggestions(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) -> list[str]:
     best = suggest(config, ranks, cluster, efficiency)[:SUGGESTIONS]
     if not best:
-        return ["nothing fits: use more GPUs, larger ones, or shorter sequences"]
+        smaller = "shorter sequences" if config.model.model_class.tokens else "smaller images"
+        return [f"nothing fits: use more GPUs, larger ones, or {smaller}"]
     lines = ["", "fastest that fit:"]
     for one in best:
         options = options_of(one, config) or "as configured"

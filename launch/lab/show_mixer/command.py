@@ -1,4 +1,5 @@
-"""`matmix show-mixer RUN_OR_RECIPE --text ...`: pictures of the matrices M that mix a text's tokens, and their ranks.
+"""`matmix show-mixer RUN_OR_RECIPE --text ...`: pictures of the matrices M that mix a text's tokens, and their ranks;
+with `--image FILE` what a patch takes from a picture.
 
 One page a layer. What each mixer gets in the model's forward pass is recorded, and M is computed from it in float64,
 which numerical ranks need.
@@ -18,23 +19,30 @@ import torch
 import tyro
 
 from matmix.data.storage.remote import is_url
+from matmix.launch.lab.show_mixer.heads import choose_heads, is_per_channel
+from matmix.launch.lab.show_mixer.image_pages import chosen_place, draw_image_pages
+from matmix.launch.lab.show_mixer.image_subject import ImageSubject, fresh_on_images, trained_on_images
 from matmix.launch.lab.show_mixer.pictures import Head, Page, draw_page
 from matmix.launch.lab.show_mixer.subject import Subject, check_no_comparison, fresh, trained
 from matmix.model.backbone import Backbone
-from matmix.model.mixers.base import Mixer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShowMixer:
     """Draw the matrix M of every head as a heat map, one page a layer, with its rank.
 
+    For a model of images each head's map lies on the picture, and shows what one patch takes from it.
     Fields of a recipe can be changed as in `matmix train`, such as --model.layers attention.
     """
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")] = ""
     """Run or export directory, or a recipe (initial weights)."""
-    text: str
+    text: str | None = None
     """What the model reads."""
+    image: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Of an image classifier: the picture that it reads."""
+    patch: str = ""
+    """With --image: ROW,COLUMN of the patch, from 0, or "class" for the class token; default: the one in the middle."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder for the pages; default: pictures/<name>, of a comparison's run pictures/<entry>-<seed>."""
     step: int | None = None
@@ -63,6 +71,8 @@ class ShowMixer:
         """
         is_model = is_url(self.recipe) or Path(self.recipe).is_dir()
         self._check(is_model, overrides)
+        if self.image is not None:
+            return self._draw_image(is_model, overrides)
         if is_model:
             subject = trained(self.recipe, self.text, self.step, self.max_tokens)
         else:
@@ -78,22 +88,48 @@ class ShowMixer:
             name = f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
             paths.append(draw_page(page, folder / name))
             print(f"{paths[-1]}: {words}")
-        again = "the same with another text"
+        self._say_next("the same with another text", overrides, is_model, subject.label)
+        return paths
+
+    def _draw_image(self, is_model: bool, overrides: Sequence[str]) -> list[Path]:
+        """Draws what a patch takes from the picture, one PNG a layer."""
+        if is_model:
+            subject = trained_on_images(self.recipe, self.image, self.step)
+        else:
+            subject = fresh_on_images(self.recipe, self.image, overrides)
+        chosen, place = _check_layers(subject, self.layers), chosen_place(self.patch, subject)
+        folder = Path("pictures", subject.name) if self.out is None else Path(self.out)
+        paths = []
+        for path, words in draw_image_pages(subject, chosen, place, folder, self.max_heads):
+            paths.append(path)
+            print(f"{path}: {words}")
+        self._say_next("the same with another --image or --patch", overrides, is_model, subject.label)
+        return paths
+
+    def _say_next(self, again: str, overrides: Sequence[str], is_model: bool, label: str) -> None:
         if not is_model:
             words = shlex.join([self.recipe, *overrides])
             again = f"matmix train {words}, then matmix show-mixer RUN for what it learns"
-        elif subject.label != "export":  # which has no steps
+        elif label != "export":  # which has no steps
             again = f"matmix show-mixer {self.recipe} --step N for how it came about, or {again}"
         print(f"Next: {again}")
-        return paths
 
     def _check(self, is_model: bool, overrides: Sequence[str]) -> None:
         """Raises ValueError (one line) for options that cannot be. is_model: the source is no recipe."""
         given = () if self.out is None else (Path(self.out), *Path(self.out).parents)
         file = next(filter(Path.is_file, given), None)
-        empty, few = not self.text.strip(), self.max_tokens is not None and self.max_tokens < 3
+        empty, few = (
+            self.text is not None and not self.text.strip(),
+            self.max_tokens is not None and self.max_tokens < 3,
+        )
         changed, stepped = is_model and overrides, not is_model and self.step is not None
+        neither, both = self.text is None and self.image is None, self.text is not None and self.image is not None
+        aside = self.max_tokens is not None and self.image is not None
         problems = {
+            "give what the model reads: --text TEXT, or of an image classifier --image FILE": neither,
+            "--text and --image: give one of them": both,
+            "--max-tokens is for texts: leave it out with --image": aside,
+            "--patch belongs to --image": bool(self.patch) and self.image is None,
             "the text is empty; give the words to show the mixers with, as in --text 'to be or not to be'": empty,
             f"max_tokens must be 3 or more, got {self.max_tokens}": few,
             f"max_heads must be 1 or more, got {self.max_heads}": self.max_heads < 1,
@@ -108,7 +144,7 @@ class ShowMixer:
             check_no_comparison(self.recipe)
 
 
-def _check_layers(subject: Subject, layers: Sequence[int] | None) -> list[int]:
+def _check_layers(subject: Subject | ImageSubject, layers: Sequence[int] | None) -> list[int]:
     """The layers to draw, ascending. Raises ValueError for those that are not there or hold no mixer."""
     blocks = subject.model.blocks
     if not (mixing := [index for index, block in enumerate(blocks) if block.mixer is not None]):
@@ -168,36 +204,6 @@ def as_head(matrix: torch.Tensor, name: str, skip: bool = False) -> Head:
         rank = numerical_rank(matrix - torch.eye(len(matrix), dtype=matrix.dtype), largest)
     below, above = numerical_rank(matrix[middle:, :middle]), numerical_rank(matrix[:middle, middle:])
     return Head(name, matrix.numpy(), length, rank, skip, below, above)
-
-
-def choose_heads(matrices: torch.Tensor, most: int, word: str = "head") -> list[tuple[int, str]]:
-    """Which of the matrices (H, L, L) to draw, at most `most` of them and evenly spaced, and what to call them.
-
-    word: what has a matrix of its own. Where the first half of them looks back and the second one ahead, each has two.
-    """
-    count, half = len(matrices), len(matrices) // 2
-    past, future = matrices[:half], matrices[half:]
-    paired = count % 2 == 0 and matrices.dim() == 3 and not past.triu(1).any() and not future.tril(-1).any()
-    if not paired or not past.tril(-1).any() or not future.triu(1).any():
-        return [(index, f"{word} {index}") for index in _evenly(count, most)]
-    return [
-        (index + back * half, f"{word} {index}, {'backward' if back else 'forward'}")
-        for index in _evenly(half, max(most // 2, 1))
-        for back in (0, 1)
-    ]
-
-
-def _evenly(count: int, most: int) -> list[int]:
-    number = min(count, most)
-    return [index * count // number for index in range(number)]
-
-
-def is_per_channel(mixer: Mixer, matrices: torch.Tensor) -> bool:
-    """Whether every channel of the values has a matrix of its own, of the matrices (H, L, L)."""
-    if len(matrices) != mixer.d_model:
-        return False
-    values = mixer.values(next(mixer.parameters()).new_zeros(1, matrices.shape[1], mixer.d_model))
-    return values.shape[2:] == (mixer.d_model, 1)
 
 
 def _page(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) -> tuple[Page, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import textwrap
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ MOST_LETTERS = 160
 """Of a longer text the beginning stands on the page."""
 ROBUST = 0.995
 """The quantile of the sizes of entries at which colours end: single large ones shall not outshine the rest."""
-_SIGNED, _POSITIVE = "RdBu_r", "magma_r"
-_UNSEEN, _INK, _PALE = "#e4e4ea", "#1f1f24", "#686872"
+SIGNED, POSITIVE = "RdBu_r", "magma_r"
+UNSEEN, INK, PALE = "#e4e4ea", "#1f1f24", "#686872"
 _COLUMNS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 9: 3}  # else 4
-_DPI = 150
+DPI = 150
 _EXPLAINED = (
     "Row t holds what output t takes of each input; grey is where a mixer never looks. Colours have a range for each "
     f"head, which ends at the {ROBUST:.1%} quantile of |M| off the diagonal, without zeros; diag is the largest |M| on "
@@ -29,6 +30,17 @@ _EXPLAINED = (
     "L its rows); + I: that of M without the skip, an identity in it. Blocks: ranks of its lower left and upper right "
     "quarter, which the dashed lines bound."
 )
+
+
+def colour_range(entries: np.ndarray, own: np.ndarray) -> tuple[float, float, float]:
+    """Entries at which colours begin and end, found without those of `own`, of which it gives the largest size, too."""
+    sizes = np.abs(entries)
+    others, most = sizes[~own & (sizes > 0)], float(sizes[own].max(initial=0.0))
+    low, high = np.quantile(others if others.size else [most or 1.0], (1 - ROBUST, ROBUST)).tolist()
+    if (entries < 0).any():
+        return -high, high, most
+    # Weights that are nearly alike, as those of attention without training, differ visibly all the same.
+    return low if high / 2 < low < high * (1 - 1e-6) else 0.0, high, most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,13 +73,7 @@ class Head:
     def colour_range(self) -> tuple[float, float, float]:
         """The entries at which the colours begin and end, and the largest size on the diagonal, which often outshines
         all others: what a token keeps of itself."""
-        own, sizes = ~(self.later | self.later.T), np.abs(self.matrix)
-        others, most = sizes[~own & (sizes > 0)], float(sizes[own].max())
-        low, high = np.quantile(others if others.size else [most or 1.0], (1 - ROBUST, ROBUST)).tolist()
-        if self.signed:
-            return -high, high, most
-        # Weights that are nearly alike, as those of attention without training, differ visibly all the same.
-        return low if high / 2 < low < high * (1 - 1e-6) else 0.0, high, most
+        return colour_range(self.matrix, ~(self.later | self.later.T))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,9 +143,9 @@ def draw_page(page: Page, path: Path) -> Path:
 
     labels = [_readable(piece) for piece in page.pieces]
     layout = _Layout(page, labels)
-    style = {"font.family": "DejaVu Sans", "axes.edgecolor": _PALE, "axes.linewidth": 0.6}
+    style = {"font.family": "DejaVu Sans", "axes.edgecolor": PALE, "axes.linewidth": 0.6}
     with mpl.rc_context({**style, "text.parse_math": False}):  # a $ in a text is a $
-        figure = Figure(figsize=(layout.width, layout.height), dpi=_DPI, facecolor="white")
+        figure = Figure(figsize=(layout.width, layout.height), dpi=DPI, facecolor="white")
         for number, head in enumerate(page.heads):
             axes = figure.add_axes(layout.panel(number))
             _draw_head(axes, head)
@@ -147,9 +153,14 @@ def draw_page(page: Page, path: Path) -> Path:
             _name_axes(axes, labels, layout.named, number % layout.columns == 0, lowest)
         _write_header(figure, page, layout)
         _write_footer(figure, page, layout)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path = first_free(path, lambda other: other.exists() and _description(other) != page.description)
-        figure.savefig(path, format="png", metadata={"Software": "matmix", "Description": page.description})
+        return save_page(figure, path, page.description)
+
+
+def save_page(figure: Any, path: Path, description: str) -> Path:
+    """Write a figure as `draw_page` describes; description: what it was made from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path = first_free(path, lambda other: other.exists() and _description(other) != description)
+    figure.savefig(path, format="png", metadata={"Software": "matmix", "Description": description})
     return path
 
 
@@ -168,32 +179,32 @@ def _draw_head(axes: Any, head: Head) -> None:
     from matplotlib import colormaps
 
     low, high, diagonal = head.colour_range()
-    colours = colormaps[_SIGNED if head.signed else _POSITIVE].with_extremes(bad=_UNSEEN)
+    colours = colormaps[SIGNED if head.signed else POSITIVE].with_extremes(bad=UNSEEN)
     extent = (-0.5, head.tokens - 0.5, head.tokens - 0.5, -0.5)  # whatever the size of the matrix, axes count tokens
     empty = [half for half in (head.later, head.later.T) if not head.matrix[half].any()]  # zero by its form
     shown = np.ma.array(head.matrix, mask=np.any([np.zeros_like(head.later), *empty], axis=0))
     axes.imshow(shown, cmap=colours, vmin=low, vmax=high, extent=extent)
     for line in (axes.axvline, axes.axhline):
-        line(head.tokens // 2 - 0.5, color=_INK, linewidth=0.6, alpha=0.35, dashes=(4, 4))
+        line(head.tokens // 2 - 0.5, color=INK, linewidth=0.6, alpha=0.35, dashes=(4, 4))
     span = f"±{high:.2g}" if head.signed else f"{low:.3g} to {high:.3g}"
     words = f"rank {head.rank}{' + I' if head.skip else ''}   blocks {head.below} / {head.above}   {span}"
     if diagonal > 1.05 * high:
         words += f"   diag {diagonal:.2g}"
     place = {"xy": (0, 1), "xycoords": "axes fraction", "textcoords": "offset points"}
-    axes.annotate(head.name, xytext=(0, 17), fontsize=9.5, fontweight="bold", color=_INK, **place)
-    axes.annotate(words, xytext=(0, 5), fontsize=8, color=_PALE, **place)
+    axes.annotate(head.name, xytext=(0, 17), fontsize=9.5, fontweight="bold", color=INK, **place)
+    axes.annotate(words, xytext=(0, 5), fontsize=8, color=PALE, **place)
 
 
 def _name_axes(axes: Any, labels: list[str], named: bool, left: bool, lowest: bool) -> None:
-    axes.tick_params(length=2, width=0.5, color=_PALE, labelcolor=_INK, labelsize=6.5, pad=2)
+    axes.tick_params(length=2, width=0.5, color=PALE, labelcolor=INK, labelsize=6.5, pad=2)
     axes.tick_params(labelleft=left, labelbottom=lowest)
     if named:
         axes.set_yticks(range(len(labels)), labels)
         axes.set_xticks(range(len(labels)), labels, rotation=90)
     if left:
-        axes.set_ylabel("output", fontsize=8, color=_PALE, labelpad=3)
+        axes.set_ylabel("output", fontsize=8, color=PALE, labelpad=3)
     if lowest:
-        axes.set_xlabel("input", fontsize=8, color=_PALE, labelpad=3)
+        axes.set_xlabel("input", fontsize=8, color=PALE, labelpad=3)
 
 
 def _readable(piece: str) -> str:
@@ -202,10 +213,10 @@ def _readable(piece: str) -> str:
     name = piece.translate(str.maketrans("ĠĊ", "▁\n"))
     name = re.sub(r"^<0x([2-7].)>$", lambda found: chr(int(found[1], 16)), name)
     name = name.translate(str.maketrans({"\n": "\\n", "\t": "\\t", " ": "▁"}))
-    return _drawable(_begin(name, 14))
+    return drawable(_begin(name, 14))
 
 
-def _drawable(text: str) -> str:
+def drawable(text: str) -> str:
     """A text with boxes in place of the letters that the font has not."""
     from matplotlib.font_manager import findfont, get_font
 
@@ -215,24 +226,33 @@ def _drawable(text: str) -> str:
 
 def _write_header(figure: Any, page: Page, layout: _Layout) -> None:
     x, y = layout.margin / layout.width, 1 - layout.margin / layout.height
-    figure.text(x, y, page.title, fontsize=15, fontweight="bold", color=_INK, va="top")
-    figure.text(x, y - 0.32 / layout.height, _drawable(page.subtitle), fontsize=9.5, color=_PALE, va="top")
-    notes = "\n".join(map(_drawable, layout.notes))
-    figure.text(x, y - 0.54 / layout.height, notes, fontsize=8, color=_INK, va="top", linespacing=1.35)
+    figure.text(x, y, page.title, fontsize=15, fontweight="bold", color=INK, va="top")
+    figure.text(x, y - 0.32 / layout.height, drawable(page.subtitle), fontsize=9.5, color=PALE, va="top")
+    notes = "\n".join(map(drawable, layout.notes))
+    figure.text(x, y - 0.54 / layout.height, notes, fontsize=8, color=INK, va="top", linespacing=1.35)
 
 
 def _write_footer(figure: Any, page: Page, layout: _Layout) -> None:
     """The keys of the colours that are on the page, and what the words mean."""
-    x, y = layout.margin, layout.margin + 0.15 * len(layout.footer) + 0.3
-    for signed, colours, ticks in ((True, _SIGNED, ["−", "0", "+"]), (False, _POSITIVE, ["least", "most"])):
-        if any(head.signed == signed for head in page.heads):
-            axes = figure.add_axes((x / layout.width, y / layout.height, 1.5 / layout.width, 0.11 / layout.height))
+    signs = {head.signed for head in page.heads}
+    size, y = (layout.width, layout.height), layout.margin + 0.15 * len(layout.footer) + 0.3
+    draw_colour_keys(figure, signs, size, layout.margin, y)
+    place = layout.margin / layout.width, layout.margin / layout.height
+    figure.text(*place, "\n".join(layout.footer), fontsize=7, color=PALE, va="bottom", linespacing=1.35)
+
+
+def draw_colour_keys(figure: Any, signs: Collection[bool], size: tuple[float, float], x: float, y: float) -> None:
+    """The colours of entries of both signs, where True is in `signs`, and of those of one sign, where False is.
+
+    size: width and height of the figure; x, y: where they begin. All in inches.
+    """
+    for signed, colours, ticks in ((True, SIGNED, ["−", "0", "+"]), (False, POSITIVE, ["least", "most"])):
+        if signed in signs:
+            axes = figure.add_axes((x / size[0], y / size[1], 1.5 / size[0], 0.11 / size[1]))
             axes.imshow(np.linspace(0, 1, 256)[None], cmap=colours, aspect="auto", extent=(0, 1, 0, 1))
             axes.set_yticks([])
             axes.set_xticks(np.linspace(0, 1, len(ticks)), ticks)
             for place, side in ((0, "left"), (-1, "right")):
                 axes.get_xticklabels()[place].set_ha(side)
-            axes.tick_params(length=2, width=0.5, color=_PALE, labelcolor=_PALE, labelsize=7, pad=2)
+            axes.tick_params(length=2, width=0.5, color=PALE, labelcolor=PALE, labelsize=7, pad=2)
             x += 1.9
-    place = layout.margin / layout.width, layout.margin / layout.height
-    figure.text(*place, "\n".join(layout.footer), fontsize=7, color=_PALE, va="bottom", linespacing=1.35)

@@ -17,6 +17,7 @@ from matmix.launch.generate import MASK
 from matmix.launch.loading import load_source
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
+from matmix.model.config import ModelConfig
 from matmix.model.initialization import initialize
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
 from matmix.train.config import RunConfig
@@ -55,7 +56,7 @@ def trained(source: str, text: str, step: int | None, max_tokens: int | None) ->
     loaded = load_source(source, step=step, device="cpu")
     state, label = ("export", "export") if loaded.step is None else (f"step {loaded.step:,}", f"step-{loaded.step}")
     ids, pieces, notes = _encode(loaded.model, loaded.tokenizer, loaded.special.get("mask"), text, max_tokens)
-    return Subject(_name(source), _where(source), state, label, loaded.model, text, ids, pieces, notes)
+    return Subject(name_of(source), where_of(source), state, label, loaded.model, text, ids, pieces, notes)
 
 
 def check_no_comparison(source: str) -> None:
@@ -86,7 +87,7 @@ def _runs_in(folder: Path) -> list[Path]:
     return sorted({path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}seed-*/config.toml")})
 
 
-def _name(source: str) -> str:
+def name_of(source: str) -> str:
     """The last part of a path; of a comparison's runs, all of which end in a seed, what is below its folder."""
     path = Path(source).resolve()
     parts = source.rstrip("/").split("/") if is_url(source) else path.parts
@@ -96,7 +97,7 @@ def _name(source: str) -> str:
     return "-".join(parts[-3:] if with_variants else parts[-2:])
 
 
-def _where(source: str) -> str:
+def where_of(source: str) -> str:
     """A path as seen from the current folder if it lies there, else as it was given."""
     path, here = Path(source), Path.cwd()
     if is_url(source) or not path.resolve().is_relative_to(here):
@@ -104,16 +105,30 @@ def _where(source: str) -> str:
     return str(path.resolve().relative_to(here)) if path.resolve() != here else here.name
 
 
-def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[str]) -> Subject:
-    """The model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
+def read_recipe(source: str, overrides: Sequence[str]) -> tuple[str, RunConfig]:
+    """The name of a recipe's folder of pages, and what the recipe says. Raises FileNotFoundError or ValueError (one
+    line)."""
     try:
-        name = _name(str(find_recipe(source).with_suffix("")))
+        name = name_of(str(find_recipe(source).with_suffix("")))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no run at {source}, and {error}") from None
-    config = load_config(source, list(overrides))
+    return name, load_config(source, list(overrides))
+
+
+def initial_model(config: ModelConfig, seed: int) -> Backbone:
+    """A model with the weights that its training starts from."""
+    model = build_model(config).eval()
+    initialize(model, seed)
+    return model
+
+
+def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[str]) -> Subject:
+    """The model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
+    name, config = read_recipe(source, overrides)
+    if not config.model.model_class.tokens:
+        raise ValueError(f"{source} trains a {config.model.architecture}, which reads no text; give an --image")
     fast, mask, needed = _dataset_tokenizer(config) or (None, None, config.model.vocab_size or BYTES)
-    model = build_model(with_vocabulary(config.model, needed)).eval()
-    initialize(model, config.seed)
+    model = initial_model(with_vocabulary(config.model, needed), config.seed)
     if fast is not None:
         ids, pieces, notes = _encode(model, fast, mask, text, max_tokens)
     else:

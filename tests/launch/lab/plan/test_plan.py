@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from matmix.launch.lab.plan import command
+from matmix.launch.lab.plan import estimate as estimating
 from matmix.launch.lab.plan.command import PlanRun, find_warnings
 from matmix.launch.lab.plan.estimate import (
     assess,
@@ -19,7 +21,8 @@ from matmix.launch.lab.plan.hardware import GPUS, find_gpu, read_cluster
 from matmix.model.flops import flops_by_part, flops_per_token
 from matmix.train.arguments import read_verb
 from matmix.train.estimate.plan import make_plan
-from matmix.train.recipe import load_config
+from matmix.train.recipe import bundled_recipes, load_config
+from matmix.train.words import duration, short_number
 
 H100 = GPUS["h100"]
 
@@ -140,6 +143,40 @@ def test_warnings(dataset):
     frail = dataclasses.replace(H100, mtbf_gpu_hours=0.01)
     (text,) = [t for t in warnings(cluster=frail, stall=1.0, checkpoint__every=1) if "--checkpoint.every" in t]
     assert text.startswith("a checkpoint every 1 steps (")
+
+
+_IMAGES = [name for name in bundled_recipes() if name.endswith("_imagenet")]
+
+
+@pytest.mark.parametrize("name", [_IMAGES[-1], *(pytest.param(n, marks=pytest.mark.slow) for n in _IMAGES[:-1])])
+def test_recipes_of_images_at_full_size(name, monkeypatch, capsys):
+    """All that `matmix plan` says of them, but for the suggestions, which take long."""
+    plans = []
+
+    def noted(*arguments, **options):
+        plans.append(make_plan(*arguments, **options))
+        return plans[-1]
+
+    monkeypatch.setattr(command, "suggest", lambda *_: [])
+    monkeypatch.setattr(estimating, "make_plan", noted)
+    assert main([name, "--gpus", "8", "--mfu", "0.4"]) == 0
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
+    (plan,) = plans
+    assert plan.units_per_step == 1024
+    seconds = 3 * plan.flops_per_unit * 1024 / (8 * H100.peak_tflops * 1e12 * 0.4)
+    assert rows["speed"].split() == [short_number(1024 / seconds), "images/s"]
+    assert f"{duration(seconds * plan.steps)} for {plan.steps:,} steps" in rows["time"]
+    assert "forward" in rows["FLOPs per image"]
+    assert 0.5 < plan.total_bytes / 2**30 < 0.9 * H100.memory_gb
+    assert "of 75 GiB" in rows["memory per rank"]
+
+
+def test_warnings_about_images_speak_of_patches():
+    changes = ["--micro-batch-size", "1", "--model.n-layers", "1"]
+    one = estimate(load_config("vit_b_imagenet", changes), 8, H100, 0.4)
+    found = find_warnings(one, H100, assess(one.config, one.plan, H100, 1.0, None))
+    (text,) = [text for text in found if text.startswith("global batch too small")]
+    assert "a rank sees 196 patches in a pass" in text
 
 
 def test_a_cluster_of_ones_own(tmp_path):
