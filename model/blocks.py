@@ -25,11 +25,11 @@ def activate(x: torch.Tensor, name: str) -> torch.Tensor:
 def residual_std(config: ModelConfig) -> float:
     """Initial standard deviation of projections that add to the residual stream.
 
-    In pre-norm models 0.02 / sqrt(number of additions) (GPT-2), so that the stream's variance does not grow
-    with the depth; post-norm models normalise after each addition and take 0.02, as BERT.
+    In pre-norm models init_std / sqrt(number of additions) (GPT-2), so that the stream's variance does not grow
+    with the depth; post-norm models normalise after each addition and take init_std, as BERT.
     """
     additions = sum((mixer is not None) + has_mlp for mixer, has_mlp in config.layer_kinds())
-    return 0.02 / math.sqrt(additions) if config.norm == "pre" else 0.02
+    return config.init_std / math.sqrt(additions) if config.norm == "pre" else config.init_std
 
 
 class MLP(nn.Module):

@@ -13,6 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+INIT_STD = 0.02
+"""Standard deviation of matrices without a rule of their own, where nothing else is given."""
+
 InitRule = Callable[[torch.Size, torch.Generator], torch.Tensor]
 """Draws one parameter: (full shape, CPU generator) -> float32 tensor."""
 
@@ -46,9 +49,11 @@ def initialize(model: nn.Module, seed: int) -> None:
 
     A module says how its own parameters start in `init_rules`, a dict from the parameter's name relative to
     that module to an `InitRule`; the outermost rule wins. Without a rule: LayerNorm 1 and 0, other biases 0,
-    other matrices N(0, 0.02). Parameters may be sharded (DTensor): no communication takes place.
+    other matrices N(0, `init_std`), with the `init_std` of the model's config or 0.02. Parameters may be sharded
+    (DTensor): no communication takes place.
     """
     rules: dict[str, InitRule] = {}
+    std = getattr(getattr(model, "config", None), "init_std", INIT_STD)
     for module_name, module in model.named_modules():
         for name, rule in getattr(module, "init_rules", {}).items():
             rules.setdefault(clean_parameter_name(f"{module_name}.{name}" if module_name else name), rule)
@@ -56,7 +61,7 @@ def initialize(model: nn.Module, seed: int) -> None:
         for module_name, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 full_name = clean_parameter_name(f"{module_name}.{name}" if module_name else name)
-                rule = rules.get(full_name) or default_init_rule(module, name)
+                rule = rules.get(full_name) or default_init_rule(module, name, std)
                 values = rule(parameter.shape, parameter_generator(seed, full_name))
                 copy_into_parameter(parameter, values)
 
@@ -67,13 +72,13 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def default_init_rule(module: nn.Module, name: str) -> InitRule:
+def default_init_rule(module: nn.Module, name: str, std: float = INIT_STD) -> InitRule:
     """What a parameter without a rule of its own starts as."""
     if name == "bias":
         return constant_init(0.0)
     if isinstance(module, nn.LayerNorm):
         return constant_init(1.0)
-    return normal_init(0.02)
+    return normal_init(std)
 
 
 def copy_into_parameter(parameter: torch.Tensor, values: torch.Tensor) -> None:

@@ -111,13 +111,15 @@ def conv_backward(
     gradient = canvas.spread(gradient)
     dx = canvas.gather(depthwise_rows(gradient, taps.flip(1), None), canvas.right)
     dweight = torch.zeros(width, weight.shape[0], dtype=dtype, device=x.device)
-    for row in range(x.shape[0]):
-        # Tokens' gradients stand in rows left .. rows - left; tap j meets them with the input `left - j` rows
-        # earlier.
-        for at in cache_blocks(canvas.rows - 2 * canvas.left, weight.shape[0], x.device):
-            part = gradient[row, at.start + canvas.left : at.stop + canvas.left]
+    tokens, channels = canvas.rows - 2 * canvas.left, weight.shape[0]
+    # Several short rows of the batch at once, long ones in pieces.
+    for at in cache_blocks(x.shape[0], tokens * channels, torch.device("cpu")):
+        for piece in cache_blocks(tokens, channels, x.device):
+            # Tokens' gradients stand in rows left .. rows - left; tap j meets them with the input `left - j` rows
+            # earlier.
+            part = gradient[at, piece.start + canvas.left : piece.stop + canvas.left]
             for tap in range(width):
-                dweight[tap] += (part * spread[row, at.start + tap : at.stop + tap]).sum(0)
+                dweight[tap] += (part * spread[at, piece.start + tap : piece.stop + tap]).sum((0, 1))
     dx = dx.to(x.dtype, memory_format=torch.contiguous_format).contiguous()
     return dx, dweight.t().to(weight.dtype, memory_format=torch.contiguous_format).contiguous(), dbias
 

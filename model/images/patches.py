@@ -43,6 +43,9 @@ class LinearPatches(nn.Linear):
     def __init__(self, image: ImageConfig, d_model: int):
         super().__init__(image.channels * image.patch**2, d_model)
         self.patch = image.patch
+        # As timm's: patches of any size become vectors of one size (0.02 for 3 channels of 16 x 16), so that small ones
+        # are not lost beside the positions.
+        self.init_rules = {"weight": normal_init(1 / math.sqrt(3 * self.in_features))}
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return super().forward(cut_patches(images, self.patch))

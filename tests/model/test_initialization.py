@@ -65,6 +65,14 @@ def test_starting_values_are_the_published_ones(small_config):
     assert mru["embedding.weight"].std().item() == pytest.approx(0.02, rel=0.05)
 
 
+def test_matrices_without_a_rule_start_as_wide_as_the_recipe_says(small_config):
+    weights = _initialized(small_config(**{**ENCODER, "norm": "pre"}, d_model=256, init_std=0.08))
+    assert weights["blocks.0.mixer.in_proj.weight"].std().item() == pytest.approx(0.08, rel=0.02)
+    assert weights["blocks.0.mlp.down.weight"].std().item() == pytest.approx(0.08 / 6**0.5, rel=0.02)
+    with pytest.raises(ValueError, match=r"model\.init_std = 0"):
+        small_config(init_std=0.0)
+
+
 def test_every_parameter_built_on_meta_is_filled(small_config):
     config = small_config(**ENCODER, mlp_bias=True, tie_embeddings=False, position_embeddings=True)
     model = build_model(config, device="meta")

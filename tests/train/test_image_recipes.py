@@ -4,7 +4,9 @@ import re
 
 import pytest
 
+from matmix.launch.cli import main
 from matmix.launch.lab.compare.config import read_comparison
+from matmix.launch.lab.compare.width import matched
 from matmix.model import count_parameters, flops_per_image, flops_per_token
 from matmix.train.recipe import bundled_recipes, find_recipe, load_config
 
@@ -40,3 +42,18 @@ def test_lion_beside_deit_in_three_sizes():
         del sizes["no mixer"]  # which is made as large only once the data is known
         assert set(sizes) == {"LION-lit", "LION-D", "LION-D snake", "LION-S", "LION-S snake", "DeiT"}
         assert sizes == pytest.approx(dict.fromkeys(sizes, millions), rel=0.01)
+
+
+def test_the_small_comparison_is_planned_without_data(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", "mnist_small", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    entries = matched(read_comparison("mnist_small")).entries
+    assert all(entry.label in text for entry in entries)
+    sizes = {entry.name: entry.parameters for entry in entries}
+    assert {"Hydra", "LION-S snake", "attention", "S4D", "Mamba (causal)", "no mixer"} <= set(sizes)
+    assert sizes == pytest.approx(dict.fromkeys(sizes, sizes["Hydra"]), rel=0.02)
+    for mixer in ("Hydra", "LION-S"):
+        orders = {name: entry.config.model for name, entry in ((e.name, e) for e in entries) if mixer in name}
+        assert sorted(model.image.scan for model in orders.values()) == ["both", "row", "snake"]
+        assert len({model.mixer_names()[0] for model in orders.values()}) == 1

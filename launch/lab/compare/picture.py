@@ -62,7 +62,7 @@ def _draw_losses(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict
     axes.set_ylim(len(results) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=5)
     axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-    axes.set_xlabel("validation loss (nats per token):\nmean, standard deviation, each seed")
+    axes.set_xlabel(f"validation loss ({_unit(results)}):\nmean, standard deviation, each seed")
 
 
 def _draw_accuracies(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict[str, Any]]) -> None:
@@ -90,7 +90,7 @@ def _draw_curves(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict
             axes.lines[-1].set_label(_wrapped(label(result)))
     axes.ticklabel_format(style="plain", useOffset=False)
     axes.set_xlabel("step")
-    axes.set_ylabel("training loss (nats per token),\nrunning mean, over seeds")
+    axes.set_ylabel(f"training loss ({_unit(results)}),\nrunning mean, over seeds")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, ncols=2)
 
@@ -104,7 +104,12 @@ def _draw_positions(axes: Any, results: Sequence[EntryResult], looks: Sequence[d
             axes.plot(*zip(*known, strict=True), **line(place, result, len(results)), **look)
     axes.set_xticks(range(len(bins)), list(bins), rotation=45)
     axes.set_xlabel("position in the document (tokens)")
-    axes.set_ylabel("validation loss (nats per token),\nmean over seeds")
+    axes.set_ylabel(f"validation loss ({_unit(results)}),\nmean over seeds")
+
+
+def _unit(results: Sequence[EntryResult]) -> str:
+    """Of the loss."""
+    return results[0].entry.config.task().loss_metric.unit
 
 
 def style(place: int, control: Control | None = None) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from matmix.train.process import stop
 from matmix.train.process.console import begin_process, guarded
 from matmix.train.process.distributed import Distributed, choose_device
 from matmix.train.recipe import config_to_dict, load_config, write_config
+from matmix.train.tasks import unit_of
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ def measure_all(comparison: Comparison) -> bool:
 
 def speed_words(comparison: Comparison) -> list[str]:
     """Where, when and how the speeds of a table were measured, in sentences."""
-    rows = current_rows(comparison)
+    rows, unit = current_rows(comparison), unit_of(comparison.entries[0].config.objective.name)
     sessions: dict[str, list[str]] = {}
     for name, row in rows.items():
         sessions.setdefault(json.dumps([row["of"]["micro_batch_size"], row["of"]["seqlen"], row["on"]]), []).append(
@@ -180,13 +181,14 @@ def speed_words(comparison: Comparison) -> list[str]:
     lines = []
     for text, names in sessions.items():
         micro, seqlen, on = json.loads(text)
+        batch = f"{micro} x {seqlen} tokens" if unit == "tokens" else f"{micro} {unit}"
         where = on["environment"]
         machine = on["device"] if on["device"] != "CPU" else f"{where['processor']}, {where['threads']} threads"
         whose = "Speed" if len(sessions) == 1 else f"Speed of {', '.join(names)}"
         load = on["load_before_each_round"][0]  # before later rounds it holds the measurement itself
         busy = f", load of the machine before the rounds {load:.1f}" if load > 1 else ""
         lines.append(
-            f"{whose}: training steps of {micro} x {seqlen} tokens side by side, median of {ROUNDS} rounds; {machine}, "
+            f"{whose}: training steps of {batch} side by side, median of {ROUNDS} rounds; {machine}, "
             f"torch {where['torch']}, {where['dtype']}, {where['date'][:10]}{busy}. Memory: {on['memory']}."
         )
     missing = [entry.name for entry in comparison.entries if entry.name not in rows]

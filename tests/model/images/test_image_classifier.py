@@ -67,6 +67,13 @@ def test_the_linear_stem_is_a_convolution():
     torch.testing.assert_close(patches(images), wanted.flatten(2).transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("size", "channels"), [(2, 1), (16, 3)])
+def test_patches_of_any_size_start_as_vectors_of_one_size(size, channels):
+    patches = make_model(image={"patch": size, "size": 16, "channels": channels}, d_model=64).embeddings.patches
+    found = patches(torch.randn(64, channels, 16, 16))
+    assert found.std().item() == pytest.approx(3**-0.5, rel=0.15)
+
+
 @pytest.mark.parametrize("name", sorted(name for name, kind in MIXERS.items() if kind.bidirectional_form))
 def test_every_bidirectional_mixer_reads_images(name):
     model = make_model((name,), image={"scan": "snake", "size": 8}, n_layers=1, mlp_ratio=0.0, d_model=64)

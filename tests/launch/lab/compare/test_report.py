@@ -7,7 +7,7 @@ import pytest
 from comparisons import ENTRIES, TINY, VARIANTS, finish
 
 from matmix.launch.cli import main
-from matmix.launch.lab.compare import speed
+from matmix.launch.lab.compare import picture, speed
 from matmix.launch.lab.compare.config import keep_recipe, read_comparison
 from matmix.launch.lab.compare.picture import line, style
 from matmix.launch.lab.compare.report import plan_text, table_csv, write_report
@@ -217,3 +217,29 @@ def test_controls_are_dashed_in_grey_and_black(compared):
     assert (looks["no mixer"][0]["linestyle"], looks["no mixer"][1]["color"]) == ("--", "0.5")
     assert (looks["convolution only"][0]["linestyle"], looks["convolution only"][1]["color"]) == ("--", "black")
     assert looks[None][0]["linestyle"] == "-"
+
+
+IMAGES = """
+[comparison]
+seeds = [0, 1]
+tolerance = 0.1
+controls = false
+[[comparison.entry]]
+name = "attention"
+"""
+
+
+def test_images_are_what_losses_and_speeds_of_their_models_count(compared, monkeypatch):
+    words = ["--model.architecture", "image_classifier", "--objective.name", "image_classification"]
+    words += ["--model.vocab-size", "0", "--model.head.outputs", "3", "--model.head.hidden", "False"]
+    words += ["--model.image.size", "8", "--model.image.patch", "4"]
+    comparison = compared(IMAGES, lambda entry, seed: {"loss": 1.0, "accuracy": 0.5}, *words)
+    figures = []
+    monkeypatch.setattr(picture, "png_of", figures.append)
+    picture.picture([collect(comparison)])
+    losses, curves = figures[0].axes
+    assert "validation loss (nats per image)" in losses.get_xlabel()
+    assert "training loss (nats per image)" in curves.get_ylabel()
+    monkeypatch.setattr(speed, "_in_a_process", lambda recipe: {"tokens_per_second": 7.0, "peak_bytes": 2**20})
+    assert speed.measure_all(comparison)
+    assert "Speed: training steps of 4 images side by side" in speed.speed_words(comparison)[0]
