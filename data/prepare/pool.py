@@ -4,7 +4,6 @@ chunks."""
 from __future__ import annotations
 
 import functools
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -22,6 +21,7 @@ import numpy as np
 from matmix.data.parent_process import follow_parent
 from matmix.data.prepare.documents import Malformed, ReadOptions, documents_of
 from matmix.data.prepare.sources import Chunk
+from matmix.data.prepare.validation import in_validation
 from matmix.data.tokenizer import Tokenizer
 
 _Chunk = TypeVar("_Chunk")
@@ -69,11 +69,6 @@ def tokenize(chunk: Chunk, tokenizer: Tokenizer, dtype: str, options: ReadOption
         examples=malformed[:_MOST_EXAMPLES],
         empty=len(found) - len(malformed) - len(kept),
     )
-
-
-def in_validation(raw: bytes, fraction: float) -> bool:
-    """Whether a document belongs to the validation split, a share `fraction` of all, by a hash of its bytes."""
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") < int(fraction * 2**64)
 
 
 def tokenize_in_order(
