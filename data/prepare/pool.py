@@ -3,6 +3,7 @@ chunks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -109,7 +110,9 @@ def work_in_order(
     waiting: deque[tuple[_Chunk, Future[_Result]]] = deque()
     try:
         for chunk in chunks:
-            waiting.append((chunk, pool.submit(_work_on, chunk)))
+            with _without_interrupts():  # the first one starts the processes
+                future = pool.submit(_work_on, chunk)
+            waiting.append((chunk, future))
             if len(waiting) > 2 * processes + 1:
                 done, future = waiting.popleft()
                 yield done, future.result()
@@ -124,6 +127,23 @@ def work_in_order(
         pool.shutdown(cancel_futures=True)
 
 
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that start here are not interrupted before they know what to do with it, nor is their start."""
+    noted: list[int] = []
+    handles = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number)) if handles else None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # new processes inherit that
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if handles:
+            signal.signal(signal.SIGINT, handler)
+    if noted:
+        signal.raise_signal(signal.SIGINT)
+
+
 _work: Callable[[Any], Any] | None = None
 
 
@@ -131,6 +151,7 @@ def _start(begin: Callable[[], Callable[[Any], Any]]) -> None:
     global _work
     # Ctrl-C goes to the whole process group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=follow_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _work = begin()

@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from matmix.data import tokenizer as tokenizer_module
 from matmix.data.manifest import Manifest
 from matmix.data.prepare import command as module
 from matmix.data.prepare import pool as prepare_pool
@@ -184,6 +187,47 @@ def test_a_user_folder_keeps_its_place(tmp_path, corpus):
     made = str(tmp_path / "made")
     fails(options(tmp_path, tokenizer=made, validation_fraction=0.999999), "the train split got none")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_interrupt_while_a_tokenizer_is_trained(tmp_path, corpus, monkeypatch):
+    """The trainer makes an error of its own of it."""
+
+    def interrupted(*_):
+        yield "some text"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizer_module, "_lines", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(options(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.2])
+def test_an_interrupt_while_workers_start_leaves_no_tracebacks(moment, tmp_path):
+    """Ctrl-C goes to all processes of the terminal, also to those that have not yet learned to leave it alone."""
+    code = """
+import os, signal, sys, threading, time
+from matmix.data.prepare.pool import work_in_order
+def interrupt():
+    time.sleep(float(sys.argv[1]))
+    os.killpg(0, signal.SIGINT)
+def chunks():
+    yield 1
+    threading.Thread(target=interrupt, daemon=True).start()
+    yield from range(2, 10)
+    time.sleep(5)
+def begin():
+    return abs
+if __name__ == "__main__":
+    try:
+        list(work_in_order(chunks(), 2, begin, doing="working"))
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+    (tmp_path / "work.py").write_text(code)
+    command = [sys.executable, str(tmp_path / "work.py"), str(moment)]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_killed_worker(tmp_path, corpus, monkeypatch):
