@@ -260,6 +260,8 @@ def train_sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as error:
+        if "KeyboardInterrupt" in str(error):  # raised where the trainer asked for text
+            raise KeyboardInterrupt from None
         raise ValueError(_explain(str(error), vocab_size)) from error
     out_path = Path(out_path)
     out_path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,30 +4,47 @@ Every op has a definition (float64, easy to check), a PyTorch form that runs on 
 kernels; `backend="auto"` chooses.
 """
 
-from matmix.kernels.gated_norm.op import gated_norm
-from matmix.kernels.lion.op import lion_mixer, lion_mixer_is_fused
-from matmix.kernels.matrix_product.op import matrix_product_scan
-from matmix.kernels.mru.op import mru_mixer, mru_mixer_is_fused
-from matmix.kernels.mru.step import mru_step
-from matmix.kernels.scan_layer.op import scan_layer, scan_layer_is_fused
-from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
-from matmix.kernels.semiseparable.step import semiseparable_step
-from matmix.kernels.short_conv.op import short_conv
-from matmix.kernels.short_conv.step import short_conv_step
+if __name__ == "kernels":
+    # A Python that was started at the root of the repository has its folders on sys.path, and was asked for another
+    # package of this name: transformers 5 looks for one. It gets that package where it is installed, else one that is
+    # as empty as a folder without Python files.
+    import sys
+    from importlib import util
+    from importlib.machinery import PathFinder
+    from pathlib import Path
 
-__all__ = [
-    "gated_norm",
-    "lion_mixer",
-    "lion_mixer_is_fused",
-    "matrix_product_scan",
-    "mru_mixer",
-    "mru_mixer_is_fused",
-    "mru_step",
-    "quasiseparable_scan",
-    "scan_layer",
-    "scan_layer_is_fused",
-    "semiseparable_scan",
-    "semiseparable_step",
-    "short_conv",
-    "short_conv_step",
-]
+    _root = Path(__file__).resolve().parents[1]
+    _spec = PathFinder.find_spec(__name__, [entry for entry in sys.path if Path(entry or ".").resolve() != _root])
+    if _spec is not None and _spec.loader is not None:
+        sys.modules[__name__] = util.module_from_spec(_spec)
+        _spec.loader.exec_module(sys.modules[__name__])
+    else:
+        __file__, __path__ = None, []
+else:
+    from matmix.kernels.gated_norm.op import gated_norm
+    from matmix.kernels.lion.op import lion_mixer, lion_mixer_is_fused
+    from matmix.kernels.matrix_product.op import matrix_product_scan
+    from matmix.kernels.mru.op import mru_mixer, mru_mixer_is_fused
+    from matmix.kernels.mru.step import mru_step
+    from matmix.kernels.scan_layer.op import scan_layer, scan_layer_is_fused
+    from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
+    from matmix.kernels.semiseparable.step import semiseparable_step
+    from matmix.kernels.short_conv.op import short_conv
+    from matmix.kernels.short_conv.step import short_conv_step
+
+    __all__ = [
+        "gated_norm",
+        "lion_mixer",
+        "lion_mixer_is_fused",
+        "matrix_product_scan",
+        "mru_mixer",
+        "mru_mixer_is_fused",
+        "mru_step",
+        "quasiseparable_scan",
+        "scan_layer",
+        "scan_layer_is_fused",
+        "semiseparable_scan",
+        "semiseparable_step",
+        "short_conv",
+        "short_conv_step",
+    ]

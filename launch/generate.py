@@ -92,11 +92,13 @@ def generate(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    for text in prompts:
+        _check_text(text)
     write = write or _write_now
     loaded = load_source(source, step=step)
     if loaded.model.takes_head:
         raise ValueError(f"{loaded.path} is a {loaded.model.config.architecture}, which writes no text")
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
     if len(prompts) == 1 and loaded.model.config.causal:
         write(prompts[0])
@@ -151,6 +153,16 @@ def continue_texts(
             tokens[number].append(token)
     decoded = source.tokenizer.decode
     return ["".join(text_pieces(new, decoded, before)) for new, before in zip(tokens, ids, strict=True)]
+
+
+def _check_text(prompt: str) -> None:
+    """Raises ValueError (one line) for a prompt whose bytes on the command line were no UTF-8."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"--prompt is not UTF-8 (character {error.start + 1}); convert it, or give it as a file by --prompt-file"
+        ) from None
 
 
 def _prompt_ids(source: Source, prompt: str) -> list[int]:

@@ -42,7 +42,8 @@ class Prepare:
     """
 
     inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="INPUT ...")] = ()
-    """Files (.txt, .jsonl, also .gz .xz .zst; .parquet), folders, globs, or bundled:shakespeare, bundled:moby_dick."""
+    """Files (.txt; .jsonl, .ndjson or .json with one object a line; also .gz .xz .zst; .parquet), folders, globs, or
+    bundled:shakespeare, bundled:moby_dick."""
     out: str = ""
     """Folder or URL (s3://, ...) for the dataset. An unfinished one of the same options is continued, any other is
     left alone."""

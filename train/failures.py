@@ -17,6 +17,8 @@ _OUT_OF_MEMORY = re.compile(
     r"can't allocate memory|Cannot allocate memory|out of memory|STATUS_ALLOC_FAILED|std::bad_alloc"
 )
 _TRIED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(\w+)")
+# A DataLoader, of its processes.
+_READER_GONE = re.compile(r"DataLoader worker.* (?:is killed by signal|exited unexpectedly)")
 # gloo, NCCL and the store, when a process on the other side is gone or does not answer.
 _PEER_GONE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Connection refused|Socket closed"
@@ -44,6 +46,11 @@ def explained(error: Exception, config: RunConfig, world_size: int) -> RunFailur
     text = str(error)
     if is_out_of_memory(error):
         return OutOfMemoryError(memory_advice(text, config, world_size))
+    if isinstance(error, RuntimeError) and _READER_GONE.search(text):
+        return RunFailure(
+            "a process that reads the data was killed, often because the machine's memory ran out: the same command "
+            f"goes on from the newest checkpoint; --data.workers {max(0, config.data.workers - 1)} needs less memory"
+        )
     if world_size > 1 and isinstance(error, RuntimeError) and _PEER_GONE.search(text):
         line = " ".join(text.split())
         line = line if len(line) <= 160 else f"{line[:157]}..."

@@ -29,6 +29,7 @@ from matmix.data.prepare.readers import read_chunks
 from matmix.data.prepare.report import MalformedError, check_malformed, check_splits, print_summary, write_manifest
 from matmix.data.prepare.sources import Chunk, Position, Source, find_sources
 from matmix.data.prepare.tokenizer import copied_tokenizer, train_tokenizer
+from matmix.data.prepare.validation import usable_fraction
 from matmix.data.prepare.workspace import SPLITS, Progress, Workspace, fingerprint, write_histogram
 from matmix.data.progress import ProgressReport
 from matmix.data.splits.writer import SplitWriter
@@ -67,14 +68,16 @@ def prepare(config: PrepareConfig, *, summary: bool = True) -> Manifest:
     if status == "unfinished":
         tokenizer = copied_tokenizer(workspace.out) or tokenizer
     if status != "finished":
+        # Parts may have one split only.
+        fraction = config.validation_fraction if share.number else usable_fraction(config, sources)
         # Made before the folder is, so that an error in the input leaves none behind.
-        tokenizer = tokenizer or make_tokenizer()
         started = time.monotonic()
+        tokenizer = tokenizer or make_tokenizer()
 
         def write() -> None:
             if copied_tokenizer(workspace.out) is None:
                 tokenizer.save(workspace.out / "tokenizer")
-            _write(config, sources, workspace, share)
+            _write(config, sources, workspace, share, fraction)
 
         if workspace.fill(write, is_new=status == "new", kept=MalformedError):
             when = f"in {time.monotonic() - started:.0f} s"
@@ -104,8 +107,9 @@ def read_input(config: PrepareConfig) -> tuple[list[Source], Callable[[], Tokeni
     return sources, lambda: given or train_tokenizer(config, sources), wanted
 
 
-def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, share: Share) -> None:
-    """All shards (of a share of the input) and everything else, the manifest last."""
+def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, share: Share, fraction: float) -> None:
+    """All shards (of a share of the input) and everything else, the manifest last. fraction: of the documents, for
+    validation."""
     tokenizer = Tokenizer.load(workspace.out)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     shard_format = make_format(workspace.wanted, dtype, prefix=f"{share.number:05}-" if share.number else "")
@@ -115,7 +119,7 @@ def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, s
     progress = workspace.restore(writers, histogram, share.start)
     if progress.records:
         logger.info(f"continuing after {sum(w.documents for w in writers.values()):,} documents")
-    worker = (tokenizer.path, dtype, config, config.validation_fraction)
+    worker = (tokenizer.path, dtype, config, fraction)
     chunks = read_chunks(share.name(sources), config, progress.position, share.stop)
     bytes_before = np.cumsum([0, *(s.bytes for s in sources), 0])
     # Of a compressed file it is known only how much of the disk was read, not where on the disk a position lies.

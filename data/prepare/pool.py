@@ -3,8 +3,8 @@ chunks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -22,6 +22,7 @@ import numpy as np
 from matmix.data.parent_process import follow_parent
 from matmix.data.prepare.documents import Malformed, ReadOptions, documents_of
 from matmix.data.prepare.sources import Chunk
+from matmix.data.prepare.validation import in_validation
 from matmix.data.tokenizer import Tokenizer
 
 _Chunk = TypeVar("_Chunk")
@@ -71,11 +72,6 @@ def tokenize(chunk: Chunk, tokenizer: Tokenizer, dtype: str, options: ReadOption
     )
 
 
-def in_validation(raw: bytes, fraction: float) -> bool:
-    """Whether a document belongs to the validation split, a share `fraction` of all, by a hash of its bytes."""
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") < int(fraction * 2**64)
-
-
 def tokenize_in_order(
     chunks: Iterable[Chunk], processes: int, worker: tuple[Path, str, ReadOptions, float]
 ) -> Iterator[tuple[Chunk, Tokenized]]:
@@ -114,7 +110,9 @@ def work_in_order(
     waiting: deque[tuple[_Chunk, Future[_Result]]] = deque()
     try:
         for chunk in chunks:
-            waiting.append((chunk, pool.submit(_work_on, chunk)))
+            with _without_interrupts():  # the first one starts the processes
+                future = pool.submit(_work_on, chunk)
+            waiting.append((chunk, future))
             if len(waiting) > 2 * processes + 1:
                 done, future = waiting.popleft()
                 yield done, future.result()
@@ -129,6 +127,23 @@ def work_in_order(
         pool.shutdown(cancel_futures=True)
 
 
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes that start here are not interrupted before they know what to do with it, nor is their start."""
+    noted: list[int] = []
+    handles = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, lambda number, _: noted.append(number)) if handles else None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # new processes inherit that
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if handles:
+            signal.signal(signal.SIGINT, handler)
+    if noted:
+        signal.raise_signal(signal.SIGINT)
+
+
 _work: Callable[[Any], Any] | None = None
 
 
@@ -136,6 +151,7 @@ def _start(begin: Callable[[], Callable[[Any], Any]]) -> None:
     global _work
     # Ctrl-C goes to the whole process group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=follow_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _work = begin()

@@ -37,10 +37,15 @@ def check_splits(
         raise ValueError(empty_sentence(sources))
     for name, split in splits.items():
         if not split.documents:
-            raise ValueError(
-                f"the {name} split got none of the {total:,} documents at a validation fraction of "
-                f"{validation_fraction}; change the fraction, or cut documents with --max-document-chars"
-            )
+            raise empty_split(name, total, validation_fraction)
+
+
+def empty_split(name: str, documents: int, validation_fraction: float) -> ValueError:
+    """The error for a split without documents, of so many in all."""
+    return ValueError(
+        f"the {name} split got none of the {documents:,} documents at a validation fraction of "
+        f"{validation_fraction}; change the fraction, or cut documents with --max-document-chars"
+    )
 
 
 def empty_sentence(sources: Sequence[Source]) -> str:

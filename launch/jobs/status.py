@@ -146,7 +146,8 @@ def progress(run: Path, *, active: bool) -> str:
     if not (last := last_record(run)):
         return "no step reported yet"
     total = read_toml(run / "config.toml").get("steps", 0) if (run / "config.toml").is_file() else 0
-    text = f"step {last['step']} of {total}, loss {last['loss']:.4f}"
+    loss = "all steps of the last record skipped" if last["loss"] is None else f"loss {last['loss']:.4f}"
+    text = f"step {last['step']} of {total}, {loss}"
     summary = RunDirectory(run).read_summary()
     if summary is not None and summary["step"] >= total:
         return f"{text}, finished, validation loss {summary['validation']['loss']:.4f}"

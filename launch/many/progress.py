@@ -34,7 +34,8 @@ def run_words(run: Path, last_step: int | None) -> str:
         return "no step recorded yet"
     record = records[-1]
     left = duration((last_step - record["step"]) * record["seconds_per_step"])
-    return f"step {record['step']:,} of {last_step:,}, loss {record['loss']:.4f}, about {left} left"
+    loss = "all steps of the last record skipped" if record["loss"] is None else f"loss {record['loss']:.4f}"
+    return f"step {record['step']:,} of {last_step:,}, {loss}, about {left} left"
 
 
 def training_records(path: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The user's mistakes, by the command itself: exit code 2, one line of error, nothing written."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -126,6 +127,39 @@ def test_command_lines(arguments, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _fails(capsys, arguments, *words)
     assert not list(Path().iterdir())
+
+
+def test_a_prompt_that_is_no_text(dataset, tmp_path, capsys):
+    """A terminal in another encoding: Python keeps the bytes as characters that no text may have."""
+    run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "1")
+    _fails(capsys, ["generate", str(tmp_path / "run"), "--prompt", "caf\udce9"], "--prompt is not UTF-8 (character 4)")
+
+
+def test_damaged_weights_of_an_export(dataset, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    run_recipe("debug_mru", dataset, run, "--stop-step", "1")
+    assert main(["export", str(run), "--out", str(out)]) == 0
+    weights = out / "model.safetensors"
+    content = weights.read_bytes()
+    for damaged in (content[:-100], b"\xff" * 8 + content[8:], b""):
+        weights.write_bytes(damaged)
+        _fails(capsys, ["generate", str(out), "--prompt", "to be"], "model.safetensors")
+
+
+def test_an_export_that_the_disk_has_no_room_for(dataset, tmp_path, capsys):
+    """The size of files is limited, which ends a write as a full disk does."""
+    run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "1")
+    capsys.readouterr()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert "part-00001.safetensors cannot be written" in errors[0]
+    assert not (tmp_path / "out").exists()
 
 
 def test_prepare_refuses_to_overwrite(tmp_path, capsys):

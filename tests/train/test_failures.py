@@ -51,6 +51,15 @@ def test_a_rank_that_is_gone():
     assert explained(error, _CONFIG, 1) is None  # there is no other rank
 
 
+def test_a_reading_process_that_was_killed():
+    killed = RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. ")
+    gone = RuntimeError("DataLoader worker (pid(s) 4711, 4712) exited unexpectedly")
+    for error, ranks in ((killed, 1), (gone, 2)):
+        failure = explained(error, _CONFIG, ranks)
+        assert "a process that reads the data was killed" in str(failure)
+        assert "--data.workers 0" in str(failure)
+
+
 def test_what_nobody_can_explain_stays_as_it_is():
     for error in (KeyError("a bug"), RuntimeError("shapes do not match"), NonFiniteError("diverged")):
         assert explained(error, _CONFIG, 2) is None

@@ -116,6 +116,31 @@ def test_many_nan_steps_in_a_row_stop_the_run_with_a_message(monkeypatch, datase
     assert (tmp_path / "run" / "checkpoints" / "step-00000004").is_dir()
 
 
+def test_an_interval_of_skipped_steps_has_no_loss(monkeypatch, dataset, tmp_path):
+    """It is null in metrics.jsonl, which any reader of JSON takes, a gap elsewhere, and in words for people."""
+
+    def refuse(name: str):
+        raise AssertionError(f"{name} is not JSON")
+
+    _poison(monkeypatch, {3, 4})
+    options = ["--logging.every", "2", "--steps", "6", "--evaluation.every", "0", "--checkpoint.every", "0"]
+    run, drawn = tmp_path / "run", ["--logging.tensorboard", "True", "--logging.picture", "True"]
+    assert run_recipe("debug_mru", dataset, run, *options, *drawn).finished
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line, parse_constant=refuse) for line in lines]
+    by_step = {record["step"]: record["loss"] for record in found if record["kind"] == "train"}
+    assert by_step[4] is None
+    assert all(by_step[step] > 1 for step in (2, 6))
+    assert (run / "curves.png").is_file()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [2, 6]
+    _poison(monkeypatch, {1, 2, 3})
+    with pytest.raises(NonFiniteError, match="there is no checkpoint; "):
+        run_recipe("debug_mru", dataset, tmp_path / "other", *options, "--max-bad-steps", "3")
+
+
 def _full_disk(*_: object, **__: object):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -37,9 +37,10 @@ def draw(records: list[dict[str, Any]]) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    training = [record for record in records if record["kind"] == "train"]
+    # Null where every step was skipped, or a loss left the range of floats.
+    training = [record for record in records if record["kind"] == "train" and record["loss"] is not None]
     evaluations = [record for record in records if record["kind"] == "validation"]
-    validation = [record for record in evaluations if "loss" in record]
+    validation = [record for record in evaluations if record.get("loss") is not None]
     measured = [record for record in evaluations if position_losses(record)]
     figure = Figure(figsize=(12 if measured else 7, 4.5), layout="constrained", dpi=110)
     left, *rest = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
@@ -49,7 +50,8 @@ def draw(records: list[dict[str, Any]]) -> bytes:
     left.plot(steps, _running_mean(losses), color="tab:blue", label="training, running mean")
     places, evaluated = [record["step"] for record in validation], [record["loss"] for record in validation]
     left.plot(places, evaluated, "o-", color="tab:red", markersize=5, label="validation")
-    if averaged := [(record["step"], record[EMA + "loss"]) for record in validation if EMA + "loss" in record]:
+    averaged = [(record["step"], record[EMA + "loss"]) for record in validation if record.get(EMA + "loss") is not None]
+    if averaged:
         left.plot(*zip(*averaged, strict=True), "s--", color="tab:green", markersize=4, label=f"validation, {TITLE}")
     left.set_xlabel("step")
     left.set_ylabel("loss (nats per target)")
@@ -81,7 +83,8 @@ def draw(records: list[dict[str, Any]]) -> bytes:
 def position_losses(record: dict[str, Any]) -> list[tuple[int, str, float]]:
     """(first position, its bin as it is named, loss) of an evaluation."""
     names = [name.removeprefix(PREFIX) for name in record if name.startswith(PREFIX)]
-    return [(int(name.partition("-")[0]), name, record[PREFIX + name]) for name in names]
+    found = [(int(name.partition("-")[0]), name, record[PREFIX + name]) for name in names]
+    return [entry for entry in found if entry[2] is not None]
 
 
 def _running_mean(values: list[float]) -> list[float]:

@@ -1,10 +1,11 @@
-"""metrics.jsonl: one JSON object per record, in the run directory."""
+"""metrics.jsonl: one JSON object per record, in the run directory. What is NaN or infinite is null in it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import logging
+import math
 import os
 from typing import Any
 
@@ -79,7 +80,7 @@ class MetricsFile(Callback):
         return kept, damaged
 
     def _append(self, run: RunView, record: dict[str, Any]) -> None:
-        self._waiting.append(json.dumps(record) + "\n")
+        self._waiting.append(json.dumps({key: _json_number(value) for key, value in record.items()}) + "\n")
         del self._waiting[:-_MOST_WAITING]
         self._write(run)
 
@@ -102,6 +103,11 @@ class MetricsFile(Callback):
         if len(self._waiting) > 1:
             logger.info(f"{len(self._waiting)} records that could not be written before are in {self.path.name} now")
         self._waiting.clear()
+
+
+def _json_number(value: Any) -> Any:
+    """JSON has no NaN and no infinity, and most of its readers refuse them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

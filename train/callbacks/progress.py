@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -41,16 +42,19 @@ class Progress(Callback):
 
     def on_record(self, run: RunView, record: StepRecord) -> None:
         speed = f"{short_number(record.tokens_per_second)} {record.unit}/s"
+        skipped = math.isnan(record.loss)
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {record.loss:.3f}, lr {record.lr:.2e}, {speed}", refresh=False)
+            loss = "all steps skipped" if skipped else f"loss {record.loss:.3f}"
+            self.bar.set_postfix_str(f"{loss}, lr {record.lr:.2e}, {speed}", refresh=False)
             return
         now, last = time.monotonic(), run.config.last_step
         if now - self.last_line < _SECONDS_BETWEEN_LINES and record.step != last:
             return
         self.last_line = now
         left = duration((last - record.step) * record.seconds_per_step)
+        loss = "all steps since the last record skipped" if skipped else f"loss {record.loss:.4f}"
         logger.info(
-            f"step {record.step}/{last}  loss {record.loss:.4f}  lr {record.lr:.2e}  "
+            f"step {record.step}/{last}  {loss}  lr {record.lr:.2e}  "
             f"grad norm {record.grad_norm:.3g}  {speed}  {left} left"
         )
 

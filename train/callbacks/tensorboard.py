@@ -3,6 +3,7 @@ validation."""
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -54,6 +55,8 @@ class TensorBoard(Callback):
     def on_record(self, run: RunView, record: StepRecord) -> None:
         names = _NAMES | {name: f"train/{name}" for name in record.means}
         for key, value in record.numbers().items():
+            if math.isnan(value):
+                continue  # a gap in the curve
             if key in names or key.startswith(("monitor/", "grad_norm/", "ranks/", "goodput/")):
                 self.writer.add_scalar(names.get(key, key), value, record.step)
 

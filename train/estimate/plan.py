@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
+from matmix.data.config import DataConfig
+from matmix.data.manifest import MANIFEST_NAME, Manifest
+from matmix.data.storage.remote import is_url
+from matmix.data.synthetic import TASKS, make_task
+from matmix.data.synthetic.vocabulary import TaskTokenizer
 from matmix.model import build_model
 from matmix.train.config import RunConfig
 from matmix.train.engine.costs import Sizes
 from matmix.train.engine.kinds import KINDS
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
 from matmix.train.init.start import planned_start
+from matmix.train.loaders import with_vocabulary as sized_for
 from matmix.train.optim import optimizer_class
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
 from matmix.train.run.remote import has_begun
@@ -71,10 +78,36 @@ class Plan:
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """`config` with a vocabulary size: where it is left to the data, a usual one. Without tokens as it is."""
+    """`config` with a vocabulary size: where it is left to the data, theirs, or a usual one where they are not here.
+    Without tokens as it is."""
     if config.model.vocab_size or not config.model.model_class.tokens:
         return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=ASSUMED_VOCABULARY))
+    needed = data_vocabulary(config.data) or ASSUMED_VOCABULARY
+    return dataclasses.replace(config, model=sized_for(config.model, needed))
+
+
+def data_vocabulary(data: DataConfig) -> int:
+    """Number of ids of the data's tokenizer; 0 where it is not on this machine, or another source is set.
+
+    Raises ValueError (one line) for a damaged manifest or a synthetic task whose options do not fit.
+    """
+    if data.synthetic.task:
+        return TaskTokenizer(make_task(data.synthetic)).vocab_size if data.synthetic.task in TASKS else 0
+    path = data.path or next(iter(dict(data.mixture)), "")
+    if not path or is_url(path) or not (Path(path) / MANIFEST_NAME).is_file():
+        return 0
+    return Manifest.load(Path(path)).tokenizer.vocab_size
+
+
+def vocabulary_words(config: RunConfig) -> str:
+    """The vocabulary that a plan counts with, and where its size is from."""
+    size = with_vocabulary(config).model.vocab_size
+    if not config.model.model_class.tokens:
+        return "no vocabulary"
+    if config.model.vocab_size:
+        return f"vocabulary {size}"
+    from_data = "the data's" if data_vocabulary(config.data) else "assumed, training takes the data's"
+    return f"vocabulary {size}, {from_data}"
 
 
 def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Plan:
@@ -141,15 +174,10 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     units = plan.units_per_step * plan.steps
     flops, trained = plan.flops_per_unit, 3 * plan.flops_per_unit
     gib = 2**30
-    vocabulary = f"vocabulary {config.model.vocab_size}"
-    if not config.model.model_class.tokens:
-        vocabulary = "no vocabulary"
-    elif config.model.vocab_size == 0:
-        vocabulary = f"vocabulary {ASSUMED_VOCABULARY} assumed, training takes the data's"
     parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
     pieces = f"{ranks} rank(s) x {plan.accumulation} micro-batch(es) of {plan.micro_batch_size}"
     rows = {
-        "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary})",
+        "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary_words(config)})",
         f"FLOPs per {plan.unit[:-1]}": f"{short_number(flops)} forward, {short_number(trained)} with backward",
         "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
         "batch": f"{plan.batch_words(config)}; {pieces}",

@@ -35,9 +35,11 @@ class NanGuard:
             f"{f'; {advice}' if where else ''}"
         )
         if self.in_a_row >= self.limit:
+            saved = max(run.saved_steps(), default=None)
+            newest = "there is no checkpoint" if saved is None else f"the newest checkpoint is that of step {saved}"
             raise NonFiniteError(
                 f"{self.limit} steps in a row had a NaN or infinite loss or gradient (last: step {step}"
-                f"{f', where {where}' if where else ''}); the newest checkpoint is from before them; {advice}"
+                f"{f', where {where}' if where else ''}); {newest}; {advice}"
             )
 
     def after_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:

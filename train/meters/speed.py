@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +44,7 @@ class StepRecord:
 
     step: int
     steps: int
-    loss: float  # nats per target
+    loss: float  # nats per target; NaN where every step of the interval was skipped
     means: dict[str, float]  # over the same targets, of what else the task records, such as "accuracy"
     grad_norm: float  # of the last step, before clipping
     lr: float
@@ -141,10 +142,10 @@ class Speedometer:
             **others,
             unit=self.unit,
             steps=self.steps,
-            loss=self.loss / max(self.targets, 1),
+            loss=self.loss / max(self.targets, 1) if self.steps else math.nan,
             means={name: value / max(self.targets, 1) for name, value in self.sums.items()},
             tokens_per_second=speed,
-            seconds_per_step=seconds / max(self.steps, 1),
+            seconds_per_step=seconds / max(self.steps or self.begun, 1),
             data_wait=self.waited / seconds,
             memory=self._memory(),
             mfu=None if self.peak is None else speed * self.flops / self.peak,

@@ -15,7 +15,7 @@ from matmix.data.images.decode import UnreadablePicture, decode
 from matmix.data.images.prepare.base import Chunk
 from matmix.data.images.prepare.config import PrepareImagesConfig
 from matmix.data.images.prepare.statistics import picture_statistics
-from matmix.data.prepare.pool import in_validation
+from matmix.data.prepare.validation import in_validation
 
 
 @dataclass(frozen=True, slots=True)

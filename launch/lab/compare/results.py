@@ -146,6 +146,10 @@ def read_run(task: Task, downstream: Sequence[Finetuned]) -> RunResult:
         seed=task.seed,
         state="finished" if finished else "unfinished" if begun else "missing",
         validation={} if summary is None else summary["validation"],
-        curve=[(record["step"], record["loss"]) for record in training_records(task.run.path / "metrics.jsonl")],
+        curve=[
+            (record["step"], record["loss"])
+            for record in training_records(task.run.path / "metrics.jsonl")
+            if record["loss"] is not None  # every step of it was skipped
+        ],
         finetuned=scores_of(task, downstream) if finished else {},
     )

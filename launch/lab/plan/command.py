@@ -27,7 +27,7 @@ from matmix.launch.lab.plan.hardware import GPUS, Cluster, find_gpu, read_cluste
 from matmix.model.flops import flops_by_part
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
-from matmix.train.estimate.plan import with_vocabulary
+from matmix.train.estimate.plan import vocabulary_words, with_vocabulary
 from matmix.train.recipe import load_config
 from matmix.train.words import duration, short_number
 
@@ -132,7 +132,7 @@ def _show(options: PlanRun, given: RunConfig) -> int:
     risk = assess(config, one.plan, cluster, one.step_seconds, options.save_stall)
     if given.micro_batch_size and config.micro_batch_size != given.micro_batch_size:
         print(f"micro_batch_size {given.micro_batch_size} does not divide here: planned with {config.micro_batch_size}")
-    lines = _describe(one, cluster, risk, efficiency, source, assumed_vocabulary=given.model.vocab_size == 0)
+    lines = _describe(one, cluster, risk, efficiency, source, vocabulary_words(given))
     for warning in find_warnings(one, cluster, risk):
         lines.append(f"warning: {warning}")
     lines += _describe_suggestions(config, options.gpus, cluster, efficiency)
@@ -152,7 +152,7 @@ def _efficiency(mfu: float | None, run: str | None, cluster: Cluster) -> tuple[f
 
 
 def _describe(
-    one: Estimate, cluster: Cluster, risk: Risk, efficiency: float, source: str, *, assumed_vocabulary: bool
+    one: Estimate, cluster: Cluster, risk: Risk, efficiency: float, source: str, vocabulary: str
 ) -> list[str]:
     config, plan = one.config, one.plan
     share = config.task().target_share
@@ -164,9 +164,6 @@ def _describe(
     memory = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
     nodes = -(-plan.ranks // cluster.gpus_per_node)
     units = plan.units_per_step * plan.steps
-    vocabulary = f"vocabulary {config.model.vocab_size}{' assumed' if assumed_vocabulary else ''}"
-    if not config.model.model_class.tokens:
-        vocabulary = "no vocabulary"
     rows = {
         "cluster": f"{plan.ranks} x {cluster.gpu} on {nodes} node{'s' if nodes > 1 else ''}",
         "parameters": f"{short_number(plan.parameters)} ({vocabulary})",

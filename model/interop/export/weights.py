@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,7 +32,8 @@ def write_weights(
         expected: names and shapes that there must be.
         prefix: put before every name.
         dtype: "float32", "bfloat16" or "float16", for floating-point tensors.
-    Raises ValueError naming the first name that is missing, unknown, or of another shape.
+    Raises ValueError naming the first name that is missing, unknown, or of another shape, and OSError (one line) where
+    the disk is full.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
@@ -46,7 +48,10 @@ def write_weights(
         nonlocal size
         if pending:
             file = directory / _part_name(len(shards))
-            save_file(pending, file, metadata={"format": "pt"})
+            try:
+                save_file(pending, file, metadata={"format": "pt"})
+            except SafetensorError as error:  # the library's own kind also for what the disk refuses
+                raise OSError(f"{file} cannot be written: {str(error).partition(chr(10))[0]}") from None
             file.chmod(0o644)  # safetensors writes files that only their owner can read
             shards.append(list(pending))
             pending.clear()

@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from matmix.data import tokenizer as tokenizer_module
 from matmix.data.manifest import Manifest
 from matmix.data.prepare import command as module
 from matmix.data.prepare import pool as prepare_pool
@@ -152,9 +155,29 @@ def test_finished_output_with_a_missing_shard(tmp_path, corpus):
 
 
 def test_empty_split(tmp_path, corpus):
-    message = r"the validation split got none of the 200 documents at a validation fraction of 1e-06"
-    fails(options(tmp_path, validation_fraction=1e-6), message)
     fails(options(tmp_path, validation_fraction=0.999999), "the train split got none of the 200 documents")
+
+
+def test_one_document_is_refused_before_a_tokenizer_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "train_tokenizer", None)
+    (tmp_path / "book.txt").write_text("\n\n".join(TEXTS))
+    fails(options(tmp_path, "book.txt"), r"book\.txt is one document.*--max-document-chars 4000")
+    (tmp_path / "twice.jsonl").write_text(2 * (json.dumps({"text": TEXTS[0]}) + "\n"))
+    fails(options(tmp_path, "twice.jsonl"), "is 2 equal documents")
+
+
+@pytest.mark.parametrize("fraction", [0.1, 1e-6])
+def test_few_documents_leave_one_for_validation(fraction, tmp_path):
+    """Whatever their hashes say: for none of these texts is preparing a matter of chance."""
+    made = {}
+    for start in range(0, 60, 10):
+        name = f"ten{start}.jsonl"
+        (tmp_path / name).write_text("\n".join(json.dumps({"text": text}) for text in TEXTS[start : start + 10]))
+        changes = {"out": str(tmp_path / f"out{start}"), "validation_fraction": fraction}
+        made[start] = prepare(options(tmp_path, name, **changes))
+    found = [(m.splits["train"].documents, m.splits["validation"].documents) for m in made.values()]
+    assert all(train + validation == 10 and train and validation for train, validation in found)
+    assert any(validation == 1 for _, validation in found)
 
 
 def test_a_user_folder_keeps_its_place(tmp_path, corpus):
@@ -162,8 +185,49 @@ def test_a_user_folder_keeps_its_place(tmp_path, corpus):
     fails(options(tmp_path, vocab_size=20_000), "largest possible")
     prepare(options(tmp_path, out=str(tmp_path / "made")))
     made = str(tmp_path / "made")
-    fails(options(tmp_path, tokenizer=made, validation_fraction=1e-6), "the validation split got none")
+    fails(options(tmp_path, tokenizer=made, validation_fraction=0.999999), "the train split got none")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_interrupt_while_a_tokenizer_is_trained(tmp_path, corpus, monkeypatch):
+    """The trainer makes an error of its own of it."""
+
+    def interrupted(*_):
+        yield "some text"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizer_module, "_lines", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(options(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.2])
+def test_an_interrupt_while_workers_start_leaves_no_tracebacks(moment, tmp_path):
+    """Ctrl-C goes to all processes of the terminal, also to those that have not yet learned to leave it alone."""
+    code = """
+import os, signal, sys, threading, time
+from matmix.data.prepare.pool import work_in_order
+def interrupt():
+    time.sleep(float(sys.argv[1]))
+    os.killpg(0, signal.SIGINT)
+def chunks():
+    yield 1
+    threading.Thread(target=interrupt, daemon=True).start()
+    yield from range(2, 10)
+    time.sleep(5)
+def begin():
+    return abs
+if __name__ == "__main__":
+    try:
+        list(work_in_order(chunks(), 2, begin, doing="working"))
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+    (tmp_path / "work.py").write_text(code)
+    command = [sys.executable, str(tmp_path / "work.py"), str(moment)]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_killed_worker(tmp_path, corpus, monkeypatch):

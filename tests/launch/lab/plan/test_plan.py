@@ -20,6 +20,7 @@ from matmix.launch.lab.plan.estimate import (
 from matmix.launch.lab.plan.hardware import GPUS, find_gpu, read_cluster
 from matmix.model.flops import flops_by_part, flops_per_token
 from matmix.train.arguments import read_verb
+from matmix.train.command import train_recipe
 from matmix.train.estimate.plan import make_plan
 from matmix.train.recipe import bundled_recipes, load_config
 from matmix.train.words import duration, short_number
@@ -230,3 +231,14 @@ def test_the_command(capsys):
         main(["debug_hydra", "--gpus", "3", "--global-batch-size", "64"])
     with pytest.raises(ValueError, match="--mfu is a share between 0 and 1, got 40"):
         main(["debug_hydra", "--gpus", "4", "--mfu", "40"])
+
+
+def test_the_vocabulary_is_that_of_the_data_where_they_are(dataset, capsys, tmp_path):
+    """A small model's size and cost are mostly those of its vocabulary."""
+    words = ["debug_hydra", "--data.path", dataset]
+    assert main([*words, "--gpus", "1"]) == 0
+    assert "(vocabulary 320, the data's)" in capsys.readouterr().out
+    assert train_recipe("debug_hydra", words[1:], dry_run=True) == 0
+    assert "; vocabulary 320, the data's)" in capsys.readouterr().out
+    assert train_recipe("debug_hydra", ["--data.path", str(tmp_path / "none")], dry_run=True) == 0
+    assert "; vocabulary 32768, assumed, training takes the data's)" in capsys.readouterr().out
