@@ -54,3 +54,10 @@ def test_the_benchmark_measures_reading_decoding_and_loading(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line.split()[2].strip(",;") for line in lines] == ["read", "read", "evaluation", "training"]
     assert all(float(line.split()[0].replace(",", "")) > 0 for line in lines)
+
+
+def test_a_dataset_without_a_validation_split_says_so(tmp_path, capsys):
+    assert main(["prepare-images", "sklearn:digits", "--out", str(tmp_path / "digits")]) == 0
+    shown = capsys.readouterr().out
+    assert "validation  none: --validation or --validation-fraction makes one" in shown
+    assert "--data.images.validation-path ANOTHER_DATASET" in shown.splitlines()[-1]

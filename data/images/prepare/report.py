@@ -83,7 +83,11 @@ def print_summary(manifest: Manifest, out: Path | str, when: str) -> None:
     if bad["count"]:
         lines.append(f"  corrupt     {bad['count']:,} of {bad['records']:,} pictures were left out:")
         lines += [f"              {_shown(example)}" for example in bad["examples"][:5]]
-    print(*lines, f"next: matmix train RECIPE.toml --data.images.path {out}", sep="\n", flush=True)
+    step = f"next: matmix train RECIPE.toml --data.images.path {out}"
+    if len(manifest.splits) == 1:
+        lines.append("  validation  none: --validation or --validation-fraction makes one")
+        step += " --data.images.validation-path ANOTHER_DATASET"
+    print(*lines, step, sep="\n", flush=True)
 
 
 def _sides(images: ImagesInfo) -> list[tuple[str, tuple[int, float, int]]]:
