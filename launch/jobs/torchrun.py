@@ -57,7 +57,8 @@ class Torchrun:
         check_counts(self, "nproc", "nnodes")
         host, port = parse_endpoint(self.rdzv)
         config = load_config(self.recipe, rest)
-        config.micro_batch(self.nnodes * self.nproc)
+        if words := config.micro_batch_words(self.nnodes * self.nproc):
+            print(words, file=sys.stderr, flush=True)
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank must lie between 0 and {self.nnodes - 1}, got {self.node_rank}")
         arguments, local_addr = [self.recipe, *rest], self.local_addr or address_here(host)

@@ -26,7 +26,7 @@ TRAIN = {
     "wrong type": (["--optimizer.lr", "fast"], ["--optimizer.lr", "fast"]),
     "no data": (["--data.path", "nowhere"], ["nowhere"]),
     "sequence length": (["--data.seqlen", "0"], ["data.seqlen", "1"]),
-    "batch": (["--global-batch-size", "9"], ["does not divide", "use 3"]),
+    "batch": (["--global-batch-size", "0"], ["global_batch_size", "1"]),
     "cuda": (["--device", "cuda"], ["cuda", "--device cpu"]),
     "vocabulary": (["--model.vocab-size", "5"], ["model.vocab_size = 5", "320"]),
     "mixer": (["--model.layers", "hydra"], ["hydra", "language_model"]),

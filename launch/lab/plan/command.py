@@ -19,7 +19,6 @@ from matmix.launch.lab.plan.estimate import (
     assess,
     estimate,
     measured_efficiency,
-    nearest_micro_batch,
     options_of,
     suggest,
 )
@@ -123,14 +122,13 @@ class PlanRun:
 
 def _show(options: PlanRun, given: RunConfig) -> int:
     cluster = read_cluster(Path(options.cluster), options.gpu) if options.cluster else find_gpu(options.gpu or "h100")
-    # A recipe's micro-batch was chosen for some number of GPUs; on others the plan takes the nearest that divides.
-    config = nearest_micro_batch(with_vocabulary(given), options.gpus)
+    config = with_vocabulary(given)
+    config = dataclasses.replace(config, micro_batch_size=config.micro_batch(options.gpus))
     efficiency, source = _efficiency(options.mfu, options.measured, cluster)
     one = estimate(config, options.gpus, cluster, efficiency)
     risk = assess(config, one.plan, cluster, one.step_seconds, options.save_stall)
-    if given.micro_batch_size and config.micro_batch_size != given.micro_batch_size:
-        print(f"micro_batch_size {given.micro_batch_size} does not divide here: planned with {config.micro_batch_size}")
-    lines = _describe(one, cluster, risk, efficiency, source, vocabulary_words(given))
+    lines = [words] if (words := given.micro_batch_words(options.gpus)) else []
+    lines += _describe(one, cluster, risk, efficiency, source, vocabulary_words(given))
     for warning in find_warnings(one, cluster, risk):
         lines.append(f"warning: {warning}")
     lines += _describe_suggestions(config, options.gpus, cluster, efficiency)

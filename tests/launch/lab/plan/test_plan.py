@@ -186,7 +186,7 @@ def test_the_command(capsys):
     assert "fastest that fit:" in shown
     assert main([*words[:3], "--global-batch-size", "64", "--micro-batch-size", "12"]) == 0
     shown = capsys.readouterr().out
-    assert "micro_batch_size 12 does not divide here: planned with 8" in shown
+    assert "passes have 8 sequences: the largest number up to micro_batch_size = 12 that divides a rank's 16" in shown
     assert "assumed, not measured on H100s" in shown
     with pytest.raises(ValueError, match="--gpus must be >= 1, got 0"):
         main(["debug_hydra", "--gpus", "0"])
