@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from runs import run_recipe
 
-from matmix.launch.cli import main
+from matmix.launch.cli import TREE, main
+from matmix.model.interop.importing.foreign import read_torch
 
 
 def _fails(capsys, arguments: list[str], *words: str) -> None:
@@ -121,6 +122,11 @@ def test_prepare(case, tmp_path, capsys):
         (["generate", "run", "--prompts", "to be"], ["--prompts", '"--prompt"']),
         (["prepare", "--merge", "--out", "data", "--vocab-size", "300"], ["--vocab-size", "--merge"]),
         (["checkpoints"], ["RUN", "convert"]),
+        (["train", "debug_mru", "--data.seqlen", "abc"], ["--data.seqlen takes an integer, got 'abc'"]),
+        (["train", "debug_mru", "--optimizer.lr", "fast"], ["--optimizer.lr takes a number, got 'fast'"]),
+        (["prepare", "https://host.invalid/a/b.jsonl", "--out", "o"], ["https://host.invalid/a/b.jsonl is a URL"]),
+        (["prepare", "bundled:shakespeare", "--out", "o", "--tokenizer", "gpt2"], ["gpt2", "hub are not read"]),
+        (["train", "."], [". is a folder without config.toml"]),
     ],
 )
 def test_command_lines(arguments, words, capsys, tmp_path, monkeypatch):
@@ -160,6 +166,36 @@ def test_an_export_that_the_disk_has_no_room_for(dataset, tmp_path, capsys):
     assert len(errors) == 1
     assert "part-00001.safetensors cannot be written" in errors[0]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('layers = "mru"', ["model.layers", "is a list", "write layers = ['mru']"]),
+        ("layers = [1]", ["model.layers", "a list of strings, got [1]"]),
+        ('d_model = "wide"', ["model.d_model", "int", "wide"]),
+    ],
+)
+def test_a_value_of_another_type_in_a_recipe(line, words, tmp_path, capsys):
+    (tmp_path / "own.toml").write_text(f"[model]\n{line}\n")
+    _fails(capsys, ["train", str(tmp_path / "own.toml"), "--dry-run"], "own.toml", *words)
+
+
+def test_a_boolean_of_a_verb_in_lower_case():
+    verb, _ = TREE.read(["prepare", "a.txt", "--out", "o", "--byte-fallback", "false"])
+    assert verb.config().byte_fallback is False
+
+
+@pytest.mark.parametrize("kind", ["hydra", "mru-lm"])
+def test_a_checkpoint_to_import_that_is_none(kind, tmp_path, capsys):
+    """torch would advise to run the code in it."""
+    (tmp_path / "garbage.pt").write_bytes(b"{}")
+    _fails(
+        capsys, ["import", "--from", kind, str(tmp_path / "garbage.pt"), str(tmp_path / "out")], "garbage.pt", "torch"
+    )
+    with pytest.raises(ValueError, match="cannot be read as plain tensors") as error:
+        read_torch(tmp_path / "garbage.pt")
+    assert "weights_only" not in str(error.value)
 
 
 def test_prepare_refuses_to_overwrite(tmp_path, capsys):

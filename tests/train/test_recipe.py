@@ -170,6 +170,15 @@ def test_the_micro_batch_is_at_most_what_the_recipe_says_on_any_number_of_ranks(
     assert (exact.micro_batch(ranks), exact.micro_batch_words(ranks)) == (micro, "")
 
 
+@pytest.mark.parametrize(("word", "value"), [("true", True), ("False", False), ("no", False), ("YES", True)])
+def test_booleans_in_their_common_spellings(recipe, word, value):
+    file = recipe("")
+    for words in (["--data.shuffle", word], [f"--data.shuffle={word}"]):
+        assert load_config(file, words).data.shuffle is value
+    with pytest.raises(ValueError, match="maybe"):
+        load_config(file, ["--data.shuffle", "maybe"])
+
+
 def test_help_shows_the_options_of_the_mixers_in_use(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["debug_mru", "--help"])
