@@ -141,6 +141,11 @@ def test_a_prompt_that_is_no_text(dataset, tmp_path, capsys):
     _fails(capsys, ["generate", str(tmp_path / "run"), "--prompt", "caf\udce9"], "--prompt is not UTF-8 (character 4)")
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there(device, tmp_path, capsys):
+    _fails(capsys, ["generate", str(tmp_path), "--prompt", "to be", "--device", device], f"--device {device} cannot")
+
+
 def test_damaged_weights_of_an_export(dataset, tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "out"
     run_recipe("debug_mru", dataset, run, "--stop-step", "1")
