@@ -301,7 +301,10 @@ def _find_file(path: Path) -> Path:
             raise ValueError(f"{path} is neither a sentencepiece .model nor a tokenizer.json")
         return path
     if not path.exists():
-        raise FileNotFoundError(f"tokenizer {path} does not exist")
+        raise FileNotFoundError(
+            f"tokenizer {path} does not exist: give a .model or tokenizer.json file, or a folder with one (names of "
+            "the Hugging Face hub are not read: download its tokenizer.json)"
+        )
     for folder in (path / "tokenizer", path):
         for name in ("tokenizer.model", "tokenizer.json", "spiece.model", "sentencepiece.bpe.model"):
             if (folder / name).is_file():

@@ -38,6 +38,7 @@ class Checkpoints:
     """List the checkpoints of a run, and whether they are whole; the exit code is 1 if one is damaged, else 0.
 
     Of each: step, tokens (or images) seen, size, the engine and the number of ranks that wrote it, and when.
+    `matmix checkpoints convert RUN OTHER_RUN` makes a run of one of them that every engine reads.
     """
 
     source: RunFolder = ""

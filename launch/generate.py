@@ -44,6 +44,8 @@ class Generate:
     """Seed of the draws."""
     step: int | None = None
     """Checkpoint to use; default: the newest."""
+    device: str | None = None
+    """Where it runs, such as cpu or cuda; default: the GPU where there is one."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Prints the text; the exit code."""
@@ -75,6 +77,7 @@ def generate(
     top_p: float = 0.95,
     seed: int = 0,
     step: int | None = None,
+    device: str | None = None,
     write: Callable[[str], object] | None = None,
 ) -> int:
     """Print the prompt and its continuation as it comes; for an encoder, the likeliest words for each <mask>.
@@ -86,6 +89,7 @@ def generate(
         prompt: text to continue, or several; empty = start as a document starts.
         max_new_tokens, temperature, top_k, top_p, seed: how much is drawn, and how (see `Sampling`).
         step: the checkpoint of a run; default: the newest.
+        device: "cpu", "cuda", ...; default: the GPU where there is one.
         write: takes the pieces of output; default: standard output.
     Returns: 0. Raises FileNotFoundError or ValueError (one line).
     """
@@ -96,7 +100,7 @@ def generate(
     for text in prompts:
         _check_text(text)
     write = write or _write_now
-    loaded = load_source(source, step=step)
+    loaded = load_source(source, step=step, device=device)
     if loaded.model.takes_head:
         raise ValueError(f"{loaded.path} is a {loaded.model.config.architecture}, which writes no text")
     options = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}

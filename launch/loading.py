@@ -44,6 +44,7 @@ def load_source(
     source: str | Path, *, step: int | None = None, device: str | None = None, weights: Weights = "raw"
 ) -> Source:
     """Read a run (its newest checkpoint, or that of `step`; the weights or their average) or an export."""
+    check_device(device)
     path, fetched = fetch_run(source, step=step, weights_only=weights == "raw")
     if not path.is_dir():
         raise FileNotFoundError(f"no run or export at {path}")
@@ -55,6 +56,15 @@ def load_source(
         check_raw(weights, path)
         return _load_export(path, device)
     raise ValueError(f"{path} is neither a run (no config.toml) nor an export (no config.json)")
+
+
+def check_device(device: str | None) -> None:
+    """Raises ValueError (one line) for a device that torch does not know or this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch that was built without it
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"--device {device} cannot be used here ({reason}); use --device cpu") from None
 
 
 def check_raw(weights: Weights, source: str | Path) -> None:

@@ -89,6 +89,44 @@ def _message(box: str) -> str:
     return " ".join(" ".join(said).split()) or "arguments not understood"
 
 
+_NO_NUMBER = re.compile(
+    r"Error parsing (\S+): (?:invalid literal for int\(\) with base 10|could not convert string to (float)): ('.*')"
+)
+
+
+def _plainly(message: str) -> str:
+    """A message without the words of Python's own about numbers."""
+    return _NO_NUMBER.sub(lambda m: f"{m[1]} takes {'a number' if m[2] else 'an integer'}, got {m[3]}", message)
+
+
+_BOOLEANS = {"true": "True", "yes": "True", "false": "False", "no": "False"}
+_NO_BOOLEAN = re.compile(r"invalid choice '(\w+)' for argument '(--[\w.-]+)'\. Expected one of \('True', 'False'\)")
+
+
+def with_booleans(arguments: Sequence[str], read: Callable[[list[str]], Result]) -> Result:
+    """What `read` makes of `arguments`, true and false taken in any of their common spellings. Raises as `read`."""
+    words = list(arguments)
+    while True:
+        try:
+            return read(words)
+        except ValueError as error:
+            found = _NO_BOOLEAN.search(str(error))
+            if found is None or found[1].lower() not in _BOOLEANS:
+                raise
+            value, flag = _BOOLEANS[found[1].lower()], found[2]
+            before = list(words)
+            for place, word in enumerate(before):
+                name, equals, given = word.partition("=")
+                if name.replace("_", "-") != flag.replace("_", "-"):
+                    continue
+                if given == found[1]:
+                    words[place] = f"{name}{equals}{value}"
+                elif not equals and before[place + 1 : place + 2] == [found[1]]:
+                    words[place + 1] = value
+            if words == before:
+                raise
+
+
 def read_quietly(read: Callable[[], Result], prog: Callable[[], str]) -> Result:
     """What a call of `tyro.cli` returns. Raises ValueError (one line) where the user's words are no good.
 
@@ -101,7 +139,7 @@ def read_quietly(read: Callable[[], Result], prog: Callable[[], str]) -> Result:
     except SystemExit as end:
         if not end.code:
             raise  # after a --help
-        raise ValueError(f"command line: {_message(shown.getvalue())} ({prog()} --help lists all)") from None
+        raise ValueError(f"command line: {_plainly(_message(shown.getvalue()))} ({prog()} --help lists all)") from None
     except ValueError as error:
         raise ValueError(f"command line: {error}") from None
 
@@ -239,7 +277,10 @@ def parse_arguments(
             key = argument[2:].split("=", 1)[0]
             if key.replace("_", "-") not in known:
                 raise unknown_key(key.replace("-", "_"), cls, "command line")
-    return read_quietly(lambda: tyro.cli(cls, args=arguments, prog=prog, **options), lambda: prog)
+    return with_booleans(
+        arguments,
+        lambda words: read_quietly(lambda: tyro.cli(cls, args=words, prog=prog, **options), lambda: prog),
+    )
 
 
 # -- Verbs -------------------------------------------------------------------------------------------------------------
@@ -282,7 +323,9 @@ def verb_registry() -> ConstructorRegistry:
 def read_verb(verb: type[Result], arguments: Sequence[str], *, prog: str) -> tuple[Result, list[str]]:
     """`arguments` as a verb, and the words that it does not know. Raises ValueError (one line)."""
     options = {"prog": prog, "config": VERB_STYLE, "registry": verb_registry(), "return_unknown_args": True}
-    found, rest = read_quietly(lambda: tyro.cli(verb, args=arguments, **options), lambda: prog)
+    found, rest = with_booleans(
+        arguments, lambda words: read_quietly(lambda: tyro.cli(verb, args=words, **options), lambda: prog)
+    )
     check_rest(found, list(arguments), rest, prog)
     return found, rest
 

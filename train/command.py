@@ -124,7 +124,9 @@ def _closing_words(config: RunConfig, result: Result) -> str:
         lines.append(f"Next: {export}")
     else:
         # Prompts rarely have the one length that some mixers take.
-        look = "show-mixer {} --text TEXT" if config.model.fixed_length_mixers() else "generate {} --prompt TEXT"
+        look = "generate {} --prompt TEXT" if config.model.causal else "generate {} --prompt 'TEXT <mask> TEXT'"
+        if config.model.fixed_length_mixers():
+            look = "show-mixer {} --text TEXT"
         lines.append(f"Next: matmix {look.format(config.run_dir)}, or {export}")
     return "\n".join(lines)
 

@@ -7,7 +7,6 @@ Order of precedence: the defaults here, then the recipe (TOML), then the command
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -223,7 +222,8 @@ class RunConfig:
     global_batch_size: int = 32
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: int = 0
-    """Sequences per rank and forward pass; 0 = a rank's whole share in one pass."""
+    """Most sequences per rank and forward pass: the largest number up to it that divides a rank's share of the global
+    batch is taken, on any number of ranks; 0 = a rank's whole share in one pass."""
     max_bad_steps: int = 10
     """Steps in a row with a NaN or infinite loss or gradient that are skipped before the run stops."""
     gc_every: int = 100
@@ -318,7 +318,8 @@ class RunConfig:
         return self.stop_step or self.steps
 
     def micro_batch(self, world_size: int) -> int:
-        """Sequences per rank and forward pass. Raises ValueError where the global batch does not divide."""
+        """Sequences per rank and forward pass, at most `micro_batch_size`. Raises ValueError where the global batch
+        does not divide over the ranks."""
         per_rank, rest = divmod(self.global_batch_size, world_size)
         if rest or per_rank == 0:
             low = self.global_batch_size // world_size * world_size
@@ -326,12 +327,16 @@ class RunConfig:
             raise ValueError(
                 f"global_batch_size = {self.global_batch_size} does not divide over {world_size} ranks; use {allowed}"
             )
-        micro = self.micro_batch_size or per_rank
-        if per_rank % micro:
-            divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
-            nearest = min(divisors, key=lambda d: (abs(math.log(d / micro)), d))
-            raise ValueError(
-                f"micro_batch_size = {micro} does not divide a rank's share of {per_rank} sequences "
-                f"(global_batch_size {self.global_batch_size} over {world_size} ranks); use {nearest}"
-            )
-        return micro
+        most = min(self.micro_batch_size or per_rank, per_rank)
+        return next(size for size in range(most, 0, -1) if per_rank % size == 0)
+
+    def micro_batch_words(self, world_size: int) -> str:
+        """A line for people where passes have fewer sequences than micro_batch_size, else ""."""
+        micro = self.micro_batch(world_size)
+        if not self.micro_batch_size or micro == self.micro_batch_size:
+            return ""
+        share = self.global_batch_size // world_size
+        return (
+            f"passes have {micro} sequences: the largest number up to micro_batch_size = {self.micro_batch_size} that "
+            f"divides a rank's {share} (global_batch_size {self.global_batch_size} over {world_size} ranks)"
+        )

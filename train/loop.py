@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from matmix.data.manifest import unigram_entropy
-from matmix.model import build_model, initialize
+from matmix.model import build_model, count_parameters, initialize
 from matmix.train.callbacks import Rewind, make_callbacks
 from matmix.train.checkpoint import generators
 from matmix.train.checkpoint.files import read_manifest
+from matmix.train.checkpoint.steps import list_steps
 from matmix.train.config import RunConfig
 from matmix.train.engine import Engine, build_engine
 from matmix.train.errors import ReplicaError
@@ -46,6 +47,7 @@ from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id
 from matmix.train.run.remote import opened
 from matmix.train.run.revision import git_revision
 from matmix.train.state import Result, TrainState, check_extra
+from matmix.train.words import short_number
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class Trainer:
         collectives.watch()
         model = build_model(config.model, device="meta")
         self.groups = parameter_groups(model, config.optimizer, config.positions)
+        self.say_what_begins(distributed)
         self.engine: Engine = build_engine(config.engine, distributed)
         self.engine.prepare(
             model,
@@ -110,6 +113,25 @@ class Trainer:
         self.unigram_entropy = None if histogram is None else unigram_entropy(histogram)
         self.rules_before: dict[str, list[float]] | None = None  # `rule_record` of the checkpoint that was loaded
         self.unsaved_step = -1  # the step whose checkpoint could not be written
+
+    def say_what_begins(self, distributed: Distributed) -> None:
+        """Tells people at once what they have started; the first record may be minutes away."""
+        config = self.config
+        ranks = "" if distributed.world_size == 1 else f" on {distributed.world_size} ranks"
+        data = config.data.images.path or config.data.path or config.data.synthetic.task or "the recipe's data"
+        if config.data.mixture:
+            data = f"a mixture of {len(config.data.mixture)} datasets"
+        elif config.data.examples.train:
+            data = str(config.data.examples.train)
+        resumes = list_steps(self.run.checkpoints, written=True)
+        begins = "from the newest checkpoint" if resumes else "from the first"
+        parameters = short_number(count_parameters(config.model))
+        logger.info(
+            f"{self.run.where}: {parameters} parameters, {distributed.device.type}{ranks}, "
+            f"{config.engine.words}; {data}; {config.steps} steps, {begins}"
+        )
+        if words := config.micro_batch_words(distributed.world_size):
+            logger.info(words)
 
     # -- one step ------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,8 @@ def find_recipe(name_or_path: str) -> Path:
         return path
     if path.is_dir() and (path / "config.toml").is_file():
         return path / "config.toml"
+    if path.is_dir():
+        raise FileNotFoundError(f"{path} is a folder without config.toml, so neither a recipe nor a run")
     recipes = _bundled()
     found = recipes.get(path.stem)  # also by the end of its path, as in train/recipes/lion.toml
     if found and found.with_suffix("").parts[-len(path.parts) :] == path.with_suffix("").parts:
@@ -77,7 +79,7 @@ def _check_keys(values: dict[str, Any], cls: type, where: str, prefix: str = "")
         elif (row := row_type(hints[key])) is not None:
             check_rows(value, row, f"{where}: [[{prefix}{key}]]")
         elif typing.get_origin(hints[key]) is tuple and not isinstance(value, list | tuple):
-            raise ValueError(f'{where}: "{prefix}{key}" is a list, got {value!r}')
+            raise ValueError(f'{where}: "{prefix}{key}" is a list, got {value!r}: write {key} = [{value!r}]')
 
 
 @errors_in_one_line()
@@ -87,14 +89,23 @@ def config_from_dict(values: dict[str, Any], where: str) -> RunConfig:
     try:
         return dacite.from_dict(RunConfig, _renamed(values, "from", "from_"), DACITE)
     except dacite.WrongTypeError as error:
-        wanted = getattr(error.field_type, "__name__", None) or str(error.field_type)
+        wanted = _type_words(error.field_type)
         if typing.get_origin(error.field_type) is typing.Literal:
             wanted = " or ".join(repr(choice) for choice in typing.get_args(error.field_type))
-        raise ValueError(f'{where}: "{error.field_path}" should be {wanted}, got {error.value!r}') from None
+        value = list(error.value) if isinstance(error.value, tuple) else error.value  # as it was written
+        raise ValueError(f'{where}: "{error.field_path}" should be {wanted}, got {value!r}') from None
     except dacite.DaciteError as error:
         raise ValueError(f"{where}: {error}") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def _type_words(hint: Any) -> str:
+    """What the values of a field are, in words."""
+    if typing.get_origin(hint) is tuple:
+        inner = {str: "strings", int: "integers", float: "numbers"}.get(typing.get_args(hint)[0], "values")
+        return f"a list of {inner}"
+    return getattr(hint, "__name__", None) or str(hint)
 
 
 def _renamed(values: dict[str, Any], old: str, new: str) -> dict[str, Any]:

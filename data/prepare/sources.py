@@ -122,6 +122,8 @@ def _expand(item: str) -> list[Path]:
     """All files that an argument means, whatever their suffix."""
     if item.startswith("bundled:"):
         return [bundled_path(item.removeprefix("bundled:"))]
+    if "://" in item:
+        raise ValueError(f"{item} is a URL, and prepare reads files of this machine: download it first")
     path = Path(item).expanduser()
     candidates = [path]
     if path.exists() and not (path.is_file() or path.is_dir()):

@@ -57,10 +57,13 @@ class Torchrun:
         check_counts(self, "nproc", "nnodes")
         host, port = parse_endpoint(self.rdzv)
         config = load_config(self.recipe, rest)
-        config.micro_batch(self.nnodes * self.nproc)
+        if words := config.micro_batch_words(self.nnodes * self.nproc):
+            print(words, file=sys.stderr, flush=True)
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank must lie between 0 and {self.nnodes - 1}, got {self.node_rank}")
-        arguments, local_addr = [self.recipe, *rest], self.local_addr or address_here(host)
+        # To show the command needs no network.
+        local_addr = self.local_addr or ("ADDRESS-OF-THIS-NODE" if self.dry_run else address_here(host))
+        arguments = [self.recipe, *rest]
         if self.nnodes == 1:  # there is nobody to meet: neither an agent nor a store on the network is needed
             print(f"{self.nproc} x {shlex.join(rank_command(arguments))}", flush=True)
             return 0 if self.dry_run else run_here(arguments, self.nproc, attempt_id())

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from runs import run_recipe
 
-from matmix.launch.cli import main
+from matmix.launch.cli import TREE, main
+from matmix.model.interop.importing.foreign import read_torch
 
 
 def _fails(capsys, arguments: list[str], *words: str) -> None:
@@ -26,7 +27,7 @@ TRAIN = {
     "wrong type": (["--optimizer.lr", "fast"], ["--optimizer.lr", "fast"]),
     "no data": (["--data.path", "nowhere"], ["nowhere"]),
     "sequence length": (["--data.seqlen", "0"], ["data.seqlen", "1"]),
-    "batch": (["--global-batch-size", "9"], ["does not divide", "use 3"]),
+    "batch": (["--global-batch-size", "0"], ["global_batch_size", "1"]),
     "cuda": (["--device", "cuda"], ["cuda", "--device cpu"]),
     "vocabulary": (["--model.vocab-size", "5"], ["model.vocab_size = 5", "320"]),
     "mixer": (["--model.layers", "hydra"], ["hydra", "language_model"]),
@@ -121,6 +122,11 @@ def test_prepare(case, tmp_path, capsys):
         (["generate", "run", "--prompts", "to be"], ["--prompts", '"--prompt"']),
         (["prepare", "--merge", "--out", "data", "--vocab-size", "300"], ["--vocab-size", "--merge"]),
         (["checkpoints"], ["RUN", "convert"]),
+        (["train", "debug_mru", "--data.seqlen", "abc"], ["--data.seqlen takes an integer, got 'abc'"]),
+        (["train", "debug_mru", "--optimizer.lr", "fast"], ["--optimizer.lr takes a number, got 'fast'"]),
+        (["prepare", "https://host.invalid/a/b.jsonl", "--out", "o"], ["https://host.invalid/a/b.jsonl is a URL"]),
+        (["prepare", "bundled:shakespeare", "--out", "o", "--tokenizer", "gpt2"], ["gpt2", "hub are not read"]),
+        (["train", "."], [". is a folder without config.toml"]),
     ],
 )
 def test_command_lines(arguments, words, capsys, tmp_path, monkeypatch):
@@ -133,6 +139,11 @@ def test_a_prompt_that_is_no_text(dataset, tmp_path, capsys):
     """A terminal in another encoding: Python keeps the bytes as characters that no text may have."""
     run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "1")
     _fails(capsys, ["generate", str(tmp_path / "run"), "--prompt", "caf\udce9"], "--prompt is not UTF-8 (character 4)")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there(device, tmp_path, capsys):
+    _fails(capsys, ["generate", str(tmp_path), "--prompt", "to be", "--device", device], f"--device {device} cannot")
 
 
 def test_damaged_weights_of_an_export(dataset, tmp_path, capsys):
@@ -160,6 +171,36 @@ def test_an_export_that_the_disk_has_no_room_for(dataset, tmp_path, capsys):
     assert len(errors) == 1
     assert "part-00001.safetensors cannot be written" in errors[0]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('layers = "mru"', ["model.layers", "is a list", "write layers = ['mru']"]),
+        ("layers = [1]", ["model.layers", "a list of strings, got [1]"]),
+        ('d_model = "wide"', ["model.d_model", "int", "wide"]),
+    ],
+)
+def test_a_value_of_another_type_in_a_recipe(line, words, tmp_path, capsys):
+    (tmp_path / "own.toml").write_text(f"[model]\n{line}\n")
+    _fails(capsys, ["train", str(tmp_path / "own.toml"), "--dry-run"], "own.toml", *words)
+
+
+def test_a_boolean_of_a_verb_in_lower_case():
+    verb, _ = TREE.read(["prepare", "a.txt", "--out", "o", "--byte-fallback", "false"])
+    assert verb.config().byte_fallback is False
+
+
+@pytest.mark.parametrize("kind", ["hydra", "mru-lm"])
+def test_a_checkpoint_to_import_that_is_none(kind, tmp_path, capsys):
+    """torch would advise to run the code in it."""
+    (tmp_path / "garbage.pt").write_bytes(b"{}")
+    _fails(
+        capsys, ["import", "--from", kind, str(tmp_path / "garbage.pt"), str(tmp_path / "out")], "garbage.pt", "torch"
+    )
+    with pytest.raises(ValueError, match="cannot be read as plain tensors") as error:
+        read_torch(tmp_path / "garbage.pt")
+    assert "weights_only" not in str(error.value)
 
 
 def test_prepare_refuses_to_overwrite(tmp_path, capsys):

@@ -86,6 +86,19 @@ def test_validation_counts_every_token_once(dataset, tmp_path):
     assert results[1:] == pytest.approx(results[:1] * 2, rel=1e-5)
 
 
+def test_a_run_says_at_once_what_it_is(dataset, told, tmp_path):
+    """Long before the first record: a wrong data set or a forgotten run directory is seen then."""
+    sizes = ["--global-batch-size", "6", "--micro-batch-size", "4"]
+    run_recipe("debug_mru", dataset, tmp_path / "run", *sizes, "--stop-step", "2")
+    first, passes = told[0], told[1]
+    for word in (str(tmp_path / "run"), " parameters, cpu, ", dataset, "8 steps, from the first"):
+        assert word in first
+    assert passes.startswith("passes have 3 sequences")
+    before = len(told)
+    run_recipe("debug_mru", dataset, tmp_path / "run", *sizes)
+    assert "from the newest checkpoint" in told[before]
+
+
 def _poison(monkeypatch, steps: set[int]) -> None:
     """Makes the loss NaN in these steps."""
     true_loss, calls = TokenPrediction.loss, []
@@ -208,7 +221,7 @@ def test_the_resolved_config_runs_again_as_it_is(dataset, tmp_path):
     [
         (["--data.path", "/nonexistent/data"], "/nonexistent/data"),
         (["--device", "cuda"], "CUDA"),
-        (["--global-batch-size", "9"], "does not divide"),
+        (["--global-batch-size", "0"], "global_batch_size"),
         (["--model.vocab-size", "5"], "vocab_size"),
         (["--data.seqlen", "100000"], "seqlen"),
         (["--data.prefix", "cls", "--data.seqlen", "1", "--data.packing", "document", "--steps", "0"], "steps"),

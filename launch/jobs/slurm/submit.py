@@ -120,7 +120,8 @@ def checked(config: RunConfig, ranks: int) -> RunConfig:
     Raises ValueError for a global batch that does not divide over the ranks, and for a run directory that belongs to
     another config, as the run itself would.
     """
-    config.micro_batch(ranks)
+    if words := config.micro_batch_words(ranks):
+        print(words, file=sys.stderr, flush=True)
     if "://" in config.run_dir:
         return config
     config = dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))

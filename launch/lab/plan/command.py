@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,6 @@ from matmix.launch.lab.plan.estimate import (
     assess,
     estimate,
     measured_efficiency,
-    nearest_micro_batch,
     options_of,
     suggest,
 )
@@ -120,22 +120,24 @@ class PlanRun:
         if self.mfu is not None and not 0 < self.mfu <= 1:
             raise ValueError(f"--mfu is a share between 0 and 1, got {self.mfu}")
         check_overrides(self, rest, RunConfig)
-        return _show(self, load_config(self.recipe, rest))
+        return _show(self, load_config(self.recipe, rest), rest)
 
 
-def _show(options: PlanRun, given: RunConfig) -> int:
+def _show(options: PlanRun, given: RunConfig, overrides: Sequence[str]) -> int:
     cluster = read_cluster(Path(options.cluster), options.gpu) if options.cluster else find_gpu(options.gpu or "h100")
-    # A recipe's micro-batch was chosen for some number of GPUs; on others the plan takes the nearest that divides.
-    config = nearest_micro_batch(with_vocabulary(given), options.gpus)
+    config = with_vocabulary(given)
+    config = dataclasses.replace(config, micro_batch_size=config.micro_batch(options.gpus))
     efficiency, source = _efficiency(options.mfu, options.measured, cluster)
     one = estimate(config, options.gpus, cluster, efficiency)
     risk = assess(config, one.plan, cluster, one.step_seconds, options.save_stall)
-    if given.micro_batch_size and config.micro_batch_size != given.micro_batch_size:
-        print(f"micro_batch_size {given.micro_batch_size} does not divide here: planned with {config.micro_batch_size}")
-    lines = _describe(one, cluster, risk, efficiency, source, vocabulary_words(given))
+    lines = [words] if (words := given.micro_batch_words(options.gpus)) else []
+    lines += _describe(one, cluster, risk, efficiency, source, vocabulary_words(given))
     for warning in find_warnings(one, cluster, risk):
         lines.append(f"warning: {warning}")
-    lines += _describe_suggestions(config, options.gpus, cluster, efficiency)
+    best = suggest(config, options.gpus, cluster, efficiency)[:SUGGESTIONS]
+    lines += _describe_suggestions(config, best)
+    if best:
+        lines += ["", "to start the fastest:", launch_command(options.recipe, overrides, best[0], given, cluster)]
     print("\n".join(lines))
     return 0
 
@@ -192,8 +194,20 @@ def _describe(
     return [f"{name:<{width}}  {text}" for name, text in rows.items()]
 
 
-def _describe_suggestions(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) -> list[str]:
-    best = suggest(config, ranks, cluster, efficiency)[:SUGGESTIONS]
+def launch_command(recipe: str, overrides: Sequence[str], one: Estimate, config: RunConfig, cluster: Cluster) -> str:
+    """The command that starts a recipe as an estimate has it: on this host where one node is enough, else by Slurm.
+
+    overrides: what the command line changes of the recipe, which gives `config`.
+    """
+    ranks = one.plan.ranks
+    words = ["matmix", "launch", "local", recipe, "--nproc", str(ranks)]
+    if ranks > cluster.gpus_per_node:
+        each = next(size for size in range(cluster.gpus_per_node, 0, -1) if ranks % size == 0)
+        words = ["matmix", "launch", "slurm", recipe, "--nodes", str(ranks // each), "--gpus-per-node", str(each)]
+    return "  " + " ".join(filter(None, [shlex.join([*words, *overrides]), options_of(one, config)]))
+
+
+def _describe_suggestions(config: RunConfig, best: Sequence[Estimate]) -> list[str]:
     if not best:
         smaller = "shorter sequences" if config.model.model_class.tokens else "smaller images"
         return [f"nothing fits: use more GPUs, larger ones, or {smaller}"]

@@ -178,16 +178,6 @@ def suggest(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) 
     )
 
 
-def nearest_micro_batch(config: RunConfig, ranks: int) -> RunConfig:
-    """`config` with the largest micro-batch up to its own that divides a rank's share of the global batch on `ranks`.
-
-    Raises ValueError where the global batch itself does not divide.
-    """
-    share = dataclasses.replace(config, micro_batch_size=0).micro_batch(ranks)
-    size = max(size for size in range(1, min(config.micro_batch_size or share, share) + 1) if share % size == 0)
-    return dataclasses.replace(config, micro_batch_size=size)
-
-
 def options_of(one: Estimate, config: RunConfig) -> str:
     """The command-line options that turn `config` into an estimate's config; "" where it is the same."""
     engine, old = one.config.engine, config.engine

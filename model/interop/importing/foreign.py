@@ -91,5 +91,7 @@ def _refuse_compressed(path: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
+    if "weights_only" in str(error):  # torch's advice is to run the code in the file
+        return "it is no file of torch, or it holds more than tensors"
     text = str(error).strip().partition("\n")[0][:300] or type(error).__name__
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -166,6 +166,14 @@ def test_a_host_that_does_not_answer_is_named():
         wait_for_host("127.0.0.1", port, seconds=5)
 
 
+def test_to_print_the_command_of_a_node_needs_no_network(capsys):
+    words = ["--nnodes", "2", "--nproc", "1", "--rdzv", "gpu01.invalid:29400", "--dry-run"]
+    assert main(["launch", "torchrun", "debug_mru", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "--rdzv-endpoint=gpu01.invalid:29400" in printed
+    assert "--local-addr=ADDRESS-OF-THIS-NODE" in printed
+
+
 def test_the_command_of_a_node_is_printed(capsys):
     words = ["--nnodes", "2", "--nproc", "2", "--rdzv", "[::1]:29401", "--dry-run", "--run-dir", "runs/a b"]
     assert main(["launch", "torchrun", "debug_mru", *words]) == 0

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import shlex
 
 import pytest
 
+from matmix.launch.cli import TREE
 from matmix.launch.lab.plan import command
 from matmix.launch.lab.plan import estimate as estimating
 from matmix.launch.lab.plan.command import PlanRun, find_warnings
@@ -223,7 +225,7 @@ def test_the_command(capsys):
     assert "fastest that fit:" in shown
     assert main([*words[:3], "--global-batch-size", "64", "--micro-batch-size", "12"]) == 0
     shown = capsys.readouterr().out
-    assert "micro_batch_size 12 does not divide here: planned with 8" in shown
+    assert "passes have 8 sequences: the largest number up to micro_batch_size = 12 that divides a rank's 16" in shown
     assert "assumed, not measured on H100s" in shown
     with pytest.raises(ValueError, match="--gpus must be >= 1, got 0"):
         main(["debug_hydra", "--gpus", "0"])
@@ -242,3 +244,23 @@ def test_the_vocabulary_is_that_of_the_data_where_they_are(dataset, capsys, tmp_
     assert "; vocabulary 320, the data's)" in capsys.readouterr().out
     assert train_recipe("debug_hydra", ["--data.path", str(tmp_path / "none")], dry_run=True) == 0
     assert "; vocabulary 32768, assumed, training takes the data's)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("gpus", "where"), [(2, "local"), (16, "slurm")])
+def test_the_command_that_starts_the_fastest_can_be_copied(gpus, where, capsys, tmp_path):
+    """It is read as the plan has it, with what the command line of the plan changes of the recipe."""
+    overrides = ["--global-batch-size", "64", "--run-dir", str(tmp_path / "a run")]
+    assert main(["debug_hydra", "--gpus", str(gpus), *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    command = shlex.split(lines[lines.index("to start the fastest:") + 1])
+    assert command[:3] == ["matmix", "launch", where]
+    verb, rest = TREE.read(command[1:])
+    ranks = verb.nproc if where == "local" else int(verb.slurm["nodes"]) * int(verb.slurm["gpus_per_node"])
+    config = load_config(verb.recipe, rest)
+    first = lines[lines.index("fastest that fit:") + 1]
+    assert ranks == gpus
+    assert config.run_dir == str(tmp_path / "a run")
+    assert config.global_batch_size == 64
+    assert config.micro_batch(ranks) == 64 // gpus
+    shown = first.partition(": ")[2]
+    assert shown == "as configured" or set(shown.split()) <= set(command)
