@@ -15,7 +15,7 @@ from matmix.train.process.console import report
 try:
     from matmix.data.images.prepare.config import PrepareImagesConfig
 except ImportError as _error:  # Pillow
-    raise ValueError(f"pictures need Pillow ({_error}): pip install 'matmix[vision]'") from None
+    raise ValueError(f"pictures need Pillow ({_error}): in the clone of matmix, pip install -e '.[vision]'") from None
 
 _USAGE = "matmix prepare-images SOURCE ... --out DIR"
 

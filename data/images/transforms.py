@@ -25,7 +25,9 @@ def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[fl
     try:
         from timm.data import create_transform
     except ImportError as error:
-        raise ValueError(f"pictures need timm and torchvision ({error}): pip install 'matmix[vision]'") from None
+        raise ValueError(
+            f"pictures need timm and torchvision ({error}): in the clone of matmix, pip install -e '.[vision]'"
+        ) from None
     # Libraries augment colours: a picture of one channel has three equal ones until the end.
     options = {"input_size": config.size, "mean": tuple(mean) * (3 // len(mean)), "std": tuple(std) * (3 // len(std))}
     fixed = "bicubic" if config.interpolation == "random" else config.interpolation
