@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from matmix.train.tasks.image_classification import class_names
 
 PROCESSOR = "preprocessor_config.json"
 """The file of an export that says how pictures are read."""
+_LARGEST = 1 << 14
+"""Pixels to which the short side of a picture is resized, at most, whatever an export asks for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,8 +122,13 @@ def read_inputs(export: Path) -> ImageInputs:
         known = {field.name: values[field.name] for field in dataclasses.fields(ImageInputs)}
         for name in ("mean", "std"):
             known[name] = tuple(map(float, known[name]))
-        return ImageInputs(**known)
-    except (KeyError, TypeError, ValueError) as error:
+        inputs = ImageInputs(**known)
+        if type(inputs.size) is not int or not all(map(math.isfinite, (*inputs.mean, *inputs.std))):
+            raise ValueError("size is a number of pixels, mean and std are finite")
+        if inputs.size > _LARGEST * inputs.crop:
+            raise ValueError(f"size / crop is more than {_LARGEST} pixels")
+        return inputs
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} does not say how to read pictures ({ascii(error)[:200]})") from None
 
 

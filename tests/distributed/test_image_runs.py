@@ -23,7 +23,8 @@ def test_two_ranks_and_fewer_that_go_on_are_as_one(tmp_path):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-4), name
         for got, wanted in zip(*(records(tmp_path / which, "validation") for which in (name, "one")), strict=True):
             numbers = [[value for key, value in one.items() if key != "kind"] for one in (got, wanted)]
-            assert numbers[0] == pytest.approx(numbers[1], rel=1e-4), name
+            # The gain of mixing is a small difference of losses.
+            assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-5), name
         expected = weights(tmp_path / "one")
         for key, tensor in weights(tmp_path / name).items():
             torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=1e-4)

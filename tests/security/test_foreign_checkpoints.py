@@ -14,6 +14,7 @@ import torch
 from paths import GOLDEN
 from safetensors.torch import save_file
 
+from matmix.launch.image_models import read_inputs
 from matmix.launch.loading import load_source
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.importing.foreign import indexed_files, read_safetensors
@@ -143,3 +144,34 @@ def test_exports_that_are_none_are_one_line(tmp_path, text):
     with pytest.raises(ValueError, match=r"^\S") as raised:
         load_source(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": 10**30},
+        {"size": "x\n"},
+        {"size": 8.0},
+        {"size": True, "crop": 1e-9},
+        {"crop": 1e-300},
+        {"crop": []},
+        {"mean": [float("nan")]},
+        {"mean": [10**400]},
+        {"std": [0]},
+        {"std": ["a\n"]},
+        {"std": None},
+        {"interpolation": ["bicubic"]},
+        {"interpolation": {}},
+    ],
+    ids=lambda changes: str(changes)[:30],
+)
+def test_image_processors_that_do_not_fit_are_one_line(tmp_path, changes):
+    fine = {"mean": [0.5], "std": [0.5], "crop": 0.875, "size": 8, "interpolation": "bicubic"}
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(fine))
+    assert read_inputs(tmp_path).size == 8
+    for text in (json.dumps({**fine, **changes}), "[" * 100_000, "[]", "{}"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"^\S") as raised:
+            read_inputs(tmp_path)
+        assert "\n" not in str(raised.value)
