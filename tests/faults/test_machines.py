@@ -49,7 +49,7 @@ def test_two_jobs_on_one_run_directory(make_run, one_rank):
     first.wait_for_mark("pause")
     second = run.start()
     assert second.wait() == [EXIT_USER]
-    (error,) = second.text().strip().splitlines()
+    _, error = second.text().strip().splitlines()  # after what would be trained
     assert error.startswith("matmix: error: ")
     assert str(run.path) in error
     first.set_mark("go")
