@@ -114,7 +114,7 @@ def test_output_that_nobody_reads_is_no_success(start, tmp_path):
 
 
 def test_what_is_no_run_is_left_alone(start, tmp_path):
-    assert start("--global-batch-size", "9") == EXIT_USER
+    assert start("--global-batch-size", "0") == EXIT_USER
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("years of work")

@@ -292,6 +292,7 @@ def test_training_ends_with_a_look_at_mixers_that_cannot_generate():
     flags = {"steps_done": 8, "step": 8, "finished": True, "stopped": False, "signal": 0, "saved": True}
     result = Result(**flags, metrics={"loss": 1.0, "masked_accuracy": 0.5}, unigram_entropy=3.0)
     fixed = ["--model.layers", "dense", "--model.max-seqlen", "32", "--data.packing", "rows"]
-    for overrides, verb in (([], "generate runs/debug_hydra --prompt"), (fixed, "show-mixer runs/debug_hydra --text")):
+    masked = "generate runs/debug_hydra --prompt 'TEXT <mask> TEXT'"
+    for overrides, verb in (([], masked), (fixed, "show-mixer runs/debug_hydra --text TEXT")):
         last = _closing_words(load_config("debug_hydra", overrides), result).splitlines()[-1]
-        assert last == f"Next: matmix {verb} TEXT, or matmix export runs/debug_hydra --out DIR"
+        assert last == f"Next: matmix {verb}, or matmix export runs/debug_hydra --out DIR"
