@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,6 +90,21 @@ def row_batch(inputs: np.ndarray, labels: np.ndarray, *, n_tokens: int, causal: 
     begins, counts = np.zeros(labels.shape[:2], dtype=bool), np.full(len(inputs), inputs.shape[1])
     select = None if causal else np.flatnonzero(has_target(labels))
     return replace(_batch(inputs, labels, begins, counts, "rows", select), n_tokens=n_tokens)
+
+
+def image_batch(images: torch.Tensor, labels: torch.Tensor, n_images: int | None = None, **more: Any) -> Batch:
+    """Batch of images (B, C, H, W), which have no positions: labels int64 (B,) or float32 (B, classes), `n_images` of
+    them real (None = all), and `more` fields of `Batch`."""
+    return Batch(
+        inputs=images,
+        labels=labels,
+        cu_seqlens=None,
+        attention_mask=None,
+        max_seqlen=0,
+        select=None,
+        n_tokens=len(images) if n_images is None else n_images,
+        **more,
+    )
 
 
 def has_target(labels: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from matmix.data.images.mixing import Mix, draw_mix, partner_of, soft_target
 from matmix.data.images.randomness import borrowed_generators, seed_generators
 from matmix.data.images.transforms import Transform, make_transform
 from matmix.data.labels import IGNORED
-from matmix.data.loading.batch import Batch
+from matmix.data.loading.batch import Batch, image_batch
 from matmix.data.loading.micro_batches import Failure
 from matmix.data.loading.order import Order
 from matmix.data.rng import AUGMENTATION, generator
@@ -102,18 +102,7 @@ class ImageRows(Dataset):
             inputs[row], labels[row] = self._mixed(sample, found, read) if soft else (found[0], found[1])
             owners[row] = self._place(sample)[2]
             n_images += 1
-        return Batch(
-            inputs=inputs,
-            labels=labels,
-            cu_seqlens=None,
-            attention_mask=None,
-            max_seqlen=0,
-            select=None,
-            n_tokens=n_images,
-            n_damaged=n_damaged,
-            damaged=damaged,
-            examples=owners,
-        )
+        return image_batch(inputs, labels, n_images, n_damaged=n_damaged, damaged=damaged, examples=owners)
 
     def _mixed(
         self, sample: int, found: _Read, read: dict[int, _Read | DamagedShard]

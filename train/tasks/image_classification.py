@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.batch import Batch
+from matmix.data.loading.batch import Batch, image_batch
 from matmix.data.loading.images import build_image_loader, image_facts
 from matmix.data.loading.loader import Loader
 from matmix.model.outputs import Outputs
@@ -59,16 +59,8 @@ class ImageClassification(Task):
         return Costs(loss, dict(zip(self.recorded, others, strict=True)), predicted)
 
     def example_batch(self, inputs: Tensor) -> Batch:
-        return Batch(
-            inputs=inputs,
-            labels=torch.zeros(len(inputs), dtype=torch.long),
-            cu_seqlens=None,
-            attention_mask=None,
-            max_seqlen=0,
-            select=None,
-            n_tokens=len(inputs),
-            examples=torch.arange(len(inputs)),
-        )
+        labels = torch.zeros(len(inputs), dtype=torch.long)
+        return image_batch(inputs, labels, examples=torch.arange(len(inputs)))
 
     def outputs(self, data: DataConfig) -> Outputs:
         return Outputs(labels=class_names(data), problem_type="single_label_classification")

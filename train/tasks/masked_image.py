@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.batch import Batch
+from matmix.data.loading.batch import Batch, image_batch
 from matmix.data.loading.images import build_image_loader
 from matmix.data.loading.loader import Loader, Rows
 from matmix.data.loading.micro_batches import Failure
@@ -111,16 +111,8 @@ class MaskedImage(Task):
         side = max(2, inputs.shape[2] // self.options.square)
         masked = torch.zeros(len(inputs), side**2, dtype=torch.bool)
         masked[:, : hidden_squares(side, self.options)] = True
-        return Batch(
-            inputs=inputs,
-            labels=torch.zeros(len(inputs), dtype=torch.long),
-            cu_seqlens=None,
-            attention_mask=None,
-            max_seqlen=0,
-            select=None,
-            n_tokens=len(inputs),
-            extra={"masked": masked.view(-1, side, side)},
-        )
+        labels = torch.zeros(len(inputs), dtype=torch.long)
+        return image_batch(inputs, labels, extra={"masked": masked.view(-1, side, side)})
 
 
 def from_patches(pixels: Tensor, images: Tensor, patch: int) -> Tensor:
