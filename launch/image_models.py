@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,19 +19,20 @@ from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.model.config import ModelConfig
 from matmix.model.images.inputs import ImageInputs
-from matmix.model.interop.importing.exported import load_weights, read_export, read_export_config, read_labels
-from matmix.model.interop.importing.foreign import read_object
+from matmix.model.interop.importing.exported import (
+    PROCESSOR,
+    load_weights,
+    read_export,
+    read_export_config,
+    read_image_inputs,
+    read_labels,
+)
 from matmix.train.checkpoint.steps import step_of
 from matmix.train.engine.full_state import Weights
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.remote import fetch_run
 from matmix.train.run.trained import find_trained
 from matmix.train.tasks.image_classification import class_names
-
-PROCESSOR = "preprocessor_config.json"
-"""The file of an export that says how pictures are read."""
-_LARGEST = 1 << 14
-"""Pixels to which the short side of a picture is resized, at most, whatever an export asks for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,22 +114,9 @@ def _check_takes_images(config: ModelConfig, path: Path) -> None:
 
 def read_inputs(export: Path) -> ImageInputs:
     """How the image processor of an export reads pictures. Raises ValueError (one line) where it does not say so."""
-    path = export / PROCESSOR
-    if not path.is_file():
+    if (inputs := read_image_inputs(export)) is None:
         raise ValueError(f"{export} has no {PROCESSOR}, which says how to read pictures; export the run again")
-    values = read_object(path)
-    try:
-        known = {field.name: values[field.name] for field in dataclasses.fields(ImageInputs)}
-        for name in ("mean", "std"):
-            known[name] = tuple(map(float, known[name]))
-        inputs = ImageInputs(**known)
-        if type(inputs.size) is not int or not all(map(math.isfinite, (*inputs.mean, *inputs.std))):
-            raise ValueError("size is a number of pixels, mean and std are finite")
-        if inputs.size > _LARGEST * inputs.crop:
-            raise ValueError(f"size / crop is more than {_LARGEST} pixels")
-        return inputs
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path} does not say how to read pictures ({ascii(error)[:200]})") from None
+    return inputs
 
 
 def read_pictures(files: Sequence[str | Path], inputs: ImageInputs) -> Tensor:

@@ -17,6 +17,7 @@ from matmix.data.images.config import ImagesConfig
 from matmix.data.loading.images import image_facts
 from matmix.data.storage.files import write_atomic
 from matmix.launch.figures import MOST_CLASSES, confusion_picture
+from matmix.launch.image_models import read_inputs
 from matmix.launch.loading import check_raw
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
@@ -173,11 +174,7 @@ def _trained_classifier(trained: Trained, source: str) -> _Classifier:
 
 
 def _exported_classifier(folder: Path) -> _Classifier:
-    from matmix.model.interop.timm_models import read_image_inputs
-
-    model, inputs = read_export(folder), read_image_inputs(folder)
-    if inputs is None:
-        raise ValueError(f"{folder} has no preprocessor_config.json, which says how images are prepared")
+    model, inputs = read_export(folder), read_inputs(folder)
     values = {**dataclasses.asdict(inputs), "channels": model.config.image.channels, "classes": read_labels(folder)}
     return _Classifier(model, DataConfig(images=ImagesConfig(**values)), str(folder))
 

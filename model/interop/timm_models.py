@@ -12,7 +12,6 @@ timm's.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,7 @@ from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_from_dict
 from matmix.model.images.inputs import ImageInputs
 from matmix.model.initialization import initialize
-from matmix.model.interop.importing.exported import read_export, read_export_config
-from matmix.model.interop.importing.foreign import read_object
+from matmix.model.interop.importing.exported import read_export, read_export_config, read_image_inputs
 
 
 class TimmImageClassifier(nn.Module):
@@ -110,20 +108,6 @@ def timm_description(config: ModelConfig, inputs: ImageInputs | None) -> dict[st
             "interpolation": inputs.interpolation,
         }
     return known
-
-
-def read_image_inputs(directory: Path) -> ImageInputs | None:
-    """What the image processor of an export does; None where it has none. Raises ValueError (one line)."""
-    path = directory / "preprocessor_config.json"
-    if not path.is_file():
-        return None
-    values = read_object(path)
-    names = [field.name for field in dataclasses.fields(ImageInputs)]
-    try:
-        given = {name: values[name] for name in names}
-        return ImageInputs(**{**given, "mean": tuple(given["mean"]), "std": tuple(given["std"])})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not say how images are prepared ({ascii(error)[:200]})") from None
 
 
 @register_model

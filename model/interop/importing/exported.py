@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -10,7 +12,13 @@ import torch
 from matmix.model.backbone import Backbone
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_from_dict
+from matmix.model.images.inputs import ImageInputs
 from matmix.model.interop.importing.foreign import indexed_files, read_object, read_safetensors
+
+PROCESSOR = "preprocessor_config.json"
+"""The file of an export that says how pictures are read."""
+_LARGEST = 1 << 14
+"""Pixels to which the short side of a picture is resized, at most, whatever an export asks for."""
 
 
 def read_export(directory: str | Path) -> Backbone:
@@ -79,3 +87,24 @@ def load_weights(model: Backbone, tensors: Iterable[tuple[str, torch.Tensor]], w
         missing.discard(name)
     if missing:
         raise ValueError(f"{where} lacks the weights {min(missing)!r}")
+
+
+def read_image_inputs(directory: Path) -> ImageInputs | None:
+    """How the image processor of an export reads pictures; None where it has none. Raises ValueError (one line) where
+    the file does not say so."""
+    path = directory / PROCESSOR
+    if not path.is_file():
+        return None
+    values = read_object(path)
+    try:
+        known = {field.name: values[field.name] for field in dataclasses.fields(ImageInputs)}
+        for name in ("mean", "std"):
+            known[name] = tuple(map(float, known[name]))
+        inputs = ImageInputs(**known)
+        if type(inputs.size) is not int or not all(map(math.isfinite, (*inputs.mean, *inputs.std))):
+            raise ValueError("size is a number of pixels, mean and std are finite")
+        if inputs.size > _LARGEST * inputs.crop:
+            raise ValueError(f"size / crop is more than {_LARGEST} pixels")
+        return inputs
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path} does not say how to read pictures ({ascii(error)[:200]})") from None
