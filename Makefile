@@ -54,7 +54,7 @@ ROOMS := kernels model data train launch
 
 docs: .venv/installed
 	@mkdir -p build/docs/matmix
-	@for room in $(ROOMS); do ln -sfn ../../../$$room build/docs/matmix/$$room; done
+	@for room in $(ROOMS) __init__.py; do ln -sfn ../../../$$room build/docs/matmix/$$room; done
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "The documentation is in build/site/index.html"
 
