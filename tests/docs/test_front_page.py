@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from paths import ROOT
@@ -11,11 +12,15 @@ _MEASURED = re.compile(r"(\d+\.\d+) ± (\d+\.\d+)")
 PAGES = [ROOT / "README.md", ROOT / "docs" / "index.md"]
 
 
+def _text(page: Path) -> str:
+    return page.read_text(encoding="utf-8").replace("&nbsp;", " ")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_number_stands_where_it_says_how_it_was_measured(page):
     sources = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("comparisons.md", "vision.md"))
     known = [(float(value), float(spread)) for value, spread in _MEASURED.findall(sources)]
-    shown = _MEASURED.findall(page.read_text(encoding="utf-8"))
+    shown = _MEASURED.findall(_text(page))
     assert len(shown) >= 20
     for numbers in shown:
         off = [10 ** -len(number.partition(".")[2]) / 2 + 1e-9 for number in numbers]
@@ -24,7 +29,7 @@ def test_every_number_stands_where_it_says_how_it_was_measured(page):
 
 
 def test_both_show_the_same_table():
-    tables = [[line for line in page.read_text(encoding="utf-8").splitlines() if "±" in line] for page in PAGES]
+    tables = [[line for line in _text(page).splitlines() if "±" in line] for page in PAGES]
     assert tables[0] == tables[1]
 
 
