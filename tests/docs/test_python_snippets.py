@@ -28,7 +28,8 @@ def runnable(found: list[Snippet], exported: dict[str, Path], folder: Path) -> l
 
     def code(snippet: Snippet) -> str:
         named = _CLASS.search(snippet.code)
-        path = exported[named[0] if named else "AutoModelForImageClassification"]
+        usual = "AutoModelForImageClassification" if "timm" in snippet.code else "AutoModelForMaskedLM"
+        path = exported[named[0] if named else usual]
         return _FOLDER.sub(lambda match: json.dumps(str(path)), snippet.code)
 
     pages = itertools.groupby(sorted(found, key=lambda s: s.page), key=lambda s: s.page)
@@ -91,7 +92,7 @@ def test_cards_run_where_matmix_is(exported, desk, tmp_path):
 
 def bare(exported: dict[str, Path], desk: Path) -> list[dict]:
     """The snippets that need transformers only."""
-    found = [s for s in SNIPPETS if not _MORE_THAN_TRANSFORMERS.search(s.code) and _CLASS.search(s.code)]
+    found = [s for s in SNIPPETS if not _MORE_THAN_TRANSFORMERS.search(s.code) and "from_pretrained" in s.code]
     assert len(found) >= 4
     return runnable([*found, *cards(exported, whole=False)], exported, desk)
 

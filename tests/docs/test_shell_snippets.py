@@ -188,3 +188,26 @@ def read_python(words: list[str], monkeypatch) -> None:
         monkeypatch.setattr(module, "parse_arguments", lambda *a, **k: understood(given(*a, **k)))
     with pytest.raises((Read, FileNotFoundError)):  # some look for their data while they read
         module.main(rest)
+
+
+# -- Keys of recipes ---------------------------------------------------------------------------------------------------
+
+
+def keys_in_text() -> list[tuple[str, str]]:
+    """Where a key of a recipe stands in running text, and the key; what Python and files are called so is none. Pages
+    that add something name what is not there yet."""
+    tables = {name.partition(".")[0] for name in field_names(RunConfig) if "." in name}
+    found = []
+    for span in (span for span in spans("") if not span.page.startswith("docs/adding-")):
+        for match in re.finditer(r"(?<![\w./-])(?:--)?((\w+)(?:\.[\w-]+)+)(?![\w./(<:*])", span.code):
+            key = re.sub(r"\.options\..*", ".options", match[1].replace("-", "_"))
+            if match[2] in tables and not re.search(r"\.(py|md|toml|json|jsonl|safetensors|png|forward|step)$", key):
+                found.append((span.where, key))
+    return found
+
+
+def test_keys_in_running_text_exist():
+    found = keys_in_text()
+    assert len(found) > 100
+    known = set(field_names(RunConfig))
+    assert not (unknown := [f"{where} {key}" for where, key in found if key not in known]), "\n".join(unknown)
