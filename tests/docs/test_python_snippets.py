@@ -78,14 +78,15 @@ def test_there_are_reasons_where_snippets_are_not_run():
     assert all(len(reason.split()) >= 4 for reason in left_out.values()), left_out
 
 
-def test_snippets_run_where_matmix_is(exported, desk, tmp_path):
+def test_snippets_and_cards_run_where_matmix_is(exported, desk, tmp_path):
     pytest.importorskip("timm", reason="one snippet needs timm")
-    last = run(runnable(SNIPPETS, exported, desk), [sys.executable, "-P"], "", tmp_path)
+    found = [*SNIPPETS, *cards(exported, whole=False)]
+    last = run(runnable(found, exported, desk), [sys.executable, "-P"], "", tmp_path)
     assert last.startswith("transformers 4.")
 
 
 @pytest.mark.slow
-def test_cards_run_where_matmix_is(exported, desk, tmp_path):
+def test_whole_cards_run_where_matmix_is(exported, desk, tmp_path):
     pytest.importorskip("sentence_transformers", reason="cards of encoders show sentence-transformers")
     run(runnable(cards(exported, whole=True), exported, desk), [sys.executable, "-P"], "", tmp_path)
 
@@ -97,6 +98,7 @@ def bare(exported: dict[str, Path], desk: Path) -> list[dict]:
     return runnable([*found, *cards(exported, whole=False)], exported, desk)
 
 
+@pytest.mark.slow
 def test_snippets_and_cards_run_with_transformers_and_torch_only(exported, desk, tmp_path):
     from bare_site import make_bare_site
 
