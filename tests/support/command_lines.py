@@ -55,8 +55,10 @@ def _commands(line: str) -> Iterator[tuple[str, ...]]:
     lexer.whitespace_split = True
     words: list[str] = []
     for word in [*lexer, ";"]:
-        if set(word) <= set(";&|"):
+        if word and set(word) <= set(";&|"):
             words = [w for w in words if w not in ("...", "do")]
+            if ">" in words:  # what the shell does with the output
+                words = words[: words.index(">")]
             while words and _ENVIRONMENT.fullmatch(words[0]):
                 del words[0]
             if words and words[0].rpartition("/")[2] in PROGRAMS:

@@ -11,6 +11,7 @@ from paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"( *)```(\w*) *")
+_INCLUDED = re.compile(r'^--8<-- "(.+)"$', flags=re.MULTILINE)
 _REASON = re.compile(r"<!-- not run: (.+) -->")
 
 
@@ -60,6 +61,7 @@ def snippets_of(page: Path) -> Iterator[Snippet]:
             continue
         reason = _REASON.fullmatch(above)
         text = "\n".join(line.removeprefix(indent) for line in code).rstrip() + "\n"
+        text = _INCLUDED.sub(lambda file: (ROOT / file[1]).read_text(encoding="utf-8"), text)
         yield Snippet(name, start + 1, language, text, reason[1] if reason else "")
         above = ""
 
