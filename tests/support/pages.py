@@ -11,7 +11,8 @@ from paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"( *)```(\w*) *")
-_INCLUDED = re.compile(r'^--8<-- "(.+)"$', flags=re.MULTILINE)
+_INCLUDED = re.compile(r'--8<-- "(\S+)"')
+_BLOCKS = re.compile(r"^ *```.*?^ *```$|^    [^\n]*$", flags=re.MULTILINE | re.DOTALL)
 _REASON = re.compile(r"<!-- not run: (.+) -->")
 
 
@@ -59,22 +60,24 @@ def snippets_of(page: Path) -> Iterator[Snippet]:
             above = lines[number].strip() or above
             number += 1
             continue
+        code = [line for shown in code for line in included(shown)]
         reason = _REASON.fullmatch(above)
         text = "\n".join(line.removeprefix(indent) for line in code).rstrip() + "\n"
-        text = _INCLUDED.sub(lambda file: (ROOT / file[1]).read_text(encoding="utf-8"), text)
         yield Snippet(name, start + 1, language, text, reason[1] if reason else "")
         above = ""
+
+
+def included(line: str) -> list[str]:
+    """The lines of the file that a line of a page shows, or the line itself."""
+    shown = _INCLUDED.fullmatch(line.strip())
+    return (ROOT / shown[1]).read_text(encoding="utf-8").splitlines() if shown else [line]
 
 
 def spans(start: str) -> list[Snippet]:
     """Code in running text that begins with `start`, of all pages."""
     found = []
     for page in PAGES:
-        blocks = {line for s in snippets_of(page) for line in range(s.line, s.line + s.code.count("\n"))}
-        text = "\n".join(
-            "" if number in blocks else line
-            for number, line in enumerate(page.read_text(encoding="utf-8").split("\n"), start=1)
-        )
+        text = _BLOCKS.sub(lambda block: "\n" * block[0].count("\n"), page.read_text(encoding="utf-8"))
         for match in re.finditer(rf"(?<!`)`({re.escape(start)}[^`]*)`(?!`)", text):
             line = text.count("\n", 0, match.start()) + 1
             found.append(Snippet(page.relative_to(ROOT).as_posix(), line, "", " ".join(match[1].split()) + "\n"))
