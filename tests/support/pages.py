@@ -12,7 +12,6 @@ from paths import ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"( *)```(\w*) *")
 _INCLUDED = re.compile(r'--8<-- "(\S+)"')
-_BLOCKS = re.compile(r"^ *```.*?^ *```$|^    [^\n]*$", flags=re.MULTILINE | re.DOTALL)
 _REASON = re.compile(r"<!-- not run: (.+) -->")
 
 
@@ -71,6 +70,9 @@ def included(line: str) -> list[str]:
     """The lines of the file that a line of a page shows, or the line itself."""
     shown = _INCLUDED.fullmatch(line.strip())
     return (ROOT / shown[1]).read_text(encoding="utf-8").splitlines() if shown else [line]
+
+
+_BLOCKS = re.compile(r"^ *```.*?^ *```$|^    [^\n]*$", flags=re.MULTILINE | re.DOTALL)
 
 
 def spans(start: str) -> list[Snippet]:
