@@ -72,14 +72,11 @@ def included(line: str) -> list[str]:
     return (ROOT / shown[1]).read_text(encoding="utf-8").splitlines() if shown else [line]
 
 
-_BLOCKS = re.compile(r"^ *```.*?^ *```$|^    [^\n]*$", flags=re.MULTILINE | re.DOTALL)
-
-
 def spans(start: str) -> list[Snippet]:
     """Code in running text that begins with `start`, of all pages."""
-    found = []
+    found, blocks = [], re.compile(r"^ *```.*?^ *```$|^    [^\n]*$", flags=re.MULTILINE | re.DOTALL)
     for page in PAGES:
-        text = _BLOCKS.sub(lambda block: "\n" * block[0].count("\n"), page.read_text(encoding="utf-8"))
+        text = blocks.sub(lambda block: "\n" * block[0].count("\n"), page.read_text(encoding="utf-8"))
         for match in re.finditer(rf"(?<!`)`({re.escape(start)}[^`]*)`(?!`)", text):
             line = text.count("\n", 0, match.start()) + 1
             found.append(Snippet(page.relative_to(ROOT).as_posix(), line, "", " ".join(match[1].split()) + "\n"))
