@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from matmix.launch.export import image_inputs
-from matmix.launch.image_models import load_image_model, read_pictures
+from matmix.launch.images.classifiers import load_image_model, read_pictures
 from matmix.launch.lab.show_mixer.subject import initial_model, name_of, read_recipe, where_of
 from matmix.model.backbone import Backbone
 from matmix.model.images.config import ImageConfig
