@@ -47,6 +47,8 @@ _OF_ONE_START = ("stop_step", "checkpoint.start_over", "run_dir")  # a run that 
 _NEVER = object()
 SAVED = "saved.json"
 LOG = "messages.log"
+TRACKED = "trackers.json"
+"""The run's names at other services, as callbacks keep them."""
 Change = tuple[str, Any, Any]  # dotted key, value before, value now
 # What may lie in a run directory before the run has begun.
 _BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json", "train.log", LOG, ".config.toml.tmp"})
@@ -186,7 +188,7 @@ class RunDirectory:
 
     def set_aside_records(self) -> None:
         """Makes room for the records of a run that begins again."""
-        for name in ("metrics.jsonl", "summary.json", "changes.jsonl", SAVED):
+        for name in ("metrics.jsonl", "summary.json", "changes.jsonl", SAVED, TRACKED):
             if (path := self.path / name).exists():
                 logger.info(f"moved {name} to {set_aside(path).name}: the run begins again at step 0")
 
