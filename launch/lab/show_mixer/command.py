@@ -25,6 +25,7 @@ from matmix.launch.lab.show_mixer.image_subject import ImageSubject, fresh_on_im
 from matmix.launch.lab.show_mixer.pictures import Head, Page, draw_page
 from matmix.launch.lab.show_mixer.subject import Subject, check_no_comparison, fresh, trained
 from matmix.model.backbone import Backbone
+from matmix.train.engine.full_state import Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class ShowMixer:
     """Folder for the pages; default: pictures/<name>, of a comparison's run pictures/<entry>-<seed>."""
     step: int | None = None
     """Checkpoint of a run; default: the newest."""
+    weights: Weights = "raw"
+    """Of a run: the weights that were trained, or with ema their average."""
     layers: tuple[int, ...] | None = None
     """Which, from 0; default: all."""
     max_tokens: int | None = None
@@ -74,7 +77,7 @@ class ShowMixer:
         if self.image is not None:
             return self._draw_image(is_model, overrides)
         if is_model:
-            subject = trained(self.recipe, self.text, self.step, self.max_tokens)
+            subject = trained(self.recipe, self.text, self.step, self.max_tokens, self.weights)
         else:
             subject = fresh(self.recipe, self.text, self.max_tokens, overrides)
         chosen = _check_layers(subject, self.layers)
@@ -94,7 +97,7 @@ class ShowMixer:
     def _draw_image(self, is_model: bool, overrides: Sequence[str]) -> list[Path]:
         """Draws what a patch takes from the picture, one PNG a layer."""
         if is_model:
-            subject = trained_on_images(self.recipe, self.image, self.step)
+            subject = trained_on_images(self.recipe, self.image, self.step, self.weights)
         else:
             subject = fresh_on_images(self.recipe, self.image, overrides)
         chosen, place = _check_layers(subject, self.layers), chosen_place(self.patch, subject)
@@ -123,6 +126,7 @@ class ShowMixer:
             self.max_tokens is not None and self.max_tokens < 3,
         )
         changed, stepped = is_model and overrides, not is_model and self.step is not None
+        fresh_ema = not is_model and self.weights != "raw"
         neither, both = self.text is None and self.image is None, self.text is not None and self.image is not None
         aside = self.max_tokens is not None and self.image is not None
         problems = {
@@ -135,6 +139,7 @@ class ShowMixer:
             f"max_heads must be 1 or more, got {self.max_heads}": self.max_heads < 1,
             f"{self.recipe} is a trained model, of which nothing can be changed: {' '.join(overrides)}": changed,
             f"{self.recipe} is a recipe, which has no steps to choose from; leave step out": stepped,
+            f"{self.recipe} is a recipe, whose weights are not averaged yet; leave --weights out": fresh_ema,
             f"--out {self.out}: {file} is a file; name a folder for the pages": file is not None,
         }
         for problem, found in problems.items():
