@@ -30,7 +30,10 @@ from matmix.train.plugins import find_part
 _PHASES = "phase"
 _DEEPEST = 50
 """Tables in tables; no recipe has more than a few, and what walks them recurses."""
-_FILLED_IN = ("data.examples.labels", "data.images.classes", "data.images.mean", "data.images.std")
+_FILLED_IN = (
+    *("data.examples.labels", "data.images.classes", "data.images.mean", "data.images.std"),
+    "model.head.outputs",
+)
 """Fields that a run takes from its data where a recipe leaves them empty."""
 
 

@@ -110,7 +110,7 @@ def _of_run(source: str, trained: Trained) -> ImageModel:
 def _of_export(source: str, path: Path) -> ImageModel:
     config = read_export_config(path)
     _check_takes_images(config, path)
-    names, outputs = read_labels(path), config.head.outputs
+    names, outputs = read_labels(path), config.head.count
     if names and len(names) != outputs:
         raise ValueError(f"{path}/config.json names {len(names)} classes, but the model has {outputs} outputs")
     inputs = read_inputs(path)

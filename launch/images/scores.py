@@ -114,7 +114,7 @@ def score_images(
     task = ImageClassification(ObjectiveConfig(name="image_classification"))
     options = {"global_batch_size": _BATCH, "micro_batch_size": _BATCH, "one_pass": True, "seed": by.seed}
     loader = task.make_loader(dataclasses.replace(data, workers=0), split=split, **options)
-    classes, outputs = data.images.classes or tuple(loader.facts.classes), by.model.config.head.outputs
+    classes, outputs = data.images.classes or tuple(loader.facts.classes), by.model.config.head.count
     if len(classes) != outputs:
         raise ValueError(f"{source} tells {outputs} classes apart, and {data.images.path} has {len(classes)}")
     parts, losses = [], 0.0

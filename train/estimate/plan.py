@@ -18,6 +18,7 @@ from matmix.train.engine.costs import Sizes
 from matmix.train.engine.kinds import KINDS
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
 from matmix.train.init.start import planned_start
+from matmix.train.loaders import with_outputs
 from matmix.train.loaders import with_vocabulary as sized_for
 from matmix.train.optim import optimizer_class
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
@@ -79,7 +80,9 @@ class Plan:
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """`config` with a vocabulary size: where it is left to the data, theirs, or a usual one where they are not here.
-    Without tokens as it is."""
+    Of images, instead, with as many outputs as there are classes, where that is left to data that is here."""
+    if config.model.model_class.takes_head and not config.model.head.outputs and (classes := data_classes(config.data)):
+        config = dataclasses.replace(config, model=with_outputs(config.model, classes, config.data.images.path))
     if config.model.vocab_size or not config.model.model_class.tokens:
         return config
     needed = data_vocabulary(config.data) or ASSUMED_VOCABULARY
@@ -97,6 +100,16 @@ def data_vocabulary(data: DataConfig) -> int:
     if not path or is_url(path) or not (Path(path) / MANIFEST_NAME).is_file():
         return 0
     return Manifest.load(Path(path)).tokenizer.vocab_size
+
+
+def data_classes(data: DataConfig) -> int:
+    """Number of classes of the data's pictures; 0 where there are none on this machine. Raises ValueError (one line)
+    for a damaged manifest."""
+    path = data.images.path
+    if not path or is_url(path) or not (Path(path) / MANIFEST_NAME).is_file():
+        return 0
+    images = Manifest.load(Path(path)).images
+    return 0 if images is None else len(images.classes)
 
 
 def vocabulary_words(config: RunConfig) -> str:

@@ -160,10 +160,23 @@ def test_other_classes_and_another_size_begin_with_its_weights(recipe, run, tmp_
     assert start.new == start.left == ["classifier.output.weight", "classifier.output.bias"]
 
 
+def test_outputs_that_are_not_given_are_the_classes_of_the_data(recipe, tmp_path):
+    left_out = ["--model.head.outputs", "0", "--run-dir", str(tmp_path / "run"), "--checkpoint.every", "2"]
+    train(load_config(str(recipe), [*left_out, "--stop-step", "2"]))
+    assert load_config(str(tmp_path / "run")).model.head.outputs == 3
+    resumed = train(load_config(str(recipe), left_out))
+    train(load_config(str(recipe), ["--run-dir", str(tmp_path / "given")]))
+    assert resumed.step == 6
+    assert losses(tmp_path / "run")[-4:] == losses(tmp_path / "given")[-4:]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model.head.outputs", "4"], r"has 3 classes \(cat, dog, owl\); set it to 3"),
+        (
+            ["--model.head.outputs", "4"],
+            r"= 4, but .* has 3 classes \(cat, dog, owl\); set it to 3, or leave it out",
+        ),
         (["--data.images.size", "12"], r"data.images.size = 12, but model.image.size = 8"),
         (["--data.images.classes", "cat", "cow", "owl"], "are not those of"),
     ],
