@@ -40,11 +40,9 @@ def data_names(data: DataConfig) -> list[str]:
         return [f"{data.synthetic.task} (generated)"]
     if data.examples.train:
         return [f"{Path(data.examples.train).name} (labelled examples)"]
-    if data.images.path:
-        return [data.images.path if is_url(data.images.path) else Path(data.images.path).name]
-    total = sum(data.mixture.values())
-    alone = data.images.path or data.path
-    shares = {path: f" ({weight / total:.0%})" for path, weight in data.mixture.items()} or {alone: ""}
+    mixture = data.images.datasets or data.mixture or {data.path: 1.0}
+    total = sum(mixture.values())
+    shares = {path: f" ({weight / total:.0%})" if len(mixture) > 1 else "" for path, weight in mixture.items()}
     return [(path if is_url(path) else Path(path).name) + share for path, share in shares.items()]
 
 

@@ -300,7 +300,7 @@ def _fill_images(values: dict[str, Any], start: InitSource, overrides: Sequence[
 
 def _with_classes(config: RunConfig) -> RunConfig:
     """`config` with as many outputs as the pictures have classes."""
-    model = with_outputs(config.model, len(image_facts(config.data).classes), config.data.images.path)
+    model = with_outputs(config.model, len(image_facts(config.data).classes), config.data.images.named)
     return dataclasses.replace(config, model=model)
 
 

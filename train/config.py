@@ -274,7 +274,7 @@ class RunConfig:
         self.model.check_seqlen(self.data.seqlen)
         if self.data.synthetic.task and ":" not in self.data.synthetic.task:  # of one from outside its loader tells
             self._check_generated()
-        if self.data.images.path and self.model.model_class.takes_images:
+        if self.data.images.datasets and self.model.model_class.takes_images:
             for name in ("size", "channels"):
                 read, seen = getattr(self.data.images, name), getattr(self.model.image, name)
                 require(

@@ -98,10 +98,10 @@ def _with_images(config: RunConfig, facts: ImageFacts) -> RunConfig:
     """Raises ValueError (one line) where the model's outputs are not the classes of the data."""
     images, classes = config.data.images, tuple(facts.classes)
     if config.model.model_class.takes_head:
-        where = f"{images.path} has {len(classes)} classes ({_listed(classes)})"
+        where = f"{images.named} has {len(classes)} classes ({_listed(classes)})"
         config = dataclasses.replace(config, model=with_outputs(config.model, len(classes), where))
     if images.classes and images.classes != classes:
-        raise ValueError(f"data.images.classes are not those of {images.path}; leave them out, or prepare it again")
+        raise ValueError(f"data.images.classes are not those of {images.named}; leave them out, or prepare it again")
     images = dataclasses.replace(images, classes=classes, mean=tuple(facts.mean), std=tuple(facts.std))
     return dataclasses.replace(config, data=dataclasses.replace(config.data, images=images))
 

@@ -118,7 +118,7 @@ class Trainer:
         """Tells people at once what they have started; the first record may be minutes away."""
         config = self.config
         ranks = "" if distributed.world_size == 1 else f" on {distributed.world_size} ranks"
-        data = config.data.images.path or config.data.path or config.data.synthetic.task or "the recipe's data"
+        data = config.data.images.named or config.data.path or config.data.synthetic.task or "the recipe's data"
         if config.data.mixture:
             data = f"a mixture of {len(config.data.mixture)} datasets"
         elif config.data.examples.train:

@@ -108,7 +108,7 @@ def score_images(
     split of a dataset that `matmix prepare-images` made; "" = that of the run. Raises FileNotFoundError or ValueError
     (one line)."""
     by = load_image_model(source, step=step, weights=weights)
-    if not (dataset or by.data.images.path):
+    if not (dataset or by.data.images.datasets):
         raise ValueError(f"{source} is an export, which knows no pictures: name a dataset of matmix prepare-images")
     data = _with_dataset(by.data, dataset) if dataset else by.data
     task = ImageClassification(ObjectiveConfig(name="image_classification"))
@@ -116,7 +116,7 @@ def score_images(
     loader = task.make_loader(dataclasses.replace(data, workers=0), split=split, **options)
     classes, outputs = data.images.classes or tuple(loader.facts.classes), by.model.config.head.count
     if len(classes) != outputs:
-        raise ValueError(f"{source} tells {outputs} classes apart, and {data.images.path} has {len(classes)}")
+        raise ValueError(f"{source} tells {outputs} classes apart, and {data.images.named} has {len(classes)}")
     parts, losses = [], 0.0
     for batch in tqdm(loader, desc="scoring", unit="batch", leave=False, disable=None):
         costs = task.costs(by.model, batch.to(by.device))
@@ -129,7 +129,7 @@ def score_images(
     numbers, labels, likeliest, probabilities = (np.concatenate(values) for values in zip(*parts, strict=True))
     return ImageScores(
         where=f"{by.source}, {by.state}",
-        pictures=f"{data.images.path}, {split} split",
+        pictures=f"{data.images.named}, {split} split",
         classes=classes,
         loss=losses / len(labels),
         numbers=numbers,
@@ -142,7 +142,7 @@ def score_images(
 def _with_dataset(data: DataConfig, dataset: str) -> DataConfig:
     """The pictures of another dataset of the same classes, normalised as those that the model was trained on."""
     images = data.images
-    other = dataclasses.replace(data, images=dataclasses.replace(images, path=dataset, validation_path=""))
+    other = dataclasses.replace(data, images=dataclasses.replace(images, path=dataset, mixture={}, validation_path=""))
     classes = tuple(image_facts(other).classes)
     if images.classes and classes != images.classes:
         named = next((name for name in classes if name not in images.classes), classes[0] if classes else "none")

@@ -82,7 +82,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     """`config` with a vocabulary size: where it is left to the data, theirs, or a usual one where they are not here.
     Of images, instead, with as many outputs as there are classes, where that is left to data that is here."""
     if config.model.model_class.takes_head and not config.model.head.outputs and (classes := data_classes(config.data)):
-        config = dataclasses.replace(config, model=with_outputs(config.model, classes, config.data.images.path))
+        config = dataclasses.replace(config, model=with_outputs(config.model, classes, config.data.images.named))
     if config.model.vocab_size or not config.model.model_class.tokens:
         return config
     needed = data_vocabulary(config.data) or ASSUMED_VOCABULARY
@@ -105,7 +105,7 @@ def data_vocabulary(data: DataConfig) -> int:
 def data_classes(data: DataConfig) -> int:
     """Number of classes of the data's pictures; 0 where there are none on this machine. Raises ValueError (one line)
     for a damaged manifest."""
-    path = data.images.path
+    path = next(iter(data.images.datasets), "")
     if not path or is_url(path) or not (Path(path) / MANIFEST_NAME).is_file():
         return 0
     images = Manifest.load(Path(path)).images

@@ -73,7 +73,7 @@ def fresh_on_images(source: str, file: str, overrides: Sequence[str]) -> ImageSu
     if inputs is None:
         grey, images = (0.5,) * config.model.image.channels, config.data.images
         inputs = ImageInputs(mean=grey, std=grey, crop=images.crop, size=config.model.image.size)
-        where = images.path or "the recipe's data path"
+        where = images.named or "the recipe's data path"
         notes.append(f"The picture is normalised by a mean and a spread of 0.5: there is no dataset at {where}.")
     model = initial_model(config.model, config.seed)
     found = _read(file, inputs, model)
