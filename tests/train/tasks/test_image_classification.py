@@ -10,7 +10,7 @@ from image_runs import write_image_recipe
 from runs import losses, records, weights
 
 from matmix.data.loading.batch import Batch
-from matmix.launch.export_notes import data_names
+from matmix.launch.export_data import data_names
 from matmix.launch.images.scores import score_images
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
