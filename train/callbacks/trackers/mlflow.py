@@ -1,6 +1,6 @@
 """MLflow: the records of a run as a run of an experiment there.
 
-    matmix train quickstart --callback '{name = "mlflow", options = {uri = "http://tracking:5000"}}'
+    matmix train mru_shakespeare --callback '{name = "mlflow", options = {uri = "http://tracking:5000"}}'
 
 The package mlflow-skinny (or mlflow) comes with the extra `mlflow`. A thread of its own sends, so that training never
 waits for the server; what a server that is away does not take is kept in memory and sent once it answers.

@@ -1,6 +1,6 @@
 """Weights & Biases: the records of a run in a project there.
 
-    matmix train quickstart --callback '{name = "wandb", options = {project = "shakespeare"}}'
+    matmix train mru_shakespeare --callback '{name = "wandb", options = {project = "shakespeare"}}'
 
 The package wandb comes with the extra `wandb`. Its own process sends what it is given; where the service cannot be
 reached at the start, the records stay in RUN/wandb, from where `wandb sync` sends them.
