@@ -81,8 +81,8 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
         )
     if one.step_seconds < SHORT_STEP:
         found.append(
-            f"a step of {duration(one.step_seconds)} is so short that starting its kernels, which is not counted, may take "
-            "longer than they do: believe a short run instead, with --measured RUN"
+            f"a step of {duration(one.step_seconds)} is so short that starting its kernels, which is not counted, may "
+            "take longer than they do: believe a short run instead, with --measured RUN"
         )
     elif risk.lost(risk.interval) > risk.lost(risk.best_interval) + WORTH_A_WARNING:
         steps = max(1, round(risk.best_interval / one.step_seconds))
