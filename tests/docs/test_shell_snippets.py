@@ -130,8 +130,11 @@ def others(words: Sequence[str], prefix: str) -> list[str]:
 
 
 def stand_in(recipe: str, usual: str) -> str:
-    """A recipe as it is written; `usual` in place of one that a user has, as RECIPE, mine.toml or runs/mine."""
+    """A recipe as it is written, or one of docs/examples; `usual` in place of one that a user has, as RECIPE, mine.toml
+    or runs/mine."""
     name = Path(recipe).name
+    if (example := ROOT / "docs/examples" / name).is_file():
+        return str(example)
     own = recipe.isupper() or recipe.startswith(("s3://", "<")) or name != recipe
     try:
         return str(find_recipe(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ class CommandLine:
 
 def command_lines(snippet: Snippet) -> Iterator[CommandLine]:
     """The commands of a snippet, in order. What explains a command behind "#" or two spaces is no part of it, nor are
-    "..." and the brackets around what can be left out."""
+    "...", the brackets around what can be left out, and the file that output goes into."""
     lines = snippet.code.split("\n")
     number = 0
     while number < len(lines):
@@ -60,7 +61,7 @@ def _commands(line: str) -> Iterator[tuple[str, ...]]:
             while words and _ENVIRONMENT.fullmatch(words[0]):
                 del words[0]
             if words and words[0].rpartition("/")[2] in PROGRAMS:
-                yield tuple(words)
+                yield tuple(itertools.takewhile(lambda word: word != ">", words))
             words = []
         else:
             word = word.removeprefix("[")
