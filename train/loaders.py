@@ -49,11 +49,7 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
         held = "no tokens" if loader.tokenizer is None else "tokens"
         verb = "reads" if loader.tokenizer is None else "does not read"
         raise ValueError(f"the data holds {held}, but a {config.model.architecture} {verb} them; change one of the two")
-    if config.epochs:
-        if config.data.synthetic.task:
-            raise ValueError("generated samples have no epochs: set steps in place of epochs")
-        steps = math.ceil(config.epochs * loader.samples_per_epoch / config.global_batch_size)
-        config = dataclasses.replace(config, steps=max(1, steps))
+    config = with_steps(config, loader)
     if isinstance(loader.facts, ImageFacts):
         return _with_images(config, loader.facts)
     if loader.tokenizer is None:
@@ -64,6 +60,16 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
             examples = dataclasses.replace(config.data.examples, labels=names)
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, examples=examples))
     return dataclasses.replace(config, model=with_vocabulary(config.model, loader.vocab_size))
+
+
+def with_steps(config: RunConfig, loader: Loader) -> RunConfig:
+    """`config` with the steps of its `epochs`, if it has any. Raises ValueError (one line) for generated samples."""
+    if not config.epochs:
+        return config
+    if config.data.synthetic.task:
+        raise ValueError("generated samples have no epochs: set steps in place of epochs")
+    steps = math.ceil(config.epochs * loader.samples_per_epoch / config.global_batch_size)
+    return dataclasses.replace(config, steps=max(1, steps))
 
 
 def with_vocabulary(model: ModelConfig, needed: int) -> ModelConfig:

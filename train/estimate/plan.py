@@ -18,7 +18,7 @@ from matmix.train.engine.costs import Sizes
 from matmix.train.engine.kinds import KINDS
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
 from matmix.train.init.start import planned_start
-from matmix.train.loaders import with_outputs
+from matmix.train.loaders import make_loader, with_outputs, with_steps
 from matmix.train.loaders import with_vocabulary as sized_for
 from matmix.train.optim import optimizer_class
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
@@ -87,6 +87,21 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
         return config
     needed = data_vocabulary(config.data) or ASSUMED_VOCABULARY
     return dataclasses.replace(config, model=sized_for(config.model, needed))
+
+
+def with_steps_of_epochs(config: RunConfig) -> tuple[RunConfig, str]:
+    """`config` with the steps of its epochs, and where their number is from, in words; "" where it is given in steps.
+
+    Where the data is not on this machine, or has to be read through to be counted, the steps stay what they are.
+    """
+    if not config.epochs:
+        return config, ""
+    told = f"epochs = {config.epochs:g}"
+    data = config.data
+    paths = list(data.images.datasets) or list(dict(data.mixture)) or [data.path]
+    if not all(path and not is_url(path) and (Path(path) / MANIFEST_NAME).is_file() for path in paths):
+        return config, f"assumed, {told} will be counted once the data is there"
+    return with_steps(config, make_loader(config, "train", 0, 1)), told
 
 
 def data_vocabulary(data: DataConfig) -> int:
@@ -181,6 +196,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     elif config.init.from_:
         config, beginning = planned_start(config)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    config, counted = with_steps_of_epochs(config)
     plan = make_plan(config, ranks)
     if int(os.environ.get("RANK", "0")):
         return 0
@@ -196,7 +212,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
         "batch": f"{plan.batch_words(config)}; {pieces}",
         "engine": config.engine.words,
         "begins with": beginning,
-        "steps": f"{plan.steps:,}",
+        "steps": f"{plan.steps:,}" + (f" ({counted})" if counted else ""),
         plan.unit: f"{short_number(units)} ({units:,})",
         "compute": f"{trained * units:.3g} FLOPs in all",
         "updated": ("\n" + " " * 18).join(_group_lines(config)),

@@ -108,7 +108,8 @@ def _loading(config: ModelConfig, has_tokenizer: bool, has_processor: bool, outp
         needs = f"Reading it needs matmix and the module that registers its architecture, `{config.architecture}`."
         return "\n".join(["```python", *code, "```", "", needs])
     main = main_class(config, outputs)
-    code = [
+    code = ["from PIL import Image"] if has_processor else []
+    code += [
         f"from transformers import {main}{', AutoTokenizer' * has_tokenizer}{', AutoImageProcessor' * has_processor}",
         "",
         f"model = {main}.from_pretrained({folder}, trust_remote_code=True)",
@@ -118,7 +119,8 @@ def _loading(config: ModelConfig, has_tokenizer: bool, has_processor: bool, outp
     if has_processor:
         code += [
             f"processor = AutoImageProcessor.from_pretrained({folder}, trust_remote_code=True)",
-            'logits = model(**processor(image, return_tensors="pt")).logits  # an image of Pillow',
+            'image = Image.open("photo.jpg")',
+            'logits = model(**processor(image, return_tensors="pt")).logits',
         ]
     if has_tokenizer and takes_layout(config):
         code += [
@@ -126,7 +128,8 @@ def _loading(config: ModelConfig, has_tokenizer: bool, has_processor: bool, outp
             "# One vector for each text:",
             "from sentence_transformers import SentenceTransformer",
             "",
-            f"embeddings = SentenceTransformer({folder}, trust_remote_code=True).encode(texts)",
+            f"encoder = SentenceTransformer({folder}, trust_remote_code=True)",
+            'embeddings = encoder.encode(["one text", "and another"])',
         ]
     needs = (
         "The code in `modeling_matmix.py` needs PyTorch and transformers only.\n"

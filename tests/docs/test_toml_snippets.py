@@ -1,0 +1,68 @@
+"""Every TOML snippet of the pages is part of a recipe, a comparison or a site profile that can be read."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from typing import Any
+
+import pytest
+import tomli_w
+from pages import snippets
+
+from matmix.launch.jobs.slurm.options import from_layers, load_profile
+from matmix.launch.lab.compare.config import read_comparison
+from matmix.model import build_model
+from matmix.model.config import model_config_from_dict
+from matmix.train.recipe import find_recipe, load_phases, merged, read_toml
+
+SNIPPETS = snippets("toml")
+# Table of a snippet -> the recipe that it is put into.
+BASES = {
+    "comparison": "bidirectional",
+    "data.images": "hydra_vit_b_imagenet",
+    "model.image": "hydra_vit_b_imagenet",
+    "data.examples": "finetune",
+    "": "debug_mru",
+}
+
+
+def base_of(values: dict[str, Any]) -> dict[str, Any]:
+    """A recipe for what a snippet says; with variants that say all, or data of another kind, without its own."""
+    tables = {"comparison" if "comparison" in values else "", *(f"{a}.{b}" for a in values for b in sub(values, a))}
+    base = read_toml(find_recipe(BASES[next((table for table in BASES if table in tables), "")]))
+    if "entry" in values.get("comparison", {}):
+        del base["comparison"]
+    if "data.synthetic" in tables:
+        base["data"] = {}
+    return base
+
+
+def sub(values: dict[str, Any], name: str) -> dict[str, Any]:
+    return values[name] if isinstance(values[name], dict) else {}
+
+
+def test_there_are_reasons_where_snippets_are_not_read():
+    left_out = {s.where: s.not_run for s in SNIPPETS if s.not_run}
+    assert len(left_out) <= 1, left_out
+    assert all(len(reason.split()) >= 4 for reason in left_out.values()), left_out
+
+
+@pytest.mark.parametrize("snippet", [s for s in SNIPPETS if not s.not_run], ids=lambda s: s.where)
+def test_a_snippet_is_read(snippet, tmp_path, monkeypatch):
+    values = tomllib.loads(snippet.code)
+    if "default" in values:
+        (tmp_path / "clusters.toml").write_text(snippet.code)
+        monkeypatch.setenv("MATMIX_CLUSTERS", str(tmp_path / "clusters.toml"))
+        assert from_layers(load_profile(None), {})
+        return
+    if ":" in values.get("model", {}).get("architecture", ""):
+        importlib.import_module(values["model"]["architecture"].partition(":")[0])  # tests/support/series_model.py
+        build_model(model_config_from_dict({**values["model"], "d_model": 64}), device="meta")  # which task is not said
+        return
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(tomli_w.dumps(merged(base_of(values), values)))
+    if "comparison" in values:
+        assert read_comparison(str(recipe)).entries
+    else:
+        assert len(load_phases(str(recipe))) == len(values.get("phase", [1]))
