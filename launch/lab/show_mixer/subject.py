@@ -13,7 +13,7 @@ from matmix.data.storage.remote import is_url
 from matmix.data.storage.storage import Storage
 from matmix.data.synthetic import make_task
 from matmix.data.synthetic.vocabulary import TaskTokenizer
-from matmix.launch.generate import MASK
+from matmix.launch.filling import MASK
 from matmix.launch.loading import load_source
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
