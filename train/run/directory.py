@@ -20,7 +20,8 @@ from matmix.train.checkpoint import local_copies
 from matmix.train.checkpoint.local_copies import LocalCopies
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.config import CheckpointConfig, RunConfig
-from matmix.train.recipe import config_from_dict, config_to_dict, differences, read_toml, with_defaults, write_config
+from matmix.train.recipe import config_from_dict, config_to_dict, differences, with_defaults, write_config
+from matmix.train.recipe_files import read_toml
 from matmix.train.run.lock import RunLock
 from matmix.train.run.outcome import local_folder
 

@@ -22,7 +22,8 @@ from matmix.model.initialization import initialize
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
 from matmix.train.config import RunConfig
 from matmix.train.loaders import with_vocabulary
-from matmix.train.recipe import find_recipe, load_config, read_toml
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import find_recipe, read_toml
 
 MOST_TOKENS = 128
 BYTES = 256
