@@ -54,6 +54,8 @@ def status_lines(home: Path) -> list[str]:
         return [*lines, logs]
     active = bool(jobs) and is_active(jobs[-1])
     runs = runs_of(home, jobs[-1]) if jobs else [home]
+    if not jobs and (home / "launch").is_dir():
+        lines.append("  nothing was submitted: the last matmix launch failed before there was a job")
     if runs == [home]:
         return lines + [f"  {line}" for line in run_lines(home, active=active)]
     names = [str(run.relative_to(home)) for run in runs]

@@ -46,6 +46,7 @@ _STEERING = (
 _MAY_NOT_CHANGE = ("engine.precision",)
 _OF_ONE_START = ("stop_step", "checkpoint.start_over", "run_dir")  # a run that was moved has not changed
 _NEVER = object()
+_MOST_CHANGES = 6  # that one message shows
 SAVED = "saved.json"
 LOG = "messages.log"
 Change = tuple[str, Any, Any]  # dotted key, value before, value now
@@ -210,7 +211,13 @@ class RunDirectory:
 
 def refused_changes(found: Iterable[Change]) -> str:
     """Those changes of a run's config that are none of the same run's, for a message; "" where there are none."""
-    return "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in found if not _is_free(key))
+    texts = [f"{key}: {_shown(old)} there, {_shown(new)} here" for key, old, new in found if not _is_free(key)]
+    more = [f"and {len(texts) - _MOST_CHANGES} more"] if len(texts) > _MOST_CHANGES else []
+    return "; ".join(texts[:_MOST_CHANGES] + more)
+
+
+def _shown(value: Any) -> str:
+    return "{...}" if isinstance(value, dict) else repr(value)
 
 
 def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer | None, checkpoint: Path) -> None:
