@@ -10,7 +10,7 @@ from matmix.launch.tree import Branch, CommandTree
 from matmix.train.process.console import begin_process, guarded
 from matmix.train.process.exits import EXIT_OK, EXIT_USER
 
-_TEXTS = ("--prompt", "--text")
+_TEXTS = ("--prompt", "--text", "--stop")
 _EPILOG = """\
 matmix VERB --help explains each verb, and matmix --version says which matmix this is.
 

@@ -26,7 +26,8 @@ from matmix.train.init.sources import InitSource, source_of
 from matmix.train.loaders import make_loader, with_data_facts, with_outputs
 from matmix.train.plugins import find_part
 from matmix.train.process.exits import EXIT_OK
-from matmix.train.recipe import config_from_dict, find_recipe, plain, read_toml, resolved_config, write_config
+from matmix.train.recipe import config_from_dict, plain, resolved_config, write_config
+from matmix.train.recipe_files import find_recipe, read_toml
 from matmix.train.tasks import TASKS, Task
 from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.train.tasks.image_classification import ImageClassification

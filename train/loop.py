@@ -123,8 +123,8 @@ class Trainer:
             data = f"a mixture of {len(config.data.mixture)} datasets"
         elif config.data.examples.train:
             data = str(config.data.examples.train)
-        resumes = list_steps(self.run.checkpoints, written=True)
-        begins = "from the newest checkpoint" if resumes else "from the first"
+        saved = list_steps(self.run.checkpoints, written=True)
+        begins = f"from the newest checkpoint, step {saved[-1]}" if saved else "from the first"
         parameters = short_number(count_parameters(config.model))
         logger.info(
             f"{self.run.where}: {parameters} parameters, {distributed.device.type}{ranks}, "

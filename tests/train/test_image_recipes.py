@@ -8,7 +8,8 @@ from matmix.launch.cli import main
 from matmix.launch.lab.compare.config import read_comparison
 from matmix.launch.lab.compare.width import matched
 from matmix.model import count_parameters, flops_per_image, flops_per_token
-from matmix.train.recipe import bundled_recipes, find_recipe, load_config
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import bundled_recipes, find_recipe
 
 PUBLISHED = {
     "vit_b_imagenet": 87,

@@ -20,7 +20,8 @@ from matmix.train.checkpoint import local_copies
 from matmix.train.checkpoint.local_copies import LocalCopies
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.config import CheckpointConfig, RunConfig
-from matmix.train.recipe import config_from_dict, config_to_dict, differences, read_toml, with_defaults, write_config
+from matmix.train.recipe import config_from_dict, config_to_dict, differences, with_defaults, write_config
+from matmix.train.recipe_files import read_toml
 from matmix.train.run.lock import RunLock
 from matmix.train.run.outcome import local_folder
 
@@ -45,6 +46,7 @@ _STEERING = (
 _MAY_NOT_CHANGE = ("engine.precision",)
 _OF_ONE_START = ("stop_step", "checkpoint.start_over", "run_dir")  # a run that was moved has not changed
 _NEVER = object()
+_MOST_CHANGES = 6  # that one message shows
 SAVED = "saved.json"
 LOG = "messages.log"
 TRACKED = "trackers.json"
@@ -211,7 +213,13 @@ class RunDirectory:
 
 def refused_changes(found: Iterable[Change]) -> str:
     """Those changes of a run's config that are none of the same run's, for a message; "" where there are none."""
-    return "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in found if not _is_free(key))
+    texts = [f"{key}: {_shown(old)} there, {_shown(new)} here" for key, old, new in found if not _is_free(key)]
+    more = [f"and {len(texts) - _MOST_CHANGES} more"] if len(texts) > _MOST_CHANGES else []
+    return "; ".join(texts[:_MOST_CHANGES] + more)
+
+
+def _shown(value: Any) -> str:
+    return "{...}" if isinstance(value, dict) else repr(value)
 
 
 def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer | None, checkpoint: Path) -> None:

@@ -27,6 +27,8 @@ from matmix.launch.lab.show_mixer.subject import Subject, check_no_comparison, f
 from matmix.model.backbone import Backbone
 from matmix.train.engine.full_state import Weights
 
+_MOST_LETTERS = 20  # that one line names
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShowMixer:
@@ -85,12 +87,16 @@ class ShowMixer:
         fixed, length = subject.model.config.fixed_length_mixers(), subject.model.config.max_seqlen
         if self.max_tokens not in (None, length) and fixed:
             print(f"--max-tokens {self.max_tokens} does not apply: {' and '.join(fixed)} takes exactly {length} tokens")
-        paths = []
+        paths, lacking = [], set()
         for layer, matrices in mixer_matrices(subject.model, subject.ids, chosen):
             page, words = _page(subject, layer, matrices, self.max_heads)
             name = f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
             paths.append(draw_page(page, folder / name))
             print(f"{paths[-1]}: {words}")
+            lacking |= page.fonts().lacking
+        if lacking:
+            shown = "".join(sorted(lacking)[:_MOST_LETTERS]) + (" ..." if len(lacking) > _MOST_LETTERS else "")
+            print(f"No font here has {shown}; install one that does, such as Noto Sans (CJK), to see them")
         self._say_next("the same with another text", overrides, is_model, subject.label)
         return paths
 
@@ -229,7 +235,7 @@ def _page(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) 
     title = f"layer {layer}: {mixer.name}"
     subtitle = f"{subject.where}, {subject.state}, {len(subject.ids)} tokens, {what}"
     description = "\n".join((title, subtitle, *subject.overrides, subject.text))
-    page = Page(title, subtitle, subject.text, notes, heads, subject.pieces, description)
+    page = Page(title, subtitle, subject.text, notes, heads, subject.pieces, subject.ids, description)
     ranks = [head.rank for head in heads]
     span = " to ".join(map(str, sorted({min(ranks), max(ranks)}))) + (" + I" if skip else "")
     below, above = max(head.below for head in heads), max(head.above for head in heads)

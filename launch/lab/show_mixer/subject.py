@@ -13,7 +13,7 @@ from matmix.data.storage.remote import is_url
 from matmix.data.storage.storage import Storage
 from matmix.data.synthetic import make_task
 from matmix.data.synthetic.vocabulary import TaskTokenizer
-from matmix.launch.generate import MASK
+from matmix.launch.filling import MASK
 from matmix.launch.loading import load_source
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
@@ -23,7 +23,8 @@ from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_t
 from matmix.train.config import RunConfig
 from matmix.train.engine.full_state import Weights
 from matmix.train.loaders import with_vocabulary
-from matmix.train.recipe import find_recipe, load_config, read_toml
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import find_recipe, read_toml
 
 MOST_TOKENS = 128
 BYTES = 256
