@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from matmix.train.recipe import bundled_comparisons, bundled_recipes, find_recipe
+from matmix.train.recipe_files import bundled_comparisons, bundled_recipes, find_recipe
 
 _WIDTH = 120
 
@@ -32,17 +32,21 @@ class Recipes:
         return 0
 
 
-def listed() -> str:
-    """All recipes by the verb that takes them, a line each."""
+def grouped() -> dict[str, dict[str, Path]]:
+    """Command that takes them -> name -> path of the bundled recipes."""
     recipes = bundled_recipes()
     fine_tuning = {name: path for name, path in recipes.items() if _fine_tunes(path)}
-    groups = {
+    return {
         "matmix train NAME": {name: path for name, path in recipes.items() if name not in fine_tuning},
         "matmix compare NAME": bundled_comparisons(),
         "matmix finetune RUN NAME": fine_tuning,
     }
+
+
+def listed() -> str:
+    """All recipes by the verb that takes them, a line each."""
     lines = []
-    for command, found in groups.items():
+    for command, found in grouped().items():
         width = max(map(len, found)) + 4
         lines.append(f"{command}\n")
         lines += [

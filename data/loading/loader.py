@@ -85,6 +85,14 @@ class _Plan:
             start += self.global_batch
 
 
+class _Readers(DataLoader):
+    """PyTorch's own, without its two warnings of four lines where there are more reading processes than cores: most of
+    the time they wait, and a recipe for eight GPUs is also tried on a laptop."""
+
+    def check_worker_number_rationality(self) -> None:
+        pass
+
+
 class Loader:
     """Iterates micro-batches of one rank; made by `build_loader`.
 
@@ -188,7 +196,7 @@ class Loader:
                 "persistent_workers": True,
                 "prefetch_factor": self.config.prefetch,
             }
-        return DataLoader(
+        return _Readers(
             self.dataset,
             batch_sampler=self._plan,
             collate_fn=_as_is,

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
+import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from paths import GOLDEN
 from runs import records, run_recipe, weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
+from matmix.data.manifest import Manifest
 from matmix.data.tokenizer import Tokenizer
 from matmix.launch.cli import main
+from matmix.launch.continuation import continue_texts
 from matmix.launch.export import export_run, import_reference
-from matmix.launch.generate import continue_text, fill_masks, generate
+from matmix.launch.filling import fill_masks
+from matmix.launch.generate import generate
 from matmix.launch.loading import load_source
 from matmix.launch.sampling import Sampling
 from matmix.model import count_parameters
@@ -85,6 +93,70 @@ def test_the_model_card_says_what_the_run_was(language_model, dataset, tmp_path,
     capsys.readouterr()
     assert main(["export", str(language_model), "--out", str(tmp_path / "no"), "--license", "my own: ask me"]) == 2
     assert "give its short name, such as apache-2.0" in capsys.readouterr().err
+
+
+def test_the_model_card_puts_controls_beside_the_loss(language_model, encoder, dataset, tmp_path, capsys):
+    """A run that is named, or that a comparison trained beside it, trivial models, and otherwise that none is known."""
+    card = (export_run(language_model, tmp_path / "alone") / "README.md").read_text()
+    assert "No run of a control is known" in card
+    last = records(language_model, "validation")[-1]
+    manifest = Manifest.load(Path(dataset))
+    assert f"| **this model** | {last['loss']:.4f} |" in card
+    without = f"its mean, in the first 1 global batch of the validation split | {last['loss_without_mixing']:.4f} |"
+    assert f"replaced by {without}" in card
+    assert (
+        f"| every token alike: ln {manifest.tokenizer.vocab_size:,} | {math.log(manifest.tokenizer.vocab_size):.4f} |"
+        in card
+    )
+    assert f"| frequencies of single tokens: their entropy | {manifest.unigram_entropy:.4f} |" in card
+    train = manifest.splits["train"]
+    assert f"| documents | train {train.documents:,} with {train.tokens:,} tokens; validation " in card
+
+    control = tmp_path / "compared" / "no-mixer" / "seed-0"
+    run_recipe("debug_mru", dataset, control, "--steps", "2", "--model.layers", "none")
+    known = (
+        f"no mixer ({count_parameters(RunDirectory(control).read_config().model):,} parameters, 2 steps of 8, seed 0)"
+    )
+    line = f"| control: {known} | {records(control, 'validation')[-1]['loss']:.4f} |"
+    capsys.readouterr()
+    assert main(["export", str(language_model), "--out", str(tmp_path / "named"), "--control", str(control)]) == 0
+    card = (tmp_path / "named" / "README.md").read_text()
+    assert line in card
+    assert "No run of a control" not in card
+
+    compared = tmp_path / "compared" / "MRU" / "seed-0"
+    shutil.copytree(language_model, compared)
+    (tmp_path / "compared" / "comparison.toml").touch()
+    assert line in (export_run(compared, tmp_path / "found") / "README.md").read_text()
+    with pytest.raises(ValueError, match="is no control of"):
+        export_run(language_model, tmp_path / "other", controls=[str(encoder)])
+
+
+def test_the_model_card_is_what_the_hub_reads(language_model, tmp_path):
+    """Its front matter is valid; what is not known is said, and the licence of the code is beside it."""
+    card = ModelCard.load(export_run(language_model, tmp_path / "out") / "README.md")
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "license": "unknown",
+        "pipeline_tag": "text-generation",
+        "tags": ["matmix", "language_model", "mru"],
+    }
+    assert "Language of the texts: unknown." in card.text
+    assert f"Written by matmix {version('matmix')}." in card.text
+    assert (tmp_path / "out" / "LICENSE").read_text() == (Path(__file__).parents[2] / "LICENSE").read_text()
+    assert ModelCard.load(
+        export_run(language_model, tmp_path / "en", languages=["en"]) / "README.md"
+    ).data.language == ["en"]
+    with pytest.raises(ValueError, match="give its ISO code, such as en"):
+        export_run(language_model, tmp_path / "no", languages=["plain English"])
+
+
+def test_the_tokenizer_cuts_texts_at_the_length_of_the_training(encoder, tmp_path):
+    config = RunDirectory(encoder).read_config()
+    assert config.data.seqlen != config.model.max_seqlen
+    out = export_run(encoder, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(out).model_max_length == config.data.seqlen
+    assert json.loads((out / "sentence_bert_config.json").read_text())["max_seq_length"] == config.data.seqlen
 
 
 def test_exports_put_the_special_tokens_of_the_training_around_text(language_model, encoder, tmp_path):
@@ -204,17 +276,21 @@ def test_import_mistakes(tmp_path):
 def test_generation_carries_state_and_is_that_of_the_whole_text(language_model):
     source = load_source(language_model, device="cpu")
     ids = source.tokenizer.encode("the king").ids
-    text = "".join(continue_text(source, "the king", max_new_tokens=12, sampling=GREEDY))
-    expected = list(ids)
+    (found,) = continue_texts(source, ["the king"], max_new_tokens=12, sampling=GREEDY)
+    expected, logprob = list(ids), 0.0
     for _ in range(12):
         with torch.no_grad():
             logits = source.model(torch.tensor([expected]))[0, -1]
+        shares = logits.log_softmax(0)
         logits[[index for index in source.special.values() if index != source.special["eos"]]] = -torch.inf
         token = int(logits[: source.tokenizer.get_vocab_size()].argmax())
         if token == source.special["eos"]:
             break
+        logprob += float(shares[token])
         expected.append(token)
-    assert source.tokenizer.decode(expected) == "the king" + text
+    assert source.tokenizer.decode(expected) == "the king" + found.text
+    assert found.tokens == expected[len(ids) :]
+    assert found.logprob == pytest.approx(logprob, abs=1e-4)
 
 
 def test_runs_and_their_exports_generate_the_same(language_model, encoder, tmp_path):
@@ -277,6 +353,62 @@ def test_several_prompts_of_an_encoder(encoder, capsys):
     assert list(found.values()) == [output_of(encoder, prompt=prompt) for prompt in prompts]
 
 
+def test_samples_of_a_prompt_are_those_of_the_next_seeds(language_model, capsys):
+    """However many are drawn at once."""
+    options = {"prompt": ["the king", "the"], "max_new_tokens": 12, "temperature": 1.3}
+    each = [{**options, "prompt": prompt, "seed": seed} for prompt in options["prompt"] for seed in (3, 4, 5)]
+    alone = [output_of(language_model, **one) for one in each]
+    for batch_size in (64, 4):
+        found = parts_of(output_of(language_model, **options, seed=3, num_samples=3, batch_size=batch_size))
+        assert list(found)[3] == "--- 4 of 6: the"
+        assert list(found.values()) == alone
+    assert len(set(alone)) == 6
+
+
+def test_a_text_ends_before_a_stop_string(language_model, capsys):
+    options = {"prompt": "the king", "max_new_tokens": 30, "temperature": 0.0}
+    whole = output_of(language_model, **options).removesuffix("\n")
+    continuation = whole.removeprefix("the king")
+    stop = continuation[3:6]
+    capsys.readouterr()
+    cut = output_of(language_model, **options, stop=("not there", stop))
+    assert cut == "the king" + continuation[: continuation.index(stop)] + "\n"
+    assert f"(stopped at {stop!r}, after " in capsys.readouterr().err
+    both = parts_of(output_of(language_model, **{**options, "prompt": ["a", "the king"]}, stop=(stop,)))
+    assert list(both.values())[1] == cut
+
+
+def test_the_end_token_is_told_beside_the_text(language_model, monkeypatch, capsys):
+    """Here every token is the end token."""
+    end = load_source(language_model, device="cpu").special["eos"]
+    monkeypatch.setattr(Sampling, "draw", lambda *_: end)
+    assert main(["generate", str(language_model), "--prompt", "the"]) == 0
+    assert capsys.readouterr() == ("the\n", "(ended at the end token, after 0 tokens)\n")
+    assert main(["generate", str(language_model), "--prompt", "the", "--num-samples", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["finish_reason"] for line in out.splitlines()] == ["eos_token"] * 2
+    assert err == ""
+
+
+def test_texts_as_json(language_model, encoder, monkeypatch, capsys):
+    """One object a line, for prompts that come by standard input."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("thé\n\n king\r\n".encode())))
+    assert main(["generate", str(language_model), "--prompt-file", "-", "--max-new-tokens", "7", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["prompt"] for one in found] == ["thé", " king"]
+    for one in found:
+        assert output_of(language_model, prompt=one["prompt"], max_new_tokens=7) == f"{one['prompt']}{one['text']}\n"
+        assert (len(one["tokens"]), one["finish_reason"], one["stop"], one["sample"]) == (7, "length", None, 0)
+        assert one["logprob"] < 0
+    assert main(["generate", str(encoder), "--prompt", "the <mask> of <mask>", "--json"]) == 0
+    (one,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(one["masks"]) == 2
+    assert f"{one['masks'][1][0]['token']!r}" in output_of(encoder, prompt=one["prompt"])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the\ncaf\xe9\n")))
+    assert main(["generate", str(language_model), "--prompt-file", "-"]) == 2
+    assert "standard input is not UTF-8: line 2, byte 4 of the line is 0xe9" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -305,7 +437,7 @@ def test_a_special_tokens_name_in_a_prompt_is_text(language_model):
 
 def test_encoders_fill_in_masks(encoder):
     source = load_source(encoder, device="cpu")
-    lines = fill_masks(source, "the <mask> speaks to <mask> crown").splitlines()
+    lines = str(fill_masks(source, "the <mask> speaks to <mask> crown")).splitlines()
     assert lines[0] == "<mask> 1 of 2:"
     assert lines[6] == "<mask> 2 of 2:"
     shares = [float(line.split("%")[0]) for line in lines[1:6]]
@@ -337,6 +469,14 @@ def test_generate_mistakes(language_model, encoder, head_exports, tmp_path):
         generate(language_model, top_k=-1)
     with pytest.raises(ValueError, match="max_new_tokens must be 0 or more"):
         generate(language_model, max_new_tokens=-1)
+    with pytest.raises(ValueError, match="num_samples must be 1 or more"):
+        generate(language_model, num_samples=0)
+    with pytest.raises(ValueError, match="at temperature 0 all samples of a prompt are the same"):
+        generate(language_model, num_samples=2, temperature=0.0)
+    with pytest.raises(ValueError, match="--stop is empty"):
+        generate(language_model, stop=("",))
+    with pytest.raises(ValueError, match="is an encoder, which fills in words: leave --num-samples and --stop out"):
+        generate(encoder, prompt="the <mask>", stop=(".",))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ValueError, match="is not an export of matmix"):
         generate(tmp_path)

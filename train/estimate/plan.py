@@ -18,6 +18,7 @@ from matmix.train.engine.costs import Sizes
 from matmix.train.engine.kinds import KINDS
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
 from matmix.train.init.start import planned_start
+from matmix.train.loaders import make_loader, with_outputs, with_steps
 from matmix.train.loaders import with_vocabulary as sized_for
 from matmix.train.optim import optimizer_class
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
@@ -79,11 +80,28 @@ class Plan:
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """`config` with a vocabulary size: where it is left to the data, theirs, or a usual one where they are not here.
-    Without tokens as it is."""
+    Of images, instead, with as many outputs as there are classes, where that is left to data that is here."""
+    if config.model.model_class.takes_head and not config.model.head.outputs and (classes := data_classes(config.data)):
+        config = dataclasses.replace(config, model=with_outputs(config.model, classes, config.data.images.named))
     if config.model.vocab_size or not config.model.model_class.tokens:
         return config
     needed = data_vocabulary(config.data) or ASSUMED_VOCABULARY
     return dataclasses.replace(config, model=sized_for(config.model, needed))
+
+
+def with_steps_of_epochs(config: RunConfig) -> tuple[RunConfig, str]:
+    """`config` with the steps of its epochs, and where their number is from, in words; "" where it is given in steps.
+
+    Where the data is not on this machine, or has to be read through to be counted, the steps stay what they are.
+    """
+    if not config.epochs:
+        return config, ""
+    told = f"epochs = {config.epochs:g}"
+    data = config.data
+    paths = list(data.images.datasets) or list(dict(data.mixture)) or [data.path]
+    if not all(path and not is_url(path) and (Path(path) / MANIFEST_NAME).is_file() for path in paths):
+        return config, f"assumed, {told} will be counted once the data is there"
+    return with_steps(config, make_loader(config, "train", 0, 1)), told
 
 
 def data_vocabulary(data: DataConfig) -> int:
@@ -97,6 +115,16 @@ def data_vocabulary(data: DataConfig) -> int:
     if not path or is_url(path) or not (Path(path) / MANIFEST_NAME).is_file():
         return 0
     return Manifest.load(Path(path)).tokenizer.vocab_size
+
+
+def data_classes(data: DataConfig) -> int:
+    """Number of classes of the data's pictures; 0 where there are none on this machine. Raises ValueError (one line)
+    for a damaged manifest."""
+    path = next(iter(data.images.datasets), "")
+    if not path or is_url(path) or not (Path(path) / MANIFEST_NAME).is_file():
+        return 0
+    images = Manifest.load(Path(path)).images
+    return 0 if images is None else len(images.classes)
 
 
 def vocabulary_words(config: RunConfig) -> str:
@@ -168,6 +196,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     elif config.init.from_:
         config, beginning = planned_start(config)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    config, counted = with_steps_of_epochs(config)
     plan = make_plan(config, ranks)
     if int(os.environ.get("RANK", "0")):
         return 0
@@ -183,7 +212,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
         "batch": f"{plan.batch_words(config)}; {pieces}",
         "engine": config.engine.words,
         "begins with": beginning,
-        "steps": f"{plan.steps:,}",
+        "steps": f"{plan.steps:,}" + (f" ({counted})" if counted else ""),
         plan.unit: f"{short_number(units)} ({units:,})",
         "compute": f"{trained * units:.3g} FLOPs in all",
         "updated": ("\n" + " " * 18).join(_group_lines(config)),

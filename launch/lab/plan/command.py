@@ -27,7 +27,7 @@ from matmix.launch.lab.plan.hardware import GPUS, Cluster, find_gpu, read_cluste
 from matmix.model.flops import flops_by_part
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.config import RunConfig
-from matmix.train.estimate.plan import vocabulary_words, with_vocabulary
+from matmix.train.estimate.plan import vocabulary_words, with_steps_of_epochs, with_vocabulary
 from matmix.train.recipe import load_config
 from matmix.train.words import duration, short_number
 
@@ -35,6 +35,7 @@ FEW_TOKENS = 2048  # a pass over fewer leaves most of a large GPU idle
 _POSITIONS = {"tokens": "tokens", "images": "patches"}
 """Unit of a task -> what the positions of its sequences are."""
 WORTH_A_WARNING = 0.01  # share of the run's time
+SHORT_STEP = 5e-3  # seconds; below, starting a step's kernels one by one from Python is no longer a small part of it
 MANY_EPOCHS = 4  # up to about four passes repeated data are nearly as good as new (arXiv 2305.16264)
 
 
@@ -42,8 +43,8 @@ def data_tokens(config: RunConfig) -> int | None:
     """Tokens of the training split, or images; None where it is not on this machine, or generated."""
     if config.data.synthetic.task:
         return None
-    images = config.data.images.path
-    paths = [images] if images else list(dict(config.data.mixture)) or [config.data.path]
+    images = list(config.data.images.datasets)
+    paths = images or list(dict(config.data.mixture)) or [config.data.path]
     total = 0
     for path in paths:
         if not (Path(path) / "manifest.json").is_file():
@@ -78,7 +79,12 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
             f"data repeats: the run reads {needed / available:.1f} times the {available:,} {plan.unit} of the training "
             f"split; beyond about {MANY_EPOCHS} passes repeated data teach less and less"
         )
-    if risk.lost(risk.interval) > risk.lost(risk.best_interval) + WORTH_A_WARNING:
+    if one.step_seconds < SHORT_STEP:
+        found.append(
+            f"a step of {duration(one.step_seconds)} is so short that starting its kernels, which is not counted, may "
+            "take longer than they do: believe a short run instead, with --measured RUN"
+        )
+    elif risk.lost(risk.interval) > risk.lost(risk.best_interval) + WORTH_A_WARNING:
         steps = max(1, round(risk.best_interval / one.step_seconds))
         digits = max(0, int(math.log10(steps)) - 1)
         found.append(
@@ -125,13 +131,13 @@ class PlanRun:
 
 def _show(options: PlanRun, given: RunConfig, overrides: Sequence[str]) -> int:
     cluster = read_cluster(Path(options.cluster), options.gpu) if options.cluster else find_gpu(options.gpu or "h100")
-    config = with_vocabulary(given)
+    config, counted = with_steps_of_epochs(with_vocabulary(given))
     config = dataclasses.replace(config, micro_batch_size=config.micro_batch(options.gpus))
     efficiency, source = _efficiency(options.mfu, options.measured, cluster)
     one = estimate(config, options.gpus, cluster, efficiency)
     risk = assess(config, one.plan, cluster, one.step_seconds, options.save_stall)
     lines = [words] if (words := given.micro_batch_words(options.gpus)) else []
-    lines += _describe(one, cluster, risk, efficiency, source, vocabulary_words(given))
+    lines += _describe(one, cluster, risk, efficiency, source, vocabulary_words(given), counted)
     for warning in find_warnings(one, cluster, risk):
         lines.append(f"warning: {warning}")
     best = suggest(config, options.gpus, cluster, efficiency)[:SUGGESTIONS]
@@ -154,7 +160,7 @@ def _efficiency(mfu: float | None, run: str | None, cluster: Cluster) -> tuple[f
 
 
 def _describe(
-    one: Estimate, cluster: Cluster, risk: Risk, efficiency: float, source: str, vocabulary: str
+    one: Estimate, cluster: Cluster, risk: Risk, efficiency: float, source: str, vocabulary: str, counted: str
 ) -> list[str]:
     config, plan = one.config, one.plan
     share = config.task().target_share
@@ -184,7 +190,7 @@ def _describe(
         "step": f"{duration(one.step_seconds)} (arithmetic {duration(one.compute_seconds)}, "
         f"exchanges {duration(one.traffic_seconds)} beside it)",
         "speed": f"{short_number(one.units_per_second)} {one.plan.unit}/s",
-        "time": f"{duration(one.days * 86400)} for {plan.steps:,} steps, "
+        "time": f"{duration(one.days * 86400)} for {plan.steps:,} steps{f' ({counted})' if counted else ''}, "
         f"{short_number(units)} {plan.unit}, {3 * plan.flops_per_unit * units:.3g} FLOPs",
         "failures": f"one every {duration(risk.mtbf)} expected; a checkpoint every "
         f"{duration(risk.best_interval)} is best (Young-Daly) and costs {risk.lost(risk.best_interval):.2%} of "

@@ -4,6 +4,7 @@ import gc
 import hashlib
 import itertools
 import json
+import os
 import shutil
 
 import numpy as np
@@ -550,6 +551,12 @@ def loader_of_again(loader: Loader) -> Loader:
 
 
 # -- speed
+
+
+def test_more_reading_processes_than_cores_are_nothing_to_warn_of(small, monkeypatch, recwarn):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    take(loader_of(small, workers=2), 1)
+    assert not [str(warning.message) for warning in recwarn]
 
 
 def test_memory_is_pinned_only_for_cuda(small, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shlex
 
 import pytest
@@ -24,7 +25,9 @@ from matmix.model.flops import flops_by_part, flops_per_token
 from matmix.train.arguments import read_verb
 from matmix.train.command import train_recipe
 from matmix.train.estimate.plan import make_plan
-from matmix.train.recipe import bundled_recipes, load_config
+from matmix.train.loaders import make_loader
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import bundled_recipes
 from matmix.train.words import duration, short_number
 
 H100 = GPUS["h100"]
@@ -143,7 +146,9 @@ def test_warnings(dataset):
     assert any(text.startswith("exchanges between GPUs (") for text in warnings(cluster=slow))
     assert any(text.startswith("data repeats: the run reads ") for text in warnings(data__path=dataset, steps=10_000))
     assert not any(text.startswith("data repeats") for text in warnings(data__path=dataset, steps=1))
-    frail = dataclasses.replace(H100, mtbf_gpu_hours=0.01)
+    assert any(text.startswith("a step of ") and "starting its kernels" in text for text in warnings())
+    frail = dataclasses.replace(H100, mtbf_gpu_hours=0.01, peak_tflops=0.001)
+    assert not any("starting its kernels" in text for text in warnings(cluster=frail))
     (text,) = [t for t in warnings(cluster=frail, stall=1.0, checkpoint__every=1) if "--checkpoint.every" in t]
     assert text.startswith("a checkpoint every 1 steps (")
 
@@ -244,6 +249,20 @@ def test_the_vocabulary_is_that_of_the_data_where_they_are(dataset, capsys, tmp_
     assert "; vocabulary 320, the data's)" in capsys.readouterr().out
     assert train_recipe("debug_hydra", ["--data.path", str(tmp_path / "none")], dry_run=True) == 0
     assert "; vocabulary 32768, assumed, training takes the data's)" in capsys.readouterr().out
+
+
+def test_epochs_are_counted_where_the_data_is(dataset, capsys, tmp_path):
+    """As many steps as training will take, and no number that nothing was counted for without saying so."""
+    words = ["debug_hydra", "--epochs", "2", "--data.path", dataset]
+    samples = make_loader(load_config(words[0], words[1:]), "train", 0, 1).samples_per_epoch
+    counted = f"{math.ceil(2 * samples / 8):,}"
+    assert counted != "8"  # the recipe's own
+    assert train_recipe(words[0], words[1:], dry_run=True) == 0
+    assert f" {counted} (epochs = 2)" in capsys.readouterr().out
+    assert main([*words, "--gpus", "1"]) == 0
+    assert f" for {counted} steps (epochs = 2)," in capsys.readouterr().out
+    assert train_recipe(words[0], [*words[1:-1], str(tmp_path / "none")], dry_run=True) == 0
+    assert " 8 (assumed, epochs = 2 will be counted once the data is there)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("gpus", "where"), [(2, "local"), (16, "slurm")])

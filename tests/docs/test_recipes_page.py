@@ -1,0 +1,41 @@
+"""The page of the bundled recipes lists all of them and no others, each where its verb is, with its true size."""
+
+import dataclasses
+import re
+
+import pytest
+from paths import ROOT
+
+from matmix.launch.recipes import grouped
+from matmix.model import count_parameters
+from matmix.train.recipe import bundled_comparisons, bundled_recipes, load_config
+
+PAGE = (ROOT / "docs/recipes.md").read_text()
+ROWS = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.MULTILINE))
+VOCABULARY = {"mru_shakespeare": 69, "mru_shakespeare_char": 69, "mru_tinystories": 50257}
+"""Of recipes that leave it to the data: ids of the tokenizer that the page names."""
+
+
+def test_every_recipe_has_a_row_and_every_row_is_a_recipe():
+    assert set(ROWS) == {*bundled_recipes(), *bundled_comparisons()}
+    assert len(re.findall(r"^\| `", PAGE, re.MULTILINE)) == len(ROWS)
+
+
+def test_recipes_stand_below_the_verb_that_takes_them():
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+    for command, found in grouped().items():
+        rows = {
+            name
+            for text in sections.values()
+            if f"`{command}`" in text
+            for name in re.findall(r"^\| `(\w+)`", text, re.M)
+        }
+        assert rows == set(found), command
+
+
+@pytest.mark.parametrize("name", [name for name in grouped()["matmix train NAME"] if name in ROWS])
+def test_sizes_are_true(name):
+    model = load_config(name).model
+    if not model.vocab_size and model.model_class.tokens:
+        model = dataclasses.replace(model, vocab_size=VOCABULARY.get(name, 2048))
+    assert ROWS[name].split(" | ")[1] == f"{count_parameters(model) / 1e6:.2f}M"
