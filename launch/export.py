@@ -45,7 +45,14 @@ class Export:
     max_shard_bytes: int = 5 * 10**9
     """Size of a weight file."""
     license: str = ""
-    """Of the weights, for the model card, such as apache-2.0."""
+    """Of the weights, for the model card, such as apache-2.0; default: unknown."""
+    language: tuple[str, ...] = ()
+    """Of the texts, for the model card, such as en; default: unknown."""
+    onnx: bool = False
+    """Also write model.onnx, of models of texts; needs the extra onnx."""
+    control: tuple[RunFolder, ...] = ()
+    """Runs on the same data whose validation losses the model card puts beside that of the model. Those that a
+    comparison trained beside it are found without."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Exports or checks; the exit code."""
@@ -57,7 +64,8 @@ class Export:
         if not self.source or self.out is None:
             raise ValueError("matmix export RUN --out DIR, or matmix export --check DIR")
         options = {"dtype": self.dtype, "max_shard_bytes": self.max_shard_bytes, "licence": self.license}
-        export_run(self.source, self.out, step=self.step, weights=self.weights, **options)
+        about = {"languages": self.language, "controls": self.control, "onnx": self.onnx}
+        export_run(self.source, self.out, step=self.step, weights=self.weights, **options, **about)
         return 0
 
 
@@ -87,6 +95,9 @@ def export_run(
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 10**9,
     licence: str = "",
+    languages: Sequence[str] = (),
+    controls: Sequence[str] = (),
+    onnx: bool = False,
 ) -> Path:
     """Write the weights of a run as a directory that transformers loads without matmix, or, for an architecture that
     transformers has no form for, as weights and configuration.
@@ -98,6 +109,9 @@ def export_run(
         dtype: "float32", "bfloat16" or "float16".
         max_shard_bytes: largest size of a file of weights, and what bounds the memory this needs.
         licence: of the weights, for the model card; "" = unknown.
+        languages: of the texts, for the model card, such as "en"; () = unknown.
+        controls: runs whose validation losses the model card puts beside that of the model.
+        onnx: also write model.onnx.
     Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
     """
     check_target(Path(out_dir))
@@ -116,10 +130,13 @@ def export_run(
         suffix=config.data.suffix,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
-        notes=notes_on(trained),
+        max_length=config.data.seqlen,
+        notes=notes_on(trained, controls),
         licence=licence,
+        languages=languages,
         outputs=outputs,
         images=image_inputs(config),
+        onnx=onnx,
     )
     which = ", averaged weights," if weights == "ema" else ""
     print(f"Exported {checkpoint.name} of {run_dir}{which} to {out} ({_size(out)}).")

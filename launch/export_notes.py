@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from matmix.data.artifacts import one_line, read_json_lines
-from matmix.data.config import DataConfig
-from matmix.data.storage.remote import is_url
+from matmix.launch.export_controls import controls_section, evaluation_of
+from matmix.launch.export_data import known_data
 from matmix.train.config import RunConfig
-from matmix.train.evaluators.averaged import of_averaged
 from matmix.train.run.trained import Trained
 from matmix.train.tasks import TASKS, unit_of
 
 
-def notes_on(trained: Trained) -> str:
-    """A Markdown table. Of local data it names the last folder or the file only: a card is for others."""
+def notes_on(trained: Trained, controls: Sequence[str] = ()) -> str:
+    """Markdown: a table of the training, and one of losses. controls: runs whose losses stand beside the model's.
+
+    Raises ValueError (one line) where such a run cannot.
+    """
+    data, evaluation = known_data(trained), evaluation_of(trained)
     config, counted = trained.config, trained.manifest["extra"]["train_state"]
     sequences = "examples, texts of up to" if config.data.examples.train else "sequences of"
     unit, batch = unit_of(config.objective.name), f"{config.global_batch_size:,}"
     rows = {
-        "data": ", ".join(data_names(config.data)),
+        **data.rows(),
         f"{unit} seen": f"{counted['tokens']:,}",
         "batch": f"{batch} {sequences} {config.data.seqlen:,} tokens" if unit == "tokens" else f"{batch} {unit}",
         "objective": config.objective.name,
-        "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}",
+        "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}, weight decay "
+        f"{config.optimizer.weight_decay:g}, gradients clipped at {config.optimizer.max_grad_norm:g}",
+        "schedule": f"{config.schedule.name}, {_warmup(config)} of warm-up, {config.steps:,} steps in all",
+        "precision": config.engine.precision,
+        "seed": str(config.seed),
         "weights": f"their moving average, decay {config.ema.decay:g}" if trained.which == "ema" else "",
-        **dict(_measured(trained, counted["step"])),
+        **dict(_measured(trained, evaluation, counted["step"])),
     }
     lines = [f"| {name} | {one_line(value).replace('|', ' ')} |" for name, value in rows.items() if value]
-    return "\n".join([f"Trained for {counted['step']:,} steps with matmix:", "", "| | |", "|---|---|", *lines])
+    table = "\n".join([f"Trained for {counted['step']:,} steps with matmix:", "", "| | |", "|---|---|", *lines])
+    losses = controls_section(trained, data, controls, evaluation)
+    return f"{table}\n\n{losses}".rstrip()
 
 
-def data_names(data: DataConfig) -> list[str]:
-    """The datasets of a run: URLs as they are, local ones by their last folder, shares of a mixture in percent; the
-    file of the examples that it was fine-tuned on."""
-    if data.synthetic.task:
-        return [f"{data.synthetic.task} (generated)"]
-    if data.examples.train:
-        return [f"{Path(data.examples.train).name} (labelled examples)"]
-    if data.images.path:
-        return [data.images.path if is_url(data.images.path) else Path(data.images.path).name]
-    total = sum(data.mixture.values())
-    alone = data.images.path or data.path
-    shares = {path: f" ({weight / total:.0%})" for path, weight in data.mixture.items()} or {alone: ""}
-    return [(path if is_url(path) else Path(path).name) + share for path, share in shares.items()]
+def _warmup(config: RunConfig) -> str:
+    warmup = config.schedule.warmup
+    return f"{warmup:,g} steps" if warmup >= 1 else f"{warmup:.1%}"
 
 
-def _measured(trained: Trained, step: int) -> Iterator[tuple[str, str]]:
+def _measured(trained: Trained, evaluation: dict[str, Any], step: int) -> Iterator[tuple[str, str]]:
     """The last losses and metrics up to `step`, as far as the run's records are at hand."""
     records = [
         record
@@ -56,14 +54,12 @@ def _measured(trained: Trained, step: int) -> Iterator[tuple[str, str]]:
         if isinstance(record.get("step"), int) and record["step"] <= step
     ]
     training = [record for record in records if record.get("kind") == "train"]
-    evaluations = [record for record in records if record.get("kind") == "validation"]
-    evaluation = trained.manifest["extra"].get("evaluation") or (evaluations or [{}])[-1]
     if training:
         yield from _numbers(
             trained.config, {"loss": training[-1].get("loss")}, f"training, step {training[-1]['step']:,}"
         )
     where = f"validation, step {evaluation.get('step', step):,}"
-    yield from _numbers(trained.config, of_averaged(evaluation) if trained.which == "ema" else evaluation, where)
+    yield from _numbers(trained.config, evaluation, where)
 
 
 def _numbers(config: RunConfig, found: dict[str, Any], where: str) -> Iterator[tuple[str, str]]:

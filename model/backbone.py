@@ -68,7 +68,8 @@ class Backbone(Architecture):
         """The outputs, or whatever `readout` makes of the features.
 
         Args:
-            inputs: (B, L, ...): token ids (B, L) int64, or what else the architecture reads.
+            inputs: (B, L, ...): token ids (B, L) int64, or what else the architecture reads. Architectures of tokens
+                also read what their word embedding gives for them, (B, L, d_model).
             cu_seqlens: (ndocs + 1,) int32, document boundaries in the flattened batch of B * L positions.
             attention_mask: (B, L), nonzero where a position is real. Padding is left out at the entry; where it
                 was, the features are zero. Without padding it is as if it were not given. Not together with

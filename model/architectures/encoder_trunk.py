@@ -27,15 +27,18 @@ class EncoderEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(
-        self, input_ids: torch.Tensor, token_type_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+        self, inputs: torch.Tensor, token_type_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
-        x = self.word(input_ids)
+        """Token ids (B, L) int64, or what `word` gives for them, (B, L, d_model)."""
+        x = inputs if inputs.is_floating_point() else self.word(inputs)
         if hasattr(self, "token_type"):
-            x = x + self.token_type(torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids)
+            if token_type_ids is None:
+                token_type_ids = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+            x = x + self.token_type(token_type_ids)
         elif token_type_ids is not None:
             raise ValueError("this encoder has no token types (model.type_vocab_size = 0); leave token_type_ids out")
         if hasattr(self, "position"):
-            x = x + self.position(document_positions(input_ids.shape[1], cu_seqlens, input_ids.device))
+            x = x + self.position(document_positions(inputs.shape[1], cu_seqlens, inputs.device))
         return self.dropout(self.norm(x))
 
 

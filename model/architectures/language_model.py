@@ -38,7 +38,7 @@ class LanguageModel(Backbone):
     ) -> torch.Tensor:
         if token_type_ids is not None:
             raise ValueError("a language_model has no token types; leave token_type_ids out")
-        return self.embedding_dropout(self.embedding(inputs))
+        return self.embedding_dropout(inputs if inputs.is_floating_point() else self.embedding(inputs))
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x)

@@ -27,7 +27,15 @@ import torch
 import transformers
 from bare_heads import check_head, check_new_heads
 from bare_libraries import check_libraries
-from bare_loading import check_hidden_states, fine_tune, largest, load
+from bare_loading import (
+    check_embeddings,
+    check_hidden_states,
+    check_no_attentions,
+    check_recomputing,
+    fine_tune,
+    largest,
+    load,
+)
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
@@ -107,10 +115,27 @@ def check_generation(model, ids: torch.Tensor, pad: int) -> None:
         batch, attention_mask=mask, do_sample=True, num_return_sequences=2, max_new_tokens=3, pad_token_id=pad
     )
     assert sampled.shape[0] == 2 * batch.shape[0]
+    check_generated_states(model, batch, mask, options)
     first = model(ids[:, :5], use_cache=True)
     second = model(ids[:, 5:], past_key_values=first.past_key_values)
     difference = largest(torch.cat((first.logits, second.logits), 1), model(ids).logits)
     assert difference <= TOLERANCE, f"continuing from a carried state changes logits by {difference}"
+
+
+def check_generated_states(model, ids: torch.Tensor, mask: torch.Tensor, options: dict) -> None:
+    """`generate` gives the hidden states of each step, the same with and without carried state, and goes on from
+    vectors as from the ids that they stand for."""
+    options = {**options, "attention_mask": mask, "return_dict_in_generate": True, "output_hidden_states": True}
+    expected = model.generate(ids, use_cache=False, **options)
+    vectors = model.get_input_embeddings()(ids)
+    for inputs in ({"input_ids": ids}, {"inputs_embeds": vectors}):
+        found = model.generate(**inputs, **options)
+        assert torch.equal(found.sequences[:, -6:], expected.sequences[:, -6:])
+        for step, (streams, others) in enumerate(zip(found.hidden_states, expected.hidden_states, strict=True)):
+            assert len(streams) == model.config.num_hidden_layers + 1
+            new = 1 if step else ids.shape[1]
+            assert streams[0].shape == (len(ids), new, model.config.hidden_size)
+            assert all(largest(a, b[:, -new:]) <= TOLERANCE for a, b in zip(streams, others, strict=True))
 
 
 def check_language_model(folder: Path, saved: Path, tokenizer) -> None:
@@ -132,6 +157,11 @@ def check_language_model(folder: Path, saved: Path, tokenizer) -> None:
     assert not problems, problems
     assert backbone(ids).last_hidden_state.shape == (*ids.shape, model.config.hidden_size)
     check_hidden_states(model, backbone, ids, TOLERANCE)
+    check_embeddings(model, ids, TOLERANCE)
+    check_embeddings(backbone, ids, TOLERANCE)
+    check_no_attentions(model, input_ids=ids)
+    if folder.name != "without_mixers":
+        check_recomputing(model, input_ids=ids, labels=ids)
     fine_tune(model, "next tokens", input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
     check_saved(model, AutoModelForCausalLM, ids, saved)
     check_tied(model)
@@ -157,6 +187,9 @@ def check_encoder(folder: Path, saved: Path, tokenizer) -> None:
     assert not problems, problems
     assert backbone(**batch).last_hidden_state.shape[-1] == backbone.config.hidden_size
     check_hidden_states(model, backbone, ids, TOLERANCE)
+    check_embeddings(model, ids, TOLERANCE)
+    check_no_attentions(model, input_ids=ids)
+    check_recomputing(model, input_ids=ids, labels=ids)
     masked = torch.where(torch.arange(ids.shape[1]) % 3 == 0, tokenizer.mask_token_id, ids)
     labels = ids.masked_fill(masked == ids, -100)
     fine_tune(model, "masked tokens", input_ids=masked, labels=labels)

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import torch
 import transformers
-from bare_loading import check_hidden_states, fine_tune, largest, load
+from bare_loading import (
+    check_embeddings,
+    check_hidden_states,
+    check_no_attentions,
+    check_recomputing,
+    fine_tune,
+    largest,
+    load,
+    reshaped,
+)
 from safetensors.torch import load_file
 from transformers import AutoModel
 
@@ -65,6 +74,8 @@ def check_head(folder: Path, saved: Path, tokenizer) -> None:
     assert not problems, problems
     assert body(ids, attention_mask=mask).last_hidden_state.shape == (*ids.shape, body.config.hidden_size)
     check_hidden_states(model, body, ids, TOLERANCE)
+    check_embeddings(model, ids, TOLERANCE)
+    check_no_attentions(model, input_ids=reshaped(model, ids))
     pair = tokenizer("one", "two", return_tensors="pt")
     assert pair["token_type_ids"].sum() > 0
     if name == "AutoModel":
@@ -77,6 +88,7 @@ def check_head(folder: Path, saved: Path, tokenizer) -> None:
         batch |= {key: batch[key].view(2, 2, -1) for key in ("input_ids", "attention_mask")}
     if model.config.problem_type == "regression":
         batch["labels"] = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    check_recomputing(model, **batch)
     fine_tune(model, name, **batch)
     check_saved(model, name, ids, mask, saved)
 

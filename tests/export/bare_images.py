@@ -22,7 +22,7 @@ for missing in ("matmix", "torchvision", "timm"):
 
 import torch
 import transformers
-from bare_loading import fine_tune, largest, load
+from bare_loading import check_no_attentions, check_recomputing, fine_tune, largest, load
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification, pipeline
@@ -54,6 +54,8 @@ def check(folder: Path) -> None:
     guess = pipeline("image-classification", model=model, image_processor=processor)(picture, top_k=1)[0]
     assert guess["label"] == names[logits.argmax()]
     assert abs(guess["score"] - logits.softmax(1).max().item()) < 1e-4
+    check_no_attentions(model, **inputs)
+    check_recomputing(model, pixel_values=several["pixel_values"], labels=torch.tensor([0, 2]))
     fine_tune(model, "classes", pixel_values=several["pixel_values"], labels=torch.tensor([0, 2]))
     saved = folder / f"saved-{transformers.__version__}"
     model.save_pretrained(saved)

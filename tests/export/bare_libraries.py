@@ -84,12 +84,14 @@ def check_trainer(heads: Path, name: str, work: Path) -> Path:
         save_strategy="no",
         report_to=[],
         use_cpu=True,
+        gradient_checkpointing=name == "spans",
         disable_tqdm=True,
     )
     rows = examples(tokenizer)
     together = collator(tokenizer)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=together)
     trainer.train()
+    assert model.is_gradient_checkpointing == (name == "spans")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 4, losses
     assert losses[3] < losses[0], f"Trainer's steps on {name} do not lower the loss: {losses}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 
@@ -31,6 +33,76 @@ def fine_tune(model, labels_name: str, **batch) -> None:
     assert losses[2] < losses[0], f"two steps of fine-tuning on {labels_name} do not lower the loss: {losses}"
     still = [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
     assert not still, f"fine-tuning on {labels_name} does not reach {still}"
+
+
+def reshaped(model, values: torch.Tensor) -> torch.Tensor:
+    """Inputs (B, L, ...) as the model takes them: one that compares choices gets two rows for each text."""
+    return values.unflatten(0, (-1, 2)) if type(model).__name__ == "MatmixForMultipleChoice" else values
+
+
+def check_embeddings(model, ids: torch.Tensor, tolerance: float) -> None:
+    """What the word embedding gives can be passed in place of the ids, with padding, and exactly one of the two has
+    to be."""
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    with torch.no_grad():
+        vectors = model.get_input_embeddings()(ids)
+        ids, vectors, mask = (reshaped(model, values) for values in (ids, vectors, mask))
+        expected = model(ids, attention_mask=mask).to_tuple()
+        found = model(inputs_embeds=vectors, attention_mask=mask).to_tuple()
+    assert all(largest(a, b) <= tolerance for a, b in zip(found, expected, strict=True))
+    wrong = {"neither": {}, "both": {"input_ids": ids, "inputs_embeds": vectors}, "not vectors": {"inputs_embeds": ids}}
+    for words, inputs in wrong.items():
+        message = ""
+        try:
+            model(**inputs)
+        except ValueError as error:
+            message = str(error)
+        assert words in message, message
+        assert "\n" not in message
+
+
+def check_no_attentions(model, **batch) -> None:
+    """They are None, which a warning says."""
+    with warnings.catch_warnings(record=True) as told, torch.no_grad():
+        warnings.simplefilter("always")
+        assert model(**batch, output_attentions=True).attentions is None
+    assert ["no attention matrices" in str(warning.message) for warning in told] == [True]
+
+
+def check_recomputing(model, **batch) -> None:
+    """Gradients are the same where a layer's activations are computed again for them, in training only, until that is
+    switched off."""
+    calls: list[int] = []
+    hook = model.model.blocks[0].norm_mixer.register_forward_pre_hook(lambda *inputs: calls.append(1))
+
+    def gradients(times: int) -> list[torch.Tensor]:
+        calls.clear()
+        torch.manual_seed(0)  # of dropout
+        model.train()
+        model(**batch).loss.backward()
+        assert len(calls) == times, f"the first layer ran {len(calls)} times"
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    expected = gradients(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer versions of transformers prefer another name
+        for reentrant in (True, False):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            assert model.is_gradient_checkpointing
+            assert all(torch.equal(a, b) for a, b in zip(gradients(2), expected, strict=True)), "other gradients"
+        model.eval()
+        calls.clear()
+        model(**batch).loss.backward()
+        assert len(calls) == 1
+        model.zero_grad()
+        model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+    gradients(1)
+    hook.remove()
+    model.eval()
 
 
 def check_hidden_states(model, backbone, ids: torch.Tensor, tolerance: float) -> None:

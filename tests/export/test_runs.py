@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from paths import GOLDEN
 from runs import records, run_recipe, weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
+from matmix.data.manifest import Manifest
 from matmix.data.tokenizer import Tokenizer
 from matmix.launch.cli import main
 from matmix.launch.export import export_run, import_reference
@@ -85,6 +90,70 @@ def test_the_model_card_says_what_the_run_was(language_model, dataset, tmp_path,
     capsys.readouterr()
     assert main(["export", str(language_model), "--out", str(tmp_path / "no"), "--license", "my own: ask me"]) == 2
     assert "give its short name, such as apache-2.0" in capsys.readouterr().err
+
+
+def test_the_model_card_puts_controls_beside_the_loss(language_model, encoder, dataset, tmp_path, capsys):
+    """A run that is named, or that a comparison trained beside it, trivial models, and otherwise that none is known."""
+    card = (export_run(language_model, tmp_path / "alone") / "README.md").read_text()
+    assert "No run of a control is known" in card
+    last = records(language_model, "validation")[-1]
+    manifest = Manifest.load(Path(dataset))
+    assert f"| **this model** | {last['loss']:.4f} |" in card
+    without = f"its mean, in the first 1 global batch of the validation split | {last['loss_without_mixing']:.4f} |"
+    assert f"replaced by {without}" in card
+    assert (
+        f"| every token alike: ln {manifest.tokenizer.vocab_size:,} | {math.log(manifest.tokenizer.vocab_size):.4f} |"
+        in card
+    )
+    assert f"| frequencies of single tokens: their entropy | {manifest.unigram_entropy:.4f} |" in card
+    train = manifest.splits["train"]
+    assert f"| documents | train {train.documents:,} with {train.tokens:,} tokens; validation " in card
+
+    control = tmp_path / "compared" / "no-mixer" / "seed-0"
+    run_recipe("debug_mru", dataset, control, "--steps", "2", "--model.layers", "none")
+    known = (
+        f"no mixer ({count_parameters(RunDirectory(control).read_config().model):,} parameters, 2 steps of 8, seed 0)"
+    )
+    line = f"| control: {known} | {records(control, 'validation')[-1]['loss']:.4f} |"
+    capsys.readouterr()
+    assert main(["export", str(language_model), "--out", str(tmp_path / "named"), "--control", str(control)]) == 0
+    card = (tmp_path / "named" / "README.md").read_text()
+    assert line in card
+    assert "No run of a control" not in card
+
+    compared = tmp_path / "compared" / "MRU" / "seed-0"
+    shutil.copytree(language_model, compared)
+    (tmp_path / "compared" / "comparison.toml").touch()
+    assert line in (export_run(compared, tmp_path / "found") / "README.md").read_text()
+    with pytest.raises(ValueError, match="is no control of"):
+        export_run(language_model, tmp_path / "other", controls=[str(encoder)])
+
+
+def test_the_model_card_is_what_the_hub_reads(language_model, tmp_path):
+    """Its front matter is valid; what is not known is said, and the licence of the code is beside it."""
+    card = ModelCard.load(export_run(language_model, tmp_path / "out") / "README.md")
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "license": "unknown",
+        "pipeline_tag": "text-generation",
+        "tags": ["matmix", "language_model", "mru"],
+    }
+    assert "Language of the texts: unknown." in card.text
+    assert f"Written by matmix {version('matmix')}." in card.text
+    assert (tmp_path / "out" / "LICENSE").read_text() == (Path(__file__).parents[2] / "LICENSE").read_text()
+    assert ModelCard.load(
+        export_run(language_model, tmp_path / "en", languages=["en"]) / "README.md"
+    ).data.language == ["en"]
+    with pytest.raises(ValueError, match="give its ISO code, such as en"):
+        export_run(language_model, tmp_path / "no", languages=["plain English"])
+
+
+def test_the_tokenizer_cuts_texts_at_the_length_of_the_training(encoder, tmp_path):
+    config = RunDirectory(encoder).read_config()
+    assert config.data.seqlen != config.model.max_seqlen
+    out = export_run(encoder, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(out).model_max_length == config.data.seqlen
+    assert json.loads((out / "sentence_bert_config.json").read_text())["max_seq_length"] == config.data.seqlen
 
 
 def test_exports_put_the_special_tokens_of_the_training_around_text(language_model, encoder, tmp_path):

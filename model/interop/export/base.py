@@ -1,7 +1,10 @@
-"""The base class of the transformers classes of language models and encoders, and their losses."""
+"""The base class of all transformers classes, what they share of their inputs and outputs, and their losses."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,10 +21,17 @@ def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten().to(logits.device))
 
 
-def refuse_input_embeddings(inputs_embeds: torch.Tensor | None) -> None:
-    """Raise ValueError where embeddings are given in place of token ids."""
-    if inputs_embeds is not None:
-        raise ValueError("inputs_embeds is not supported: pass input_ids")
+def tokens_or_embeddings(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+    """The one of the two that is given, which the models of this project both take as their inputs. Raises ValueError
+    (one line) where it is none of them, or both."""
+    if (input_ids is None) == (inputs_embeds is None):
+        which = "neither" if input_ids is None else "both"
+        raise ValueError(f"the model takes either input_ids or inputs_embeds, and was given {which} of them")
+    if inputs_embeds is None:
+        return input_ids
+    if not inputs_embeds.is_floating_point():
+        raise ValueError(f"inputs_embeds holds {inputs_embeds.dtype}, not vectors: pass token ids as input_ids")
+    return inputs_embeds
 
 
 def classification_loss(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> torch.Tensor:
@@ -43,10 +53,18 @@ def classification_loss(logits: torch.Tensor, labels: torch.Tensor, problem: str
     return F.cross_entropy(logits, labels.long().flatten())
 
 
+def run_block(block: nn.Module, checkpoint: Callable[..., Any], *inputs: Any) -> Any:
+    """The output of a block, which in training keeps its inputs only and computes the rest again for the gradients."""
+    forward = partial(type(block).forward, block)
+    return checkpoint(forward, *inputs) if block.training else forward(*inputs)
+
+
 class MatmixPreTrainedModel(PreTrainedModel):
     """Base of the transformers classes: `self.model` is a matmix model."""
 
     base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False
     _no_split_modules: ClassVar[list[str]] = ["Block"]
 
     def matmix_config(self) -> ModelConfig:
@@ -54,14 +72,41 @@ class MatmixPreTrainedModel(PreTrainedModel):
         return model_config_from_dict(self.config.matmix, vocab_size=self.config.vocab_size)
 
     def run(
-        self, input_ids: torch.Tensor, output_hidden_states: bool | None, **inputs: torch.Tensor | None
+        self, inputs: torch.Tensor, streams: list[torch.Tensor] | None, **more: torch.Tensor | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """What `self.model` gives, and where they are asked for the streams (B, L, d_model) before the first layer and
-        after each, the last one after the final norm. output_hidden_states: None = as the configuration says."""
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        streams: list[torch.Tensor] | None = [] if wanted else None
-        outputs = self.model(input_ids, streams=streams, **inputs)
-        return outputs, None if streams is None else (*streams[:-1], self.model.norm(streams[-1]))
+        """What `self.model` gives, and the hidden states where there is a list for them."""
+        return self.model(inputs, streams=streams, **more), self.hidden_states(streams)
+
+    def streams(self, output_hidden_states: bool | None, output_attentions: bool | None) -> list[torch.Tensor] | None:
+        """An empty list for the residual streams where hidden states are asked for, else None. The arguments are those
+        of `forward`; None = as the configuration says."""
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            warnings.warn(
+                "matmix models compute no attention matrices: output_attentions is without effect, and attentions is "
+                "None; `matmix show-mixer` draws the matrices of all mixers",
+                stacklevel=3,
+            )
+        return (
+            [] if (self.config.output_hidden_states if output_hidden_states is None else output_hidden_states) else None
+        )
+
+    def hidden_states(self, streams: list[torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
+        """The streams (B, L, d_model) before the first layer and after each, the last one after the final norm."""
+        return None if streams is None else (*streams[:-1], self.model.norm(streams[-1]))
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] | None = None,
+        every_n_layers: int = 1,
+    ) -> None:
+        """What transformers calls to switch it on and off: every n-th block then runs under the given function."""
+        self.gradient_checkpointing = enable
+        for index, block in enumerate(self.model.blocks):
+            block.__dict__.pop("forward", None)
+            if enable and index % every_n_layers == 0:
+                # A partial function, which a copy of the model copies with it.
+                block.forward = partial(run_block, block, gradient_checkpointing_func)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initial values for what is not loaded, by the rules that training from scratch uses."""

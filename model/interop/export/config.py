@@ -15,7 +15,7 @@ class MatmixConfig(PretrainedConfig):
     """
 
     model_type = "matmix"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     def __init__(self, matmix: dict[str, Any] | None = None, vocab_size: int | None = None, **kwargs: Any):
         self.matmix = dict(matmix or {})

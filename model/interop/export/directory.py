@@ -8,21 +8,24 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from matmix.model.architectures.encoder_trunk import EncoderTrunk
+from matmix.model.backbone import Backbone
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_to_dict, used_mixers
 from matmix.model.images.inputs import ImageInputs
 from matmix.model.interop.export.bundle import bundle
 from matmix.model.interop.export.forms import EXPORT, FORMS, head_fields, main_class
 from matmix.model.interop.export.model_card import model_card
+from matmix.model.interop.export.onnx_file import check_packages, write_onnx
 from matmix.model.interop.export.sentence_transformers import takes_layout, write_layout
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, write_tokenizer
 from matmix.model.interop.export.weights import write_weights
@@ -50,10 +53,13 @@ def export_model(
     suffix: str = "none",
     dtype: str = "float32",
     max_shard_bytes: int = 5 * 10**9,
+    max_length: int = 0,
     notes: str = "",
     licence: str = "",
+    languages: Sequence[str] = (),
     outputs: Outputs = Outputs(),  # noqa: B008  (frozen)
     images: ImageInputs | None = None,
+    onnx: bool = False,
 ) -> Path:
     """Write weights, configuration, tokenizer and, for transformers, the code of a model into a new directory.
 
@@ -66,16 +72,24 @@ def export_model(
         exist, or be empty. special: ids of pad, unk, bos, eos, cls, sep, mask, where there are such
         tokens. prefix, suffix: names of the special tokens that stood before and after every document in
         training. dtype: "float32", "bfloat16" or "float16". max_shard_bytes: largest size of a file of
-        weights. notes: Markdown for the model card, such as where the weights come from. licence: of the weights, for
-        the model card; "" = unknown. outputs: what those of a classifier stand for. images: what a model of images
-        has to be given; None exports without an image processor.
+        weights. max_length: tokens of the longest documents in training, from which on the tokenizer and
+        sentence-transformers cut texts if asked to; 0 = config.max_seqlen. notes: Markdown for the model card, such as
+        where the weights come from. licence: of the weights, for the model card; "" = unknown. languages: of the texts,
+        for the model card; () = unknown. outputs: what those of a classifier stand for. images: what a model of images
+        has to be given; None exports without an image processor. onnx: also write model.onnx.
     Returns: the directory. Raises ValueError (one line) if it is not empty or the parts do not fit each
     other.
     """
     out_dir, special = Path(out_dir), dict(special or {})
+    if onnx:
+        check_packages()
     check_target(out_dir)
     if licence and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", licence):
         raise ValueError(f"license {licence!r}: give its short name, such as apache-2.0 or cc-by-4.0")
+    for language in languages:
+        if not re.fullmatch(r"[A-Za-z]{2,3}(-[A-Za-z0-9]+)*", language):
+            raise ValueError(f"language {language!r}: give its ISO code, such as en or zh")
+    max_length = max_length or config.max_seqlen
     fast = None if tokenizer is None else load_fast_tokenizer(tokenizer, special)
     if fast is not None and fast.get_vocab_size() > config.vocab_size:
         raise ValueError(
@@ -92,8 +106,11 @@ def export_model(
         write_weights(
             temporary, pairs, expected=expected, prefix="model.", dtype=dtype, max_shard_bytes=max_shard_bytes
         )
+        if onnx:
+            write_onnx(_load(config, temporary), temporary / "model.onnx", longest=max(max_length, config.max_seqlen))
         if config.architecture in FORMS:
             write_code(temporary, config)
+            (temporary / "LICENSE").write_text(license_of_the_code(), encoding="utf-8")
         if images is not None:
             write_image_processor(temporary, config, images)
         _write_json(temporary / "config.json", config_file(config, special, dtype, outputs))
@@ -111,15 +128,15 @@ def export_model(
                 prefix=special.get(prefix),
                 # A prompt is a document that has not ended.
                 suffix=None if config.causal else special.get(suffix),
-                max_length=config.max_seqlen,
+                max_length=max_length,
                 # New tokens are appended on the right, so a batch of prompts must end there.
                 padding_side="left" if config.causal else "right",
                 token_types=issubclass(config.model_class, EncoderTrunk) and config.type_vocab_size > 1,
             )
             if takes_layout(config):
-                write_layout(temporary, config)
+                write_layout(temporary, config, max_length)
         takes = {"has_tokenizer": fast is not None, "has_processor": images is not None}
-        card = model_card(config, **takes, notes=notes, licence=licence, outputs=outputs)
+        card = model_card(config, **takes, notes=notes, licence=licence, languages=languages, outputs=outputs)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         write_sums(temporary)
         if out_dir.exists():
@@ -129,6 +146,22 @@ def export_model(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return out_dir
+
+
+def _load(config: ModelConfig, directory: Path) -> Backbone:
+    """The model, in float32, with the weights that were written."""
+    model = build_model(config)
+    for file in sorted(directory.glob("*.safetensors")):
+        weights = {name.removeprefix("model."): value for name, value in load_file(file).items()}
+        model.load_state_dict(weights, strict=False)
+    return model.eval()
+
+
+def license_of_the_code() -> str:
+    """The text of the licence that the code in an export has, which is that of this project."""
+    text = distribution("matmix").read_text("licenses/LICENSE")
+    assert text is not None, "matmix was installed without its LICENSE"
+    return text
 
 
 def write_sums(directory: Path) -> None:

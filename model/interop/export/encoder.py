@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 from matmix.model.architectures.encoder import Encoder
 from matmix.model.architectures.encoder_trunk import EncoderTrunk
-from matmix.model.interop.export.base import MatmixPreTrainedModel, mean_cross_entropy, refuse_input_embeddings
+from matmix.model.interop.export.base import MatmixPreTrainedModel, mean_cross_entropy, tokens_or_embeddings
 from matmix.model.interop.export.config import MatmixEncoderConfig
 
 
@@ -44,14 +44,14 @@ class MatmixEncoderModel(MatmixEncoderBase):
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutput | tuple:
         """Features (B, L, d_model); at padding they carry no information."""
-        refuse_input_embeddings(inputs_embeds)
-        features, hidden = self.run(
-            input_ids, output_hidden_states, attention_mask=attention_mask, token_type_ids=token_type_ids
-        )
+        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
+        streams = self.streams(output_hidden_states, output_attentions)
+        features, hidden = self.run(inputs, streams, attention_mask=attention_mask, token_type_ids=token_type_ids)
         output = BaseModelOutput(last_hidden_state=features, hidden_states=hidden)
         return output.to_tuple() if return_dict is False else output
 
@@ -91,14 +91,14 @@ class MatmixForMaskedLM(MatmixEncoderBase):
         token_type_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> MaskedLMOutput | tuple:
         """Logits (B, L, vocab_size); labels (B, L) hold the token to find, -100 where there is none."""
-        refuse_input_embeddings(inputs_embeds)
-        logits, hidden = self.run(
-            input_ids, output_hidden_states, attention_mask=attention_mask, token_type_ids=token_type_ids
-        )
+        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
+        streams = self.streams(output_hidden_states, output_attentions)
+        logits, hidden = self.run(inputs, streams, attention_mask=attention_mask, token_type_ids=token_type_ids)
         loss = None if labels is None else mean_cross_entropy(logits, labels)
         output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=hidden)
         return output.to_tuple() if return_dict is False else output

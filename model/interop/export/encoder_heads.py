@@ -8,7 +8,7 @@ what is saved can be read back here, too.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from transformers.modeling_outputs import (
@@ -21,7 +21,7 @@ from transformers.modeling_outputs import (
 from matmix.model.architectures.sequence_classifier import SequenceClassifier
 from matmix.model.architectures.span_classifier import SpanClassifier
 from matmix.model.architectures.token_classifier import TokenClassifier
-from matmix.model.interop.export.base import classification_loss, mean_cross_entropy, refuse_input_embeddings
+from matmix.model.interop.export.base import classification_loss, mean_cross_entropy, tokens_or_embeddings
 from matmix.model.interop.export.config import MatmixEncoderConfig
 from matmix.model.interop.export.encoder import MatmixEncoderBase
 
@@ -58,14 +58,14 @@ class MatmixForSequenceClassification(MatmixEncoderWithHead):
         token_type_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> SequenceClassifierOutput | tuple:
         """Logits (B, num_labels); labels as for `classification_loss`, by config.problem_type."""
-        refuse_input_embeddings(inputs_embeds)
-        logits, hidden = self.run(
-            input_ids, output_hidden_states, attention_mask=attention_mask, token_type_ids=token_type_ids
-        )
+        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
+        streams = self.streams(output_hidden_states, output_attentions)
+        logits, hidden = self.run(inputs, streams, attention_mask=attention_mask, token_type_ids=token_type_ids)
         loss = None if labels is None else classification_loss(logits, labels, self.config.problem_type)
         output = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
         return output.to_tuple() if return_dict is False else output
@@ -84,14 +84,14 @@ class MatmixForTokenClassification(MatmixEncoderWithHead):
         token_type_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> TokenClassifierOutput | tuple:
         """Logits (B, L, num_labels); labels (B, L) classes, -100 where there is none."""
-        refuse_input_embeddings(inputs_embeds)
-        logits, hidden = self.run(
-            input_ids, output_hidden_states, attention_mask=attention_mask, token_type_ids=token_type_ids
-        )
+        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
+        streams = self.streams(output_hidden_states, output_attentions)
+        logits, hidden = self.run(inputs, streams, attention_mask=attention_mask, token_type_ids=token_type_ids)
         loss = None if labels is None else mean_cross_entropy(logits, labels)
         output = TokenClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
         return output.to_tuple() if return_dict is False else output
@@ -112,15 +112,15 @@ class MatmixForQuestionAnswering(MatmixEncoderWithHead):
         start_positions: torch.Tensor | None = None,
         end_positions: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> QuestionAnsweringModelOutput | tuple:
         """start_logits and end_logits (B, L); start_positions and end_positions (B,) are tokens of the row. Behind its
         end they have no loss: the answer was cut off."""
-        refuse_input_embeddings(inputs_embeds)
-        logits, hidden = self.run(
-            input_ids, output_hidden_states, attention_mask=attention_mask, token_type_ids=token_type_ids
-        )
+        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
+        streams = self.streams(output_hidden_states, output_attentions)
+        logits, hidden = self.run(inputs, streams, attention_mask=attention_mask, token_type_ids=token_type_ids)
         start_logits, end_logits = (part.squeeze(-1).contiguous() for part in logits.split(1, dim=-1))
         loss = None
         if start_positions is not None and end_positions is not None:
@@ -151,19 +151,20 @@ class MatmixForMultipleChoice(MatmixEncoderWithHead):
         token_type_ids: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> MultipleChoiceModelOutput | tuple:
         """Logits (B, choices) of inputs (B, choices, L); labels (B,) say which choice is right."""
-        refuse_input_embeddings(inputs_embeds)
-        assert input_ids is not None
+        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
+        streams = self.streams(output_hidden_states, output_attentions)
 
         def rows(values: torch.Tensor | None) -> torch.Tensor | None:
             return None if values is None else values.flatten(0, 1)
 
-        inputs: dict[str, Any] = {"attention_mask": rows(attention_mask), "token_type_ids": rows(token_type_ids)}
-        logits, hidden = self.run(input_ids.flatten(0, 1), output_hidden_states, **inputs)
-        logits = logits.view(input_ids.shape[:2])
+        more = {"attention_mask": rows(attention_mask), "token_type_ids": rows(token_type_ids)}
+        logits, hidden = self.run(inputs.flatten(0, 1), streams, **more)
+        logits = logits.view(inputs.shape[:2])
         loss = None if labels is None else mean_cross_entropy(logits, labels)
         output = MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=hidden)
         return output.to_tuple() if return_dict is False else output

@@ -59,32 +59,45 @@ class CarriedState:
         self.groups = groups
 
 
-def advance(model: LanguageModel, input_ids: torch.Tensor, state: Any, keep: int) -> tuple[torch.Tensor, Any]:
-    """Logits (n, keep, vocab_size) of the last `keep` (0: all) of input_ids (n, length), and the new
-    state."""
-    if input_ids.shape[1] == 1:
-        logits, state = model.step(input_ids[:, 0], state)
+def advance(
+    model: LanguageModel, inputs: torch.Tensor, state: Any, keep: int, streams: list[torch.Tensor] | None = None
+) -> tuple[torch.Tensor, Any]:
+    """Logits (n, keep, vocab_size) of the last `keep` (0: all) of inputs (n, length), token ids or embeddings
+    (n, length, d_model), and the new state. streams: as of `Backbone.forward`."""
+    if inputs.shape[1] == 1 and streams is None:
+        logits, state = model.step(inputs[:, 0], state)
         return logits.unsqueeze(1), state
-    x, new_state = model.embed(input_ids), []
+    x, new_state = model.embed(inputs), []
     for block, block_state in zip(model.blocks, state, strict=True):
+        if streams is not None:
+            streams.append(x)
         x, block_state = block.forward_with_state(x, block_state)
         new_state.append(block_state)
+    if streams is not None:
+        streams.append(x)
     weight, bias = model.output_projection()
     return F.linear(model.features(x[:, -keep:] if keep else x), weight, bias), new_state
 
 
 def read_prompt(
-    model: LanguageModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int
+    model: LanguageModel,
+    inputs: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    keep: int,
+    streams: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, CarriedState]:
     """Logits and state after a batch of prompts with padding anywhere.
 
-    Args: input_ids (B, L); attention_mask (B, L) or None; keep: columns of logits wanted, 0 = all.
+    Args: inputs: token ids (B, L) or embeddings (B, L, d_model); attention_mask (B, L) or None; keep: columns of logits
+        wanted, 0 = all; streams: as of `Backbone.forward`.
     Returns: logits (B, keep or L, vocab_size); at padding they are those of the row's last token before it,
         so that the last column always predicts a row's next token.
     Raises ValueError if a row has no tokens.
     """
-    length = input_ids.shape[1]
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.ne(0).long()
+    length = inputs.shape[1]
+    if attention_mask is None:
+        attention_mask = torch.ones(inputs.shape[:2], device=inputs.device)
+    mask = attention_mask.ne(0).long()
     counts = mask.sum(1).tolist()
     if 0 in counts:
         raise ValueError(f"row {counts.index(0)} of attention_mask has no tokens; every prompt needs one")
@@ -93,10 +106,12 @@ def read_prompt(
     wanted = (mask.cumsum(1) - 1).clamp(min=0)[:, -(keep or length) :]
     logits, groups = None, []
     for count in sorted(set(counts)):
-        rows = torch.tensor([row for row, n in enumerate(counts) if n == count], device=input_ids.device)
-        ids = input_ids[rows].gather(1, tokens_first[rows, :count])
+        rows = torch.tensor([row for row, n in enumerate(counts) if n == count], device=inputs.device)
+        places = (rows.unsqueeze(1), tokens_first[rows, :count])
         last_only = keep == 1
-        part, state = advance(model, ids, model.initial_state(rows.numel()), int(last_only))
+        found: list[torch.Tensor] | None = None if streams is None else []
+        part, state = advance(model, inputs[places], model.initial_state(rows.numel()), int(last_only), found)
+        put_streams(streams, found, places, mask.shape)
         if not last_only:
             part = part.take_along_dim(wanted[rows].unsqueeze(-1), dim=1)
         logits = part.new_empty(len(counts), *part.shape[1:]) if logits is None else logits
@@ -104,6 +119,22 @@ def read_prompt(
         groups.append((rows, state))
     assert logits is not None
     return logits, CarriedState(join_groups(groups), length)
+
+
+def put_streams(
+    streams: list[torch.Tensor] | None,
+    found: list[torch.Tensor] | None,
+    places: tuple[torch.Tensor, torch.Tensor],
+    shape: torch.Size,
+) -> None:
+    """Put the streams (n, count, d_model) of a group of rows at their places, rows (n, 1) and columns (n, count), of
+    those of the batch, of `shape` (B, L), which are zero elsewhere."""
+    if streams is None or found is None:
+        return
+    if not streams:
+        streams += [part.new_zeros(*shape, part.shape[-1]) for part in found]
+    for index, part in enumerate(found):
+        streams[index] = streams[index].index_put(places, part)
 
 
 def join_groups(groups: list[tuple[torch.Tensor, Any]]) -> list[tuple[torch.Tensor, Any]]:
@@ -121,15 +152,22 @@ def join_groups(groups: list[tuple[torch.Tensor, Any]]) -> list[tuple[torch.Tens
 
 
 def continue_state(
-    model: LanguageModel, input_ids: torch.Tensor, carried: CarriedState, keep: int
+    model: LanguageModel,
+    inputs: torch.Tensor,
+    carried: CarriedState,
+    keep: int,
+    streams: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, CarriedState]:
-    """Logits (B, keep or n, vocab_size) and state after input_ids (B, n) more tokens, none of them
-    padding."""
+    """Logits (B, keep or n, vocab_size) and state after inputs (B, n) more tokens, or their embeddings, none of them
+    padding. streams: as of `Backbone.forward`, of the new tokens."""
     logits, groups = None, []
+    columns = torch.arange(inputs.shape[1], device=inputs.device)
     for rows, state in carried.groups:
-        part, state = advance(model, input_ids[rows], state, keep)
-        logits = part.new_empty(input_ids.shape[0], *part.shape[1:]) if logits is None else logits
+        found: list[torch.Tensor] | None = None if streams is None else []
+        part, state = advance(model, inputs[rows], state, keep, found)
+        put_streams(streams, found, (rows.unsqueeze(1), columns), inputs.shape[:2])
+        logits = part.new_empty(inputs.shape[0], *part.shape[1:]) if logits is None else logits
         logits = logits.index_copy(0, rows, part)
         groups.append((rows, state))
     assert logits is not None
-    return logits, CarriedState(groups, carried.seen + input_ids.shape[1])
+    return logits, CarriedState(groups, carried.seen + inputs.shape[1])

@@ -29,17 +29,18 @@ class MatmixImageModel(MatmixImageBase):
     def forward(
         self,
         pixel_values: torch.Tensor,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutputWithPooling | tuple:
         """last_hidden_state (B, L, d_model), pooler_output (B, d_model) and hidden states of pixel_values
         (B, channels, H, W)."""
-        streams: list[torch.Tensor] = []
+        streams = self.streams(output_hidden_states, output_attentions)
         x = self.model.stream(pixel_values, streams)
-        last, pooled = self.model.norm(x), self.model.pooled(x)
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         output = BaseModelOutputWithPooling(
-            last_hidden_state=last, pooler_output=pooled, hidden_states=(*streams[:-1], last) if wanted else None
+            last_hidden_state=self.model.norm(x),
+            pooler_output=self.model.pooled(x),
+            hidden_states=self.hidden_states(streams),
         )
         return output.to_tuple() if return_dict is False else output
 
@@ -51,12 +52,13 @@ class MatmixForImageClassification(MatmixImageBase):
         self,
         pixel_values: torch.Tensor,
         labels: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> ImageClassifierOutput | tuple:
         """Logits (B, num_labels) of pixel_values (B, channels, H, W); labels as for `classification_loss`, by
         config.problem_type."""
-        logits, hidden = self.run(pixel_values, output_hidden_states)
+        logits, hidden = self.run(pixel_values, self.streams(output_hidden_states, output_attentions))
         loss = None if labels is None else classification_loss(logits, labels, self.config.problem_type)
         output = ImageClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
         return output.to_tuple() if return_dict is False else output

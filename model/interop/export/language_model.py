@@ -10,7 +10,7 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from matmix.model.architectures.language_model import LanguageModel
-from matmix.model.interop.export.base import MatmixPreTrainedModel, mean_cross_entropy, refuse_input_embeddings
+from matmix.model.interop.export.base import MatmixPreTrainedModel, mean_cross_entropy, tokens_or_embeddings
 from matmix.model.interop.export.config import MatmixConfig
 from matmix.model.interop.export.generation_state import CarriedState, continue_state, read_prompt
 
@@ -40,23 +40,24 @@ class MatmixModel(MatmixLanguageModelBase):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutputWithPast | tuple:
-        refuse_input_embeddings(inputs_embeds)
-        features, hidden = self.run(
-            input_ids, output_hidden_states, attention_mask=attention_mask, readout=lambda x, weight, bias: x
-        )
-        output = BaseModelOutputWithPast(last_hidden_state=features.unflatten(0, input_ids.shape), hidden_states=hidden)
+        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
+        streams = self.streams(output_hidden_states, output_attentions)
+        features, hidden = self.run(inputs, streams, attention_mask=attention_mask, readout=lambda x, weight, bias: x)
+        features = features.unflatten(0, inputs.shape[:2])
+        output = BaseModelOutputWithPast(last_hidden_state=features, hidden_states=hidden)
         return output.to_tuple() if return_dict is False else output
 
 
 class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
     """Next-token logits, with a loss for training and carried state for generation.
 
-    With `use_cache=True` (as `generate` calls it) the layers' states come back as `past_key_values`, and
-    a further call with them takes only the new tokens. Padding may stand on either side and never enters
-    a state.
+    With `use_cache=True` (as `generate` calls it) the layers' states come back as `past_key_values`, which newer
+    versions of transformers call `cache`, and a further call with them takes only the new tokens. Padding may stand on
+    either side and never enters a state.
     """
 
     # Generation methods that need to take tokens back (assisted decoding and the like) are refused by
@@ -83,41 +84,43 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         inputs_embeds: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cache: CarriedState | None = None,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits (B, L, vocab_size), or of the last `logits_to_keep` columns only.
 
         labels (B, L): the input ids again, -100 where a token shall not count; the loss is the mean over
-        predictions of labels[:, 1:]. attention_mask (B, L): 0 at padding. output_hidden_states: of whole texts only,
-        not while a state is carried.
+        predictions of labels[:, 1:]. attention_mask (B, L): 0 at padding. With a carried state, hidden states are
+        those of the new tokens.
         """
-        refuse_input_embeddings(inputs_embeds)
-        if output_hidden_states and (use_cache or past_key_values is not None):
-            raise ValueError("hidden states are those of whole texts: pass use_cache=False with output_hidden_states")
-        state = hidden = None
+        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
+        streams = self.streams(output_hidden_states, output_attentions)
+        state, past_key_values = None, cache if past_key_values is None else past_key_values
         if past_key_values is not None:
-            new = input_ids.shape[1]
+            new = inputs.shape[1]
             if attention_mask is not None and new > 1 and not bool(attention_mask[:, -new:].all()):
                 raise ValueError("tokens that continue a state cannot be padded; pad only the first prompt")
-            logits, state = continue_state(self.model, input_ids, past_key_values, logits_to_keep)
+            logits, state = continue_state(self.model, inputs, past_key_values, logits_to_keep, streams)
         elif use_cache:
-            logits, state = read_prompt(self.model, input_ids, attention_mask, logits_to_keep)
+            logits, state = read_prompt(self.model, inputs, attention_mask, logits_to_keep, streams)
         else:
-            select = self._last_columns(input_ids, logits_to_keep)
-            logits, hidden = self.run(input_ids, output_hidden_states, attention_mask=attention_mask, select=select)
-            logits = logits if select is None else logits.unflatten(0, (input_ids.shape[0], logits_to_keep))
+            select = self._last_columns(inputs, logits_to_keep)
+            logits = self.model(inputs, attention_mask=attention_mask, select=select, streams=streams)
+            logits = logits if select is None else logits.unflatten(0, (inputs.shape[0], logits_to_keep))
+        hidden = self.hidden_states(streams)
         loss = None if labels is None else mean_cross_entropy(logits[:, :-1], labels[:, 1:])
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=state, hidden_states=hidden)
         return output.to_tuple() if return_dict is False else output
 
-    def _last_columns(self, input_ids: torch.Tensor, keep: int) -> torch.Tensor | None:
+    def _last_columns(self, inputs: torch.Tensor, keep: int) -> torch.Tensor | None:
         """The positions of the last `keep` columns in the flattened batch; None = all columns."""
-        batch, length = input_ids.shape
+        batch, length = inputs.shape[:2]
         if not keep or keep >= length:
             return None
-        columns = torch.arange(length - keep, length, device=input_ids.device)
-        return (torch.arange(batch, device=input_ids.device).unsqueeze(1) * length + columns).flatten()
+        columns = torch.arange(length - keep, length, device=inputs.device)
+        return (torch.arange(batch, device=inputs.device).unsqueeze(1) * length + columns).flatten()
 
     def prepare_inputs_for_generation(
         self,
@@ -126,16 +129,26 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        cache: CarriedState | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The tokens that the state has not seen; everything else `generate` carries along is of no use
-        here."""
+        """The tokens that the state has not seen, or at first the vectors in their place; everything else `generate`
+        carries along is of no use here."""
+        past_key_values = cache if past_key_values is None else past_key_values
         if past_key_values is not None:
-            input_ids = input_ids[:, past_key_values.seen :]
+            # Of a prompt of vectors input_ids has no columns, but the mask has.
+            columns = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
+            new = columns - past_key_values.seen
+            input_ids, inputs_embeds = input_ids[:, input_ids.shape[1] - new :], None
+        elif inputs_embeds is not None:
+            input_ids = None
         return {
             "input_ids": input_ids,
+            "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
             "past_key_values": past_key_values,
             "use_cache": use_cache,
             "logits_to_keep": logits_to_keep or 0,
+            **{name: kwargs.get(name) for name in ("output_attentions", "output_hidden_states")},
         }

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from huggingface_hub import ModelCardData
+
 from matmix.model.build import count_parameters
 from matmix.model.config import ModelConfig, used_mixers
 from matmix.model.interop.export.forms import FORMS, main_class
 from matmix.model.interop.export.sentence_transformers import takes_layout
 from matmix.model.outputs import Outputs
 
-UNKNOWN_LICENCE = "unknown"
+UNKNOWN = "unknown"
 
 
 def model_card(
@@ -19,13 +24,14 @@ def model_card(
     notes: str,
     outputs: Outputs = Outputs(),  # noqa: B008  (frozen)
     licence: str = "",
+    languages: Sequence[str] = (),
 ) -> str:
     """The text of the card; arguments as for `export_model`, and whether there are a tokenizer and an image
     processor."""
     form = FORMS.get(config.architecture)
     fixed = [] if config.model_class.takes_images else config.fixed_length_mixers()
     paragraphs = [
-        _front_matter(config, licence) if form else "",
+        _front_matter(config, licence, languages) if form else "",
         f"# matmix {config.architecture.replace('_', ' ')}",
         f"{config.n_layers} layers ({', '.join(sorted(used_mixers(config))) or 'no mixer'}), width {config.d_model}"
         f"{f', {config.vocab_size:,} tokens' if config.model_class.tokens else ''}, "
@@ -38,19 +44,32 @@ def model_card(
         _head(config, outputs),
         notes.strip(),
         _loading(config, has_tokenizer, has_processor, outputs),
-        f"Licence of the weights: {licence or UNKNOWN_LICENCE}.",
+        _rights(config, licence, languages),
     ]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
 
 
-def _front_matter(config: ModelConfig, licence: str) -> str:
+def _front_matter(config: ModelConfig, licence: str, languages: Sequence[str]) -> str:
+    """The YAML that the hub reads."""
     form = FORMS[config.architecture]
-    fields = {
-        "library_name": form.library,
-        "pipeline_tag": form.pipeline,
-        "license": licence or UNKNOWN_LICENCE,
-    }
-    return "\n".join(["---", *(f"{name}: {value}" for name, value in fields.items()), "---"])
+    data = ModelCardData(
+        library_name=form.library,
+        pipeline_tag=form.pipeline,
+        license=licence or UNKNOWN,
+        language=list(languages) or None,
+        tags=["matmix", config.architecture, *sorted(used_mixers(config))],
+    )
+    return f"---\n{data.to_yaml()}\n---"
+
+
+def _rights(config: ModelConfig, licence: str, languages: Sequence[str]) -> str:
+    """Languages and licences, which are said also where they are not known."""
+    lines = [f"Licence of the weights: {licence or UNKNOWN}."]
+    if config.architecture in FORMS:
+        lines.append("The code beside them is under the Apache License 2.0 (`LICENSE`).")
+    if config.model_class.tokens:
+        lines.append(f"Language of the texts: {', '.join(languages) or UNKNOWN}.")
+    return "\n".join([*lines, f"Written by matmix {version('matmix')}."])
 
 
 def _head(config: ModelConfig, outputs: Outputs) -> str:

@@ -22,9 +22,9 @@ def takes_layout(config: ModelConfig) -> bool:
     return embeds and issubclass(config.model_class, EncoderTrunk) and not config.fixed_length_mixers()
 
 
-def write_layout(directory: Path, config: ModelConfig) -> None:
+def write_layout(directory: Path, config: ModelConfig, max_length: int) -> None:
     """Writes modules.json, sentence_bert_config.json, config_sentence_transformers.json and 1_Pooling/config.json. The
-    features of a plain encoder are averaged."""
+    features of a plain encoder are averaged. max_length: tokens at which longer texts are cut."""
     pooling = config.head.pooling if config.model_class.takes_head else "mean"
     kinds = {"cls_token": pooling == "cls", "mean_tokens": pooling == "mean", "max_tokens": False}
     (directory / _POOLING).mkdir()
@@ -35,7 +35,7 @@ def write_layout(directory: Path, config: ModelConfig) -> None:
             {"idx": 1, "name": "1", "path": _POOLING, "type": "sentence_transformers.models.Pooling"},
         ],
     )
-    _write(directory / "sentence_bert_config.json", {"max_seq_length": config.max_seqlen, "do_lower_case": False})
+    _write(directory / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
     _write(
         directory / "config_sentence_transformers.json",
         {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"},
