@@ -9,7 +9,7 @@ export PYTHONSAFEPATH := 1
 help:
 	@echo "make pretrain   install into .venv, prepare the bundled corpus, train, evaluate, sample and export"
 	@echo "make test       install into .venv and run the tests (test-all adds the slow ones)"
-	@echo "make lint       ruff and the contract between the rooms"
+	@echo "make lint       ruff, the contract between the rooms, and hadolint"
 	@echo "make docs       the documentation as a site in build/site; links that lead nowhere are errors"
 
 .venv/installed: pyproject.toml constraints.txt
@@ -47,14 +47,14 @@ test-all: .venv/installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests
 
 lint: .venv/installed
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/hadolint Dockerfile
 
 # The rooms of the package, by the names that they are imported by.
 ROOMS := kernels model data train launch
 
 docs: .venv/installed
 	@mkdir -p build/docs/matmix
-	@for room in $(ROOMS); do ln -sfn ../../../$$room build/docs/matmix/$$room; done
+	@for room in $(ROOMS) __init__.py; do ln -sfn ../../../$$room build/docs/matmix/$$room; done
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "The documentation is in build/site/index.html"
 

@@ -86,7 +86,7 @@ class DataConfig:
             raise ValueError(f"data.workers must be 0 or more, got {self.workers}")
         if self.examples.train:
             self._refuse_other_data("data.examples.train")
-        if self.images.path:
+        if self.images.datasets:
             self._refuse_other_data("data.images.path")
             for name, given in (("examples.train", self.examples.train), ("synthetic.task", self.synthetic.task)):
                 if given:

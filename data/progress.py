@@ -47,3 +47,32 @@ class ProgressReport:
         elif now - self._last >= _SECONDS_BETWEEN_LINES:
             self._last = now
             logger.info(f"{self.label}: {100 * done_bytes / self.total:.0f} %, {speed}")
+
+
+class WaitingReport:
+    """Shows on stderr that something goes on whose end is not known, and for how long it has."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._started = self._last = time.monotonic()
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(desc=label, bar_format="{desc}: {elapsed}", dynamic_ncols=True, leave=False)
+
+    def __enter__(self) -> WaitingReport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self) -> None:
+        """To be called now and then."""
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.refresh()
+        elif now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            logger.info(f"{self.label}: {now - self._started:.0f} s so far")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from matmix.launch.convert import MAX_FILE_BYTES, convert_run
 from matmix.train.arguments import RunFolder
-from matmix.train.checkpoint.listing import CheckpointFacts, Listing, list_checkpoints
-from matmix.train.run.directory import RunDirectory
-from matmix.train.run.remote import local_outline
+
+if TYPE_CHECKING:  # what imports torch waits until something is listed, so that --help does not
+    from matmix.train.checkpoint.listing import CheckpointFacts, Listing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class Convert:
     """Run to make (must not hold anything else)."""
     step: int | None = None
     """Checkpoint to convert; default: the newest."""
-    max_file_bytes: int = MAX_FILE_BYTES
+    max_file_bytes: int = 5 * 10**9
     """Size of a file of tensors."""
 
 
@@ -52,6 +51,11 @@ class Checkpoints:
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Lists, or converts; the exit code. Raises ValueError or FileNotFoundError for a mistake of the user's."""
+        from matmix.launch.convert import convert_run
+        from matmix.train.checkpoint.listing import list_checkpoints
+        from matmix.train.run.directory import RunDirectory
+        from matmix.train.run.remote import local_outline
+
         if self.other is not None:
             if self.source:
                 raise ValueError(f"convert takes one run, got {self.source} before it")

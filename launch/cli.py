@@ -10,7 +10,7 @@ from matmix.launch.tree import Branch, CommandTree
 from matmix.train.process.console import begin_process, guarded
 from matmix.train.process.exits import EXIT_OK, EXIT_USER
 
-_TEXTS = ("--prompt", "--text")
+_TEXTS = ("--prompt", "--text", "--stop")
 _EPILOG = """\
 matmix VERB --help explains each verb, and matmix --version says which matmix this is.
 
@@ -34,7 +34,7 @@ _LAUNCH = {
 }
 VERBS = {
     "prepare": Branch("tokenise text into shards", "matmix.launch.prepare:Prepare"),
-    "prepare-images": Branch("pictures with labels into shards", "matmix.launch.prepare_images:PrepareImages"),
+    "prepare-images": Branch("pictures with labels into shards", "matmix.launch.images.prepare:PrepareImages"),
     "recipes": Branch("list the recipes that come with matmix, or print one", "matmix.launch.recipes:Recipes"),
     "train": Branch("train a recipe, or resume it (--dry-run: show its size and cost)", "matmix.train.entry:Train"),
     "finetune": Branch("train a pretrained encoder on labelled examples", "matmix.launch.finetune:Finetune"),
@@ -49,7 +49,9 @@ VERBS = {
     "plan": Branch("memory, traffic, time and risk of a run on a cluster", "matmix.launch.lab.plan.command:PlanRun"),
     "generate": Branch("sample from a run or an export", "matmix.launch.generate:Generate"),
     "evaluate": Branch("scores of any text, or of labelled examples", "matmix.launch.evaluate:Evaluate"),
-    "classify": Branch("the likeliest classes of pictures, by an image classifier", "matmix.launch.classify:Classify"),
+    "classify": Branch(
+        "the likeliest classes of pictures, by an image classifier", "matmix.launch.images.classify:Classify"
+    ),
     "embed": Branch("one vector for every text, by an encoder", "matmix.launch.embed:Embed"),
     "show-mixer": Branch(
         "draw the mixer matrices of a run or a recipe, with their ranks",

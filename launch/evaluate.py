@@ -12,7 +12,7 @@ from typing import Literal
 
 from matmix.data.storage.files import write_atomic
 from matmix.launch.examples import Judge, judge, judge_of_run, judge_of_task, say, task_of
-from matmix.launch.image_scores import classifies_images, say_images, score_images
+from matmix.launch.images.scores import classifies_images, say_images, score_images
 from matmix.launch.loading import Source, load_source
 from matmix.launch.scoring import Score, score_texts, score_with_state
 from matmix.launch.texts import TextDocuments, TextFiles, read_texts

@@ -129,7 +129,7 @@ def judge(by: Judge, file: str) -> Judged:
     loader = task.make_loader(
         data, split="test", global_batch_size=_BATCH, micro_batch_size=_BATCH, one_pass=True, seed=config.seed
     )
-    examples, outputs = loader.dataset.examples, config.model.head.outputs
+    examples, outputs = loader.dataset.examples, config.model.head.count
     if examples.outputs not in (None, outputs):
         raise ValueError(f"{by.where} has {outputs} outputs, and {file} is read as examples of {examples.outputs}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -148,7 +148,7 @@ def export_run(
 def image_inputs(config: RunConfig) -> ImageInputs | None:
     """What the images of a run's evaluation are made by, for the image processor; None where it has none."""
     images = config.data.images
-    if not config.model.model_class.takes_images or not images.path:
+    if not config.model.model_class.takes_images or not images.datasets:
         return None
     mean, std = images.mean, images.std
     if not mean or not std:

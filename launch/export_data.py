@@ -49,7 +49,7 @@ def known_data(trained: Trained) -> KnownData:
     data = trained.config.data
     if data.synthetic.task or data.examples.train:
         return KnownData(names=tuple(data_names(data)))
-    paths = list(data.mixture) or [data.images.path or data.path]
+    paths = list(data.images.datasets) or list(data.mixture) or [data.path]
     return KnownData(names=tuple(data_names(data)), manifests=tuple(_manifest(path, trained) for path in paths))
 
 
@@ -60,10 +60,10 @@ def data_names(data: DataConfig) -> list[str]:
         return [f"{data.synthetic.task} (generated)"]
     if data.examples.train:
         return [f"{Path(data.examples.train).name} (labelled examples)"]
-    if data.images.path:
-        return [data.images.path if is_url(data.images.path) else Path(data.images.path).name]
-    total = sum(data.mixture.values())
-    shares = {path: f" ({weight / total:.0%})" for path, weight in data.mixture.items()} or {data.path: ""}
+    mixture = data.images.mixture or data.mixture
+    total = sum(mixture.values())
+    shares = {path: f" ({weight / total:.0%})" for path, weight in mixture.items()}
+    shares = shares or {data.images.path or data.path: ""}
     return [(path if is_url(path) else Path(path).name) + share for path, share in shares.items()]
 
 

@@ -23,10 +23,11 @@ from matmix.train.config import InitConfig, RunConfig
 from matmix.train.engine.full_state import Weights
 from matmix.train.entry import Train
 from matmix.train.init.sources import InitSource, source_of
-from matmix.train.loaders import make_loader, with_data_facts
+from matmix.train.loaders import make_loader, with_data_facts, with_outputs
 from matmix.train.plugins import find_part
 from matmix.train.process.exits import EXIT_OK
-from matmix.train.recipe import config_from_dict, find_recipe, plain, read_toml, resolved_config, write_config
+from matmix.train.recipe import config_from_dict, plain, resolved_config, write_config
+from matmix.train.recipe_files import find_recipe, read_toml
 from matmix.train.tasks import TASKS, Task
 from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.train.tasks.image_classification import ImageClassification
@@ -138,7 +139,7 @@ def finetuning_config(
     name = source.rstrip("/").rpartition("/")[2]
     run_dir = values.pop("run_dir", "") or f"runs/{name}-{Path(task).stem}{'-from-scratch' if from_scratch else ''}"
     config = resolved_config(plain(values), task, overrides, run_dir)
-    if "outputs" not in values["model"]["head"] and _typed(overrides, "--model.head.outputs") is None:
+    if config.model.head.outputs == 0:
         config = _with_classes(config) if on_images else _with_outputs(config, kind)
     return config
 
@@ -300,8 +301,8 @@ def _fill_images(values: dict[str, Any], start: InitSource, overrides: Sequence[
 
 def _with_classes(config: RunConfig) -> RunConfig:
     """`config` with as many outputs as the pictures have classes."""
-    head = dataclasses.replace(config.model.head, outputs=len(image_facts(config.data).classes))
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, head=head))
+    model = with_outputs(config.model, len(image_facts(config.data).classes), config.data.images.named)
+    return dataclasses.replace(config, model=model)
 
 
 def _fill_lengths(data: dict[str, Any], model: ModelConfig) -> None:
@@ -318,8 +319,7 @@ def _with_outputs(config: RunConfig, kind: type[ExampleTask]) -> RunConfig:
     outputs = open_examples(kind.examples, config.data, "train").outputs
     if outputs is None:
         return config
-    head = dataclasses.replace(config.model.head, outputs=outputs)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, head=head))
+    return dataclasses.replace(config, model=with_outputs(config.model, outputs, "the training examples"))
 
 
 def _write(config: RunConfig, path: Path) -> int:

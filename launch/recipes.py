@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from matmix.train.recipe import bundled_comparisons, bundled_recipes, find_recipe
+from matmix.train.recipe_files import bundled_comparisons, bundled_recipes, find_recipe
 
 _WIDTH = 120
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,22 +45,58 @@ class Sampling:
         return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
 
-def text_pieces(
-    tokens: Iterable[int], decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()
-) -> Iterator[str]:
-    """The text of tokens, piece by piece as they come, after the tokens `before`.
+class TextStream:
+    """The text of tokens as they come, up to a stop string.
 
-    A token may hold part of a character only, so text ending in a replacement character waits for the next
-    token. Decoding starts a few tokens back, at `anchor`, not at the beginning of the text.
+    A token may hold part of a character only, so text ending in a replacement character waits for the next token, and
+    text that may be the beginning of a stop string waits until it is one or is none. Decoding starts a few tokens back,
+    at `_anchor`, not at the beginning of the text.
     """
-    ids = list(before[-8:])
-    anchor, done = 0, len(ids)
-    for token in tokens:
-        ids.append(token)
-        known, text = decode(ids[anchor:done]), decode(ids[anchor:])
-        if len(text) > len(known) and not text.endswith("\ufffd"):
-            yield text[len(known) :]
-            anchor, done = done, len(ids)
-    rest = decode(ids[anchor:])[len(decode(ids[anchor:done])) :]
-    if rest:
-        yield rest
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = (), stop: Sequence[str] = ()
+    ) -> None:
+        """
+        Args:
+            decode: text of token ids.
+            before: the tokens that come before the text.
+            stop: strings, not empty, that end the text; they are not part of it.
+        """
+        self._decode, self._stop = decode, tuple(stop)
+        self._ids = list(before[-8:])
+        self._anchor, self._done = 0, len(self._ids)
+        self._held = ""
+        self.stopped_by: str | None = None
+        """The stop string that has come."""
+
+    def push(self, token: int) -> str:
+        """The text that is certain now that one more token has come."""
+        self._ids.append(token)
+        known, text = self._decode(self._ids[self._anchor : self._done]), self._decode(self._ids[self._anchor :])
+        if len(text) <= len(known) or text.endswith("\ufffd"):
+            return ""
+        self._anchor, self._done = self._done, len(self._ids)
+        return self._let_out(text[len(known) :])
+
+    def close(self) -> str:
+        """What is left when no more tokens come."""
+        if self.stopped_by is not None:
+            return ""
+        known, text = self._decode(self._ids[self._anchor : self._done]), self._decode(self._ids[self._anchor :])
+        return self._let_out(text[len(known) :]) + self._take_held()
+
+    def _let_out(self, more: str) -> str:
+        text = self._take_held() + more
+        found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
+            place, self.stopped_by = min(found)
+            return text[:place]
+        longest = max(map(len, self._stop), default=1)
+        begun = range(max(0, len(text) - longest + 1), len(text))
+        cut = next((at for at in begun if any(stop.startswith(text[at:]) for stop in self._stop)), len(text))
+        self._held = text[cut:]
+        return text[:cut]
+
+    def _take_held(self) -> str:
+        held, self._held = self._held, ""
+        return held

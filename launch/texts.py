@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, BinaryIO, Literal
 
 import tyro
 from tqdm import tqdm
 
-from matmix.data.prepare.documents import Malformed, ReadOptions, documents_of
+from matmix.data.prepare.documents import Malformed, ReadOptions, decode, documents_of
 from matmix.data.prepare.readers import read_chunks
 from matmix.data.prepare.sources import find_sources
 
@@ -41,3 +41,9 @@ def read_texts(files: Sequence[str], *, text_field: str, text_documents: TextDoc
                     raise ValueError(f"{chunk.source.name}, line {text.line}: {text.reason}")
                 yield text
             bar.update(before[chunk.start.source] + chunk.disk_bytes - bar.n)
+
+
+def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
+    """The lines of a stream of UTF-8, such as standard input. Raises ValueError (one line) at other bytes."""
+    for number, line in enumerate(file, 1):
+        yield decode(line, name, number).rstrip("\r\n")

@@ -34,8 +34,8 @@ _WORDS = {
 class HeadConfig:
     """What classifiers and embedders make of the features of the last layer."""
 
-    outputs: int = 2
-    """Classes, or values to predict; 1 for multiple choice."""
+    outputs: int = 0
+    """Classes, or values to predict; 1 for multiple choice. 0 = as many as the training data has."""
     pooling: Literal["cls", "mean"] = "cls"
     """sequence_classifier, text_embedder: takes the features of the first position of a document, or the mean over all
     its positions. Of images model.image.pooling says it."""
@@ -45,12 +45,17 @@ class HeadConfig:
     """Dropout before the last linear layer."""
 
     def __post_init__(self) -> None:
-        if self.outputs < 1:
-            raise ValueError(f"model.head.outputs = {self.outputs}: must be 1 or more")
+        if self.outputs < 0:
+            raise ValueError(f"model.head.outputs = {self.outputs}: must be 1 or more, or 0 to take it from the data")
         if self.pooling not in ("cls", "mean"):
             raise ValueError(f"model.head.pooling = {self.pooling!r}; known: cls, mean")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.head.dropout = {self.dropout}: must be at least 0 and below 1")
+
+    @property
+    def count(self) -> int:
+        """Outputs that a model is built with: 2 where no data has said how many."""
+        return self.outputs or 2
 
 
 MLP_LAYER = "mlp"
@@ -159,7 +164,8 @@ class ModelConfig:
             self._check_layer(name)
         if MLP_LAYER in self.layers and self.mlp_ratio == 0:
             raise ValueError('model.layers places "mlp" layers, but model.mlp_ratio is 0; set one of the two')
-        if self.head != HeadConfig() and not self.model_class.takes_head:
+        # The latter: runs of version 0.1.0 say so, whatever their architecture.
+        if self.head not in (HeadConfig(), HeadConfig(outputs=2)) and not self.model_class.takes_head:
             able = ", ".join(name for name, known in ARCHITECTURES.items() if known.takes_head)
             raise ValueError(f"model.head is of no use to model.architecture = {self.architecture!r}, but to {able}")
         if not self.model_class.takes_images and (self.image != ImageConfig() or self.drop_path):

@@ -1,5 +1,6 @@
 """The package list, the data that must travel with it, and the contract between the rooms."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from nightly import nightly
 from paths import ROOT
+
+import matmix
 
 ROOMS = ("kernels", "model", "data", "train", "launch")
 
@@ -25,7 +28,7 @@ def test_every_package_is_listed():
         for room in ROOMS
         for path in (ROOT / room).rglob("__init__.py")
     }
-    assert set(_pyproject()["tool"]["setuptools"]["packages"]) == found
+    assert set(_pyproject()["tool"]["setuptools"]["packages"]) == {"matmix", *found}
 
 
 def test_every_folder_with_code_is_a_package():
@@ -50,12 +53,21 @@ def test_every_dependency_is_pinned_for_the_tests():
     assert names <= pinned
 
 
-def test_a_wheel_holds_recipes_and_corpora(tmp_path):
+def test_the_version_is_that_of_the_project():
+    assert matmix.__version__ == _pyproject()["project"]["version"]
+    assert f"\nversion: {matmix.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    with pytest.raises(AttributeError, match="'version_info'"):
+        _ = matmix.version_info
+
+
+def test_a_wheel_holds_recipes_corpora_and_the_version(tmp_path):
     source = tmp_path / "source"  # building leaves files beside the sources
     for room in ROOMS:
         shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("README.md", "LICENSE", "__init__.py"):
         shutil.copy(ROOT / name, source / name)
+    project = re.sub(r'(?m)^version = ".*"$', 'version = "7.8.9"', (ROOT / "pyproject.toml").read_text())
+    (source / "pyproject.toml").write_text(project)
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run([*build, str(source)], check=True, capture_output=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("matmix-*.whl")
@@ -64,6 +76,10 @@ def test_a_wheel_holds_recipes_and_corpora(tmp_path):
     assert "matmix/train/recipes/glue/glue_rte.toml" in names
     assert any(name.startswith("matmix/data/corpora/") and name.endswith(".xz") for name in names)
     assert not [name for name in names if name.split("/")[0] not in ("matmix",) and ".dist-info" not in name]
+    code = "import matmix, sys; print(matmix.__version__, 'torch' in sys.modules, matmix.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(wheel), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == ["7.8.9", "False", f"{wheel}/matmix/__init__.py"], done.stderr
 
 
 def test_rooms_import_only_from_below():
@@ -91,13 +107,17 @@ def test_a_shell_can_complete_verbs_and_options(shell, tmp_path):
     assert not [name for name in names if name not in script.read_text()]
 
 
-def test_a_verb_is_imported_when_it_is_named():
-    """What shows the verbs does not wait for torch."""
+def test_what_needs_no_torch_does_not_wait_for_it():
+    """The list of the verbs, the recipes, and the help of verbs that have no model."""
+    words = ["prepare", "prepare-images", "checkpoints", "launch", "launch status", "launch cancel", "launch resubmit"]
+    commands = ["--help", "--version", "recipes", "recipes quickstart", *(f"{verb} --help" for verb in words)]
     code = (
-        "import sys; from matmix.launch.cli import main; assert main(['--help']) == 0; assert main(['launch']) == 2; "
-        "assert 'torch' not in sys.modules"
+        "import sys; from matmix.launch.cli import main; assert main(['launch']) == 2\n"
+        "for command in sys.argv[1:]:\n"
+        "    assert main(command.split()) == 0, command\n"
+        "    assert 'torch' not in sys.modules, command\n"
     )
-    run = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-P", "-c", code, *commands], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     for verb in ("train", "checkpoints", "launch", "show-mixer"):
         assert re.search(rf"\W {verb} ", run.stdout)

@@ -37,6 +37,21 @@ except ImportError:
     assert _run_in_root(code) == "none"
 
 
+def test_the_root_itself_imports_nothing():
+    """pytest, IDEs and others may import the __init__.py of a folder that they are started in, by any name."""
+    code = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("a_clone", "__init__.py")
+module = module_from_spec(spec)
+between = set(sys.modules)
+spec.loader.exec_module(module)
+assert set(sys.modules) == between, set(sys.modules) - between
+print("nothing")
+"""
+    assert _run_in_root(code) == "nothing"
+
+
 def test_a_package_kernels_that_is_installed_is_found_in_the_root(tmp_path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("__version__ = '0.9'\nfrom kernels.layer import get_kernel\n")

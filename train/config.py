@@ -161,10 +161,10 @@ class InitConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CallbackConfig:
-    """A table [[callback]]: a callback of your own."""
+    """A table [[callback]]: a tracker of experiments, or a callback of your own."""
 
     name: str
-    """Where Python finds its class, as in "my_package.module:MyCallback"."""
+    """wandb, mlflow, or where Python finds its class, as in "my_package.module:MyCallback"."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """A table with the options of the class."""
 
@@ -253,7 +253,7 @@ class RunConfig:
     faults: FaultsConfig = dataclasses.field(default_factory=FaultsConfig)
     """Faults on the way."""
     callback: tuple[CallbackConfig, ...] = ()
-    """Tables [[callback]]: callbacks of your own; on the command line as in
+    """Tables [[callback]]: trackers of experiments and callbacks of your own; on the command line as in
     '{name = "my_package.module:MyCallback", options = {every = 10}}'."""
 
     def __post_init__(self) -> None:
@@ -274,7 +274,7 @@ class RunConfig:
         self.model.check_seqlen(self.data.seqlen)
         if self.data.synthetic.task and ":" not in self.data.synthetic.task:  # of one from outside its loader tells
             self._check_generated()
-        if self.data.images.path and self.model.model_class.takes_images:
+        if self.data.images.datasets and self.model.model_class.takes_images:
             for name in ("size", "channels"):
                 read, seen = getattr(self.data.images, name), getattr(self.model.image, name)
                 require(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from matmix.data.examples.base import Examples
 from matmix.data.loading.examples import ExampleFacts
@@ -39,8 +40,8 @@ def make_loader(
 
 def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
     """Fills in what the data decides: the vocabulary size, where the recipe leaves it at 0 and the model reads tokens,
-    the steps of `epochs`, and the names of classes and the mean and spread of images, which exports and scores need
-    long after the data.
+    the steps of `epochs`, the number of outputs of a classifier, where that is 0, and the names of classes and the mean
+    and spread of images, which exports and scores need long after the data.
 
     Raises ValueError (one line) where the model reads tokens and the data holds none, or the other way round.
     """
@@ -54,7 +55,7 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
     if loader.tokenizer is None:
         return config
     if isinstance(loader.facts, ExampleFacts):
-        _check_examples(config, loader.facts.examples, loader.dataset.token_types)
+        config = _with_examples(config, loader.facts.examples, loader.dataset.token_types)
         if names := loader.facts.examples.classes.names:
             examples = dataclasses.replace(config.data.examples, labels=names)
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, examples=examples))
@@ -85,32 +86,42 @@ def with_vocabulary(model: ModelConfig, needed: int) -> ModelConfig:
     return model
 
 
+def with_outputs(model: ModelConfig, needed: int, where: str) -> ModelConfig:
+    """The config of a model for data of so many classes or values; where: the data and their number, for messages.
+    Raises ValueError (one line) where its own number is another one."""
+    if model.head.outputs == 0:
+        return dataclasses.replace(model, head=dataclasses.replace(model.head, outputs=needed))
+    if model.head.outputs != needed:
+        raise ValueError(f"model.head.outputs = {model.head.outputs}, but {where}; set it to {needed}, or leave it out")
+    return model
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+
+
 def _with_images(config: RunConfig, facts: ImageFacts) -> RunConfig:
     """Raises ValueError (one line) where the model's outputs are not the classes of the data."""
-    images, outputs, classes = config.data.images, config.model.head.outputs, tuple(facts.classes)
-    if config.model.model_class.takes_head and outputs != len(classes):
-        raise ValueError(
-            f"model.head.outputs = {outputs}, but {images.path} has {len(classes)} classes "
-            f"({', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}); set it to {len(classes)}"
-        )
+    images, classes = config.data.images, tuple(facts.classes)
+    if config.model.model_class.takes_head:
+        where = f"{images.named} has {len(classes)} classes ({_listed(classes)})"
+        config = dataclasses.replace(config, model=with_outputs(config.model, len(classes), where))
     if images.classes and images.classes != classes:
-        raise ValueError(f"data.images.classes are not those of {images.path}; leave them out, or prepare it again")
+        raise ValueError(f"data.images.classes are not those of {images.named}; leave them out, or prepare it again")
     images = dataclasses.replace(images, classes=classes, mean=tuple(facts.mean), std=tuple(facts.std))
     return dataclasses.replace(config, data=dataclasses.replace(config.data, images=images))
 
 
-def _check_examples(config: RunConfig, examples: Examples, token_types: bool) -> None:
+def _with_examples(config: RunConfig, examples: Examples, token_types: bool) -> RunConfig:
     """Raises ValueError (one line) where the model's outputs or inputs are not those of labelled examples."""
-    outputs, model = examples.outputs, config.model
-    if outputs is not None and outputs != model.head.outputs:
+    model, outputs = config.model, examples.outputs
+    if outputs is not None:
         names = examples.classes.names
-        listed = f" ({', '.join(names[:10])}{', ...' if len(names) > 10 else ''})" if names else ""
-        raise ValueError(
-            f"model.head.outputs = {model.head.outputs}, but the training examples have {outputs} "
-            f"{'classes' if names else 'value(s)'}{listed}; set it to {outputs}"
-        )
+        held = f"classes ({_listed(names)})" if names else "value(s)"
+        model = with_outputs(model, outputs, f"the training examples have {outputs} {held}")
     if token_types and model.type_vocab_size < 2:
         raise ValueError(
             f"pairs of texts have two token types, but model.type_vocab_size = {model.type_vocab_size}; "
             "set it to 2, or data.examples.token_types = false"
         )
+    return dataclasses.replace(config, model=model)

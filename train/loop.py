@@ -118,13 +118,13 @@ class Trainer:
         """Tells people at once what they have started; the first record may be minutes away."""
         config = self.config
         ranks = "" if distributed.world_size == 1 else f" on {distributed.world_size} ranks"
-        data = config.data.images.path or config.data.path or config.data.synthetic.task or "the recipe's data"
+        data = config.data.images.named or config.data.path or config.data.synthetic.task or "the recipe's data"
         if config.data.mixture:
             data = f"a mixture of {len(config.data.mixture)} datasets"
         elif config.data.examples.train:
             data = str(config.data.examples.train)
-        resumes = list_steps(self.run.checkpoints, written=True)
-        begins = "from the newest checkpoint" if resumes else "from the first"
+        saved = list_steps(self.run.checkpoints, written=True)
+        begins = f"from the newest checkpoint, step {saved[-1]}" if saved else "from the first"
         parameters = short_number(count_parameters(config.model))
         logger.info(
             f"{self.run.where}: {parameters} parameters, {distributed.device.type}{ranks}, "

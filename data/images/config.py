@@ -1,6 +1,7 @@
 """The table [data.images] of a recipe: a dataset of pictures, in place of text, and what is done to them."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Literal
 
 from matmix.data.storage.urls import refuse_secrets
@@ -13,8 +14,11 @@ class ImagesConfig:
     path: str = ""
     """Dataset of pictures: a folder made by `matmix prepare-images`, or the URL of a copy of one. Empty = none; the
     data is then another one."""
+    mixture: dict[str, float] = field(default_factory=dict)
+    """Datasets of the same classes with their weights (any scale), in place of `path`. In each stretch of samples they
+    have shares in that proportion; validation takes the validation splits of all of them, once."""
     validation_path: str = ""
-    """Dataset whose validation split is used instead of that of `path`."""
+    """Dataset whose validation split is used instead of those of `path` or `mixture`."""
     classes: tuple[str, ...] = ()
     """Names of the classes in the order of their numbers; empty = those of the dataset. A run keeps them here."""
     size: int = 224
@@ -69,6 +73,16 @@ class ImagesConfig:
     """Label smoothing: so much of the target is spread over all classes."""
 
     @property
+    def datasets(self) -> dict[str, float]:
+        """Paths of the datasets to train on, and their weights; empty where there are none."""
+        return dict(self.mixture) or ({self.path: 1.0} if self.path else {})
+
+    @property
+    def named(self) -> str:
+        """The datasets, for messages."""
+        return ", ".join(self.datasets)
+
+    @property
     def mixes(self) -> bool:
         """Whether training pictures are mixed with others."""
         return self.mix_probability > 0 and (self.mixup > 0 or self.cutmix > 0)
@@ -79,9 +93,14 @@ class ImagesConfig:
         return self.mixes or self.smoothing > 0
 
     def __post_init__(self) -> None:
-        for name in ("path", "validation_path"):
+        for name in ("path", "mixture", "validation_path"):
             refuse_secrets(getattr(self, name), f"data.images.{name}")
-        if self.validation_path and not self.path:
+        if self.path and self.mixture:
+            raise ValueError("data.images.path and data.images.mixture are both given: keep one of them")
+        for path, weight in self.mixture.items():
+            if not (isinstance(weight, int | float) and math.isfinite(weight) and weight > 0):
+                raise ValueError(f"data.images.mixture: the weight of {path} must be a positive number, got {weight}")
+        if self.validation_path and not self.datasets:
             raise ValueError("data.images has no path: name the pictures to train on, too")
         for name, fine, allowed in (
             ("size", self.size >= 1, "at least 1"),

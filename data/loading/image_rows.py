@@ -1,13 +1,16 @@
 """From prepared pictures to micro-batches: the same sequence of global batches on any ranks and workers.
 
 Sample n of the training split is picture p[(n mod N) div r] of epoch n div N, where N is the number of pictures, r the
-number of repeats and p the order of that epoch (`matmix.data.loading.order`). It is augmented with what is drawn from
-(seed, epoch, n), and mixed as `matmix.data.images.mixing` says; a partner that is not in the micro-batch is read, too.
-Evaluation reads the pictures in order, without augmentation, and fills the last global batch with empty ones.
+number of repeats and p the order of that epoch (`matmix.data.loading.order`). Of several datasets, `Mixture` gives each
+group of r samples to one of them, and n is then a number among the samples of that dataset alone. A sample is augmented
+with what is drawn from (seed, epoch, n), and mixed as `matmix.data.images.mixing` says; a partner that is not in the
+micro-batch is read, too. Evaluation reads the pictures in order, without augmentation, and fills the last global batch
+with empty ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +27,7 @@ from matmix.data.images.transforms import Transform, make_transform
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch, image_batch
 from matmix.data.loading.micro_batches import Failure
+from matmix.data.loading.mixture import Mixture
 from matmix.data.loading.order import Order
 from matmix.data.rng import AUGMENTATION, generator
 from matmix.data.splits.reader import TokenShards
@@ -35,13 +39,15 @@ _Read = tuple[torch.Tensor, int]
 class ImageRows(Dataset):
     """As `MicroBatches`: an item is a whole micro-batch, and numbers at or above `limit` give empty pictures.
 
-    mean, std: one a channel. global_batch: samples in a step, which are mixed with each other. one_pass: the
-    evaluation's.
+    shards, weights: of each dataset, all of which have the same classes. mean, std: one a channel. global_batch:
+    samples in a step, which are mixed with each other. one_pass: the evaluation's, which takes one dataset after
+    another.
     """
 
     def __init__(
         self,
-        shards: TokenShards,
+        shards: Sequence[TokenShards],
+        weights: Sequence[float],
         config: ImagesConfig,
         mean: tuple[float, ...],
         std: tuple[float, ...],
@@ -58,12 +64,14 @@ class ImageRows(Dataset):
         self.seed = seed
         self.global_batch = global_batch
         self.training = not one_pass
-        self.order = Order(shards, extra=0, shuffle=shuffle, shuffle_block=shuffle_block, seed=seed)
-        self.limit = self.order.total_documents if one_pass else None
-        images = shards.manifest.images
-        assert images is not None
-        self.classes, self.background = len(images.classes), images.background
-        self._starts = np.concatenate([[0], np.cumsum(shards.shard_documents)])
+        self.orders = [Order(one, extra=0, shuffle=shuffle, shuffle_block=shuffle_block, seed=seed) for one in shards]
+        self.sizes = [order.total_documents for order in self.orders]
+        self.mixture = Mixture(self.sizes, None if one_pass else weights)
+        self.limit = self.mixture.samples_per_epoch if one_pass else None
+        self.classes = len(shards[0].manifest.images.classes)
+        # Of all shards of all datasets: the number of the first picture.
+        counts = np.concatenate([[0], *(one.shard_documents for one in shards)])
+        self._starts = np.split(np.cumsum(counts), np.cumsum([one.n_shards for one in shards])[:-1])
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_transform"}
@@ -74,7 +82,7 @@ class ImageRows(Dataset):
 
     @property
     def samples_per_epoch(self) -> int:
-        return self.order.total_documents
+        return self.mixture.samples_per_epoch
 
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
         try:
@@ -100,7 +108,7 @@ class ImageRows(Dataset):
                 damaged.setdefault(found.where, str(found))
                 continue
             inputs[row], labels[row] = self._mixed(sample, found, read) if soft else (found[0], found[1])
-            owners[row] = self._place(sample)[2]
+            owners[row] = self._place(sample)[3]
             n_images += 1
         return image_batch(inputs, labels, n_images, n_damaged=n_damaged, damaged=damaged, examples=owners)
 
@@ -126,31 +134,36 @@ class ImageRows(Dataset):
             try:
                 read[sample] = self._load(sample)
             except DamagedShard as error:
-                if not self.shards.skip_damaged:
+                if not self.shards[0].skip_damaged:
                     raise
                 read[sample] = error
         return read[sample]
 
     def _load(self, sample: int) -> _Read:
-        shard, index, _ = self._place(sample)
-        data, label = unpack(self.shards.read(shard, index))
-        where = f"{self.shards.storage.path}: picture {index} of shard {self.shards.info.shards[shard].file}"
+        dataset, shard, index, _ = self._place(sample)
+        shards = self.shards[dataset]
+        data, label = unpack(shards.read(shard, index))
+        where = f"{shards.storage.path}: picture {index} of shard {shards.info.shards[shard].file}"
         if not 0 <= label < self.classes:
             raise ValueError(f"{where} has the label {label}, but there are {self.classes} classes; prepare it again")
         try:
-            image = decode(data, channels=self.config.channels, background=self.background)
+            image = decode(data, channels=self.config.channels, background=shards.manifest.images.background)
         except UnreadablePicture as error:
             raise ValueError(f"{where} cannot be decoded: {error}") from None
         if self.training:
             seed_generators(generator(self.seed, sample // self.samples_per_epoch, AUGMENTATION, sample))
         return self._transform(image), label
 
-    def _place(self, sample: int) -> tuple[int, int, int]:
-        """Shard of a sample, its number there, and its number in the split."""
-        epoch, slot = divmod(sample, self.samples_per_epoch)
-        slot //= self.config.repeats if self.training else 1
-        starts = self.order.plan(epoch).document_starts
+    def _place(self, sample: int) -> tuple[int, int, int, int]:
+        """Dataset of a sample, shard, its number there, and its number in the splits of all datasets."""
+        repeats = self.config.repeats if self.training else 1
+        group, copy = divmod(sample, repeats)
+        dataset, turn, rest = (int(found[0]) for found in self.mixture.locate(np.array([group])))
+        epoch, slot = divmod((turn * self.sizes[dataset] + rest) * repeats + copy, self.sizes[dataset])
+        slot //= repeats
+        order = self.orders[dataset]
+        starts = order.plan(epoch).document_starts
         number = int(starts.searchsorted(slot, side="right")) - 1
-        block, place = self.order.block(epoch, number), slot - int(starts[number])
+        block, place = order.block(epoch, number), slot - int(starts[number])
         shard, index = int(block.shard[place]), int(block.index[place])
-        return shard, index, int(self._starts[shard]) + index
+        return dataset, shard, index, int(self._starts[dataset][shard]) + index

@@ -96,9 +96,7 @@ class PrepareConfig(ReadOptions):
     @property
     def share(self) -> tuple[int, int] | None:
         """(k, n) of part k/n; None without one."""
-        found = re.fullmatch(r"(\d+)/(\d+)", self.part)
-        k, n = map(int, found.groups()) if found else (0, 0)
-        return (k, n) if 1 <= k <= n else None
+        return read_share(self.part)
 
     def arguments(self) -> list[str]:
         """The command line of this preparation (of any of its parts), without --out and --part."""
@@ -108,3 +106,10 @@ class PrepareConfig(ReadOptions):
             if field.name not in ("inputs", "out", "part", "tokenizer_only") and value != field.default:
                 flags += [f"--{field.name.replace('_', '-')}", str(value)]
         return [*self.inputs, *flags]
+
+
+def read_share(part: str) -> tuple[int, int] | None:
+    """(k, n) of k/n, such as 3/64; None where it is no such thing."""
+    found = re.fullmatch(r"(\d+)/(\d+)", part)
+    k, n = map(int, found.groups()) if found else (0, 0)
+    return (k, n) if 1 <= k <= n else None

@@ -11,6 +11,7 @@ import logging
 import os
 import shlex
 import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from matmix.data.storage.urls import refuse_secrets
 logger = logging.getLogger(__name__)
 
 _BOM_BYTES = 3
+BUSY = "another process is at work in {} right now"
 
 
 def merge(out: str, *, dry_run: bool = False, max_malformed: float = 0.01) -> Manifest | None:
@@ -67,8 +69,8 @@ def merge(out: str, *, dry_run: bool = False, max_malformed: float = 0.01) -> Ma
         if missing:
             return None
     if missing:
-        raise ValueError(_missing_sentence(parts, of, missing, facts["arguments"]))
-    with locked(parts.folder, f"another process is at work in {parts.folder} right now"):
+        raise ValueError(missing_sentence(parts, of, missing, facts["arguments"]))
+    with locked(parts.folder, BUSY.format(parts.folder)):
         found = [check_part(parts, number, of, facts) for number in range(1, of + 1)]
         sources = check_input(facts)
         for part in found:
@@ -90,23 +92,35 @@ def merge(out: str, *, dry_run: bool = False, max_malformed: float = 0.01) -> Ma
         histograms = (read_histogram(part.folder, part.manifest.tokenizer.vocab_size) for part in found)
         write_histogram(parts.out, sum(histograms))
         tokenizer.save(parts.out / "tokenizer")
-        for name in shards:
-            (parts.out / name).mkdir(exist_ok=True)
-            lengths = (part.lengths(name).astype("<u4").tobytes() for part in found)
-            write_indices(parts.out / name, shard_format, shards[name], lengths)
-        write_atomic(parts.folder / MERGING_NAME, b"")
-        for source, target in moves:
-            if source.exists():
-                os.replace(source, target)
-        for name in shards:
-            sync_directory(parts.out / name)
+        write_splits(parts, found, shard_format, shards)
+        move_shards(parts, shards, moves)
         manifest = write_manifest(parts.out, options, sources, tokenizer, shard_format, splits, progress)
     shutil.rmtree(parts.folder, ignore_errors=True)
     print_summary(manifest, parts.out, f"from {of} parts")
     return manifest
 
 
-def parts_table(parts: Parts, of: int, missing: list[int]) -> str:
+def write_splits(
+    parts: Parts, found: Sequence[FinishedPart], shard_format: ShardFormat, shards: dict[str, list[Shard]]
+) -> None:
+    """Writes the lengths and the index of each split of the whole."""
+    for name, numbered in shards.items():
+        (parts.out / name).mkdir(exist_ok=True)
+        lengths = (part.lengths(name).astype("<u4").tobytes() for part in found)
+        write_indices(parts.out / name, shard_format, numbered, lengths)
+
+
+def move_shards(parts: Parts, splits: Iterable[str], moves: Iterable[tuple[Path, Path]]) -> None:
+    """Renames the shards into their places; those that are there were moved by a merge that was stopped."""
+    write_atomic(parts.folder / MERGING_NAME, b"")
+    for source, target in moves:
+        if source.exists():
+            os.replace(source, target)
+    for name in splits:
+        sync_directory(parts.out / name)
+
+
+def parts_table(parts: Parts, of: int, missing: list[int], unit: str = "documents") -> str:
     """The state of each part, a line each: finished with how many documents, begun, or not begun."""
     lines, unfinished = [], set(missing)
     for number in range(1, of + 1):
@@ -114,27 +128,25 @@ def parts_table(parts: Parts, of: int, missing: list[int]) -> str:
         state = "begun, not finished" if folder.exists() else "not begun"
         if number not in unfinished:
             counts = [f"{split.documents:,} in {name}" for name, split in Manifest.load(folder).splits.items()]
-            state = f"finished, documents: {', '.join(counts)}"
+            state = f"finished, {unit}: {', '.join(counts)}"
         lines.append(f"part {number}/{of}  {state}")
     return "\n".join(lines)
 
 
-def _missing_sentence(parts: Parts, of: int, missing: list[int], arguments: list[str]) -> str:
-    command = shlex.join(["matmix", "prepare", *arguments, "--out", str(parts.out), "--part", f"{missing[0]}/{of}"])
+def missing_sentence(parts: Parts, of: int, missing: list[int], arguments: list[str]) -> str:
+    """Which parts are missing, and how the first of them is made."""
+    command = shlex.join([*parts.verb.split(), *arguments, "--out", str(parts.out), "--part", f"{missing[0]}/{of}"])
     names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
     kind = "part is" if len(missing) == 1 else "parts are"
     return f"{len(missing)} of {of} {kind} not finished: {names}; make each with: {command}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """A finished part."""
+class FinishedPart:
+    """A finished part of any preparation."""
 
     folder: Path
-    share: Share
     manifest: Manifest
-    spans: list[list[int]]
-    """As in `Progress`."""
 
     def lengths(self, split: str) -> np.ndarray:
         path = self.folder / split / "lengths.npy"
@@ -145,9 +157,24 @@ class Part:
         """What to do about one that cannot be used."""
         return f"delete {self.folder} and make that part again"
 
+    def check_files(self) -> None:
+        """Raises ValueError unless the small files are as they were written."""
+        for name, digest in self.manifest.files.items():
+            if not (self.folder / name).is_file() or sha256_of(self.folder / name) != digest:
+                raise ValueError(f"{self.folder / name} is missing, damaged or was changed; {self.again}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part(FinishedPart):
+    """A finished part of a preparation of text."""
+
+    share: Share
+    spans: list[list[int]]
+    """As in `Progress`."""
+
 
 def plan_moves(
-    parts: Parts, found: list[Part], shard_format: ShardFormat
+    parts: Parts, found: Sequence[FinishedPart], shard_format: ShardFormat
 ) -> tuple[dict[str, list[Shard]], list[tuple[Path, Path]]]:
     """The shards of the whole, by split, and where the file of each is and will be. Raises ValueError if one is
     missing."""
@@ -195,9 +222,7 @@ def check_part(parts: Parts, number: int, of: int, facts: dict[str, Any]) -> Par
     compare_preparations(folder, manifest.options, {**facts["options"], "part": f"{number}/{of}"})
     if manifest.tokenizer.sha256 != facts["tokenizer"]:
         raise ValueError(f"{folder} was made with another tokenizer than {parts.folder / 'tokenizer'}; {part.again}")
-    for name, digest in manifest.files.items():
-        if not (folder / name).is_file() or sha256_of(folder / name) != digest:
-            raise ValueError(f"{folder / name} is missing, damaged or was changed; {part.again}")
+    part.check_files()
     counts = {
         "part.json": sum(span[5] for span in spans),
         "the manifest": sum(split.documents for split in manifest.splits.values()),

@@ -95,7 +95,10 @@ def _name(number: int, of: int) -> str:
 
 
 class Parts:
-    """The folder OUT/parts."""
+    """The folder OUT/parts of a preparation of text."""
+
+    kind = "text"
+    verb = "matmix prepare"
 
     def __init__(self, out: str | Path) -> None:
         self.out = Path(out).expanduser()
@@ -112,11 +115,7 @@ class Parts:
         wanted: the fingerprint of the whole. Raises ValueError if OUT holds anything but parts of this preparation,
         and what `make` raises; nothing is left behind then.
         """
-        if not (self.folder / "options.json").exists():
-            for path in self.out.iterdir() if self.out.is_dir() else ():
-                if path.name != PARTS_NAME:
-                    kind = "an unfinished preparation in one piece" if path.name == WORK_NAME else "something else"
-                    raise ValueError(f"{self.out} holds {kind} ({path.name}); choose another output folder")
+        self._check_free()
         made = [path for path in (self.out, self.folder) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -139,10 +138,30 @@ class Parts:
                 with contextlib.suppress(OSError):
                     path.rmdir()
             raise
+        self._check_same(wanted)
+        return self.tokenizer()
+
+    def _check_free(self) -> None:
+        """Raises ValueError if OUT holds anything but parts."""
+        if (self.folder / "options.json").exists():
+            return
+        for path in self.out.iterdir() if self.out.is_dir() else ():
+            if path.name != PARTS_NAME:
+                kind = "an unfinished preparation in one piece" if path.name == WORK_NAME else "something else"
+                raise ValueError(f"{self.out} holds {kind} ({path.name}); choose another output folder")
+
+    def _check_same(self, wanted: dict[str, Any]) -> None:
+        """Raises ValueError if the parts are those of another preparation, or are being joined."""
         compare_preparations(self.out, self.facts()["options"], wanted)
         if (self.folder / MERGING_NAME).exists():
-            raise ValueError(f"{self.out} is being joined; finish that: matmix prepare --merge --out {self.out}")
-        return self.tokenizer()
+            raise ValueError(f"{self.out} is being joined; finish that: {self.verb} --merge --out {self.out}")
+
+    def _check_number(self, of: int, parts: int) -> None:
+        """Raises ValueError if there are `parts` parts, and not the `of` that are asked for."""
+        if parts != of:
+            raise ValueError(
+                f"{self.out} is prepared in {parts} parts; give --part k/{parts}, or delete {self.folder} to begin anew"
+            )
 
     def facts(self) -> dict[str, Any]:
         """Contents of options.json. Raises FileNotFoundError if no part was begun, ValueError if it is damaged."""
@@ -163,10 +182,7 @@ class Parts:
 
         self._write_once("cuts.json", "cuts the input", cut)
         cuts = self.cuts()
-        if (parts := len(cuts) - 1) != of:
-            raise ValueError(
-                f"{self.out} is prepared in {parts} parts; give --part k/{parts}, or delete {self.folder} to begin anew"
-            )
+        self._check_number(of, len(cuts) - 1)
         return Share(number=number, start=cuts[number - 1], stop=cuts[number])
 
     def cuts(self) -> list[Position]:
@@ -183,16 +199,21 @@ class Parts:
                     write_atomic(path, json.dumps(make(), indent=indent).encode(), alone=False)
 
     def _read(self, name: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        path = self.folder / name
+        path, kind = self.folder / name, self.kind
         try:
             raw = parse_json(path.read_bytes(), name)
-            check(raw)
+            kind = raw.get("options", {}).get("kind", "text") if name == "options.json" else kind
+            if kind == self.kind:
+                check(raw)
         except FileNotFoundError:
             raise FileNotFoundError(
-                f"{self.out} holds no parts; make each with matmix prepare INPUT --out {self.out} --part k/n"
+                f"{self.out} holds no parts; make each with {self.verb} INPUT --out {self.out} --part k/n"
             ) from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path} is damaged ({one_line(error)}); delete {self.folder} and prepare the parts again"
             ) from None
+        if kind != self.kind:
+            other = "matmix prepare-images" if kind == "images" else "matmix prepare"
+            raise ValueError(f"{self.out} holds parts of {other}, not of {self.verb}")
         return raw

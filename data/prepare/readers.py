@@ -101,7 +101,7 @@ def _check_column(source: Source, name: str) -> None:
     if name not in schema.names:
         raise ValueError(
             f"{source.name} has no column {name!r}; its columns are {one_line(', '.join(schema.names))} "
-            "(choose one as the text field)"
+            "(choose one with --text-field)"
         )
     kind = schema.field(name).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):

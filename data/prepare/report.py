@@ -23,9 +23,11 @@ def check_malformed(met: Progress, most: float) -> None:
     """Raises MalformedError if more than the share `most` of the records is malformed."""
     if met.malformed > most * met.records:
         shown = "; ".join(f"{e['file']}, line {e['line']}: {e['reason']}" for e in met.examples[:3])
+        lacking = any(e["reason"].startswith("no field") for e in met.examples[:3])
+        field = "name the field of the text with --text-field, " if lacking else ""
         raise MalformedError(
-            f"{met.malformed:,} of {met.records:,} lines are malformed ({shown}); mend them, or allow a larger share "
-            f"with --max-malformed"
+            f"{met.malformed:,} of {met.records:,} lines are malformed ({shown}); {field}mend them, or allow a larger "
+            f"share with --max-malformed"
         )
 
 

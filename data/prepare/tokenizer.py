@@ -13,8 +13,9 @@ from matmix.data.prepare.documents import Malformed, documents_of
 from matmix.data.prepare.readers import read_chunks
 from matmix.data.prepare.report import check_malformed, empty_sentence
 from matmix.data.prepare.sources import Source
+from matmix.data.prepare.tokenizer_training import train_in
 from matmix.data.prepare.workspace import Progress
-from matmix.data.tokenizer import Tokenizer, train_sentencepiece
+from matmix.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def train_tokenizer(config: PrepareConfig, sources: Sequence[Source]) -> Tokeniz
     )
     with tempfile.TemporaryDirectory() as scratch:
         options = {name: getattr(config, name) for name in OF_TRAINING}
-        return train_sentencepiece(texts, Path(scratch) / "tokenizer.model", **options)
+        return train_in(Path(scratch), texts, options)
 
 
 def _sample(config: PrepareConfig, sources: Sequence[Source], met: Progress) -> Iterator[str]:

@@ -62,7 +62,8 @@ def open_dataset(
     if tokenizer_sha256 is not None and tokenizer_sha256 != manifest.tokenizer.sha256:
         raise ValueError(
             f"{path} was prepared with another tokenizer (SHA-256 {manifest.tokenizer.sha256[:12]}) than "
-            f"this run uses ({tokenizer_sha256[:12]}); prepare the data again with this run's tokenizer"
+            f"this run uses ({tokenizer_sha256[:12]}); choose another --run-dir for a run on this data, or prepare the "
+            "data with this run's tokenizer (--tokenizer RUN/tokenizer)"
         )
     return TokenShards(
         storage, split, verify=verify, keep_open=keep_open, skip_damaged=skip_damaged, cache_bytes=cache_bytes

@@ -23,7 +23,7 @@ def most_frequent(config: RunConfig, file: str) -> dict[str, float]:
     examples = open_examples(task.examples, dataclasses.replace(config.data, examples=options), "validation")
     numbers = np.arange(len(examples))
     labels = np.concatenate([examples.label(number) for number in numbers])
-    values = np.zeros((len(examples), config.model.head.outputs))
+    values = np.zeros((len(examples), config.model.head.count))
     if examples.classes.names:
         [(name, _)] = collections.Counter(map(name_of, examples.training_labels)).most_common(1)
         values[:, examples.classes.names.index(name)] = 1

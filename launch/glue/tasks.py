@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.data.examples.config import ExamplesConfig
-from matmix.train.recipe import config_from_dict, find_recipe, read_toml
+from matmix.train.recipe import config_from_dict
+from matmix.train.recipe_files import find_recipe, read_toml
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

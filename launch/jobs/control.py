@@ -11,12 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matmix.launch.jobs import attempts
-from matmix.launch.jobs.local import run_local
 from matmix.launch.jobs.records import Job, find_home, read_jobs
 from matmix.launch.jobs.slurm import scheduler
-from matmix.launch.jobs.slurm.prepare import resubmit_preparation
 from matmix.launch.jobs.slurm.script import array_option
-from matmix.launch.jobs.slurm.submit import SCRIPT, submit_scripts
 from matmix.launch.jobs.status import Home, local_process, runs_of
 
 
@@ -41,6 +38,8 @@ class Resubmit:
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Submits, or for a local launch runs; the exit code."""
+        from matmix.launch.jobs.local import run_local  # imports torch, and --help should not
+
         home = find_home(self.home)
         last = last_job(home)
         if last.kind == "local":
@@ -128,6 +127,9 @@ def resubmit(home: Path, job: Job) -> Job | None:
 
     Raises ValueError while a job of it is still queued or running.
     """
+    from matmix.launch.jobs.slurm.prepare import resubmit_preparation  # imports torch, and --help should not
+    from matmix.launch.jobs.slurm.submit import SCRIPT, submit_scripts
+
     # The merge of a preparation waits for its parts.
     if active := [state.job for name in (job.after, job.job) if name for state in scheduler.active_states(name)]:
         raise ValueError(f"job {', '.join(active)} is still queued or running; matmix launch cancel {home} ends it")

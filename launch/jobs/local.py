@@ -16,12 +16,9 @@ from matmix.launch.jobs import attempts, snapshot
 from matmix.launch.jobs.attempts import DEFAULT_MAX_REQUEUES
 from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_ranks
 from matmix.launch.jobs.records import Job, add_job, launch_home, note_url
-from matmix.launch.jobs.slurm.submit import checked
 from matmix.train.arguments import Recipe, check_overrides
-from matmix.train.config import RunConfig
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from matmix.train.process.temporary import make_own_folder
-from matmix.train.recipe import load_config, write_config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +39,10 @@ class Local:
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Checks the config, writes RUN/launch/<id>/ and runs it. Raises ValueError for the user's mistakes."""
+        from matmix.launch.jobs.slurm.submit import checked  # imports torch, and --help should not
+        from matmix.train.config import RunConfig
+        from matmix.train.recipe import load_config, write_config
+
         check_overrides(self, rest, RunConfig)
         check_counts(self, "nproc")
         config = checked(load_config(self.recipe, rest), self.nproc)

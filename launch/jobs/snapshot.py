@@ -46,6 +46,8 @@ def copy_code(target: Path) -> None:
         spec = importlib.util.find_spec(f"matmix.{room}")  # imports nothing of it
         assert spec is not None, f"matmix.{room} cannot be found"
         shutil.copytree(Path(spec.origin).parent, target / "matmix" / room, ignore=_LEFT_OUT)
+    # Without it, Python would prefer an installed package, wherever that is on the path, to the copy.
+    shutil.copy(Path(spec.origin).parents[1] / "__init__.py", target / "matmix")
 
 
 def describe_revision() -> tuple[str, bytes]:

@@ -1,4 +1,7 @@
-"""`matmix launch status RUN`: jobs, attempts, progress, checkpoint and logs of a run, as lines for a person."""
+"""`matmix launch status RUN`: jobs, attempts, progress, checkpoint and logs of a run, as lines for a person.
+
+What imports torch is imported by the functions that need it, so that --help does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,7 @@ from matmix.data.artifacts import read_json_lines
 from matmix.launch.jobs.attempts import describe, read_attempts
 from matmix.launch.jobs.records import Job, find_home, read_jobs, read_url, run_folder
 from matmix.launch.jobs.slurm import scheduler
-from matmix.train.checkpoint.listing import list_checkpoints
-from matmix.train.recipe import read_toml
-from matmix.train.run.directory import RunDirectory
-from matmix.train.run.remote import local_outline
+from matmix.train.recipe_files import read_toml
 from matmix.train.words import duration
 
 _SHOWN = 5  # attempts
@@ -54,6 +54,8 @@ def status_lines(home: Path) -> list[str]:
         return [*lines, logs]
     active = bool(jobs) and is_active(jobs[-1])
     runs = runs_of(home, jobs[-1]) if jobs else [home]
+    if not jobs and (home / "launch").is_dir():
+        lines.append("  nothing was submitted: the last matmix launch failed before there was a job")
     if runs == [home]:
         return lines + [f"  {line}" for line in run_lines(home, active=active)]
     names = [str(run.relative_to(home)) for run in runs]
@@ -109,6 +111,8 @@ def local_process(job: Job) -> psutil.Process | None:
 
 def run_lines(run: Path, *, active: bool) -> list[str]:
     """Attempts, progress, checkpoint and logs of one run. active: its job is queued or running."""
+    from matmix.train.checkpoint.listing import list_checkpoints
+
     lines = []
     attempts = read_attempts(run)[-_SHOWN:]
     at, place = records_folder(run), read_url(run) or run
@@ -132,7 +136,12 @@ def records_folder(run: Path) -> Path:
 
     Raises FileNotFoundError or RemoteError where the URL cannot be read.
     """
-    return local_outline(read_url(run) or run)
+    url = read_url(run)
+    if url is None:
+        return run
+    from matmix.train.run.remote import local_outline
+
+    return local_outline(url)
 
 
 def _last_word(run: Path) -> str:
@@ -148,6 +157,8 @@ def progress(run: Path, *, active: bool) -> str:
     total = read_toml(run / "config.toml").get("steps", 0) if (run / "config.toml").is_file() else 0
     loss = "all steps of the last record skipped" if last["loss"] is None else f"loss {last['loss']:.4f}"
     text = f"step {last['step']} of {total}, {loss}"
+    from matmix.train.run.directory import RunDirectory
+
     summary = RunDirectory(run).read_summary()
     if summary is not None and summary["step"] >= total:
         return f"{text}, finished, validation loss {summary['validation']['loss']:.4f}"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matmix.train.recipe import read_toml
+from matmix.train.recipe_files import read_toml
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

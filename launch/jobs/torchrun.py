@@ -17,10 +17,8 @@ import tyro
 from matmix.launch.jobs.environment import way_to
 from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_agent, run_here
 from matmix.train.arguments import Recipe, check_overrides
-from matmix.train.config import RunConfig
 from matmix.train.errors import RendezvousError
 from matmix.train.process.network import wait_for_port
-from matmix.train.recipe import load_config
 from matmix.train.run.outcome import attempt_id
 
 DEFAULT_PORT = 29400
@@ -53,6 +51,9 @@ class Torchrun:
 
     def run(self, rest: list[str], typed: Sequence[str]) -> int:
         """Runs this node's part; signals make the ranks save. Returns the exit code of the rank that failed first."""
+        from matmix.train.config import RunConfig  # imports torch, and --help should not
+        from matmix.train.recipe import load_config
+
         check_overrides(self, rest, RunConfig)
         check_counts(self, "nproc", "nnodes")
         host, port = parse_endpoint(self.rdzv)

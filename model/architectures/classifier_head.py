@@ -19,7 +19,7 @@ class ClassifierHead(nn.Module):
         if config.head.hidden:
             self.dense = nn.Linear(config.d_model, config.d_model)
         self.dropout = nn.Dropout(config.head.dropout)
-        self.output = nn.Linear(config.d_model, config.head.outputs)
+        self.output = nn.Linear(config.d_model, config.head.count)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., d_model) -> what `output` is applied to, of the same shape."""
@@ -30,4 +30,4 @@ class ClassifierHead(nn.Module):
 
 def classifier_flops(config: Any) -> float:
     """Forward floating-point operations of a classifier's head for one output."""
-    return 2.0 * config.d_model * (config.head.outputs + config.head.hidden * config.d_model)
+    return 2.0 * config.d_model * (config.head.count + config.head.hidden * config.d_model)

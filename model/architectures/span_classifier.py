@@ -15,5 +15,5 @@ class SpanClassifier(TokenClassifier):
     @classmethod
     def check(cls, config: Any) -> None:
         super().check(config)
-        if config.head.outputs != 2:
+        if config.head.count != 2:
             raise ValueError(f"model.head.outputs = {config.head.outputs}: a span_classifier has 2, start and end")

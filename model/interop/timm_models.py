@@ -94,7 +94,7 @@ def timm_description(config: ModelConfig, inputs: ImageInputs | None) -> dict[st
     image = config.image
     known = {
         "architecture": "matmix_image_classifier",
-        "num_classes": config.head.outputs,
+        "num_classes": config.head.count,
         "input_size": (image.channels, image.size, image.size),
         "fixed_input_size": bool(config.fixed_length_mixers()),
         "classifier": "model.classifier.output",
@@ -161,6 +161,6 @@ def matmix_image_classifier(
         for index, block in enumerate(model.blocks):
             block.drop_path.rate = drop_path_rate * index / max(len(model.blocks) - 1, 1)
     timm_model = TimmImageClassifier(model, inputs)
-    if num_classes not in (None, found.head.outputs):
+    if num_classes not in (None, found.head.count):
         timm_model.reset_classifier(num_classes)
     return timm_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -21,8 +22,10 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 from matmix.data.manifest import Manifest
 from matmix.data.tokenizer import Tokenizer
 from matmix.launch.cli import main
+from matmix.launch.continuation import continue_texts
 from matmix.launch.export import export_run, import_reference
-from matmix.launch.generate import continue_text, fill_masks, generate
+from matmix.launch.filling import fill_masks
+from matmix.launch.generate import generate
 from matmix.launch.loading import load_source
 from matmix.launch.sampling import Sampling
 from matmix.model import count_parameters
@@ -273,17 +276,21 @@ def test_import_mistakes(tmp_path):
 def test_generation_carries_state_and_is_that_of_the_whole_text(language_model):
     source = load_source(language_model, device="cpu")
     ids = source.tokenizer.encode("the king").ids
-    text = "".join(continue_text(source, "the king", max_new_tokens=12, sampling=GREEDY))
-    expected = list(ids)
+    (found,) = continue_texts(source, ["the king"], max_new_tokens=12, sampling=GREEDY)
+    expected, logprob = list(ids), 0.0
     for _ in range(12):
         with torch.no_grad():
             logits = source.model(torch.tensor([expected]))[0, -1]
+        shares = logits.log_softmax(0)
         logits[[index for index in source.special.values() if index != source.special["eos"]]] = -torch.inf
         token = int(logits[: source.tokenizer.get_vocab_size()].argmax())
         if token == source.special["eos"]:
             break
+        logprob += float(shares[token])
         expected.append(token)
-    assert source.tokenizer.decode(expected) == "the king" + text
+    assert source.tokenizer.decode(expected) == "the king" + found.text
+    assert found.tokens == expected[len(ids) :]
+    assert found.logprob == pytest.approx(logprob, abs=1e-4)
 
 
 def test_runs_and_their_exports_generate_the_same(language_model, encoder, tmp_path):
@@ -346,6 +353,62 @@ def test_several_prompts_of_an_encoder(encoder, capsys):
     assert list(found.values()) == [output_of(encoder, prompt=prompt) for prompt in prompts]
 
 
+def test_samples_of_a_prompt_are_those_of_the_next_seeds(language_model, capsys):
+    """However many are drawn at once."""
+    options = {"prompt": ["the king", "the"], "max_new_tokens": 12, "temperature": 1.3}
+    each = [{**options, "prompt": prompt, "seed": seed} for prompt in options["prompt"] for seed in (3, 4, 5)]
+    alone = [output_of(language_model, **one) for one in each]
+    for batch_size in (64, 4):
+        found = parts_of(output_of(language_model, **options, seed=3, num_samples=3, batch_size=batch_size))
+        assert list(found)[3] == "--- 4 of 6: the"
+        assert list(found.values()) == alone
+    assert len(set(alone)) == 6
+
+
+def test_a_text_ends_before_a_stop_string(language_model, capsys):
+    options = {"prompt": "the king", "max_new_tokens": 30, "temperature": 0.0}
+    whole = output_of(language_model, **options).removesuffix("\n")
+    continuation = whole.removeprefix("the king")
+    stop = continuation[3:6]
+    capsys.readouterr()
+    cut = output_of(language_model, **options, stop=("not there", stop))
+    assert cut == "the king" + continuation[: continuation.index(stop)] + "\n"
+    assert f"(stopped at {stop!r}, after " in capsys.readouterr().err
+    both = parts_of(output_of(language_model, **{**options, "prompt": ["a", "the king"]}, stop=(stop,)))
+    assert list(both.values())[1] == cut
+
+
+def test_the_end_token_is_told_beside_the_text(language_model, monkeypatch, capsys):
+    """Here every token is the end token."""
+    end = load_source(language_model, device="cpu").special["eos"]
+    monkeypatch.setattr(Sampling, "draw", lambda *_: end)
+    assert main(["generate", str(language_model), "--prompt", "the"]) == 0
+    assert capsys.readouterr() == ("the\n", "(ended at the end token, after 0 tokens)\n")
+    assert main(["generate", str(language_model), "--prompt", "the", "--num-samples", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["finish_reason"] for line in out.splitlines()] == ["eos_token"] * 2
+    assert err == ""
+
+
+def test_texts_as_json(language_model, encoder, monkeypatch, capsys):
+    """One object a line, for prompts that come by standard input."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("thé\n\n king\r\n".encode())))
+    assert main(["generate", str(language_model), "--prompt-file", "-", "--max-new-tokens", "7", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["prompt"] for one in found] == ["thé", " king"]
+    for one in found:
+        assert output_of(language_model, prompt=one["prompt"], max_new_tokens=7) == f"{one['prompt']}{one['text']}\n"
+        assert (len(one["tokens"]), one["finish_reason"], one["stop"], one["sample"]) == (7, "length", None, 0)
+        assert one["logprob"] < 0
+    assert main(["generate", str(encoder), "--prompt", "the <mask> of <mask>", "--json"]) == 0
+    (one,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(one["masks"]) == 2
+    assert f"{one['masks'][1][0]['token']!r}" in output_of(encoder, prompt=one["prompt"])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the\ncaf\xe9\n")))
+    assert main(["generate", str(language_model), "--prompt-file", "-"]) == 2
+    assert "standard input is not UTF-8: line 2, byte 4 of the line is 0xe9" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -374,7 +437,7 @@ def test_a_special_tokens_name_in_a_prompt_is_text(language_model):
 
 def test_encoders_fill_in_masks(encoder):
     source = load_source(encoder, device="cpu")
-    lines = fill_masks(source, "the <mask> speaks to <mask> crown").splitlines()
+    lines = str(fill_masks(source, "the <mask> speaks to <mask> crown")).splitlines()
     assert lines[0] == "<mask> 1 of 2:"
     assert lines[6] == "<mask> 2 of 2:"
     shares = [float(line.split("%")[0]) for line in lines[1:6]]
@@ -406,6 +469,14 @@ def test_generate_mistakes(language_model, encoder, head_exports, tmp_path):
         generate(language_model, top_k=-1)
     with pytest.raises(ValueError, match="max_new_tokens must be 0 or more"):
         generate(language_model, max_new_tokens=-1)
+    with pytest.raises(ValueError, match="num_samples must be 1 or more"):
+        generate(language_model, num_samples=0)
+    with pytest.raises(ValueError, match="at temperature 0 all samples of a prompt are the same"):
+        generate(language_model, num_samples=2, temperature=0.0)
+    with pytest.raises(ValueError, match="--stop is empty"):
+        generate(language_model, stop=("",))
+    with pytest.raises(ValueError, match="is an encoder, which fills in words: leave --num-samples and --stop out"):
+        generate(encoder, prompt="the <mask>", stop=(".",))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ValueError, match="is not an export of matmix"):
         generate(tmp_path)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from matmix.launch.sampling import Sampling, text_pieces
+from matmix.launch.sampling import Sampling, TextStream
 
 PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
 LOGITS = torch.tensor(PROBABILITIES).log()
@@ -54,28 +54,47 @@ def decode_bytes(ids) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
+def pieces_of(tokens, decode=decode_bytes, before=(), stop=()) -> list[str]:
+    """What each token adds to the text, and then what is left."""
+    stream = TextStream(decode, list(before), stop)
+    pieces = []
+    for token in tokens:
+        pieces.append(stream.push(token))
+        if stream.stopped_by is not None:
+            break
+    return [*pieces, stream.close()]
+
+
 @pytest.mark.parametrize("before", ["", "earlier text ", "é", "a long earlier text 👍🏽"])
 @pytest.mark.parametrize("text", ["plain", "naïve café", "日本語", "👍🏽 x 👩‍👩‍👧", ""])
 def test_pieces_are_whole_characters(text, before):
-    pieces = list(text_pieces(text.encode(), decode_bytes, list(before.encode())))
+    pieces = pieces_of(text.encode(), before=before.encode())
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)
 
 
 def test_a_character_that_never_ends_is_shown_at_last():
-    pieces = list(text_pieces("aé".encode()[:-1], decode_bytes))
-    assert pieces == ["a", "\ufffd"]
+    assert pieces_of("aé".encode()[:-1]) == ["a", "", "\ufffd"]
 
 
 def test_pieces_come_as_soon_as_they_can():
-    seen: list[int] = []
+    assert pieces_of(b"abc") == ["a", "b", "c", ""]
+    assert pieces_of(b"abcabd", stop=["abd", "ca"]) == ["", "", "ab", "", ""]  # "ca" has come
+    assert pieces_of(b"xabcab", stop=["abd"]) == ["x", "", "", "abc", "", "", "ab"]
 
-    def tokens():
-        for token in b"abc":
-            seen.append(token)
-            yield token
 
-    assert [len(seen) for _ in text_pieces(tokens(), decode_bytes)] == [1, 2, 3]
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one. two", ["."], "one"),
+        ("aab", ["ab"], "a"),
+        ("日本語。次", ["。", "語。"], "日本"),
+        ("never", ["x"], "never"),
+        ("end", ["end"], ""),
+    ],
+)
+def test_a_text_ends_before_the_first_stop_string(text, stop, expected):
+    assert "".join(pieces_of(text.encode(), stop=stop)) == expected
 
 
 def test_a_space_before_a_word_is_kept(tokenizer):
@@ -83,5 +102,5 @@ def test_a_space_before_a_word_is_kept(tokenizer):
     text = "the quick brown fox  jumps\n over"
     ids = tokenizer.encode(text)
     for cut_at in range(len(ids)):
-        pieces = text_pieces(ids[cut_at:], tokenizer.decode, ids[:cut_at])
+        pieces = pieces_of(ids[cut_at:], tokenizer.decode, ids[:cut_at])
         assert tokenizer.decode(ids[:cut_at]) + "".join(pieces) == text

@@ -51,6 +51,25 @@ def test_another_config_shows_the_difference(dataset, tmp_path, capsys):
     run = str(tmp_path / "run")
     run_recipe("debug_mru", dataset, run, "--stop-step", "1")
     _fails(capsys, ["train", "debug_mru", "--data.path", dataset, "--run-dir", run, "--seed", "7"], "seed: 0 there, 7")
+    _fails(
+        capsys, ["train", "debug_hydra", "--data.path", dataset, "--run-dir", run], "data.prefix: 'bos' there", " more)"
+    )
+
+
+def test_data_with_another_tokenizer_than_the_run_directory(dataset, tmp_path, capsys):
+    """A run directory of another model, which the recipe names by itself, and data of one's own."""
+    run, other = str(tmp_path / "run"), str(tmp_path / "other")
+    run_recipe("debug_mru", dataset, run, "--stop-step", "1")
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} words"}) + "\n" for n in range(50)))
+    assert main(["prepare", str(tmp_path / "text.jsonl"), "--out", other, "--vocab-size", "285"]) == 0
+    arguments = ["train", "debug_mru", "--data.path", other, "--run-dir", run]
+    _fails(capsys, arguments, "another tokenizer", "choose another --run-dir", "--tokenizer RUN/tokenizer")
+
+
+def test_the_status_of_a_launch_that_was_not_submitted(tmp_path, capsys):
+    (tmp_path / "run" / "launch" / "20260101-000000").mkdir(parents=True)
+    assert main(["launch", "status", str(tmp_path / "run")]) == 0
+    assert "nothing was submitted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])

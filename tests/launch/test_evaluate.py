@@ -14,8 +14,8 @@ import torch
 from runs import run_recipe
 
 from matmix.launch.cli import main
+from matmix.launch.continuation import continue_texts
 from matmix.launch.export import export_run
-from matmix.launch.generate import continue_text, continue_texts
 from matmix.launch.loading import Source, load_source
 from matmix.launch.sampling import Sampling
 from matmix.launch.scoring import score_texts, score_with_state, windows_of
@@ -196,17 +196,18 @@ def check_continuations(source: Source, samples: list[dict]) -> None:
     assert len(samples) == len(TEXTS)
     for sample in samples:
         prompt, greedy = sample["doc"]["text"], Sampling(temperature=0)
-        wanted = "".join(continue_text(source, prompt, max_new_tokens=12, sampling=greedy))
+        wanted = continue_texts(source, [prompt], max_new_tokens=12, sampling=greedy)[0].text
         assert sample["resps"][0][0] == wanted, prompt
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=1.5)])
 def test_several_prompts_are_continued_as_each_alone(source, sampling):
     """With the seed of each; the empty one starts as documents do."""
-    prompts, options = [*TEXTS, "", "soft"], {"max_new_tokens": 12, "sampling": sampling, "seed": 3}
-    alone = ["".join(continue_text(source, prompt, **options)) for prompt in prompts]
-    assert continue_texts(source, prompts, **options) == alone
-    assert len(set(alone)) > 1
+    prompts, options = [*TEXTS, "", "soft"], {"max_new_tokens": 12, "sampling": sampling}
+    alone = [continue_texts(source, [prompt], seeds=[3], **options)[0].tokens for prompt in prompts]
+    found = continue_texts(source, prompts, seeds=[3] * len(prompts), **options)
+    assert [one.tokens for one in found] == alone
+    assert len(set(map(tuple, alone))) > 1
 
 
 needs_lm_eval = pytest.mark.skipif(not LM_EVAL_PYTHON, reason="MATMIX_LM_EVAL_PYTHON names no Python with lm_eval")

@@ -3,7 +3,8 @@
 from importlib.metadata import version
 
 from matmix.launch.cli import main
-from matmix.train.recipe import bundled_comparisons, bundled_recipes, load_config
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import bundled_comparisons, bundled_recipes
 
 
 def test_every_bundled_recipe_has_a_line_that_fits(capsys):

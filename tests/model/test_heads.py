@@ -64,7 +64,7 @@ def test_outputs_and_gradients_do_not_depend_on_the_layout(small_model, head, la
         found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         if expected is None:
             expected, gradients = outputs.detach(), found
-            size = 64 if head == "embedder" else options.outputs
+            size = 64 if head == "embedder" else options.count
             assert expected.shape == (len(documents) if head in PER_DOCUMENT else sum(LENGTHS), size)
             assert all(gradient.abs().max() > 0 for gradient in gradients.values())
         torch.testing.assert_close(outputs.detach(), expected, **CLOSE)
@@ -152,7 +152,7 @@ def test_configurations_hold_a_head_where_there_is_one(small_config):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"head": {"outputs": 0}}, "model.head.outputs = 0: must be 1 or more"),
+        ({"head": {"outputs": -1}}, "model.head.outputs = -1: must be 1 or more, or 0 to take it from the data"),
         ({"head": {"pooling": "max"}}, "model.head.pooling = 'max'; known: cls, mean"),
         ({"head": {"dropout": 1.0}}, "model.head.dropout = 1.0: must be at least 0 and below 1"),
         ({"head": {"outputs": 3}}, "model.head.outputs = 3: a span_classifier has 2, start and end"),
@@ -169,3 +169,10 @@ def test_mistakes_are_one_clear_line(fields, words):
         )
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_earlier_versions_wrote_of_heads_is_read():
+    """They gave every model a head of two outputs, also those that have no use for one."""
+    ModelConfig(architecture="encoder", layers=("attention",), head=HeadConfig(outputs=2))
+    with pytest.raises(ValueError, match=r"model\.head is of no use"):
+        ModelConfig(architecture="encoder", layers=("attention",), head=HeadConfig(outputs=3))

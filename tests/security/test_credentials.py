@@ -12,7 +12,8 @@ from matmix.data.storage.remote import RemoteFolder
 from matmix.data.storage.urls import has_secret
 from matmix.launch.cli import main
 from matmix.train.config import RunConfig
-from matmix.train.recipe import load_config, read_toml
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import read_toml
 from matmix.train.run.remote import fetch_run, local_outline
 
 SECRET = "hunter2+abc"

@@ -14,7 +14,7 @@ import torch
 from paths import GOLDEN
 from safetensors.torch import save_file
 
-from matmix.launch.image_models import read_inputs
+from matmix.launch.images.classifiers import read_inputs
 from matmix.launch.loading import load_source
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.importing.foreign import indexed_files, read_safetensors

@@ -19,7 +19,8 @@ from matmix.data.prepare.documents import ReadOptions, documents_of
 from matmix.data.prepare.readers import read_chunks
 from matmix.data.prepare.sources import find_sources
 from matmix.launch.lab.compare.config import read_comparison
-from matmix.train.recipe import bundled_comparisons, bundled_recipes, config_from_dict, load_config, read_toml
+from matmix.train.recipe import config_from_dict, load_config
+from matmix.train.recipe_files import bundled_comparisons, bundled_recipes, read_toml
 
 TEXT = b"".join(b'{"text": "a line of %d words\\n \xc3\xa9 \xf0\x9f\x8c\x8d", "n": %d}\n\n' % (n, n) for n in range(60))
 KINDS = {

@@ -74,13 +74,9 @@ def included(line: str) -> list[str]:
 
 def spans(start: str) -> list[Snippet]:
     """Code in running text that begins with `start`, of all pages."""
-    found = []
+    found, blocks = [], re.compile(r"^ *```.*?^ *```$|^    [^\n]*$", flags=re.MULTILINE | re.DOTALL)
     for page in PAGES:
-        blocks = {line for s in snippets_of(page) for line in range(s.line, s.line + s.code.count("\n"))}
-        text = "\n".join(
-            "" if number in blocks else line
-            for number, line in enumerate(page.read_text(encoding="utf-8").split("\n"), start=1)
-        )
+        text = blocks.sub(lambda block: "\n" * block[0].count("\n"), page.read_text(encoding="utf-8"))
         for match in re.finditer(rf"(?<!`)`({re.escape(start)}[^`]*)`(?!`)", text):
             line = text.count("\n", 0, match.start()) + 1
             found.append(Snippet(page.relative_to(ROOT).as_posix(), line, "", " ".join(match[1].split()) + "\n"))

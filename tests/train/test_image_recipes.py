@@ -8,7 +8,8 @@ from matmix.launch.cli import main
 from matmix.launch.lab.compare.config import read_comparison
 from matmix.launch.lab.compare.width import matched
 from matmix.model import count_parameters, flops_per_image, flops_per_token
-from matmix.train.recipe import bundled_recipes, find_recipe, load_config
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import bundled_recipes, find_recipe
 
 PUBLISHED = {
     "vit_b_imagenet": 87,
@@ -19,6 +20,40 @@ PUBLISHED = {
     "deit_b_imagenet": 86,
 }
 """Millions of parameters."""
+
+
+HYDRA_TABLE = {"lr": 1e-3, "decay": 0.05, "crop": 0.9}
+DEIT = {"lr": 1e-3, "decay": 0.05, "crop": 0.875}  # 5e-4 for a batch of 512
+SETTINGS = {
+    "vit_b_imagenet": HYDRA_TABLE,
+    "s4_vit_b_imagenet": {**HYDRA_TABLE, "decay": 0.03},
+    "hyena_vit_b_imagenet": {**HYDRA_TABLE, "lr": 2e-4, "decay": 0.01},
+    "mamba_vit_b_imagenet": HYDRA_TABLE,
+    "hydra_vit_b_imagenet": HYDRA_TABLE,
+    "vim_s_imagenet": HYDRA_TABLE,
+    "deit_b_imagenet": DEIT,
+    "lion_imagenet": DEIT,
+}
+"""What differs between the recipes: learning rate, weight decay, share of the picture that the evaluation sees."""
+IMAGES, EPOCHS = 1_281_167, 300
+
+
+@pytest.mark.parametrize("name", [name for name in bundled_recipes() if name.endswith("_imagenet")])
+def test_training_settings_are_those_of_the_table(name):
+    entries = read_comparison(name).entries if name == "lion_imagenet" else ()
+    for config in (load_config(name), *(entry.config for entry in entries)):
+        images, schedule, per_epoch = config.data.images, config.schedule, IMAGES / config.global_batch_size
+        found = {"lr": config.optimizer.lr, "decay": config.optimizer.weight_decay, "crop": images.crop}
+        assert found == SETTINGS[name]
+        assert config.global_batch_size == 1024
+        assert config.steps / per_epoch == pytest.approx(EPOCHS, abs=1e-3)
+        assert schedule.warmup / per_epoch == pytest.approx(5, abs=1e-3)
+        assert (schedule.name, config.optimizer.name) == ("cosine", "adamw")
+        assert schedule.final * config.optimizer.lr == pytest.approx(1e-5)
+        assert (images.size, config.model.image.size, config.model.image.patch) == (224, 224, 16)
+        assert (images.mixup, images.cutmix, images.erasing, images.smoothing) == (0.8, 1.0, 0.25, 0.1)
+        assert images.augment == "rand-m9-mstd0.5-inc1"
+        assert (config.model.drop_path, config.ema.decay) == (0.1, 0.99996)
 
 
 @pytest.mark.parametrize("name", [name for name in bundled_recipes() if name.endswith("_imagenet")])

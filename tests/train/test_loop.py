@@ -96,7 +96,7 @@ def test_a_run_says_at_once_what_it_is(dataset, told, tmp_path):
     assert passes.startswith("passes have 3 sequences")
     before = len(told)
     run_recipe("debug_mru", dataset, tmp_path / "run", *sizes)
-    assert "from the newest checkpoint" in told[before]
+    assert "from the newest checkpoint, step 2" in told[before]
 
 
 def _poison(monkeypatch, steps: set[int]) -> None:

@@ -6,14 +6,8 @@ import pytest
 
 from matmix.train.entry import main
 from matmix.train.optim.config import RuleConfig
-from matmix.train.recipe import (
-    bundled_recipes,
-    config_to_dict,
-    differences,
-    find_recipe,
-    load_config,
-    write_config,
-)
+from matmix.train.recipe import config_to_dict, differences, load_config, write_config
+from matmix.train.recipe_files import bundled_recipes, find_recipe
 
 
 @pytest.fixture

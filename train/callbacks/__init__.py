@@ -11,6 +11,7 @@ from matmix.train.callbacks.metrics_file import MetricsFile
 from matmix.train.callbacks.profiler import Profiler
 from matmix.train.callbacks.progress import Progress
 from matmix.train.callbacks.tensorboard import TensorBoard
+from matmix.train.callbacks.trackers import TRACKERS
 from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.config import RunConfig
 from matmix.train.plugins import find_part, read_options
@@ -36,7 +37,7 @@ def make_callbacks(config: RunConfig, rank: int) -> Callbacks:
     ]
     found = [(kind, options) for is_wanted, kind, options in wanted if is_wanted]
     for own in config.callback:
-        kind = find_part(own.name, {}, "callback", Callback)
+        kind = find_part(own.name, TRACKERS, "callback", Callback)
         options = read_options(own.options, kind.Options, f'callback "{own.name}"')
         found.append((kind, {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}))
     callbacks = Callbacks()

@@ -11,14 +11,15 @@ from typing import Any
 
 from matmix.data.artifacts import parse_json
 from matmix.data.storage.files import set_aside, write_atomic
-from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
+from matmix.train.callbacks.base import Rewind, RunView
+from matmix.train.callbacks.records import Recorder
 
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 100_000  # records kept in memory while they cannot be written; some 50 MB
 
 
-class MetricsFile(Callback):
+class MetricsFile(Recorder):
     """Appends records. Those of what a resumed run does again are dropped first, so that none appears twice.
 
     Nothing here is needed to go on with a run: a damaged file is moved aside, and what a full disk refuses is written
@@ -37,18 +38,14 @@ class MetricsFile(Callback):
         self._write(run)
 
     def on_rewind(self, run: RunView, rewind: Rewind) -> None:
-        self._stale, state = _Stand.of(run), run.state
+        self._stale = _Stand.of(run)
         self._waiting = [line for line in self._waiting if self._stale.includes(json.loads(line))]
-        told = {"spike": rewind.step, "rewinds": state.rewinds}
-        if rewind.kind == "restore":
-            told = {"difference": rewind.step, "restores": state.restores}
-        self._append(run, {"kind": rewind.kind, "step": state.step, **told})
+        super().on_rewind(run, rewind)
 
-    def on_record(self, run: RunView, record: StepRecord) -> None:
-        self._append(run, {"kind": "train", **record.numbers()})
-
-    def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
-        self._append(run, {"kind": "validation", "step": run.state.step, **metrics})
+    def take(self, run: RunView, record: dict[str, Any]) -> None:
+        self._waiting.append(json.dumps({key: _json_number(value) for key, value in record.items()}) + "\n")
+        del self._waiting[:-_MOST_WAITING]
+        self._write(run)
 
     def on_end(self, run: RunView) -> None:
         if self._waiting:
@@ -78,11 +75,6 @@ class MetricsFile(Callback):
                 if number < len(lines) or raw.endswith(b"\n"):
                     damaged = damaged or number
         return kept, damaged
-
-    def _append(self, run: RunView, record: dict[str, Any]) -> None:
-        self._waiting.append(json.dumps({key: _json_number(value) for key, value in record.items()}) + "\n")
-        del self._waiting[:-_MOST_WAITING]
-        self._write(run)
 
     def _write(self, run: RunView) -> None:
         """Drops the records of steps that are done again and appends the new ones, all or nothing. Raises OSError if it

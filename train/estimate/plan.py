@@ -18,7 +18,7 @@ from matmix.train.engine.costs import Sizes
 from matmix.train.engine.kinds import KINDS
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
 from matmix.train.init.start import planned_start
-from matmix.train.loaders import make_loader, with_steps
+from matmix.train.loaders import make_loader, with_outputs, with_steps
 from matmix.train.loaders import with_vocabulary as sized_for
 from matmix.train.optim import optimizer_class
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
@@ -80,7 +80,9 @@ class Plan:
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """`config` with a vocabulary size: where it is left to the data, theirs, or a usual one where they are not here.
-    Without tokens as it is."""
+    Of images, instead, with as many outputs as there are classes, where that is left to data that is here."""
+    if config.model.model_class.takes_head and not config.model.head.outputs and (classes := data_classes(config.data)):
+        config = dataclasses.replace(config, model=with_outputs(config.model, classes, config.data.images.named))
     if config.model.vocab_size or not config.model.model_class.tokens:
         return config
     needed = data_vocabulary(config.data) or ASSUMED_VOCABULARY
@@ -96,7 +98,7 @@ def with_steps_of_epochs(config: RunConfig) -> tuple[RunConfig, str]:
         return config, ""
     told = f"epochs = {config.epochs:g}"
     data = config.data
-    paths = [data.images.path] if data.images.path else list(dict(data.mixture)) or [data.path]
+    paths = list(data.images.datasets) or list(dict(data.mixture)) or [data.path]
     if not all(path and not is_url(path) and (Path(path) / MANIFEST_NAME).is_file() for path in paths):
         return config, f"assumed, {told} will be counted once the data is there"
     return with_steps(config, make_loader(config, "train", 0, 1)), told
@@ -113,6 +115,16 @@ def data_vocabulary(data: DataConfig) -> int:
     if not path or is_url(path) or not (Path(path) / MANIFEST_NAME).is_file():
         return 0
     return Manifest.load(Path(path)).tokenizer.vocab_size
+
+
+def data_classes(data: DataConfig) -> int:
+    """Number of classes of the data's pictures; 0 where there are none on this machine. Raises ValueError (one line)
+    for a damaged manifest."""
+    path = next(iter(data.images.datasets), "")
+    if not path or is_url(path) or not (Path(path) / MANIFEST_NAME).is_file():
+        return 0
+    images = Manifest.load(Path(path)).images
+    return 0 if images is None else len(images.classes)
 
 
 def vocabulary_words(config: RunConfig) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -58,6 +61,15 @@ def report(error: BaseException, *, every_rank: bool = False) -> None:
             print(f"matmix: error: {f'[rank {rank}] ' if rank else ''}{text}", file=stream, flush=True)
 
 
+def tell_torchrun(error: BaseException) -> None:
+    """Leaves what an error says where torchrun looks for it, which prints it in the last of its many lines; nothing
+    where no torchrun has started this process."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        words = {"message": one_line(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):  # the error itself is told without it
+            Path(path).write_text(json.dumps({"message": words}), encoding="utf-8")
+
+
 def exit_code(error: BaseException) -> int:
     """The code that a process ends with after `error`: 2 for the user's mistakes, 130 for Ctrl-C, else 1."""
     if isinstance(error, USER_ERRORS):
@@ -91,4 +103,5 @@ def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
             print("matmix: interrupted", file=sys.stderr)
         else:
             report(error, every_rank=every_rank)
+            tell_torchrun(error)
         return exit_code(error)

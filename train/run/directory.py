@@ -20,7 +20,8 @@ from matmix.train.checkpoint import local_copies
 from matmix.train.checkpoint.local_copies import LocalCopies
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.config import CheckpointConfig, RunConfig
-from matmix.train.recipe import config_from_dict, config_to_dict, differences, read_toml, with_defaults, write_config
+from matmix.train.recipe import config_from_dict, config_to_dict, differences, with_defaults, write_config
+from matmix.train.recipe_files import read_toml
 from matmix.train.run.lock import RunLock
 from matmix.train.run.outcome import local_folder
 
@@ -45,8 +46,11 @@ _STEERING = (
 _MAY_NOT_CHANGE = ("engine.precision",)
 _OF_ONE_START = ("stop_step", "checkpoint.start_over", "run_dir")  # a run that was moved has not changed
 _NEVER = object()
+_MOST_CHANGES = 6  # that one message shows
 SAVED = "saved.json"
 LOG = "messages.log"
+TRACKED = "trackers.json"
+"""The run's names at other services, as callbacks keep them."""
 Change = tuple[str, Any, Any]  # dotted key, value before, value now
 # What may lie in a run directory before the run has begun.
 _BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json", "train.log", LOG, ".config.toml.tmp"})
@@ -186,7 +190,7 @@ class RunDirectory:
 
     def set_aside_records(self) -> None:
         """Makes room for the records of a run that begins again."""
-        for name in ("metrics.jsonl", "summary.json", "changes.jsonl", SAVED):
+        for name in ("metrics.jsonl", "summary.json", "changes.jsonl", SAVED, TRACKED):
             if (path := self.path / name).exists():
                 logger.info(f"moved {name} to {set_aside(path).name}: the run begins again at step 0")
 
@@ -209,7 +213,13 @@ class RunDirectory:
 
 def refused_changes(found: Iterable[Change]) -> str:
     """Those changes of a run's config that are none of the same run's, for a message; "" where there are none."""
-    return "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in found if not _is_free(key))
+    texts = [f"{key}: {_shown(old)} there, {_shown(new)} here" for key, old, new in found if not _is_free(key)]
+    more = [f"and {len(texts) - _MOST_CHANGES} more"] if len(texts) > _MOST_CHANGES else []
+    return "; ".join(texts[:_MOST_CHANGES] + more)
+
+
+def _shown(value: Any) -> str:
+    return "{...}" if isinstance(value, dict) else repr(value)
 
 
 def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer | None, checkpoint: Path) -> None:

@@ -22,6 +22,7 @@ from matmix.data.formats import make_format
 from matmix.data.formats.pictures import PICTURES
 from matmix.data.images.prepare.base import Chunk, Source
 from matmix.data.images.prepare.config import PrepareImagesConfig
+from matmix.data.images.prepare.parts import ImageParts, ImageShare, share_of, write_part
 from matmix.data.images.prepare.report import (
     CorruptError,
     check_corrupt,
@@ -32,7 +33,7 @@ from matmix.data.images.prepare.report import (
 from matmix.data.images.prepare.sources import Classes, find_sources
 from matmix.data.images.prepare.statistics import Statistics
 from matmix.data.images.prepare.worker import Done, begin
-from matmix.data.manifest import Manifest, SplitInfo
+from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.pool import work_in_order
 from matmix.data.prepare.sources import Position
 from matmix.data.prepare.upload import make_at_url
@@ -52,18 +53,22 @@ HOPELESS_PICTURES = 1000
 
 
 def prepare_images(config: PrepareImagesConfig) -> Manifest:
-    """Write the dataset that `config` describes, or go on with it, and say what came out; `config.out` may be a URL.
+    """Write the dataset that `config` describes (or its part `config.part`), or go on with it, and say what came out;
+    `config.out` may be a URL, but not of parts.
 
     Progress goes to stderr, the summary to stdout. A complete dataset of the same options is left as it is.
 
     Raises FileNotFoundError and ValueError (one line each) for what a user can mend; nothing that was there before is
     touched then. Raises RuntimeError if a decoding process was killed.
     """
+    if is_url(config.out) and config.part:
+        raise ValueError(f"parts are made in a folder that all machines share, not at a URL such as {config.out}")
     job = _Job(config)
     if is_url(config.out):
         return make_at_url(config.out, job.wanted, lambda folder: job.make(folder)[0], print_summary)
     manifest, when = job.make(config.out)
-    print_summary(manifest, Path(config.out).expanduser(), when)
+    out = Path(config.out).expanduser()
+    print_summary(manifest, f"part {config.part} of {out}" if config.part else out, when)
     return manifest
 
 
@@ -96,26 +101,36 @@ class _Job:
     def make(self, out: str) -> tuple[Manifest, str]:
         """The dataset in the folder `out`, and when it was made."""
         workspace, when = Workspace(out, self.wanted), "earlier, with the same input and options: nothing to do"
+        share = None
+        if self.config.share is not None and not (workspace.out / MANIFEST_NAME).exists():
+            parts, (number, of) = ImageParts(out), self.config.share
+            parts.begin(self.wanted, self.all_sources, self.config.arguments(), of)
+            share = share_of(self.all_sources, number, of)
+            workspace = Workspace(str(parts.part(number, of)), {**self.wanted, "part": self.config.part})
         status = workspace.check()
         if status != "finished":
             started = time.monotonic()
-            if workspace.fill(lambda: self._write(workspace), is_new=status == "new", kept=CorruptError):
+            if workspace.fill(lambda: self._write(workspace, share), is_new=status == "new", kept=CorruptError):
                 when = f"in {time.monotonic() - started:.0f} s"
         manifest = Manifest.load(workspace.out)
         workspace.clear_work()
         return manifest, when
 
-    def _write(self, workspace: Workspace) -> None:
-        config, shard_format = self.config, make_format(workspace.wanted, PICTURES.name)
+    def _write(self, workspace: Workspace, share: ImageShare | None) -> None:
+        """All shards (of a share of the pictures) and everything else, the manifest last."""
+        config = self.config
+        prefix = f"{config.share[0]:05}-" if share else ""
+        shard_format = make_format(workspace.wanted, PICTURES.name, prefix=prefix)
         writers = {name: SplitWriter(shard_format, workspace.out / name, workspace.work / name) for name in self.splits}
         statistics = Statistics(len(self.classes.names), len(self.splits))
-        progress = workspace.restore(writers, statistics.values, Position())
+        start, stop = (share.start, share.stop) if share else (Position(), Position(source=len(self.all_sources)))
+        progress = workspace.restore(writers, statistics.values, start)
         if progress.records:
             logger.info(f"continuing after {progress.records:,} pictures")
         sizes = [source.bytes for source in self.all_sources]
         processes = config.processes or min(cores(), 1 + sum(sizes) // (1 << 22))
-        chunks = self._chunks(progress.position)
-        saved, pause = time.monotonic(), STATE_SECONDS
+        chunks = self._chunks(progress.position, stop)
+        saved, pause, hopeless = time.monotonic(), STATE_SECONDS, False
         with (
             ProgressReport(sum(sizes), tokens=progress.records, label="preparing", unit="pictures") as report,
             closing(work_in_order(chunks, processes, functools.partial(begin, config), doing="decoding")) as results,
@@ -124,31 +139,38 @@ class _Job:
                 self._add(chunk, done, writers, statistics, progress)
                 before = sum(sizes[: chunk.start.source])
                 report.update(int(before + chunk.done * sizes[chunk.start.source]), progress.records)
-                if progress.malformed == progress.records >= HOPELESS_PICTURES:
+                if hopeless := progress.malformed == progress.records >= HOPELESS_PICTURES:
                     break
                 if (now := time.monotonic()) - saved >= pause:
                     workspace.save(progress, writers, statistics.values)
                     saved = time.monotonic()
                     pause = max(STATE_SECONDS, (saved - now) / STATE_SHARE)
         workspace.save(progress, writers, statistics.values)
-        check_corrupt(progress, config.max_corrupt)
-        check_splits(writers, config.validation_fraction)
+        if share is None:
+            check_corrupt(progress, config.max_corrupt)
+            check_splits(writers, config.validation_fraction)
+        elif hopeless:
+            check_corrupt(progress, 0)
         for writer in writers.values():
             writer.finish()
         splits = {name: SplitInfo.of(writer.shards, writer.text_bytes) for name, writer in writers.items()}
         images = statistics.info(self.classes.names, list(self.splits), config.background)
-        write_manifest(workspace.out, workspace.wanted, self.all_sources, shard_format, splits, progress, images)
+        if share:
+            write_part(workspace.out, share, statistics)
+        names = [source.name for source in self.all_sources]
+        write_manifest(workspace.out, workspace.wanted, names, shard_format, splits, progress, images)
 
-    def _chunks(self, position: Position) -> Iterator[Chunk]:
-        """What is left to do from a position on."""
+    def _chunks(self, position: Position, stop: Position) -> Iterator[Chunk]:
+        """What is left to do from a position on, up to `stop`."""
         everything = self.all_sources
         held_out: bool | None = False if self.held_out or not self.config.validation_fraction else None
-        for number in range(position.source, len(everything)):
+        for number in range(position.source, min(stop.source + 1, len(everything))):
             source = everything[number]
             items = source.ordered()
+            last = stop.offset if number == stop.source else len(items)
             first = position.offset if number == position.source else 0
-            for begins in range(first, len(items), source.chunk):
-                some = items[begins : begins + source.chunk]
+            for begins in range(first, last, source.chunk):
+                some = items[begins : min(begins + source.chunk, last)]
                 ends = begins + len(some)
                 yield Chunk(
                     source=source,

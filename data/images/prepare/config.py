@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from matmix.data.formats import FORMATS
 from matmix.data.images.decode import MEGAPIXELS
+from matmix.data.prepare.config import read_share
 from matmix.data.storage.urls import refuse_secrets
 
 # These say how to go about it, not what comes out.
-_WITHOUT_EFFECT_ON_CONTENTS = ("sources", "validation", "out", "labels", "classes", "processes", "max_corrupt")
+_WITHOUT_EFFECT_ON_CONTENTS = ("sources", "validation", "out", "labels", "classes", "processes", "max_corrupt", "part")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,10 @@ class PrepareImagesConfig:
     """Compression of the shards; pictures are compressed already."""
     shard_megabytes: float = 64.0
     """Size of a shard before compression."""
+    part: str = ""
+    """Prepare only this part of the pictures, such as 3/64 (counted from 1), under OUT/parts. Parts may be made at the
+    same time on several machines that share a file system; `matmix prepare-images --merge --out OUT` then joins them.
+    """
     max_corrupt: float = 0.01
     """Share of the pictures that may be corrupt; they are left out, counted and named."""
     processes: int = 0
@@ -85,6 +90,27 @@ class PrepareImagesConfig:
         ):
             if not fine:
                 raise ValueError(f"prepare-images: {name} must be {allowed}, got {getattr(self, name)!r}")
+
+        if self.part and self.share is None:
+            raise ValueError(
+                "prepare-images: part must be k/n with a k from 1 to n, such as 1/64 for the first of 64, got "
+                f"{self.part!r}"
+            )
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """(k, n) of part k/n; None without one."""
+        return read_share(self.part)
+
+    def arguments(self) -> list[str]:
+        """The command line of this preparation (of any of its parts), without --out and --part."""
+        flags: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("sources", "out", "part") and value != field.default:
+                values = value if isinstance(value, tuple) else (value,)
+                flags += [f"--{field.name.replace('_', '-')}", *map(str, values)]
+        return [*self.sources, *flags]
 
     @property
     def of_contents(self) -> dict[str, Any]:

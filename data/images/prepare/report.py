@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.formats.base import ShardFormat
-from matmix.data.images.prepare.base import Source
 from matmix.data.manifest import MANIFEST_NAME, ImagesInfo, Manifest, SplitInfo
 from matmix.data.prepare.workspace import Progress
 from matmix.data.splits.writer import SplitWriter
@@ -40,14 +39,15 @@ def check_splits(splits: Mapping[str, SplitWriter], fraction: float) -> None:
 def write_manifest(
     out: Path,
     options: dict[str, Any],
-    sources: Sequence[Source],
+    names: Sequence[str],
     shard_format: ShardFormat,
     splits: dict[str, SplitInfo],
     progress: Progress,
     images: ImagesInfo,
 ) -> Manifest:
-    """Complete the dataset whose other files lie in `out`. options: what makes two preparations the same."""
-    names = [f"{split}/{name}" for split in splits for name in ("lengths.npy", "index.json")]
+    """Complete the dataset whose other files lie in `out`. options: what makes two preparations the same; names: of the
+    sources."""
+    files = [f"{split}/{name}" for split in splits for name in ("lengths.npy", "index.json")]
     digests = [*options["inputs"], *options["validation"]]
     manifest = Manifest(
         format=options["format"],
@@ -55,14 +55,14 @@ def write_manifest(
         dtype=shard_format.dtype.name,
         splits=splits,
         sources=tuple(
-            {"path": source.name, "bytes": size, "digest": digest}
-            for source, (_, size, digest) in zip(sources, digests, strict=True)
+            {"path": name, "bytes": size, "digest": digest}
+            for name, (_, size, digest) in zip(names, digests, strict=True)
         ),
         malformed={"count": progress.malformed, "records": progress.records, "examples": progress.examples},
         empty_documents=0,
         images=images,
         options=options,
-        files={name: sha256_of(out / name) for name in names},
+        files={name: sha256_of(out / name) for name in files},
     )
     write_atomic(out / MANIFEST_NAME, manifest.to_json().encode())
     return manifest
@@ -83,6 +83,10 @@ def print_summary(manifest: Manifest, out: Path | str, when: str) -> None:
     if bad["count"]:
         lines.append(f"  corrupt     {bad['count']:,} of {bad['records']:,} pictures were left out:")
         lines += [f"              {_shown(example)}" for example in bad["examples"][:5]]
+    if part := manifest.options.get("part"):
+        step = f"next: the other parts of {part.partition('/')[2]}, then matmix prepare-images --merge"
+        print(*lines, step, sep="\n", flush=True)
+        return
     step = f"next: matmix train RECIPE.toml --data.images.path {out}"
     if len(manifest.splits) == 1:
         lines.append("  validation  none: --validation or --validation-fraction makes one")

@@ -46,10 +46,16 @@ class Statistics:
         sums[_SMALLEST:_LARGEST] = np.minimum(sums[_SMALLEST:_LARGEST], picture[_SMALLEST:_LARGEST])
         sums[_LARGEST:_COUNTS] = np.maximum(sums[_LARGEST:_COUNTS], picture[_LARGEST:_COUNTS])
 
+    def join(self, others: np.ndarray) -> None:
+        """Adds the values of other pictures of the same classes and splits."""
+        self.add(others[:_COUNTS])
+        self.values[_COUNTS:] += others[_COUNTS:]
+
     def info(self, classes: tuple[str, ...], splits: list[str], background: int) -> ImagesInfo:
-        """For the manifest. There must be pictures."""
-        values = self.values.tolist()
-        pixels, pictures = values[0], values[_PICTURES]
+        """For the manifest; of a part without pictures for training all numbers are 0."""
+        values = (self.values if self.values[_PICTURES] else np.zeros_like(self.values)).tolist()
+        values[_COUNTS:] = self.values[_COUNTS:].tolist()
+        pixels, pictures = values[0] or 1, values[_PICTURES] or 1
         means = [total / pixels for total in values[_SUMS:_SQUARES]]
         squares = [total / pixels for total in values[_SQUARES:_PICTURES]]
         spread = [math.sqrt(max(0.0, q - m * m)) for q, m in zip(squares, means, strict=True)]

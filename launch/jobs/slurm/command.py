@@ -9,11 +9,8 @@ import tyro
 
 from matmix.launch.jobs.processes import check_counts
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
-from matmix.launch.jobs.slurm.prepare import USAGE, plan_preparation
-from matmix.launch.jobs.slurm.submit import plan_launch
 from matmix.launch.jobs.sweep import parse_sweep
 from matmix.train.arguments import Recipe, check_overrides
-from matmix.train.config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +41,10 @@ class Slurm:
 
     def run(self, rest: list[str], typed: list[str]) -> int:
         """Submits; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        from matmix.launch.jobs.slurm.prepare import USAGE, plan_preparation  # imports torch, and --help should not
+        from matmix.launch.jobs.slurm.submit import plan_launch
+        from matmix.train.config import RunConfig
+
         options = slurm_options(self.profile, self.slurm)
         if self.prepare:
             if self.parts is None:

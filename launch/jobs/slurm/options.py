@@ -28,7 +28,7 @@ from dacite.types import is_instance
 from tyro.constructors import StructFieldSpec
 
 from matmix.train.arguments import Options, unknown_key
-from matmix.train.recipe import read_toml
+from matmix.train.recipe_files import read_toml
 
 # Options whose values have a form, and that in words.
 _PATTERNS = {

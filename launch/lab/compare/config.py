@@ -32,7 +32,8 @@ from matmix.launch.lab.compare.overrides import given_values, put, remove
 from matmix.train.arguments import unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.errors import require
-from matmix.train.recipe import config_from_dict, find_recipe, merged, read_toml
+from matmix.train.recipe import config_from_dict, merged
+from matmix.train.recipe_files import find_recipe, read_toml
 
 # What each run of a comparison is given; and what lies beside the entries' folders.
 _NOT_AN_ENTRYS = {"seed": "comparison.seeds gives the seeds", "run_dir": "every run has a folder of its own"}

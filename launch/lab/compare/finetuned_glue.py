@@ -28,7 +28,7 @@ from matmix.launch.many.task import Task
 from matmix.model.config import ModelConfig
 from matmix.train.arguments import DACITE, field_names, unknown_key
 from matmix.train.config import RunConfig
-from matmix.train.recipe import read_toml
+from matmix.train.recipe_files import read_toml
 
 NAME = "glue"
 PREFIX = f"{NAME}:"

@@ -20,7 +20,7 @@ from matmix.launch.lab.compare.finetuned import Finetuned, ScoreColumn, Scores, 
 from matmix.launch.many.finetunings import read_scores
 from matmix.launch.many.task import Task
 from matmix.train.config import RunConfig
-from matmix.train.recipe import find_recipe
+from matmix.train.recipe_files import find_recipe
 from matmix.train.run.directory import RunDirectory
 from matmix.train.tasks.base import Metric
 

@@ -43,8 +43,8 @@ def data_tokens(config: RunConfig) -> int | None:
     """Tokens of the training split, or images; None where it is not on this machine, or generated."""
     if config.data.synthetic.task:
         return None
-    images = config.data.images.path
-    paths = [images] if images else list(dict(config.data.mixture)) or [config.data.path]
+    images = list(config.data.images.datasets)
+    paths = images or list(dict(config.data.mixture)) or [config.data.path]
     total = 0
     for path in paths:
         if not (Path(path) / "manifest.json").is_file():

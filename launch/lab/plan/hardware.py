@@ -9,7 +9,7 @@ import dacite
 
 from matmix.train.arguments import unknown_key
 from matmix.train.meters.speed import PEAK_FLOPS
-from matmix.train.recipe import read_toml
+from matmix.train.recipe_files import read_toml
 
 GB = 10**9
 

@@ -25,6 +25,9 @@ from matmix.launch.lab.show_mixer.image_subject import ImageSubject, fresh_on_im
 from matmix.launch.lab.show_mixer.pictures import Head, Page, draw_page
 from matmix.launch.lab.show_mixer.subject import Subject, check_no_comparison, fresh, trained
 from matmix.model.backbone import Backbone
+from matmix.train.engine.full_state import Weights
+
+_MOST_LETTERS = 20  # that one line names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,8 @@ class ShowMixer:
     """Folder for the pages; default: pictures/<name>, of a comparison's run pictures/<entry>-<seed>."""
     step: int | None = None
     """Checkpoint of a run; default: the newest."""
+    weights: Weights = "raw"
+    """Of a run: the weights that were trained, or with ema their average."""
     layers: tuple[int, ...] | None = None
     """Which, from 0; default: all."""
     max_tokens: int | None = None
@@ -74,7 +79,7 @@ class ShowMixer:
         if self.image is not None:
             return self._draw_image(is_model, overrides)
         if is_model:
-            subject = trained(self.recipe, self.text, self.step, self.max_tokens)
+            subject = trained(self.recipe, self.text, self.step, self.max_tokens, self.weights)
         else:
             subject = fresh(self.recipe, self.text, self.max_tokens, overrides)
         chosen = _check_layers(subject, self.layers)
@@ -82,19 +87,23 @@ class ShowMixer:
         fixed, length = subject.model.config.fixed_length_mixers(), subject.model.config.max_seqlen
         if self.max_tokens not in (None, length) and fixed:
             print(f"--max-tokens {self.max_tokens} does not apply: {' and '.join(fixed)} takes exactly {length} tokens")
-        paths = []
+        paths, lacking = [], set()
         for layer, matrices in mixer_matrices(subject.model, subject.ids, chosen):
             page, words = _page(subject, layer, matrices, self.max_heads)
             name = f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
             paths.append(draw_page(page, folder / name))
             print(f"{paths[-1]}: {words}")
+            lacking |= page.fonts().lacking
+        if lacking:
+            shown = "".join(sorted(lacking)[:_MOST_LETTERS]) + (" ..." if len(lacking) > _MOST_LETTERS else "")
+            print(f"No font here has {shown}; install one that does, such as Noto Sans (CJK), to see them")
         self._say_next("the same with another text", overrides, is_model, subject.label)
         return paths
 
     def _draw_image(self, is_model: bool, overrides: Sequence[str]) -> list[Path]:
         """Draws what a patch takes from the picture, one PNG a layer."""
         if is_model:
-            subject = trained_on_images(self.recipe, self.image, self.step)
+            subject = trained_on_images(self.recipe, self.image, self.step, self.weights)
         else:
             subject = fresh_on_images(self.recipe, self.image, overrides)
         chosen, place = _check_layers(subject, self.layers), chosen_place(self.patch, subject)
@@ -123,6 +132,7 @@ class ShowMixer:
             self.max_tokens is not None and self.max_tokens < 3,
         )
         changed, stepped = is_model and overrides, not is_model and self.step is not None
+        fresh_ema = not is_model and self.weights != "raw"
         neither, both = self.text is None and self.image is None, self.text is not None and self.image is not None
         aside = self.max_tokens is not None and self.image is not None
         problems = {
@@ -135,6 +145,7 @@ class ShowMixer:
             f"max_heads must be 1 or more, got {self.max_heads}": self.max_heads < 1,
             f"{self.recipe} is a trained model, of which nothing can be changed: {' '.join(overrides)}": changed,
             f"{self.recipe} is a recipe, which has no steps to choose from; leave step out": stepped,
+            f"{self.recipe} is a recipe, whose weights are not averaged yet; leave --weights out": fresh_ema,
             f"--out {self.out}: {file} is a file; name a folder for the pages": file is not None,
         }
         for problem, found in problems.items():
@@ -224,7 +235,7 @@ def _page(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) 
     title = f"layer {layer}: {mixer.name}"
     subtitle = f"{subject.where}, {subject.state}, {len(subject.ids)} tokens, {what}"
     description = "\n".join((title, subtitle, *subject.overrides, subject.text))
-    page = Page(title, subtitle, subject.text, notes, heads, subject.pieces, description)
+    page = Page(title, subtitle, subject.text, notes, heads, subject.pieces, subject.ids, description)
     ranks = [head.rank for head in heads]
     span = " to ".join(map(str, sorted({min(ranks), max(ranks)}))) + (" + I" if skip else "")
     below, above = max(head.below for head in heads), max(head.above for head in heads)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from matmix.launch.lab.show_mixer.fonts import Fonts, wrapped
 from matmix.launch.lab.show_mixer.pictures import (
     DPI,
     INK,
@@ -19,7 +20,6 @@ from matmix.launch.lab.show_mixer.pictures import (
     UNSEEN,
     colour_range,
     draw_colour_keys,
-    drawable,
     save_page,
 )
 
@@ -104,12 +104,13 @@ def draw_patch_page(page: PatchPage, path: Path) -> Path:
     columns = max(first, min(len(page.heads), 4), 2)
     width = 2 * _MARGIN + columns * (_SIDE + _GAP) - _GAP
     letters = int(columns * _SIDE / 0.055)  # that fit into a line of small text
-    notes = [line for note in page.notes for line in textwrap.wrap(drawable(note), letters)]
+    fonts = Fonts.for_texts([page.subtitle, *page.notes])
+    notes = [line for note in page.notes for line in wrapped(fonts.drawable(note), letters)]
     footer = textwrap.wrap(_EXPLAINED, letters)
     top = _MARGIN + 0.62 + 0.17 * len(notes)
     rows = 1 + -(-len(page.heads) // columns)
     height = top + rows * (_ABOVE + _SIDE) + 1.0 + 0.15 * len(footer)
-    style = {"font.family": "DejaVu Sans", "axes.edgecolor": PALE, "axes.linewidth": 0.6, "text.parse_math": False}
+    style = {"font.family": fonts.families, "axes.edgecolor": PALE, "axes.linewidth": 0.6, "text.parse_math": False}
     with mpl.rc_context(style):
         figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
 
@@ -137,7 +138,7 @@ def draw_patch_page(page: PatchPage, path: Path) -> Path:
             _draw_head(panel(1 + row, column, head.name, _head_words(head)), page.picture, head)
         x, y = _MARGIN / width, 1 - _MARGIN / height
         figure.text(x, y, page.title, fontsize=15, fontweight="bold", color=INK, va="top")
-        figure.text(x, y - 0.32 / height, drawable(page.subtitle), fontsize=9.5, color=PALE, va="top")
+        figure.text(x, y - 0.32 / height, fonts.drawable(page.subtitle), fontsize=9.5, color=PALE, va="top")
         figure.text(x, y - 0.54 / height, "\n".join(notes), fontsize=8, color=INK, va="top", linespacing=1.35)
         signs = {head.signed for head in page.heads}
         draw_colour_keys(figure, signs, (width, height), _MARGIN, _MARGIN + 0.15 * len(footer) + 0.3)

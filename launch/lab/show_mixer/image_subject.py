@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from matmix.launch.export import image_inputs
-from matmix.launch.image_models import load_image_model, read_pictures
-from matmix.launch.lab.show_mixer.subject import initial_model, name_of, read_recipe, where_of
+from matmix.launch.images.classifiers import load_image_model, read_pictures
+from matmix.launch.lab.show_mixer.subject import initial_model, name_of, read_recipe, state_words, where_of
 from matmix.model.backbone import Backbone
 from matmix.model.images.config import ImageConfig
 from matmix.model.images.inputs import ImageInputs
+from matmix.train.engine.full_state import Weights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,12 +52,12 @@ class ImageSubject:
         return self.images.shape[-1] // self.image.patch
 
 
-def trained_on_images(source: str, file: str, step: int | None) -> ImageSubject:
+def trained_on_images(source: str, file: str, step: int | None, weights: Weights = "raw") -> ImageSubject:
     """The model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
-    loaded = load_image_model(source, step=step, device="cpu")
-    label = "export" if loaded.step is None else f"step-{loaded.step}"
+    loaded = load_image_model(source, step=step, device="cpu", weights=weights)
+    state, label = state_words(loaded.step, averaged=loaded.averaged)
     images, picture = _read(file, loaded.inputs, loaded.model)
-    return ImageSubject(name_of(source), where_of(source), loaded.state, label, loaded.model, file, images, picture, [])
+    return ImageSubject(name_of(source), where_of(source), state, label, loaded.model, file, images, picture, [])
 
 
 def fresh_on_images(source: str, file: str, overrides: Sequence[str]) -> ImageSubject:
@@ -72,7 +73,7 @@ def fresh_on_images(source: str, file: str, overrides: Sequence[str]) -> ImageSu
     if inputs is None:
         grey, images = (0.5,) * config.model.image.channels, config.data.images
         inputs = ImageInputs(mean=grey, std=grey, crop=images.crop, size=config.model.image.size)
-        where = images.path or "the recipe's data path"
+        where = images.named or "the recipe's data path"
         notes.append(f"The picture is normalised by a mean and a spread of 0.5: there is no dataset at {where}.")
     model = initial_model(config.model, config.seed)
     found = _read(file, inputs, model)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from matmix.data.storage.files import first_free
+from matmix.launch.lab.show_mixer.fonts import BOX, Fonts, width_of, wrapped
 
 MOST_LABELS = 40
 """Axes name the tokens if there are no more than these."""
@@ -23,6 +24,7 @@ SIGNED, POSITIVE = "RdBu_r", "magma_r"
 UNSEEN, INK, PALE = "#e4e4ea", "#1f1f24", "#686872"
 _COLUMNS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 9: 3}  # else 4
 DPI = 150
+NO_FONT = f"{BOX} stands for a letter that no font installed here has, #N for token N, whose name has such letters."
 _EXPLAINED = (
     "Row t holds what output t takes of each input; grey is where a mixer never looks. Colours have a range for each "
     f"head, which ends at the {ROBUST:.1%} quantile of |M| off the diagonal, without zeros; diag is the largest |M| on "
@@ -88,12 +90,23 @@ class Page:
     heads: list[Head]
     pieces: list[str]
     """Names of the tokens."""
+    ids: list[int]
+    """And their numbers, which stand for the names that no font here can write."""
     description: str = ""
     """What the page was made from, kept in the file; a page made from something else is not replaced."""
 
     def words(self) -> list[str]:
         """The paragraphs above the panels."""
         return [f"Text: {_begin(' '.join(self.text.split()), MOST_LETTERS)}", *self.notes]
+
+    def fonts(self) -> Fonts:
+        """Fonts for all that stands on it."""
+        return Fonts.for_texts([self.subtitle, *self.words(), *map(_readable, self.pieces)])
+
+    def labels(self, fonts: Fonts) -> list[str]:
+        """What the axes call the tokens: their names, in place of those that no font has `#` and their numbers."""
+        names = map(_readable, self.pieces)
+        return [name if fonts.can_draw(name) else f"#{index}" for name, index in zip(names, self.ids, strict=True)]
 
 
 def _begin(text: str, most: int) -> str:
@@ -107,16 +120,16 @@ class _Layout:
     above = 0.52  # a panel's title
     margin = 0.35
 
-    def __init__(self, page: Page, labels: list[str]) -> None:
+    def __init__(self, page: Page, labels: list[str], notes: list[str]) -> None:
         self.columns = _COLUMNS.get(len(page.heads), 4)
         self.side = {1: 5.2, 2: 4.2, 3: 3.4}.get(self.columns, 2.7)  # of a panel
         self.named = len(labels) <= MOST_LABELS  # else axes are numbered
         left, below = 0.3, 0.25  # of the panels
         if self.named:
             self.side = max(self.side, 0.13 * len(labels))
-            left = below = 0.12 + 0.066 * max(map(len, labels))
+            left = below = 0.12 + 0.066 * max(map(width_of, labels))
         letters = max(40, int(self.columns * self.side / 0.055))  # that fit into a line of small text
-        self.notes = [line for note in page.words() for line in textwrap.wrap(note, letters)]
+        self.notes = [line for note in notes for line in wrapped(note, letters)]
         self.footer = textwrap.wrap(_EXPLAINED, letters)
         self.left, self.top = self.margin + 0.2 + left, self.margin + 0.62 + 0.17 * len(self.notes)
         rows = -(-len(page.heads) // self.columns)
@@ -141,9 +154,12 @@ def draw_page(page: Page, path: Path) -> Path:
     import matplotlib as mpl  # only who draws needs it
     from matplotlib.figure import Figure
 
-    labels = [_readable(piece) for piece in page.pieces]
-    layout = _Layout(page, labels)
-    style = {"font.family": "DejaVu Sans", "axes.edgecolor": PALE, "axes.linewidth": 0.6}
+    fonts = page.fonts()
+    labels, notes = page.labels(fonts), [fonts.drawable(note) for note in page.words()]
+    if fonts.lacking:
+        notes.append(NO_FONT)
+    layout = _Layout(page, labels, notes)
+    style = {"font.family": fonts.families, "axes.edgecolor": PALE, "axes.linewidth": 0.6}
     with mpl.rc_context({**style, "text.parse_math": False}):  # a $ in a text is a $
         figure = Figure(figsize=(layout.width, layout.height), dpi=DPI, facecolor="white")
         for number, head in enumerate(page.heads):
@@ -151,7 +167,7 @@ def draw_page(page: Page, path: Path) -> Path:
             _draw_head(axes, head)
             lowest = number + layout.columns >= len(page.heads)
             _name_axes(axes, labels, layout.named, number % layout.columns == 0, lowest)
-        _write_header(figure, page, layout)
+        _write_header(figure, page, layout, fonts)
         _write_footer(figure, page, layout)
         return save_page(figure, path, page.description)
 
@@ -208,27 +224,19 @@ def _name_axes(axes: Any, labels: list[str], named: bool, left: bool, lowest: bo
 
 
 def _readable(piece: str) -> str:
-    """A token's name on one line, in letters that the font has."""
+    """A token's name on one line."""
     # What byte-level tokenizers call a space and a line break, and sentencepiece a byte.
     name = piece.translate(str.maketrans("ĠĊ", "▁\n"))
     name = re.sub(r"^<0x([2-7].)>$", lambda found: chr(int(found[1], 16)), name)
     name = name.translate(str.maketrans({"\n": "\\n", "\t": "\\t", " ": "▁"}))
-    return drawable(_begin(name, 14))
+    return _begin(name, 14)
 
 
-def drawable(text: str) -> str:
-    """A text with boxes in place of the letters that the font has not."""
-    from matplotlib.font_manager import findfont, get_font
-
-    known = get_font(findfont("DejaVu Sans")).get_charmap()
-    return "".join(letter if ord(letter) in known else "□" for letter in text)
-
-
-def _write_header(figure: Any, page: Page, layout: _Layout) -> None:
+def _write_header(figure: Any, page: Page, layout: _Layout, fonts: Fonts) -> None:
     x, y = layout.margin / layout.width, 1 - layout.margin / layout.height
     figure.text(x, y, page.title, fontsize=15, fontweight="bold", color=INK, va="top")
-    figure.text(x, y - 0.32 / layout.height, drawable(page.subtitle), fontsize=9.5, color=PALE, va="top")
-    notes = "\n".join(map(drawable, layout.notes))
+    figure.text(x, y - 0.32 / layout.height, fonts.drawable(page.subtitle), fontsize=9.5, color=PALE, va="top")
+    notes = "\n".join(layout.notes)
     figure.text(x, y - 0.54 / layout.height, notes, fontsize=8, color=INK, va="top", linespacing=1.35)
 
 

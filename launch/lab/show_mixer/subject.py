@@ -13,7 +13,7 @@ from matmix.data.storage.remote import is_url
 from matmix.data.storage.storage import Storage
 from matmix.data.synthetic import make_task
 from matmix.data.synthetic.vocabulary import TaskTokenizer
-from matmix.launch.generate import MASK
+from matmix.launch.filling import MASK
 from matmix.launch.loading import load_source
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
@@ -21,8 +21,10 @@ from matmix.model.config import ModelConfig
 from matmix.model.initialization import initialize
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
 from matmix.train.config import RunConfig
+from matmix.train.engine.full_state import Weights
 from matmix.train.loaders import with_vocabulary
-from matmix.train.recipe import find_recipe, load_config, read_toml
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import find_recipe, read_toml
 
 MOST_TOKENS = 128
 BYTES = 256
@@ -51,12 +53,19 @@ class Subject:
     """Changes of a recipe."""
 
 
-def trained(source: str, text: str, step: int | None, max_tokens: int | None) -> Subject:
+def trained(source: str, text: str, step: int | None, max_tokens: int | None, weights: Weights = "raw") -> Subject:
     """The model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
-    loaded = load_source(source, step=step, device="cpu")
-    state, label = ("export", "export") if loaded.step is None else (f"step {loaded.step:,}", f"step-{loaded.step}")
+    loaded = load_source(source, step=step, device="cpu", weights=weights)
+    state, label = state_words(loaded.step, averaged=weights == "ema")
     ids, pieces, notes = _encode(loaded.model, loaded.tokenizer, loaded.special.get("mask"), text, max_tokens)
     return Subject(name_of(source), where_of(source), state, label, loaded.model, text, ids, pieces, notes)
+
+
+def state_words(step: int | None, *, averaged: bool) -> tuple[str, str]:
+    """Which weights a model has, for people and as a part of a file's name. step: of a run; None = an export."""
+    if step is None:
+        return "export", "export"
+    return f"step {step:,}" + averaged * ", averaged weights", f"step-{step}" + averaged * "-ema"
 
 
 def check_no_comparison(source: str) -> None:

@@ -92,9 +92,9 @@ def head_fields(config: ModelConfig, outputs: Outputs) -> dict[str, Any]:
     """What config.json says of a head. Raises ValueError (one line) where the names do not fit the outputs."""
     if not config.model_class.takes_head:
         return {}
-    head, labels = config.head, outputs.labels or tuple(f"LABEL_{index}" for index in range(config.head.outputs))
-    if len(labels) != head.outputs:
-        raise ValueError(f"there are {len(labels)} names of labels for a model with {head.outputs} outputs")
+    head, labels = config.head, outputs.labels or tuple(f"LABEL_{index}" for index in range(config.head.count))
+    if len(labels) != head.count:
+        raise ValueError(f"there are {len(labels)} names of labels for a model with {head.count} outputs")
     fields: dict[str, Any] = {}
     if not config.model_class.takes_images:  # of which the head is in the configuration of the model alone
         fields = {

@@ -85,7 +85,7 @@ def _head(config: ModelConfig, outputs: Outputs) -> str:
         )
     if not config.model_class.new_parameters:
         return f"It gives one vector for each text: the features of {source}."
-    count = f"{config.head.outputs} outputs" if config.head.outputs > 1 else "one output"
+    count = f"{config.head.count} outputs" if config.head.count > 1 else "one output"
     return f"It has {count}, computed from {source}{': ' * bool(outputs.labels)}{', '.join(outputs.labels)}."
 
 

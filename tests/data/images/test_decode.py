@@ -1,5 +1,8 @@
 """Files of every mode become the pixels that a person sees, or are refused in one line that says why."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from pictures import encoded, pixels
@@ -45,6 +48,12 @@ def test_sixteen_bits_of_grey_keep_their_range():
         assert decoded(encoded(Image.fromarray(grey), kind), channels=1).tolist() == expected.tolist()
 
 
+def test_sixteen_bits_of_each_colour_keep_the_upper_ones():
+    values = np.random.default_rng(0).integers(0, 1 << 16, (3, 5, 3)).astype(">u2")
+    rows = b"".join(b"\0" + row.tobytes() for row in values)
+    assert np.array_equal(decoded(_png(5, 3, rows, depth=16)), values >> 8)
+
+
 def test_cmyk_has_the_colours_of_its_picture():
     image = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
     red = decoded(encoded(image, "JPEG", quality=100))[4, 4]
@@ -64,9 +73,20 @@ def test_a_turned_picture_is_turned_back():
     assert np.array_equal(decoded(encoded(RGB, exif=exif)), np.rot90(RGB, -1))
 
 
-def _zero_size():
-    data = bytearray(encoded(RGB, "BMP"))
-    data[18:22] = bytes(4)
+def _png(width, height, rows, depth=8):
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0)
+    parts = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def _zeroed(kind, mark, offset, size=4):
+    """A file in which width and height, which stand `offset` bytes after `mark`, are 0."""
+    data = bytearray(encoded(RGB, kind))
+    place = data.index(mark) + offset
+    data[place : place + size] = bytes(size)
     return bytes(data)
 
 
@@ -79,7 +99,11 @@ REFUSED = {
     "truncated PNG": (encoded(pixels(3, 60, 60))[:-200], "truncated"),
     "truncated JPEG": (encoded(pixels(3, 60, 60), "JPEG")[:-200], "truncated"),
     "truncated WebP": (encoded(pixels(3, 60, 60), "WEBP")[:-60], "truncated"),
-    "no pixels": (_zero_size(), "no pixels|known kind|truncated"),
+    "BMP of no width": (_zeroed("BMP", b"BM", 18), "no pixels|known kind|truncated"),
+    "JPEG of no size": (_zeroed("JPEG", b"\xff\xc0", 5), "known kind"),
+    "GIF of no size": (_zeroed("GIF", b",\0\0\0\0", 5), "no pixels|known kind|truncated"),
+    "PNG of no size": (_png(0, 0, b""), "known kind"),
+    "PPM of no height": (b"P6\n3 0\n255\n", "known kind"),
     "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "known kind"),
 }
 

@@ -47,7 +47,7 @@ def prepared(tmp_path_factory):
 
 
 def loader_of(
-    path, *, workers=0, micro=4, world=1, rank=0, total=GLOBAL, seed=3, skip_damaged=False, shuffle=True, **options
+    path="", *, workers=0, micro=4, world=1, rank=0, total=GLOBAL, seed=3, skip_damaged=False, shuffle=True, **options
 ):
     images = {name: options.pop(name) for name in list(options) if name in ImagesConfig.__dataclass_fields__}
     config = DataConfig(
@@ -61,7 +61,7 @@ def loader_of(
     return build_image_loader(config, **{"seed": 3, **sizes, **options})
 
 
-def ranks(path, world, **options):
+def ranks(path="", world=1, **options):
     return [loader_of(path, world=world, rank=rank, **options) for rank in range(world)]
 
 
@@ -231,6 +231,90 @@ def test_what_does_not_fit_is_said_in_one_line(prepared, case):
     with pytest.raises((ValueError, FileNotFoundError), match=words) as error:
         loader_of(**{"path": prepared, **options})
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def two(prepared, tmp_path_factory):
+    """A mixture of three parts of `prepared`, 42 pictures, and one of another set of the same classes, 15 pictures."""
+    folder = tmp_path_factory.mktemp("other")
+    given = [(f"o{n}", n % 3, encoded(pixels(900 + n) // 2)) for n in range(15)]
+    held_out = write_tree(folder / "val", [(f"v{n}", n, encoded(pixels(990 + n))) for n in range(3)])
+    other = prepare(write_tree(folder / "tree", given), folder / "data", validation=(str(held_out),))
+    return {str(prepared): 3.0, str(other): 1.0}
+
+
+def mixed(two, **options):
+    return {"path": "", "mixture": two, **options}
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
+@pytest.mark.parametrize("kind", ["recipe of ImageNet", "repeated, mixed in pairs"])
+def test_a_mixture_has_its_weights_whatever_reads_it(two, kind):
+    options = mixed(two, **KINDS[kind])
+    expected = global_batches([loader_of(micro=16, **options)], 6)
+    for _, _, numbers in expected:
+        assert abs(int((numbers >= 42).sum()) - 4) <= 2
+    own = torch.cat([numbers for _, _, numbers in expected])
+    if kind == "recipe of ImageNet":  # each dataset has epochs of its own, and takes each picture once in one
+        assert sorted(own[own < 42][:42].tolist()) == list(range(42))
+        assert sorted(own[own >= 42][:15].tolist()) == list(range(42, 57))
+    else:
+        assert (own.view(-1, 3) == own.view(-1, 3)[:, :1]).all()
+    splits = [(2, 0, 8), (4, 1, 2)] if kind == "recipe of ImageNet" else [(2, 0, 4), (1, 2, 2)]
+    for world, workers, micro in splits:
+        assert same(global_batches(ranks(world=world, workers=workers, micro=micro, **options), 6), expected)
+    loader = loader_of(**options)
+    take(loader, 5 * loader.micro_batches_per_step)
+    state = loader.state_dict()
+    loader.close()
+    resumed = ranks(world=2, micro=8, **options)
+    for one in resumed:
+        one.load_state_dict(state)
+    assert same(global_batches(resumed, 1), expected[5:])
+
+
+def test_a_mixture_of_one_is_the_dataset_itself(prepared):
+    alone, mixture = (
+        loader_of(path=path, mixture=m, repeats=3) for path, m in ((str(prepared), {}), ("", {str(prepared): 2.0}))
+    )
+    state = alone.state_dict()
+    assert same(global_batches([mixture], 4), global_batches([alone], 4))
+    loader_of(path="", mixture={str(prepared): 1.0}, repeats=3).load_state_dict(state)
+
+
+def test_evaluation_reads_every_dataset_of_a_mixture_once(two):
+    batches = take(loader_of(split="validation", one_pass=True, total=4, micro=4, **mixed(two)), 3)
+    numbers = torch.cat([batch.examples for batch in batches])
+    assert numbers[numbers >= 0].tolist() == list(range(9))
+    assert sorted(torch.cat([batch.labels for batch in batches])[numbers >= 6].tolist()) == [0, 1, 2]
+
+
+def test_mean_and_spread_of_a_mixture_are_those_of_its_pixels(two):
+    facts = image_facts(DataConfig(images=ImagesConfig(mixture=two)))
+    first, second = (Manifest.load(path).images for path in two)
+    mean = 0.75 * np.array(first.mean[:3]) + 0.25 * np.array(second.mean[:3])
+    squares = [np.array(one.std[:3]) ** 2 + np.array(one.mean[:3]) ** 2 for one in (first, second)]
+    np.testing.assert_allclose(facts.mean, mean, atol=1e-6)
+    np.testing.assert_allclose(np.square(facts.std), 0.75 * squares[0] + 0.25 * squares[1] - mean**2, atol=1e-5)
+    assert facts.classes == first.classes
+
+
+def test_what_does_not_fit_in_a_mixture_is_said_in_one_line(prepared, two, tmp_path):
+    fewer = prepare(write_tree(tmp_path / "tree", [s for s in samples(2) if s[1] < 2]), tmp_path / "data")
+    first, second = two
+    cases = [
+        ({"path": first, "mixture": two}, "path and data.images.mixture are both given"),
+        (mixed({first: 1.0, second: -1.0}), "must be a positive number, got -1.0"),
+        (mixed({first: 1.0, str(fewer): 1.0}), "has other classes than .*; prepare both with the same --classes"),
+        (mixed({first: 1.0, "nowhere": 1.0}), "nowhere does not exist"),
+    ]
+    for options, words in cases:
+        with pytest.raises((ValueError, FileNotFoundError), match=words) as error:
+            loader_of(**options)
+        assert "\n" not in str(error.value)
+    state = loader_of(**mixed(two)).state_dict()
+    with pytest.raises(ValueError, match=r"weights\[0\] was 3.0 and is now 1.0"):
+        loader_of(**mixed({first: 1.0, second: 1.0})).load_state_dict(state)
 
 
 def test_a_position_belongs_to_its_data(prepared):

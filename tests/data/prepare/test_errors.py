@@ -105,10 +105,10 @@ def test_malformed_lines(tmp_path, corpus, capfd):
 
 
 def test_missing_text_field(tmp_path, corpus, monkeypatch):
-    message = "200 of 200 lines are malformed .*line 1: no field 'content' .its fields: text"
+    message = "200 of 200 lines are malformed .*line 1: no field 'content' .its fields: text.*; name .* --text-field"
     fails(options(tmp_path, text_field="content"), message)
     pq.write_table(pa.table({"body": TEXTS}), tmp_path / "a.parquet")
-    fails(options(tmp_path, "a.parquet"), "no column 'text'; its columns are body")
+    fails(options(tmp_path, "a.parquet"), "no column 'text'; its columns are body .choose one with --text-field")
     prepare(options(tmp_path, out=str(tmp_path / "made")))
     monkeypatch.setattr(module, "HOPELESS_RECORDS", 100)
     config = options(tmp_path, text_field="content", tokenizer=str(tmp_path / "made"))

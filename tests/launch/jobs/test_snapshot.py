@@ -20,13 +20,18 @@ def test_the_copied_code_is_what_runs(tmp_path):
     folder = tmp_path / "launch" / "1"
     snapshot.take_snapshot(folder)
     copied = folder / "code" / "matmix"
-    assert sorted(path.name for path in copied.iterdir()) == sorted(snapshot.ROOMS)
+    assert sorted(path.name for path in copied.iterdir()) == ["__init__.py", *sorted(snapshot.ROOMS)]
     assert not list(copied.rglob("__pycache__"))
     assert (copied / "train" / "recipes" / "debug_mru.toml").is_file()
     assert (copied / "launch" / "jobs" / "slurm" / "templates" / "train.sbatch").is_file()
     # The installed package, too, is there; the copy goes first.
     (copied / "train" / "process" / "exits.py").write_text("EXIT_OK = 'the copy'\n")
     assert run_python("from matmix.train.process.exits import EXIT_OK; print(EXIT_OK)", folder / "code") == "the copy"
+    installed = tmp_path / "installed" / "matmix"  # as from a wheel
+    shutil.copytree(copied, installed)
+    (installed / "train" / "process" / "exits.py").write_text("EXIT_OK = 'the installed'\n")
+    both = Path(f"{folder / 'code'}{os.pathsep}{installed.parent}")
+    assert run_python("from matmix.train.process.exits import EXIT_OK; print(EXIT_OK)", both) == "the copy"
     packages = (folder / "packages.txt").read_text()
     assert "\ntorch==" in packages
     assert sys.executable in packages

@@ -11,7 +11,8 @@ from runs import losses, records, run_recipe
 from matmix.launch.convert import convert_run
 from matmix.train.checkpoint.files import read_manifest
 from matmix.train.entry import main
-from matmix.train.recipe import load_config, read_toml
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import read_toml
 
 RULE = '{match = "*.in_proj.weight", lr = 0.5, clip = 0.01}'
 

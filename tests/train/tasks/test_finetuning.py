@@ -112,6 +112,19 @@ def test_a_classifier_of_a_fixed_length_refuses_longer_texts(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("task", "outputs"), [("token_classification", 3), ("regression", 1), ("question_answering", 2)]
+)
+def test_outputs_that_are_not_given_are_those_of_the_examples(task, outputs, tmp_path):
+    short = ["--steps", "1", "--evaluation.every", "0", "--model.head.outputs"]
+    config = _config(tmp_path, task)
+    assert config.model.head.outputs == outputs
+    train(_config(tmp_path, task, *short, str(outputs), run="given"))
+    train(_config(tmp_path, task, *short, "0"))
+    assert load_config(str(tmp_path / "run")).model.head.outputs == outputs
+    assert losses(tmp_path / "run") == losses(tmp_path / "given")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--model.head.outputs", "2"), r"outputs = 2, but the training examples have 3 classes \(bad, fine, good\)"),

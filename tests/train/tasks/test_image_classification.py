@@ -2,6 +2,7 @@
 
 import json
 
+import pictures
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,8 @@ from image_runs import write_image_recipe
 from runs import losses, records, weights
 
 from matmix.data.loading.batch import Batch
+from matmix.launch.export_data import data_names
+from matmix.launch.images.scores import score_images
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
 from matmix.train.tasks.config import ObjectiveConfig
@@ -160,10 +163,42 @@ def test_other_classes_and_another_size_begin_with_its_weights(recipe, run, tmp_
     assert start.new == start.left == ["classifier.output.weight", "classifier.output.bias"]
 
 
+def test_a_mixture_of_datasets_is_trained_on_resumed_and_scored(recipe, tmp_path):
+    others = pictures.samples(12)[4:]
+    other = pictures.prepare(
+        pictures.write_tree(tmp_path / "tree", others), tmp_path / "other", validation_fraction=0.3
+    )
+    first = load_config(str(recipe)).data.images.path
+    mixture = ["--data.images.path", "", "--data.images.mixture", first, "1", str(other), "3"]
+    train(load_config(str(recipe), [*mixture, "--run-dir", str(tmp_path / "whole")]))
+    for stop in ("3", "6"):
+        options = ["--stop-step", stop, "--checkpoint.every", "3", "--run-dir", str(tmp_path / "run")]
+        train(load_config(str(recipe), [*mixture, *options]))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert load_config(str(tmp_path / "run")).data.images.mixture == {first: 1.0, str(other): 3.0}
+    scores = score_images(tmp_path / "run")
+    assert scores.metrics()["loss"] == pytest.approx(records(tmp_path / "run", "validation")[-1]["loss"], rel=1e-5)
+    assert data_names(load_config(str(tmp_path / "run")).data) == ["pictures (25%)", "other (75%)"]
+    assert score_images(tmp_path / "run", first).pictures == f"{first}, validation split"
+
+
+def test_outputs_that_are_not_given_are_the_classes_of_the_data(recipe, tmp_path):
+    left_out = ["--model.head.outputs", "0", "--run-dir", str(tmp_path / "run"), "--checkpoint.every", "2"]
+    train(load_config(str(recipe), [*left_out, "--stop-step", "2"]))
+    assert load_config(str(tmp_path / "run")).model.head.outputs == 3
+    resumed = train(load_config(str(recipe), left_out))
+    train(load_config(str(recipe), ["--run-dir", str(tmp_path / "given")]))
+    assert resumed.step == 6
+    assert losses(tmp_path / "run")[-4:] == losses(tmp_path / "given")[-4:]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model.head.outputs", "4"], r"has 3 classes \(cat, dog, owl\); set it to 3"),
+        (
+            ["--model.head.outputs", "4"],
+            r"= 4, but .* has 3 classes \(cat, dog, owl\); set it to 3, or leave it out",
+        ),
         (["--data.images.size", "12"], r"data.images.size = 12, but model.image.size = 8"),
         (["--data.images.classes", "cat", "cow", "owl"], "are not those of"),
     ],

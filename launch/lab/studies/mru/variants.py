@@ -13,7 +13,8 @@ from matmix.model.build import count_parameters
 from matmix.model.config import NO_MIXER
 from matmix.train.config import RunConfig
 from matmix.train.loaders import make_loader, with_data_facts
-from matmix.train.recipe import config_from_dict, merged, read_toml
+from matmix.train.recipe import config_from_dict, merged
+from matmix.train.recipe_files import read_toml
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 """Learning rates, the same for all."""

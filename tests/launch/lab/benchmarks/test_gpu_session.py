@@ -368,6 +368,7 @@ def test_the_status_says_how_a_part_ended(tmp_path, monkeypatch):
 def copy_of_the_tree(folder: Path) -> Path:
     for room in ROOMS:
         shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "__init__.py", folder)
     return folder
 
 

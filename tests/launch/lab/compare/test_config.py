@@ -18,14 +18,8 @@ from matmix.model.mixers import MIXERS
 from matmix.train.entry import main as train_command
 from matmix.train.loaders import make_loader
 from matmix.train.optim.config import RuleConfig
-from matmix.train.recipe import (
-    bundled_comparisons,
-    bundled_recipes,
-    config_from_dict,
-    config_to_dict,
-    differences,
-    load_config,
-)
+from matmix.train.recipe import config_from_dict, config_to_dict, differences, load_config
+from matmix.train.recipe_files import bundled_comparisons, bundled_recipes
 
 # -- recipes ------------------------------------------------------------------------------------------------------
 

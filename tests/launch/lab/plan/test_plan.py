@@ -26,7 +26,8 @@ from matmix.train.arguments import read_verb
 from matmix.train.command import train_recipe
 from matmix.train.estimate.plan import make_plan
 from matmix.train.loaders import make_loader
-from matmix.train.recipe import bundled_recipes, load_config
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import bundled_recipes
 from matmix.train.words import duration, short_number
 
 H100 = GPUS["h100"]

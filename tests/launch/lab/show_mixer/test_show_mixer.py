@@ -14,6 +14,7 @@ from runs import run_recipe
 
 from matmix.launch.cli import main
 from matmix.launch.lab.show_mixer.command import ShowMixer, as_head, mixer_matrices, numerical_rank
+from matmix.launch.lab.show_mixer.fonts import Fonts, wrapped
 from matmix.launch.lab.show_mixer.heads import choose_heads, is_per_channel
 from matmix.launch.lab.show_mixer.pictures import Page, draw_page
 from matmix.launch.lab.show_mixer.subject import fresh, trained
@@ -178,7 +179,15 @@ def test_what_a_causal_mixer_never_sees_is_grey_and_any_text_can_be_drawn(tmp_pa
 
     head = as_head(torch.rand(6, 6, dtype=torch.float64).tril(), "head 0")
     pieces = ["$a$", "日本", "\n", "<0x24>", "Ġthe", "x" * 40]
-    page = Page(title="layer 0: attention", subtitle="", text="日本", notes=["a note"], heads=[head], pieces=pieces)
+    page = Page(
+        title="layer 0: attention",
+        subtitle="",
+        text="日本",
+        notes=["a note"],
+        heads=[head],
+        pieces=pieces,
+        ids=list(range(6)),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         draw_page(page, tmp_path / "new" / "page.png")
@@ -187,9 +196,59 @@ def test_what_a_causal_mixer_never_sees_is_grey_and_any_text_can_be_drawn(tmp_pa
     # Of the panel, 5.2 inches at 150 dots, 15 of 36 entries.
     assert grey.sum() == pytest.approx(15 / 36 * (5.2 * 150) ** 2, rel=0.05)
     constant = as_head(torch.zeros(3, 3, dtype=torch.float64), "head 0")
-    zeros = Page(title="", subtitle="", text="", notes=[], heads=[constant], pieces=["a"] * 3)
+    zeros = Page(title="", subtitle="", text="", notes=[], heads=[constant], pieces=["a"] * 3, ids=[5] * 3)
     draw_page(zeros, tmp_path / "zeros.png")
     assert png_size(tmp_path / "zeros.png")
+
+
+@pytest.fixture
+def small_font(tmp_path):
+    """A font that is installed here and has two letters, one of which DejaVu Sans lacks."""
+    from fontTools.fontBuilder import FontBuilder
+    from fontTools.pens.ttGlyphPen import TTGlyphPen
+    from matplotlib.font_manager import fontManager
+
+    names = [".notdef", "sun", "a"]
+    pen = TTGlyphPen(None)
+    for draw, corner in zip((pen.moveTo, pen.lineTo, pen.lineTo), ((0, 0), (0, 900), (900, 0)), strict=True):
+        draw(corner)
+    pen.closePath()
+    builder = FontBuilder(1000, isTTF=True)
+    builder.setupGlyphOrder(names)
+    builder.setupCharacterMap({ord("日"): "sun", ord("a"): "a"})
+    builder.setupGlyf(dict.fromkeys(names, pen.glyph()))
+    builder.setupHorizontalMetrics(dict.fromkeys(names, (1000, 0)))
+    builder.setupHorizontalHeader(ascent=900, descent=-100)
+    builder.setupNameTable({"familyName": "Small Test Font", "styleName": "Regular"})
+    builder.setupOS2()
+    builder.setupPost()
+    builder.save(tmp_path / "small.ttf")
+    before = list(fontManager.ttflist)
+    fontManager.addfont(tmp_path / "small.ttf")
+    yield "Small Test Font"
+    fontManager.ttflist[:] = before
+    fontManager._findfont_cached.cache_clear()
+
+
+def test_letters_come_from_any_installed_font_or_are_named_by_ids(small_font, tmp_path):
+    """日 is in the small font, the letter U+10FFFD of private use in none."""
+    head = as_head(torch.rand(3, 3, dtype=torch.float64), "head 0")
+    pieces, nowhere = ["the", "日", "日\U0010fffd"], "\U0010fffd"
+    page = Page("layer 0", "", "日" + nowhere, [], [head], pieces, ids=[11, 12, 13])
+    fonts = page.fonts()
+    assert fonts.families == ["DejaVu Sans", small_font]
+    assert fonts.lacking == {nowhere}
+    assert page.labels(fonts) == ["the", "日", "#13"]
+    assert fonts.drawable(page.words()[0]) == "Text: 日□"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib warns of letters that it has not
+        draw_page(page, tmp_path / "page.png")
+    assert Fonts.for_texts(["plain text", "né"]) == Fonts(["DejaVu Sans"], frozenset())
+
+
+def test_wide_letters_take_the_place_of_two():
+    assert wrapped("日本語" * 4, 12) == ["日本語日本語"] * 2
+    assert wrapped("to be or not", 6) == ["to be", "or not"]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +316,9 @@ def test_a_page_replaces_none_that_shows_something_else(tmp_path):
     from PIL import Image
 
     matrix = as_head(torch.rand(2, 2, dtype=torch.float64), "head 0")
-    page = Page(title="", subtitle="", text="né 日", notes=[], heads=[matrix], pieces=["a"] * 2, description="né 日")
+    page = Page(
+        title="", subtitle="", text="né 日", notes=[], heads=[matrix], pieces=["a"] * 2, ids=[5, 5], description="né 日"
+    )
     other = dataclasses.replace(page, text="other", description="other")
     (tmp_path / "page.png").write_text("no picture of ours")
     path = tmp_path / "page-2.png"
@@ -271,7 +332,7 @@ def test_a_page_replaces_none_that_shows_something_else(tmp_path):
 
 
 def test_the_text_stands_on_the_page_and_long_ones_begin():
-    page = Page(title="", subtitle="", text="to  be\nor not", notes=["a note"], heads=[], pieces=[])
+    page = Page(title="", subtitle="", text="to  be\nor not", notes=["a note"], heads=[], pieces=[], ids=[])
     assert page.words() == ["Text: to be or not", "a note"]
     long = dataclasses.replace(page, text="word " * 100).words()[0]
     assert long.startswith("Text: word word")

@@ -120,6 +120,18 @@ def test_a_run_gets_a_page_a_layer_and_an_export_the_same_picture(run, photo, tm
     assert page.name == "layer-01-attention-export-patch-1-1.png"
 
 
+def test_averaged_weights_have_pages_of_their_own(run, photo, tmp_path, capsys):
+    words = ["show-mixer", run, "--image", photo, "--layers", "0", "--out", str(tmp_path)]
+    assert main([*words, "--weights", "ema"]) == 0
+    assert main(words) == 0
+    names = {path.name for path in tmp_path.glob("layer*.png")}
+    assert names == {f"layer-00-attention-step-2{which}-patch-1-1.png" for which in ("", "-ema")}
+    averaged, raw = trained_on_images(run, photo, None, "ema"), trained_on_images(run, photo, None)
+    assert averaged.state == "step 2, averaged weights"
+    (_, first), (_, second) = (next(image_matrices(s.model, s.images, [0])) for s in (averaged, raw))
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.parametrize(
     ("mixer", "changes", "note"),
     [
@@ -163,6 +175,7 @@ def test_the_class_token_takes_from_the_picture(recipe, photo, tmp_path):
         (["RUN", "--image", "PHOTO", "--patch", "class"], "has no class token"),
         (["RUN", "--image", "PHOTO", "--layers", "7"], "has no layer 7"),
         (["RUN", "--image", "PHOTO", "--max-tokens", "9"], "--max-tokens is for texts"),
+        (["hydra_vit_b_imagenet", "--image", "PHOTO", "--weights", "ema"], "whose weights are not averaged yet"),
         (["debug_hydra", "--image", "PHOTO"], "reads no pictures; give a --text"),
         (["debug_hydra", "--text", "abc", "--patch", "0,0"], "--patch belongs to --image"),
         (["hydra_vit_b_imagenet", "--text", "abc"], "reads no text; give an --image"),

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from matmix.launch.image_models import ImageModel, load_image_model, read_pictures
+from matmix.launch.images.classifiers import ImageModel, load_image_model, read_pictures
 from matmix.train.arguments import RunFolder
 from matmix.train.engine.full_state import Weights
 
@@ -42,7 +42,7 @@ class Classify:
         missing = next((name for name in self.images if not Path(name).exists()), None)
         if missing is not None:
             raise FileNotFoundError(f"there is no picture at {missing}")
-        print(f"{loaded.path}, {loaded.state}: {len(loaded.classes):,} classes")
+        print(f"{loaded.source}, {loaded.state}: {len(loaded.classes):,} classes")
         for name, found in zip(self.images, classify(loaded, self.images, top=self.top), strict=True):
             print(name)
             for label, probability in found:

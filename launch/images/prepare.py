@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 import tyro
 from tyro.constructors import StructFieldSpec
 
+from matmix.data.storage.remote import is_url
 from matmix.train.arguments import Options
 from matmix.train.process.console import report
 
@@ -18,6 +19,7 @@ except ImportError as _error:  # Pillow
     raise ValueError(f"pictures need Pillow ({_error}): in the clone of matmix, pip install -e '.[vision]'") from None
 
 _USAGE = "matmix prepare-images SOURCE ... --out DIR"
+_MERGE_USAGE = "matmix prepare-images --merge --out DIR"
 
 
 class PrepareImagesOptions(Options):
@@ -35,7 +37,10 @@ class PrepareImagesOptions(Options):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareImages:
-    """Pictures with labels into shards. The same command again goes on where it was stopped."""
+    """Pictures with labels into shards. The same command again goes on where it was stopped.
+
+    Parts of a large set can be made on several machines (--part 3/64); --merge joins them.
+    """
 
     sources: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SOURCE ...")] = ()
     """A folder with a folder of pictures for each class, WebDataset .tar files, .parquet files, folders of those,
@@ -43,10 +48,18 @@ class PrepareImages:
     out: str = ""
     """Folder or URL (s3://, ...) for the dataset. An unfinished one of the same options is continued, any other is
     left alone."""
+    merge: bool = False
+    """Join the parts in --out, which know their sources, into one dataset."""
+    dry_run: bool = False
+    """With --merge: only show the state of the parts, and check those that are finished."""
     options: tyro.conf.OmitArgPrefixes[PrepareImagesOptions]
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Prepares; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        """Prepares or joins; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        if self.merge:
+            return self._merge()
+        if self.dry_run:
+            raise ValueError(f"--dry-run shows the parts that a merge would join: {_MERGE_USAGE} --dry-run")
         for what, given in (("source", self.sources), ("output folder", self.out)):
             if not given:
                 raise ValueError(f"no {what} given: {_USAGE} [--option value ...]")
@@ -57,4 +70,21 @@ class PrepareImages:
         except RuntimeError as error:  # a decoding process was killed, for lack of memory for example
             report(error)
             return 1
+        return 0
+
+    def _merge(self) -> int:
+        from matmix.data.images.prepare.parts import merge_images
+
+        if self.sources:
+            raise ValueError(f"the parts know their sources, leave them out: {_MERGE_USAGE}")
+        if not self.out:
+            raise ValueError(f"no output folder given: {_MERGE_USAGE}")
+        standard = {field.name: field.default for field in dataclasses.fields(PrepareImagesConfig)}
+        for name, value in self.options.items():
+            if value != standard[name] and name != "max_corrupt":
+                flag = name.replace("_", "-")
+                raise ValueError(f"the parts were made with options of their own, leave --{flag} out: {_MERGE_USAGE}")
+        if is_url(self.out):
+            raise ValueError(f"parts are joined in the folder where they were made, not at a URL such as {self.out}")
+        merge_images(self.out, dry_run=self.dry_run, max_corrupt=self.options["max_corrupt"])
         return 0

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from matmix.data.config import DataConfig
 from matmix.data.images.config import ImagesConfig
 from matmix.data.images.decode import UnreadablePicture, decode
 from matmix.data.images.transforms import make_transform
@@ -31,7 +32,7 @@ from matmix.train.checkpoint.steps import step_of
 from matmix.train.engine.full_state import Weights
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.remote import fetch_run
-from matmix.train.run.trained import find_trained
+from matmix.train.run.trained import Trained, find_trained
 from matmix.train.tasks.image_classification import class_names
 
 
@@ -39,10 +40,13 @@ from matmix.train.tasks.image_classification import class_names
 class ImageModel:
     """A model of images, in evaluation, from a run or an export."""
 
-    path: Path
+    source: str
+    """What it is from, as the caller named it."""
     model: Backbone
     inputs: ImageInputs
     """How pictures are read."""
+    data: DataConfig
+    """The same as a recipe says it. An export names no dataset, and classes only where it has their names."""
     classes: tuple[str, ...]
     """Names of the outputs; those of an export without names are "class 0" and so on."""
     device: torch.device
@@ -50,6 +54,8 @@ class ImageModel:
     """The step of a run's checkpoint, None for an export."""
     averaged: bool = False
     """Whether the weights are the average of a run's weights."""
+    seed: int = 0
+    """Of a run."""
 
     @property
     def state(self) -> str:
@@ -68,38 +74,55 @@ def load_image_model(
     path, fetched = fetch_run(source, step=step, weights_only=weights == "raw")
     if not path.is_dir():
         raise FileNotFoundError(f"no run or export at {path}")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if (path / "config.toml").is_file():
-        config = RunDirectory(path).read_config()
-        _check_takes_images(config.model, path)
-        trained = find_trained(RunDirectory(path), step, whole=fetched, weights=weights)
-        inputs = image_inputs(config)
-        if inputs is None:
-            raise ValueError(f"{path} was not trained on prepared pictures, and does not say how to read others")
-        model = build_model(config.model)
-        load_weights(model, trained.weights(), path)
-        found = {"step": step_of(trained.checkpoint.name), "averaged": weights == "ema"}
-        return ImageModel(path, model.to(place).eval(), inputs, class_names(config.data), place, **found)
-    if not (path / "config.json").is_file():
+        _check_takes_images(RunDirectory(path).read_config().model, path)
+        loaded = _of_run(str(source), find_trained(RunDirectory(path), step, whole=fetched, weights=weights))
+    elif (path / "config.json").is_file():
+        if step is not None:
+            raise ValueError(f"{path} is an export, which has no steps to choose from; leave --step out")
+        check_raw(weights, path)
+        loaded = _of_export(str(source), path)
+    else:
         raise ValueError(f"{path} is neither a run (no config.toml) nor an export (no config.json)")
-    if step is not None:
-        raise ValueError(f"{path} is an export, which has no steps to choose from; leave step out")
-    check_raw(weights, path)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return dataclasses.replace(loaded, model=loaded.model.to(place).eval(), device=place)
+
+
+def _of_run(source: str, trained: Trained) -> ImageModel:
+    config = trained.config
+    if (inputs := image_inputs(config)) is None:
+        raise ValueError(f"{source} was not trained on prepared pictures, and does not say how to read others")
+    model = build_model(config.model)
+    load_weights(model, trained.weights(), source)
+    return ImageModel(
+        source=source,
+        model=model,
+        inputs=inputs,
+        data=config.data,
+        classes=class_names(config.data),
+        device=torch.device("cpu"),
+        step=step_of(trained.checkpoint.name),
+        averaged=trained.which == "ema",
+        seed=config.seed,
+    )
+
+
+def _of_export(source: str, path: Path) -> ImageModel:
     config = read_export_config(path)
     _check_takes_images(config, path)
-    outputs = config.head.outputs
-    classes = read_labels(path) or tuple(f"class {number}" for number in range(outputs))
-    if len(classes) != outputs:
-        raise ValueError(f"{path}/config.json names {len(classes)} classes, but the model has {outputs} outputs")
-    return ImageModel(path, read_export(path).to(place).eval(), read_inputs(path), classes, place)
-
-
-def takes_images(source: str | Path) -> bool:
-    """Whether `source` is a run or an export of a model of images; False where it is neither."""
-    path, _ = fetch_run(source, weights_only=True)
-    if (path / "config.toml").is_file():
-        return RunDirectory(path).read_config().model.model_class.takes_images
-    return (path / "config.json").is_file() and read_export_config(path).model_class.takes_images
+    names, outputs = read_labels(path), config.head.count
+    if names and len(names) != outputs:
+        raise ValueError(f"{path}/config.json names {len(names)} classes, but the model has {outputs} outputs")
+    inputs = read_inputs(path)
+    images = ImagesConfig(**dataclasses.asdict(inputs), channels=config.image.channels, classes=names)
+    return ImageModel(
+        source=source,
+        model=read_export(path),
+        inputs=inputs,
+        data=DataConfig(images=images),
+        classes=names or tuple(f"class {number}" for number in range(outputs)),
+        device=torch.device("cpu"),
+    )
 
 
 def _check_takes_images(config: ModelConfig, path: Path) -> None:

@@ -12,10 +12,10 @@ from PIL import Image
 from runs import run_recipe
 
 from matmix.data.loading.images import build_image_loader
-from matmix.launch.classify import classify
 from matmix.launch.cli import main
 from matmix.launch.export import export_run
-from matmix.launch.image_models import load_image_model, read_pictures
+from matmix.launch.images.classifiers import load_image_model, read_pictures
+from matmix.launch.images.classify import classify
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
 

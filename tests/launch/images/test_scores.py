@@ -10,7 +10,7 @@ from runs import records
 
 from matmix.launch.cli import main
 from matmix.launch.export import export_run
-from matmix.launch.image_scores import ImageScores, score_images
+from matmix.launch.images.scores import ImageScores, score_images
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
 

@@ -13,20 +13,15 @@ import torch
 from tqdm import tqdm
 
 from matmix.data.config import DataConfig
-from matmix.data.images.config import ImagesConfig
 from matmix.data.loading.images import image_facts
 from matmix.data.storage.files import write_atomic
 from matmix.launch.figures import MOST_CLASSES, confusion_picture
-from matmix.launch.image_models import read_inputs
-from matmix.launch.loading import check_raw
-from matmix.model import build_model
-from matmix.model.backbone import Backbone
-from matmix.model.interop.importing.exported import load_weights, read_export, read_export_config, read_labels
+from matmix.launch.images.classifiers import load_image_model
+from matmix.model.interop.importing.exported import read_export_config
 from matmix.model.interop.importing.foreign import read_object
 from matmix.train.engine.full_state import Weights
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.remote import fetch_run
-from matmix.train.run.trained import Trained, find_trained
 from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.image_classification import ImageClassification
 
@@ -89,17 +84,6 @@ class ImageScores:
             }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Classifier:
-    """A classifier of images that is ready for use."""
-
-    model: Backbone
-    data: DataConfig
-    """How its images are read; without a path where that is not known."""
-    where: str
-    seed: int = 0
-
-
 def classifies_images(source: str | Path) -> bool:
     """Whether `source` is a run that was trained on classes of images, or an export of one."""
     folder, _ = fetch_run(source, weights_only=True)
@@ -123,29 +107,19 @@ def score_images(
     """Scores a run, at its newest checkpoint or that of `step`, with its weights or their average, or an export, on a
     split of a dataset that `matmix prepare-images` made; "" = that of the run. Raises FileNotFoundError or ValueError
     (one line)."""
-    folder, fetched = fetch_run(source, step=step, weights_only=weights == "raw")
-    if (folder / "config.toml").is_file():
-        trained = find_trained(RunDirectory(folder), step, whole=fetched, weights=weights)
-        by = _trained_classifier(trained, str(source))
-    elif step is not None:
-        raise ValueError(f"{source} is an export, which has no steps to choose from; leave --step out")
-    else:
-        check_raw(weights, source)
-        by = _exported_classifier(folder)
-    if not (dataset or by.data.images.path):
+    by = load_image_model(source, step=step, weights=weights)
+    if not (dataset or by.data.images.datasets):
         raise ValueError(f"{source} is an export, which knows no pictures: name a dataset of matmix prepare-images")
     data = _with_dataset(by.data, dataset) if dataset else by.data
     task = ImageClassification(ObjectiveConfig(name="image_classification"))
     options = {"global_batch_size": _BATCH, "micro_batch_size": _BATCH, "one_pass": True, "seed": by.seed}
     loader = task.make_loader(dataclasses.replace(data, workers=0), split=split, **options)
-    classes, outputs = data.images.classes or tuple(loader.facts.classes), by.model.config.head.outputs
+    classes, outputs = data.images.classes or tuple(loader.facts.classes), by.model.config.head.count
     if len(classes) != outputs:
-        raise ValueError(f"{source} tells {outputs} classes apart, and {data.images.path} has {len(classes)}")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = by.model.to(device).eval()
+        raise ValueError(f"{source} tells {outputs} classes apart, and {data.images.named} has {len(classes)}")
     parts, losses = [], 0.0
     for batch in tqdm(loader, desc="scoring", unit="batch", leave=False, disable=None):
-        costs = task.costs(model, batch.to(device))
+        costs = task.costs(by.model, batch.to(by.device))
         losses += costs.loss.sum(dtype=torch.float64).item()
         assert costs.predicted is not None
         shares, likeliest = costs.predicted.values.topk(min(_KEPT, len(classes)), dim=1)
@@ -154,8 +128,8 @@ def score_images(
         parts.append([values[kept].numpy() for values in found])
     numbers, labels, likeliest, probabilities = (np.concatenate(values) for values in zip(*parts, strict=True))
     return ImageScores(
-        where=by.where,
-        pictures=f"{data.images.path}, {split} split",
+        where=f"{by.source}, {by.state}",
+        pictures=f"{data.images.named}, {split} split",
         classes=classes,
         loss=losses / len(labels),
         numbers=numbers,
@@ -165,24 +139,10 @@ def score_images(
     )
 
 
-def _trained_classifier(trained: Trained, source: str) -> _Classifier:
-    model = build_model(trained.config.model)
-    load_weights(model, trained.weights(), source)
-    averaged = ", averaged weights" if trained.which == "ema" else ""
-    where = f"{source}, {trained.checkpoint.name}{averaged}"
-    return _Classifier(model, trained.config.data, where, trained.config.seed)
-
-
-def _exported_classifier(folder: Path) -> _Classifier:
-    model, inputs = read_export(folder), read_inputs(folder)
-    values = {**dataclasses.asdict(inputs), "channels": model.config.image.channels, "classes": read_labels(folder)}
-    return _Classifier(model, DataConfig(images=ImagesConfig(**values)), str(folder))
-
-
 def _with_dataset(data: DataConfig, dataset: str) -> DataConfig:
     """The pictures of another dataset of the same classes, normalised as those that the model was trained on."""
     images = data.images
-    other = dataclasses.replace(data, images=dataclasses.replace(images, path=dataset, validation_path=""))
+    other = dataclasses.replace(data, images=dataclasses.replace(images, path=dataset, mixture={}, validation_path=""))
     classes = tuple(image_facts(other).classes)
     if images.classes and classes != images.classes:
         named = next((name for name in classes if name not in images.classes), classes[0] if classes else "none")
