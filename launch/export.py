@@ -48,6 +48,8 @@ class Export:
     """Of the weights, for the model card, such as apache-2.0; default: unknown."""
     language: tuple[str, ...] = ()
     """Of the texts, for the model card, such as en; default: unknown."""
+    onnx: bool = False
+    """Also write model.onnx, of models of texts; needs the extra onnx."""
     control: tuple[RunFolder, ...] = ()
     """Runs on the same data whose validation losses the model card puts beside that of the model. Those that a
     comparison trained beside it are found without."""
@@ -62,7 +64,7 @@ class Export:
         if not self.source or self.out is None:
             raise ValueError("matmix export RUN --out DIR, or matmix export --check DIR")
         options = {"dtype": self.dtype, "max_shard_bytes": self.max_shard_bytes, "licence": self.license}
-        about = {"languages": self.language, "controls": self.control}
+        about = {"languages": self.language, "controls": self.control, "onnx": self.onnx}
         export_run(self.source, self.out, step=self.step, weights=self.weights, **options, **about)
         return 0
 
@@ -95,6 +97,7 @@ def export_run(
     licence: str = "",
     languages: Sequence[str] = (),
     controls: Sequence[str] = (),
+    onnx: bool = False,
 ) -> Path:
     """Write the weights of a run as a directory that transformers loads without matmix, or, for an architecture that
     transformers has no form for, as weights and configuration.
@@ -108,6 +111,7 @@ def export_run(
         licence: of the weights, for the model card; "" = unknown.
         languages: of the texts, for the model card, such as "en"; () = unknown.
         controls: runs whose validation losses the model card puts beside that of the model.
+        onnx: also write model.onnx.
     Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
     """
     check_target(Path(out_dir))
@@ -132,6 +136,7 @@ def export_run(
         languages=languages,
         outputs=outputs,
         images=image_inputs(config),
+        onnx=onnx,
     )
     which = ", averaged weights," if weights == "ema" else ""
     print(f"Exported {checkpoint.name} of {run_dir}{which} to {out} ({_size(out)}).")

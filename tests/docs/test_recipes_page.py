@@ -8,7 +8,8 @@ from paths import ROOT
 
 from matmix.launch.recipes import grouped
 from matmix.model import count_parameters
-from matmix.train.recipe import bundled_comparisons, bundled_recipes, load_config
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import bundled_comparisons, bundled_recipes
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.MULTILINE))

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from matmix.model.architectures.encoder_trunk import EncoderTrunk
+from matmix.model.backbone import Backbone
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_to_dict, used_mixers
 from matmix.model.images.inputs import ImageInputs
 from matmix.model.interop.export.bundle import bundle
 from matmix.model.interop.export.forms import EXPORT, FORMS, head_fields, main_class
 from matmix.model.interop.export.model_card import model_card
+from matmix.model.interop.export.onnx_file import check_packages, write_onnx
 from matmix.model.interop.export.sentence_transformers import takes_layout, write_layout
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, write_tokenizer
 from matmix.model.interop.export.weights import write_weights
@@ -56,6 +59,7 @@ def export_model(
     languages: Sequence[str] = (),
     outputs: Outputs = Outputs(),  # noqa: B008  (frozen)
     images: ImageInputs | None = None,
+    onnx: bool = False,
 ) -> Path:
     """Write weights, configuration, tokenizer and, for transformers, the code of a model into a new directory.
 
@@ -72,11 +76,13 @@ def export_model(
         sentence-transformers cut texts if asked to; 0 = config.max_seqlen. notes: Markdown for the model card, such as
         where the weights come from. licence: of the weights, for the model card; "" = unknown. languages: of the texts,
         for the model card; () = unknown. outputs: what those of a classifier stand for. images: what a model of images
-        has to be given; None exports without an image processor.
+        has to be given; None exports without an image processor. onnx: also write model.onnx.
     Returns: the directory. Raises ValueError (one line) if it is not empty or the parts do not fit each
     other.
     """
     out_dir, special = Path(out_dir), dict(special or {})
+    if onnx:
+        check_packages()
     check_target(out_dir)
     if licence and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", licence):
         raise ValueError(f"license {licence!r}: give its short name, such as apache-2.0 or cc-by-4.0")
@@ -100,6 +106,8 @@ def export_model(
         write_weights(
             temporary, pairs, expected=expected, prefix="model.", dtype=dtype, max_shard_bytes=max_shard_bytes
         )
+        if onnx:
+            write_onnx(_load(config, temporary), temporary / "model.onnx", longest=max(max_length, config.max_seqlen))
         if config.architecture in FORMS:
             write_code(temporary, config)
             (temporary / "LICENSE").write_text(license_of_the_code(), encoding="utf-8")
@@ -138,6 +146,15 @@ def export_model(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     return out_dir
+
+
+def _load(config: ModelConfig, directory: Path) -> Backbone:
+    """The model, in float32, with the weights that were written."""
+    model = build_model(config)
+    for file in sorted(directory.glob("*.safetensors")):
+        weights = {name.removeprefix("model."): value for name, value in load_file(file).items()}
+        model.load_state_dict(weights, strict=False)
+    return model.eval()
 
 
 def license_of_the_code() -> str:
