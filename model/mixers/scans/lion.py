@@ -31,7 +31,6 @@ from matmix.model.mixers.scans.lion_forms import (
 )
 from matmix.model.mixers.shared import check_heads, exact_linear, head_count
 
-
 _QUADRATIC_UP_TO = 64
 """Tokens up to which `auto` makes all scores, on a CPU in half the time of chunks."""
 
@@ -48,8 +47,8 @@ class LionConfig:
     """Biases in the projection to queries, keys and values."""
     form: Literal["auto", "attention", "chunked", "recurrent"] = "auto"
     """How the result is computed; all three give the same: attention is quadratic in the length, chunked linear, and
-    recurrent goes token by token with states of constant size, for inference. auto: the fused kernel where it runs, else
-    attention for up to 64 tokens (the patches of small images) and chunked for more."""
+    recurrent goes token by token with states of constant size, for inference. auto: the fused kernel where it runs,
+    else attention for up to 64 tokens (the patches of small images) and chunked for more."""
     eps: float = 1e-6
     """Added to the sums that rows are divided by."""
     feature_map: Literal["elu", "silu", "silu_norm"] = "silu_norm"
