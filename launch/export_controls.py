@@ -38,6 +38,8 @@ def controls_section(trained: Trained, data: KnownData, controls: Sequence[str],
     if isinstance(without := evaluation.get("loss_without_mixing"), float):
         batches = trained.config.evaluation.ablation_batches
         where = f"in the first {batches:,} global batch{'es' * (batches != 1)} of the validation split"
+        if isinstance(gain := evaluation.get("mixing_gain"), float):  # a batch may be easier than the whole split
+            where += f", where it has {without - gain:.4f} as it is"
         rows.append((f"this model with each mixer's output replaced by its mean, {where}", without))
     rows += [*dict(runs).items(), *data.trivial_losses(trained)]
     table = [f"| | validation loss, {unit} |", "|---|---|"]
