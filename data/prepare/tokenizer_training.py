@@ -70,6 +70,7 @@ def _main(folder: Path, parent: int) -> None:
     if not end_with(parent, signal.SIGKILL):
         return
     with open(folder / _TEXTS, encoding="utf-8") as file:
+        (folder / _TEXTS).unlink()  # whatever ends the two processes, the text does not stay on the disk
         try:
             train_sentencepiece(map(json.loads, file), folder / _MODEL, **json.loads((folder / _OPTIONS).read_text()))
         except ValueError as error:

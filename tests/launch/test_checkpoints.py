@@ -5,8 +5,9 @@ import shutil
 import pytest
 from runs import run_recipe
 
-from matmix.launch.checkpoints import format_size
+from matmix.launch.checkpoints import Convert, format_size
 from matmix.launch.cli import main
+from matmix.launch.convert import MAX_FILE_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +21,11 @@ def trained(dataset, tmp_path_factory):
 @pytest.fixture
 def run(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run")
+
+
+def test_the_size_of_files_is_the_one_that_help_shows():
+    """Written a second time there, so that --help does not import what converts."""
+    assert Convert(source="run", out="other").max_file_bytes == MAX_FILE_BYTES
 
 
 def table(capsys, *arguments):

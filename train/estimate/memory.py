@@ -29,7 +29,8 @@ FLOAT = 4  # bytes of an element of weights, gradients and moments
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active: bytes of the storages that ops have made and that are still alive, and a record after every op.
+    """While active: bytes of the storages that ops have made and that are still alive, a record after every op, and the
+    number of those that compute, which views do not.
 
     Freed storages report themselves through weak references, so that a step of thousands of ops costs no search.
     """
@@ -38,6 +39,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.gradients = 0
+        self.computed = 0
         self.timeline: list[tuple[int, int]] = []  # (live without gradients, gradients), bytes
         self._known: dict[int, Any] = {}
         inputs = (getattr(batch, field.name) for field in dataclasses.fields(batch))
@@ -68,8 +70,15 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._watch(tensor.untyped_storage(), counts=True)
+        self.computed += _computes(function, result)
         self.timeline.append((self.live - self.gradients, self.gradients))
         return result
+
+
+def _computes(function: Any, result: Any) -> bool:
+    """Whether an op has to run something on the device: no views, and no questions about tensors."""
+    is_view = getattr(function, "is_view", False) or function is torch.ops.aten._unsafe_view.default
+    return not is_view and any(isinstance(one, torch.Tensor) for one in tree_leaves(result))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +87,7 @@ class StepMemory:
 
     kept: int  # activations that the forward pass leaves for the backward pass
     timeline: tuple[tuple[int, int], ...]  # (activations and temporaries, gradients) after each op
+    computed: int  # ops that compute; a fused op counts as one
 
     def peak(self, *, standing: float = 0.0, share: float = 1.0) -> tuple[float, float]:
         """(gradients, activations and temporaries) in bytes at the moment when their sum is greatest.
@@ -121,7 +131,7 @@ def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None) ->
                 loss = task.loss(model, example).total
             kept = meter.live
             loss.backward()
-    return StepMemory(kept=kept, timeline=tuple(meter.timeline))
+    return StepMemory(kept=kept, timeline=tuple(meter.timeline), computed=meter.computed)
 
 
 _simulated: dict[str, StepMemory] = {}
@@ -156,4 +166,4 @@ def step_memory(config: RunConfig, batch: int, *, mode: Mode | None = None) -> S
         # Ops that loop over sequences make a longer record for more of them: only the greatest values can be compared.
         rest = extended(max(r for r, _ in half.timeline), max(r for r, _ in whole.timeline))
         timeline = ((rest, half.peak()[0]),)
-    return StepMemory(kept=extended(half.kept, whole.kept), timeline=timeline)
+    return StepMemory(kept=extended(half.kept, whole.kept), timeline=timeline, computed=whole.computed)

@@ -45,6 +45,7 @@ class Plan:
     gradient_bytes: float
     activation_bytes: float  # and temporaries
     buffer_bytes: float  # that the engine keeps for itself
+    computed_ops: int  # of forward and backward passes in a step, each of which launches a kernel or more
 
     @property
     def parameters(self) -> int:
@@ -173,6 +174,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
         gradient_bytes=gradients + FLOAT * held.whole,
         activation_bytes=activations,
         buffer_bytes=FLOAT * held.buffers,
+        computed_ops=accumulation * memory.computed,
     )
 
 

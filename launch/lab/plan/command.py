@@ -35,7 +35,7 @@ FEW_TOKENS = 2048  # a pass over fewer leaves most of a large GPU idle
 _POSITIONS = {"tokens": "tokens", "images": "patches"}
 """Unit of a task -> what the positions of its sequences are."""
 WORTH_A_WARNING = 0.01  # share of the run's time
-SHORT_STEP = 5e-3  # seconds; below, starting a step's kernels one by one from Python is no longer a small part of it
+WORTH_SECONDS = 60  # of it; below, nobody waits for them
 MANY_EPOCHS = 4  # up to about four passes repeated data are nearly as good as new (arXiv 2305.16264)
 
 
@@ -73,24 +73,28 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
             f"exchanges between GPUs ({duration(one.traffic_seconds)} a step) take longer than arithmetic "
             f"({duration(one.compute_seconds)}): the batch is too small for the mesh, or the mesh too wide"
         )
+    if one.launch_seconds > max(one.compute_seconds, one.traffic_seconds):
+        found.append(
+            f"a step is too small for one {cluster.gpu}: to launch its kernels takes the host "
+            f"{duration(one.launch_seconds)}, their arithmetic {duration(one.compute_seconds)}; a larger "
+            "micro_batch_size, or --engine.compile, launches fewer"
+        )
     available, needed = data_tokens(config), plan.units_per_step * plan.steps
     if available is not None and needed > MANY_EPOCHS * available:
         found.append(
             f"data repeats: the run reads {needed / available:.1f} times the {available:,} {plan.unit} of the training "
             f"split; beyond about {MANY_EPOCHS} passes repeated data teach less and less"
         )
-    if one.step_seconds < SHORT_STEP:
-        found.append(
-            f"a step of {duration(one.step_seconds)} is so short that starting its kernels, which is not counted, may "
-            "take longer than they do: believe a short run instead, with --measured RUN"
-        )
-    elif risk.lost(risk.interval) > risk.lost(risk.best_interval) + WORTH_A_WARNING:
-        steps = max(1, round(risk.best_interval / one.step_seconds))
+    best = min(risk.best_interval, one.seconds)
+    more = risk.lost(risk.interval) - risk.lost(best)
+    if more > WORTH_A_WARNING and more * one.seconds > WORTH_SECONDS:
+        steps = max(1, round(best / one.step_seconds))
         digits = max(0, int(math.log10(steps)) - 1)
+        steps = min(round(steps, -digits), config.steps)
         found.append(
             f"a checkpoint every {config.checkpoint.every or config.steps} steps ({duration(risk.interval)}) "
             f"loses {risk.lost(risk.interval):.1%} of the time to failures, one every {duration(risk.mtbf)}; "
-            f"every {duration(risk.best_interval)} is best: --checkpoint.every {round(steps, -digits)}"
+            f"every {duration(best)} is best: --checkpoint.every {steps}"
         )
     return found
 
@@ -170,6 +174,7 @@ def _describe(
     work = ", ".join(f"{short_number(value)} {name}" for name, value in parts.items())
     gib = 2**30
     memory = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
+    launching = f", launches {duration(one.launch_seconds)}" if one.launch_seconds else ""
     nodes = -(-plan.ranks // cluster.gpus_per_node)
     units = plan.units_per_step * plan.steps
     rows = {
@@ -187,17 +192,27 @@ def _describe(
     }
     rows |= {
         "utilisation": f"{efficiency:.0%} of {cluster.peak_tflops:.0f} TFLOP/s ({source})",
+        "launches": f"{plan.computed_ops:,} or more kernels a step and rank, {cluster.launch_microseconds:g} µs of the "
+        "host for each (assumed, not measured)",
         "step": f"{duration(one.step_seconds)} (arithmetic {duration(one.compute_seconds)}, "
-        f"exchanges {duration(one.traffic_seconds)} beside it)",
+        f"exchanges {duration(one.traffic_seconds)} beside it{launching})",
         "speed": f"{short_number(one.units_per_second)} {one.plan.unit}/s",
-        "time": f"{duration(one.days * 86400)} for {plan.steps:,} steps{f' ({counted})' if counted else ''}, "
+        "time": f"{duration(one.seconds)} for {plan.steps:,} steps{f' ({counted})' if counted else ''}, "
         f"{short_number(units)} {plan.unit}, {3 * plan.flops_per_unit * units:.3g} FLOPs",
-        "failures": f"one every {duration(risk.mtbf)} expected; a checkpoint every "
-        f"{duration(risk.best_interval)} is best (Young-Daly) and costs {risk.lost(risk.best_interval):.2%} of "
-        f"the time; as configured every {duration(risk.interval)}: {risk.lost(risk.interval):.2%}",
+        "failures": _describe_failures(one, risk),
     }
     width = max(map(len, rows))
     return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+
+
+def _describe_failures(one: Estimate, risk: Risk) -> str:
+    text = f"one every {duration(risk.mtbf)} expected; "
+    if risk.best_interval > one.seconds:
+        text += f"the run is shorter than the best interval between checkpoints, {duration(risk.best_interval)}"
+    else:
+        text += f"a checkpoint every {duration(risk.best_interval)} is best"
+    text += f" (Young-Daly), which costs {risk.lost(min(risk.best_interval, one.seconds)):.2%} of the time"
+    return f"{text}; as configured every {duration(risk.interval)}: {risk.lost(risk.interval):.2%}"
 
 
 def launch_command(recipe: str, overrides: Sequence[str], one: Estimate, config: RunConfig, cluster: Cluster) -> str:

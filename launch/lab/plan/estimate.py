@@ -88,12 +88,13 @@ class Estimate:
     traffic: list[Collective]
     compute_seconds: float  # of a step
     traffic_seconds: float
+    launch_seconds: float  # at least; of the host
     fits: bool
 
     @property
     def step_seconds(self) -> float:
-        """Exchanges run beside the arithmetic: the slower of the two counts."""
-        return max(self.compute_seconds, self.traffic_seconds)
+        """Exchanges run beside the arithmetic, and the host launches both ahead of them: the slowest counts."""
+        return max(self.compute_seconds, self.traffic_seconds, self.launch_seconds)
 
     @property
     def units_per_second(self) -> float:
@@ -101,8 +102,9 @@ class Estimate:
         return self.plan.units_per_step / self.step_seconds
 
     @property
-    def days(self) -> float:
-        return self.step_seconds * self.plan.steps / 86400
+    def seconds(self) -> float:
+        """Of the whole run."""
+        return self.step_seconds * self.plan.steps
 
 
 def measured_efficiency(run: Path) -> float:
@@ -138,6 +140,8 @@ def estimate(
         traffic=traffic,
         compute_seconds=flops / (ranks * cluster.peak_tflops * 1e12 * efficiency),
         traffic_seconds=sum(part.seconds(cluster) for part in traffic),
+        # Compiled blocks launch fewer kernels than they have ops, nobody knows beforehand how many.
+        launch_seconds=0.0 if config.engine.compile else plan.computed_ops * cluster.launch_microseconds * 1e-6,
         fits=plan.total_bytes <= USABLE * cluster.memory_gb * 1e9,
     )
 

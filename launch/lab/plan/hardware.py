@@ -36,6 +36,8 @@ class Cluster:
     """What a GPU sends to other nodes; 50 is one 400 Gb/s adapter for each GPU."""
     host_gb_per_s: float = 25.0
     """Copies from a GPU to its host's memory, which training waits for when it saves."""
+    launch_microseconds: float = 5.0
+    """What the host needs to launch a kernel from PyTorch; assumed, not measured."""
     mtbf_gpu_hours: float = MTBF_GPU_HOURS
     """GPU-hours between failures."""
     restart_minutes: float = 5.0
