@@ -120,6 +120,8 @@ def export_run(
     tokenizer = trained.tokenizer if config.model.model_class.tokens else None
     # A task from outside is not imported: it has to be known already.
     outputs = config.task().outputs(config.data) if config.objective.name in TASKS else Outputs()
+    if onnx:
+        print("Writing model.onnx as well, which takes a minute or more ...", flush=True)
     out = export_model(
         config.model,
         trained.weights(),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -52,8 +54,7 @@ def write_onnx(model: Backbone, path: Path, *, longest: int = 0) -> float:
     dynamic = {0: torch.export.Dim.DYNAMIC} | ({} if fixed else {1: torch.export.Dim.DYNAMIC})
     most = min(longest or config.max_seqlen, config.max_seqlen)
     lengths = (most, most) if fixed else (12, 29) if most >= 29 else (most, max(1, most // 2))
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with _quiet(), torch.no_grad():
         try:
             program = torch.export.export(
                 form, _example(model, names, 2, lengths[0]), dynamic_shapes=(dynamic,) * len(names)
@@ -84,6 +85,22 @@ def write_onnx(model: Backbone, path: Path, *, longest: int = 0) -> float:
     if not difference <= TOLERANCE:
         raise ValueError(f"{path} does not compute the model: outputs differ by {difference:.1e} of the largest")
     return difference
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the packages say of their own steps."""
+    loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "torch.onnx")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _example(model: Backbone, names: list[str], batch: int, length: int) -> tuple[torch.Tensor, ...]:
