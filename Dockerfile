@@ -7,8 +7,10 @@
 ARG DEVICE=cuda
 
 FROM ubuntu:24.04 AS cpu
-# PyTorch's builds for CPUs; with a higher version number, so that pip takes them before those for CUDA.
-ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# The index of PyTorch's builds for CPUs, whose version numbers are higher, so that pip takes them before those for
+# CUDA. Without it pip takes the latter, which run on CPUs, too, and are larger.
+ARG TORCH_INDEX=
+ENV PIP_EXTRA_INDEX_URL=$TORCH_INDEX
 
 # The wheels bring CUDA's libraries; of the image only the settings for drivers are used.
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04 AS cuda

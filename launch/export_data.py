@@ -10,7 +10,11 @@ from matmix.data.config import DataConfig
 from matmix.data.manifest import Manifest
 from matmix.data.storage.remote import is_url
 from matmix.data.storage.storage import Storage
+from matmix.train.plugins import find_part
 from matmix.train.run.trained import Trained
+from matmix.train.tasks import TASKS, Task
+from matmix.train.tasks.image_classification import ImageClassification
+from matmix.train.tasks.token_prediction import TokenPrediction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +38,10 @@ class KnownData:
     def trivial_losses(self, trained: Trained) -> list[tuple[str, float]]:
         """What models lose that know nothing, or frequencies only, in nats: of predicted tokens and of images."""
         config = trained.config
-        if config.model.model_class.takes_images and config.objective.name == "image_classification":
+        task = find_part(config.objective.name, TASKS, "objective.name", Task)
+        if config.model.model_class.takes_images and issubclass(task, ImageClassification):
             return [(f"every class alike: ln {config.model.head.outputs:,}", math.log(config.model.head.outputs))]
-        if config.objective.name not in ("causal_lm", "masked_lm") or config.data.synthetic.task:
+        if not issubclass(task, TokenPrediction) or config.data.synthetic.task:
             return []
         found = [(f"every token alike: ln {config.model.vocab_size:,}", math.log(config.model.vocab_size))]
         if len(self.manifests) == 1 and self.manifests[0] is not None and self.manifests[0].unigram_entropy:

@@ -145,13 +145,13 @@ def finetuning_config(
 
 
 def counted(config: RunConfig) -> RunConfig:
-    """`config` with the steps of its epochs, which the number of examples decides.
+    """`config` with steps in place of its epochs, as the number of examples decides.
 
     Raises FileNotFoundError or ValueError (one line) for examples that cannot be used.
     """
     loader = make_loader(config, "train", 0, 1)
     try:
-        return with_data_facts(config, loader)
+        return dataclasses.replace(with_data_facts(config, loader), epochs=0.0)
     finally:
         loader.close()
 

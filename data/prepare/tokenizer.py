@@ -34,8 +34,9 @@ def train_tokenizer(config: PrepareConfig, sources: Sequence[Source]) -> Tokeniz
     if not (texts := list(_sample(config, sources, met))):
         check_malformed(met, 0)
         raise ValueError(empty_sentence(sources))
+    most = "at most " if config.model_type == "char" else ""
     logger.info(
-        f"training a {config.model_type} tokenizer of {config.vocab_size:,} ids on "
+        f"training a {config.model_type} tokenizer of {most}{config.vocab_size:,} ids on "
         f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB of text from {len(sources)} "
         f"{'file' if len(sources) == 1 else 'files'}"
     )

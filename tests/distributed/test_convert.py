@@ -10,7 +10,6 @@ import scenarios
 import torch
 from convert_scenarios import contents
 from harness import run_distributed
-from nightly import nightly
 from runs import records
 from safetensors.torch import load_file, save_file
 from saved_weights import read_weights
@@ -72,7 +71,8 @@ def test_engines_keep_the_same_moments(saved):
             torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=2e-6, msg=f"{name} {key}")
 
 
-@pytest.mark.parametrize("ranks", [2, nightly(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_every_engine_takes_it_up_exactly(ranks, saved, tmp_path):
     """Loaded and saved again by another engine, at another number of ranks, it is the same; and it goes on."""
     pairs = [("fsdp2", "zero2"), ("fsdp2", "zero3"), ("zero3", "fsdp2"), ("zero1", "ddp"), ("ddp", "zero1")]
@@ -138,6 +138,7 @@ def test_damage_is_found(saved, tmp_path):
         CheckpointManager(tmp_path / "checkpoints").load(checkpoint, scenarios.make_engine(EngineConfig()))
 
 
+@pytest.mark.slow
 def test_one_step_count_for_each_parameter(saved):
     """Engines that keep one of a group say so instead of taking any."""
     checkpoint = saved[0] / "fsdp2" / "step-00000003"

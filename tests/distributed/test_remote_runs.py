@@ -28,7 +28,7 @@ def manifests(store) -> list[str]:
 @pytest.mark.parametrize(
     ("engine", "nodes", "ranks"),
     [
-        ("fsdp2", 2, 1),
+        pytest.param("fsdp2", 2, 1, marks=pytest.mark.slow),
         pytest.param("fsdp2", 2, 2, marks=pytest.mark.slow),
         pytest.param("zero1", 2, 2, marks=pytest.mark.slow),
         pytest.param("zero3", 2, 1, marks=pytest.mark.slow),

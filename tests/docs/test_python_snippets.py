@@ -74,7 +74,7 @@ def run(pages: list[dict], python: list[str], site: str, work: Path) -> str:
 
 def test_there_are_reasons_where_snippets_are_not_run():
     left_out = {s.where: s.not_run for s in SNIPPETS if s.not_run}
-    assert len(left_out) <= 2, left_out
+    assert len(left_out) <= 3, left_out
     assert all(len(reason.split()) >= 4 for reason in left_out.values()), left_out
 
 

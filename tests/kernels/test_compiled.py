@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from nightly import nightly
 
 from matmix.kernels.backend import _TRITON_FORMS
 from matmix.kernels.compiling import HARDWARE, Resources, amdgcn_report, compilation, compiled, problem, ptxas_report
@@ -59,7 +60,11 @@ def fault_of(line: dict) -> str:
     return ""
 
 
-@pytest.mark.parametrize("op", _TRITON_FORMS)
+_BY_DAY = ("quasiseparable_scan", "scan_layer", "mru_mixer")
+"""The largest ones; the others are compiled every night."""
+
+
+@pytest.mark.parametrize("op", [op if op in _BY_DAY else nightly(op) for op in _TRITON_FORMS])
 def test_a_sample_fits_sm_90(tmp_path, op):
     """Each kernel in each dtype; the slow tests below compile every configuration, for every GPU."""
     found = resources_of(tmp_path, op, "--scope", "sample", "--target", "sm_90")

@@ -11,6 +11,7 @@ import torch
 from compare import FLOAT32, assert_matches, packed, rmse_ratio, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nightly import nightly
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import pad
 from triton_on_cpu import PoisonedTorch
@@ -78,7 +79,7 @@ def check_norm(device, inputs, dtype=torch.float32, layout=lambda x: x, **option
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seqlen", [*LENGTHS, 1000])
+@pytest.mark.parametrize("seqlen", [*LENGTHS, nightly(1000)])
 def test_conv_of_any_length(interpreter, seqlen, dtype):
     batch = 1 if seqlen == 1000 else 2
     check_conv(interpreter, conv_inputs(seqlen, 7, batch=batch), dtype, activation="silu")

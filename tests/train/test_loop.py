@@ -63,7 +63,7 @@ def test_a_finished_run_is_not_done_again(dataset, tmp_path):
     assert len(losses(tmp_path / "run")) == 8
 
 
-@pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])
+@pytest.mark.parametrize("recipe", [nightly("debug_mru"), "debug_hydra"])
 def test_micro_batches_do_not_change_the_numbers(recipe, dataset, tmp_path):
     for micro in ("1", "2", "8"):
         run_recipe(recipe, dataset, tmp_path / micro, "--micro-batch-size", micro, "--model.dropout", "0")
@@ -164,7 +164,7 @@ def test_a_disk_that_fills_up_costs_records_and_checkpoints_but_not_the_run(monk
 
     def step(trainer, batches):
         if trainer.state.step == 4:  # the checkpoint of step 4 stands
-            monkeypatch.setattr(MetricsFile, "_append", _full_disk)
+            monkeypatch.setattr(MetricsFile, "_write", _full_disk)
             monkeypatch.setattr(checkpoint_save, "write_manifest", _full_disk)
         true_step(trainer, batches)
 
@@ -243,7 +243,7 @@ def test_a_command_line_mistake_is_one_line_and_exit_code_2(tmp_path):
     assert not list(Path(tmp_path).iterdir())
 
 
-@pytest.mark.parametrize("recipe", [nightly("hydra_base_c4"), "mru_tinystories"])
+@pytest.mark.parametrize("recipe", [nightly("hydra_base_c4"), nightly("mru_tinystories"), "mru_shakespeare"])
 def test_a_dry_run_prints_the_plan_without_data(recipe, tmp_path):
     run = subprocess.run(
         [sys.executable, "-P", "-m", "matmix.train", recipe, "--dry-run"], cwd=tmp_path, capture_output=True, text=True

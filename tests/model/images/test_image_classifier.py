@@ -139,6 +139,7 @@ def test_stochastic_depth_leaves_out_whole_images_and_keeps_the_mean():
     assert not (model.eval().blocks[1](x) == x).all()
 
 
+@pytest.mark.slow
 def test_compiled_whole_with_recomputed_activations():
     """In training, without a break in the graph: the same loss and gradients, drawn paths included."""
     results = []

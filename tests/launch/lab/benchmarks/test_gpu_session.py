@@ -170,6 +170,7 @@ def test_tests_that_passed_are_left_out_the_next_time(tmp_path):
     assert correctness.outcomes(log) == {"a": "passed", "b": "passed"}
 
 
+@pytest.mark.slow
 def test_the_projects_own_tests_run_and_are_logged(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     now = session(tmp_path)
@@ -446,6 +447,7 @@ record.compile_ahead([record.Piece("norm", dict, dry), record.Piece("broken", di
 """
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_ahead_where_their_launch_looks_for_them(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
