@@ -208,6 +208,7 @@ def test_an_interrupt_while_workers_start_leaves_no_tracebacks(moment, tmp_path)
     code = """
 import os, signal, sys, threading, time
 from matmix.data.prepare.pool import work_in_order
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests may have it ignored
 def interrupt():
     time.sleep(float(sys.argv[1]))
     os.killpg(0, signal.SIGINT)
