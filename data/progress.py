@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from types import TracebackType
+from typing import Self
 
 from tqdm import tqdm
 
@@ -14,7 +15,22 @@ logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-class ProgressReport:
+class _Shown:
+    """What has a bar on a terminal, and closes it."""
+
+    _bar: tqdm | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class ProgressReport(_Shown):
     """Shows on stderr how many bytes of the input are read, and how fast tokens (or other units) are made."""
 
     def __init__(self, total_bytes: int, *, tokens: int = 0, label: str = "tokenising", unit: str = "tokens") -> None:
@@ -23,18 +39,8 @@ class ProgressReport:
         self.unit = unit
         self._first_tokens = tokens
         self._started = self._last = time.monotonic()
-        self._bar: tqdm | None = None
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc=label, dynamic_ncols=True, leave=False)
-
-    def __enter__(self) -> ProgressReport:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
     def update(self, done_bytes: int, tokens: int) -> None:
         """`done_bytes` and `tokens` count from the beginning of the whole preparation."""
@@ -49,24 +55,14 @@ class ProgressReport:
             logger.info(f"{self.label}: {100 * done_bytes / self.total:.0f} %, {speed}")
 
 
-class WaitingReport:
+class WaitingReport(_Shown):
     """Shows on stderr that something goes on whose end is not known, and for how long it has."""
 
     def __init__(self, label: str) -> None:
         self.label = label
         self._started = self._last = time.monotonic()
-        self._bar = None
         if sys.stderr.isatty():
             self._bar = tqdm(desc=label, bar_format="{desc}: {elapsed}", dynamic_ncols=True, leave=False)
-
-    def __enter__(self) -> WaitingReport:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
     def update(self) -> None:
         """To be called now and then."""
