@@ -98,7 +98,7 @@ class Finetune:
             raise ValueError("--parallel belongs to --seeds: give both")
         if self.write_recipe is not None:
             return _write(config, self.write_recipe)
-        return train_phases([counted(config) if self.dry_run else config], dry_run=self.dry_run)
+        return train_phases([_in_steps(config) if self.dry_run else config], dry_run=self.dry_run)
 
     def _train_seeds(self, config: RunConfig, rest: Sequence[str]) -> int:
         if _typed(rest, "--seed") is not None:
@@ -108,7 +108,7 @@ class Finetune:
         check_parallel(self.parallel)
         tasks = tasks_of_seeds(config, self.seeds)
         if self.dry_run:
-            return train_phases([counted(tasks[0].config)], dry_run=True)
+            return train_phases([_in_steps(tasks[0].config)], dry_run=True)
         return train_seeds(tasks, Path(config.run_dir), self.parallel)
 
 
@@ -145,15 +145,20 @@ def finetuning_config(
 
 
 def counted(config: RunConfig) -> RunConfig:
-    """`config` with steps in place of its epochs, as the number of examples decides.
+    """`config` with the steps of its epochs, which the number of examples decides.
 
     Raises FileNotFoundError or ValueError (one line) for examples that cannot be used.
     """
     loader = make_loader(config, "train", 0, 1)
     try:
-        return dataclasses.replace(with_data_facts(config, loader), epochs=0.0)
+        return with_data_facts(config, loader)
     finally:
         loader.close()
+
+
+def _in_steps(config: RunConfig) -> RunConfig:
+    """`counted`, without the epochs: a dry run does not count them again."""
+    return dataclasses.replace(counted(config), epochs=0.0)
 
 
 def planned_config(task: str, model: ModelConfig, words: str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -28,7 +28,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def run(*command: str) -> subprocess.CompletedProcess:
     """A Python process with safe sys.path that can import this file."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'support'}"}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.run(
         [sys.executable, "-P", *command], env=environment, capture_output=True, text=True, timeout=580
