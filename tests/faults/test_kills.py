@@ -56,6 +56,7 @@ def _kill_in_phases(run: Run, phases, **more: bool) -> None:
     run.finish()
 
 
+@pytest.mark.slow
 def test_a_fine_tuning_is_killed(zygote, dataset, tmp_path):
     """Between two saves and within one, on both ranks: weights and scores are those of the run that was left alone."""
     run_recipe("debug_hydra", dataset, tmp_path / "source", "--steps", "2", "--evaluation.every", "0")

@@ -39,6 +39,7 @@ def test_the_steps_to_come_follow_the_new_values(dataset, tmp_path, capsys):
     assert RunDirectory(run).read_config().optimizer.lr == 0.001
 
 
+@pytest.mark.slow
 def test_weight_decay_and_clipping_take_effect(dataset, tmp_path):
     for name, options in {
         "as it was": [],

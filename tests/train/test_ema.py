@@ -97,6 +97,7 @@ def test_the_export_has_the_weights_that_were_asked_for(run, dataset, tmp_path, 
         load_source(tmp_path / "raw", weights="ema")
 
 
+@pytest.mark.slow
 def test_it_may_begin_and_end_on_the_way(dataset, tmp_path):
     """It then begins with the weights of that moment; a run without one has none to give."""
     run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "3")

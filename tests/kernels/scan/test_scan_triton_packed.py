@@ -148,6 +148,7 @@ def test_forward_spans(interpreter, launched, form):
     assert names(launched).count("combine_spans") == (2 if form == "lion" else 1)
 
 
+@pytest.mark.slow
 def test_spans_of_several_rows(interpreter, launched):
     inputs = make(530, batch=2, heads=1, groups=1, d_state=3, headdim=4, states=2, kind="token")
     check(interpreter, semiseparable_scan, inputs, return_final_state=True, chunk_size=16)
