@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import distribution, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +158,15 @@ def _load(config: ModelConfig, directory: Path) -> Backbone:
 
 
 def license_of_the_code() -> str:
-    """The text of the licence that the code in an export has, which is that of this project."""
-    text = distribution("matmix").read_text("licenses/LICENSE")
-    assert text is not None, "matmix was installed without its LICENSE"
-    return text
+    """The text of the licence that the code in an export has, which is that of this project: from the clone that this
+    file lies in, or what was installed."""
+    if (path := Path(__file__).parents[3] / "LICENSE").is_file():
+        return path.read_text(encoding="utf-8")
+    # In the folder of a build several distributions have the name, of which some are without it.
+    texts = [found.read_text("licenses/LICENSE") for found in distributions(name="matmix")]
+    known = [text for text in texts if text]
+    assert known, "matmix was installed without its LICENSE"
+    return known[0]
 
 
 def write_sums(directory: Path) -> None:
