@@ -14,6 +14,7 @@ from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.merge import merge
 from matmix.data.prepare.upload import prepare_to_url
 from matmix.data.storage.remote import is_url
+from matmix.launch.merging import check_merge
 from matmix.train.arguments import Options
 from matmix.train.process.console import report
 
@@ -85,14 +86,6 @@ class Prepare:
     def _merge(self) -> int:
         if self.inputs:
             raise ValueError(f"the parts know their input, leave it out: {_MERGE_USAGE}")
-        if not self.out:
-            raise ValueError(f"no output folder given: {_MERGE_USAGE}")
-        standard = {field.name: field.default for field in dataclasses.fields(PrepareConfig)}
-        for name, value in self.options.items():
-            if value != standard[name] and name != "max_malformed":
-                flag = name.replace("_", "-")
-                raise ValueError(f"the parts were made with options of their own, leave --{flag} out: {_MERGE_USAGE}")
-        if is_url(self.out):
-            raise ValueError(f"parts are joined in the folder where they were made, not at a URL such as {self.out}")
+        check_merge(self.out, self.options, PrepareConfig, usage=_MERGE_USAGE, may_be_given="max_malformed")
         merge(self.out, dry_run=self.dry_run, max_malformed=self.options["max_malformed"])
         return 0

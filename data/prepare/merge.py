@@ -63,13 +63,8 @@ def merge(out: str, *, dry_run: bool = False, max_malformed: float = 0.01) -> Ma
         print_summary(manifest, parts.out, "earlier: nothing to do")
         return manifest
     facts, of = parts.facts(), len(parts.cuts()) - 1
-    missing = missing_parts(parts.out, of)
-    if dry_run:
-        print(parts_table(parts, of, missing), flush=True)
-        if missing:
-            return None
-    if missing:
-        raise ValueError(missing_sentence(parts, of, missing, facts["arguments"]))
+    if not all_made(parts, of, facts["arguments"], dry_run=dry_run):
+        return None
     with locked(parts.folder, BUSY.format(parts.folder)):
         found = [check_part(parts, number, of, facts) for number in range(1, of + 1)]
         sources = check_input(facts)
@@ -100,6 +95,17 @@ def merge(out: str, *, dry_run: bool = False, max_malformed: float = 0.01) -> Ma
     return manifest
 
 
+def all_made(parts: Parts, of: int, arguments: list[str], *, dry_run: bool, unit: str = "documents") -> bool:
+    """Whether all parts are finished; a dry run shows the state of each. Raises ValueError (one line) if some are not,
+    and it is no dry run."""
+    missing = missing_parts(parts.out, of)
+    if dry_run:
+        print(parts_table(parts, of, missing, unit), flush=True)
+    elif missing:
+        raise ValueError(missing_sentence(parts, of, missing, arguments))
+    return not missing
+
+
 def write_splits(
     parts: Parts, found: Sequence[FinishedPart], shard_format: ShardFormat, shards: dict[str, list[Shard]]
 ) -> None:
@@ -120,7 +126,7 @@ def move_shards(parts: Parts, splits: Iterable[str], moves: Iterable[tuple[Path,
         sync_directory(parts.out / name)
 
 
-def parts_table(parts: Parts, of: int, missing: list[int], unit: str = "documents") -> str:
+def parts_table(parts: Parts, of: int, missing: list[int], unit: str) -> str:
     """The state of each part, a line each: finished with how many documents, begun, or not begun."""
     lines, unfinished = [], set(missing)
     for number in range(1, of + 1):

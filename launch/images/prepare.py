@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import tyro
 from tyro.constructors import StructFieldSpec
 
-from matmix.data.storage.remote import is_url
+from matmix.launch.merging import check_merge
 from matmix.train.arguments import Options
 from matmix.train.process.console import report
 
@@ -77,14 +77,6 @@ class PrepareImages:
 
         if self.sources:
             raise ValueError(f"the parts know their sources, leave them out: {_MERGE_USAGE}")
-        if not self.out:
-            raise ValueError(f"no output folder given: {_MERGE_USAGE}")
-        standard = {field.name: field.default for field in dataclasses.fields(PrepareImagesConfig)}
-        for name, value in self.options.items():
-            if value != standard[name] and name != "max_corrupt":
-                flag = name.replace("_", "-")
-                raise ValueError(f"the parts were made with options of their own, leave --{flag} out: {_MERGE_USAGE}")
-        if is_url(self.out):
-            raise ValueError(f"parts are joined in the folder where they were made, not at a URL such as {self.out}")
+        check_merge(self.out, self.options, PrepareImagesConfig, usage=_MERGE_USAGE, may_be_given="max_corrupt")
         merge_images(self.out, dry_run=self.dry_run, max_corrupt=self.options["max_corrupt"])
         return 0

@@ -28,13 +28,12 @@ from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.merge import (
     BUSY,
     FinishedPart,
-    missing_sentence,
+    all_made,
     move_shards,
-    parts_table,
     plan_moves,
     write_splits,
 )
-from matmix.data.prepare.parts import Parts, missing_parts
+from matmix.data.prepare.parts import Parts
 from matmix.data.prepare.sources import Position
 from matmix.data.prepare.workspace import KEPT_EXAMPLES, PART_NAME, Progress, compare_preparations, locked
 from matmix.data.storage.files import write_atomic
@@ -140,13 +139,8 @@ def merge_images(out: str, *, dry_run: bool = False, max_corrupt: float = 0.01) 
         return manifest
     facts = parts.facts()
     options, of = facts["options"], facts["parts"]
-    missing = missing_parts(parts.out, of)
-    if dry_run:
-        print(parts_table(parts, of, missing, "pictures"), flush=True)
-        if missing:
-            return None
-    if missing:
-        raise ValueError(missing_sentence(parts, of, missing, facts["arguments"]))
+    if not all_made(parts, of, facts["arguments"], dry_run=dry_run, unit="pictures"):
+        return None
     with locked(parts.folder, BUSY.format(parts.folder)):
         found = [_check_part(parts, number, facts) for number in range(1, of + 1)]
         _check_tiling(found, facts)
