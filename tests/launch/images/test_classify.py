@@ -7,7 +7,6 @@ import numpy as np
 import pictures
 import pytest
 import torch
-from image_runs import write_image_recipe
 from PIL import Image
 from runs import run_recipe
 
@@ -16,16 +15,7 @@ from matmix.launch.cli import main
 from matmix.launch.export import export_run
 from matmix.launch.images.classifiers import load_image_model, read_pictures
 from matmix.launch.images.classify import classify
-from matmix.train.loop import train
 from matmix.train.recipe import load_config
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images")
-    path = folder / "run"
-    train(load_config(str(write_image_recipe(folder)), ["--run-dir", str(path)]))
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -5,22 +5,12 @@ import json
 import numpy as np
 import pictures
 import pytest
-from image_runs import write_image_recipe
 from runs import records
 
 from matmix.launch.cli import main
 from matmix.launch.export import export_run
 from matmix.launch.images.scores import ImageScores, score_images
-from matmix.train.loop import train
 from matmix.train.recipe import load_config
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images")
-    path = folder / "run"
-    train(load_config(str(write_image_recipe(folder)), ["--run-dir", str(path)]))
-    return path
 
 
 def test_scores_are_those_of_the_run_s_last_evaluation(run, tmp_path, capsys):

@@ -36,8 +36,7 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
 def read_id(folder: Path, where: str) -> str | None:
     """The id that the run in `folder` has at a service, None where it was never there. where: the service and the
     project in it."""
-    ids = _read(folder)
-    return ids.get(where)
+    return _read(folder).get(where)
 
 
 def keep_id(folder: Path, where: str, name: str) -> None:
