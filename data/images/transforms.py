@@ -28,14 +28,19 @@ def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[fl
         raise ValueError(
             f"pictures need timm and torchvision ({error}): in the clone of matmix, pip install -e '.[vision]'"
         ) from None
-    # Libraries augment colours: a picture of one channel has three equal ones until the end.
-    options = {"input_size": config.size, "mean": tuple(mean) * (3 // len(mean)), "std": tuple(std) * (3 // len(std))}
+    # Libraries augment colours: for them a picture of one channel has three equal ones until the end.
+    coloured = training and (config.augment or config.color_jitter or config.erasing)
+    channels = 3 if config.channels == 3 or coloured else 1
+    options = {
+        "input_size": config.size, "mean": tuple(mean) * (channels // len(mean)),
+        "std": tuple(std) * (channels // len(std)),
+    }  # fmt: skip
     fixed = "bicubic" if config.interpolation == "random" else config.interpolation
     if not training:
         transform = create_transform(
             **options, is_training=False, interpolation=fixed, crop_pct=config.crop, crop_mode="center"
         )
-        return _Channels(transform, config.channels)
+        return _Channels(transform, channels, config.channels)
     try:
         stages = create_transform(
             **options,
@@ -61,7 +66,7 @@ def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[fl
     _keep_no_bits(stages)
     if config.train_crop != "random_resized":
         stages = (_whole(config, fixed), *stages[1:])
-    return _Channels(_Chain(stages), config.channels)
+    return _Channels(_Chain(stages), channels, config.channels)
 
 
 def _whole(config: ImagesConfig, interpolation: str) -> Callable[[Image.Image], Image.Image]:
@@ -108,8 +113,9 @@ class _Chain:
 
 
 class _Channels:
-    def __init__(self, transform: Transform, channels: int) -> None:
-        self.transform, self.channels = transform, channels
+    def __init__(self, transform: Transform, given: int, kept: int) -> None:
+        self.transform, self.kept = transform, kept
+        self.mode = "RGB" if given == 3 else "L"
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
-        return self.transform(image.convert("RGB"))[: self.channels].contiguous()
+        return self.transform(image.convert(self.mode))[: self.kept].contiguous()

@@ -58,4 +58,5 @@ def gate_sums(log_gate: Tensor, length: int) -> Tensor:
         distance = (position[:, None] - position).clamp(min=0)
         return (log_gate[:, None, None] * distance).unsqueeze(0)
     sums = log_gate.transpose(1, 2).double().clamp(min=-1e4).cumsum(-1)
-    return (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(log_gate.dtype).tril(-1)
+    # Minus before the square is made, not after: so it is in the backward pass as well.
+    return (sums.unsqueeze(-1) + sums.neg().unsqueeze(-2)).to(log_gate.dtype).tril(-1)

@@ -13,12 +13,12 @@ from matmix.data.images.transforms import make_transform
 PICTURE = Image.fromarray(pixels(7, 40, 30))
 
 
-def drawn(config, count, *, training=True):
+def drawn(config, count, *, training=True, picture=PICTURE):
     """So many augmentations of a picture."""
     transform = make_transform(config, (0.5,) * config.channels, (0.5,) * config.channels, training=training)
     with borrowed_generators():
         seed_generators(np.random.default_rng(0))
-        return torch.stack([transform(PICTURE) for _ in range(count)])
+        return torch.stack([transform(picture) for _ in range(count)])
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,15 @@ def test_every_notation_at_every_strength(notation, channels):
     assert found.shape == (150, channels, 12, 12)
     assert found.isfinite().all()
     assert len(found.flatten(1).unique(dim=0)) > 100
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_one_channel_is_what_three_equal_ones_are(training):
+    """A picture without colours is not turned into one with colours where nothing needs them."""
+    grey = PICTURE.convert("L")
+    one, three = (drawn(ImagesConfig(size=16, channels=n), 20, training=training, picture=grey) for n in (1, 3))
+    assert torch.equal(one, three[:, :1])
+    assert training == (len(one.unique(dim=0)) > 1)
 
 
 def test_nothing_is_changed_where_nothing_is_asked_for():
