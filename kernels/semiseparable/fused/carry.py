@@ -40,9 +40,11 @@ def pass_states(
     sum_factor: Tensor | None = None,
     want_ends: bool = False,
     store: bool = True,
+    before: int = 0,
 ) -> States:
     """States that enter the chunks; with `cotangent`, the cotangents of the states that leave them. What enters a
-    document is left out (unwritten) where all documents begin, or end, with nothing."""
+    document is left out (unwritten) where all documents begin, or end, with nothing. `sums` are those of as many
+    directions more as come `before` these."""
     count, like, vector = len(sides), values[0], form.normalize
     documents, heads, n, p = scan.documents, scan.heads, scan.d_state, scan.headdim
 
@@ -77,6 +79,10 @@ def pass_states(
     first, second, _ = one_or_two(sides, form)
     weights = [per_token(None if cotangent else side.input_scale) for side in (first, second)]
     scaled = [weight[0] is not None for weight in weights]
+    factors = scan.factors(sides)
+    if factors:
+        table = sums[: slots * heads * (before + count) * factors * scan.chunk]
+        sums = table.view(slots, heads, before + count, -1)[:, :, before:]
     # Longer than the others', as this kernel makes no pairs of tokens.
     tile = min(scan.chunk, scan.config.state_tile)
     common = {
@@ -96,7 +102,7 @@ def pass_states(
             **common, SHIFT=form.shift, GATED1=first.log_decay is not None, GATED2=second.log_decay is not None,
             SCALED1=scaled[0], SCALED2=scaled[1], STORE=store and not summing, VECTOR=vector,
             ENTRY=entries is not None, INITIAL=entry is not None, END=out is not None, DECAYS=summing,
-            CHUNK=scan.chunk, TILE=tile, FACTORS=scan.factors(sides),
+            WHOLE=scan.whole, CHUNK=scan.chunk, TILE=tile, FACTORS=factors, SIDES=before + count,
             D_STATE=n, HEADDIM=p, BLOCK_N=block_n, BLOCK_P=block_p, PRECISION=scan.precision,
             EXACT=scan.exact,
         )  # fmt: skip

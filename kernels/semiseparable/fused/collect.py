@@ -84,8 +84,8 @@ def gradients(
     weights = *per_token(first.input_scale), *per_token(second.input_scale)
     common = {
         "TWO": two, "REVERSE": first.reverse, "SHIFT": form.shift, "GATED1": gated[0], "GATED2": gated[1],
-        "SCALED1": scaled[0], "SCALED2": scaled[1], "PACKED": table is not None, "CHUNK": scan.chunk,
-        "TILE": scan.tile,
+        "SCALED1": scaled[0], "SCALED2": scaled[1], "PACKED": table is not None, "WHOLE": scan.whole,
+        "CHUNK": scan.chunk, "TILE": scan.tile,
     }  # fmt: skip
     precise = {
         "STORED": stored, "FACTORS": scan.factors(sides), "HEADS": heads, "D_STATE": scan.d_state,

@@ -36,10 +36,14 @@ def forward(
     initial = [side.initial_state for side in sides]
     carried = scan.seqlen > scan.chunk or any(state is not None for state in initial)
     states = None
+    walk = scan.walks and not final_state and not any(state is not None for state in initial)
+    # The direction whose states are carried along needs none at the chunks' edges.
+    passed = sides[1:] if walk else sides
+    carried = carried and len(passed) > 0
     if carried or final_state:
         states = pass_states(
-            scan, sides, [side.k for side in sides], [v] * len(sides), initial, form, sums,
-            cotangent=False, want_ends=final_state, store=carried,
+            scan, passed, [side.k for side in passed], [v] * len(passed), initial, form, sums,
+            cotangent=False, want_ends=final_state, store=carried, before=len(sides) - len(passed),
         )  # fmt: skip
     two = len(sides) == 2
     concat = form.combine == "concat" and two
@@ -51,23 +55,22 @@ def forward(
     for side in (first, second):
         vectors += [side.q, *side.q.stride()[:3], side.k, *side.k.stride()[:3]]
     block_n, _, block_p, p_blocks = scan.blocks(scan.config.block)
-    heads = scan.heads_at_once(scan.config.heads)
+    heads = 1 if walk else scan.heads_at_once(scan.config.heads)
     launch(
-        mix, (scan.tiles * (scan.heads // heads), p_blocks),
+        mix, (scan.documents * scan.heads if walk else scan.tiles * (scan.heads // heads), p_blocks),
         y, *y.stride()[:3], row_sums, rest, v, *v.stride()[:3], *vectors,
         *per_token(diagonal), *per_token(first.input_scale), *per_token(second.input_scale), sums,
         states.states if carried else None, states.vectors if carried else None,
-        scan.table(scan.chunk),
-        scan.seqlen, scan.per_row(scan.chunk), scan.heads, scan.share, self_weight,
-        form.eps,
+        scan.cu_seqlens if walk else scan.table(scan.chunk),
+        scan.seqlen, scan.per_row(scan.chunk), scan.heads, scan.share, self_weight, form.eps,
         num_warps=scan.config.mix_warps, num_stages=1, maxnreg=scan.config.mix_registers,
         TWO=two, REVERSE=first.reverse, SHIFT=form.shift, GATED1=first.log_decay is not None,
         GATED2=second.log_decay is not None, SCALED1=first.input_scale is not None,
         SCALED2=second.input_scale is not None, DIAGONAL=diagonal is not None, STORED=carried,
         INITIAL=carried and states.given, NORMALIZE=row_sums is not None, REST=rest is not None,
-        COMBINE=form.combine if two else "add", PACKED=scan.cu_seqlens is not None, CHUNK=scan.chunk, TILE=scan.tile,
-        FACTORS=scan.factors(sides), HEADS=heads, D_STATE=scan.d_state, HEADDIM=scan.headdim, BLOCK_N=block_n,
-        BLOCK_P=block_p, PRECISION=scan.precision, EXACT=scan.exact,
+        COMBINE=form.combine if two else "add", PACKED=scan.cu_seqlens is not None, WHOLE=scan.whole, CHUNK=scan.chunk,
+        TILE=scan.tile, FACTORS=scan.factors(sides), HEADS=heads, WALK=walk, D_STATE=scan.d_state,
+        HEADDIM=scan.headdim, BLOCK_N=block_n, BLOCK_P=block_p, PRECISION=scan.precision, EXACT=scan.exact,
     )  # fmt: skip
     return ScanOutput(y, row_sums, states.ends[:, :, 0] if final_state else None, rest)
 

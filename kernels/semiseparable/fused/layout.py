@@ -10,6 +10,9 @@ rounding of those sums is far below that of the inputs.)
 
 Indices of tokens count from the tile's first token, which pointers stand at: `place` tokens of the document come before
 it, `left` tokens are left from it on. Sums of a tile are read at `sums + r0`, r0 being its place in the chunk.
+
+What a kernel knows when it is compiled takes no registers and instructions: the distance between rows of each tensor
+(rows of a tile then stand at constant distances), and with WHOLE that all chunks are full (no token is looked for).
 """
 
 from __future__ import annotations

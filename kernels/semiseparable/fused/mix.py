@@ -1,8 +1,12 @@
 """The product with the mixer matrix, y = M v.
 
-One program makes the rows of one tile, for one head: scores q k^T below and above the diagonal from the two directions,
-times decays and input scales, with the whole diagonal added, multiplied with the tile's values; and what those rows
-read from the states that enter the tile from either side. Nothing is flipped, and y is written once.
+The rows of one tile, for one head: scores q k^T below and above the diagonal from the two directions, times decays and
+input scales, with the whole diagonal added, multiplied with the tile's values; and what those rows read from the states
+that enter the tile from either side. Nothing is flipped, and y is written once.
+
+A program makes one tile for some heads of a group, which share the scores. Where there are documents and heads enough
+for all of a GPU, one makes all tiles of one document for one head instead: it carries the first direction's state along
+in registers, which then is neither written to memory nor read from there.
 
 Heads vary fastest over programs: those of a group read the same q and k at the same time.
 """
@@ -13,7 +17,9 @@ import triton
 import triton.language as tl
 
 from matmix.kernels.semiseparable.fused.layout import (
+    add_tile,
     edge_sum,
+    entering_edge,
     exponents,
     leaving_edge,
     load_factor,
@@ -27,15 +33,15 @@ from matmix.kernels.semiseparable.fused.layout import (
     tile_exponents,
     write_sums,
 )
-from matmix.kernels.slots import located
+from matmix.kernels.slots import bounds, first_slot, located
 
 
 @triton.jit
 def read_state(
     whole, q, q_l, k, k_l, v, v_l, w, w_l, sums, state, vector, there, r0, place, left, p0,
     REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, STORED: tl.constexpr,
-    VECTOR: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    VECTOR: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr,
+    HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """What a tile's rows (TILE, BLOCK_P) read through the tile's entering edge, from the state at the chunk's edge and
     from the chunk's tiles between; and the same for sums of rows, (TILE,)."""
@@ -61,6 +67,8 @@ def read_state(
         for step in tl.range(last - 1 - here if REVERSE else here, num_stages=1):
             tile = last - 1 - step if REVERSE else step
             ahead = tile * TILE - r0
+            if WHOLE:
+                tl.assume(left - ahead >= TILE)
             there_j = i < left - ahead
             scores = side_scores(
                 whole, q, q_l, k + ahead * k_l, k_l, source, readable, i, there_j, D_STATE, TILE, BLOCK_N, PRECISION
@@ -84,6 +92,28 @@ def read_state(
             if VECTOR:
                 sums_read += tl.sum(scores, 1)
     if GATED:
+        high, low = read_sums(sums + r0, i, r0, REVERSE, SHIFT, CHUNK, EXACT)
+        factor = tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))
+        read *= factor[:, None]
+        sums_read *= factor
+    return read, sums_read
+
+
+@triton.jit
+def read_carried(
+    x, h, z, sums, place, left, r0,
+    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, VECTOR: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """What a tile's rows x (q) read from the state h (BLOCK_N, BLOCK_P) at the tile's entering edge, (TILE, BLOCK_P);
+    and the same for sums of rows z, (TILE,)."""
+    i = tl.arange(0, TILE)
+    read = state_dot(x, h, tl.zeros((TILE, h.shape[1]), tl.float32), PRECISION)
+    sums_read = tl.zeros((TILE,), tl.float32)
+    if VECTOR:
+        sums_read += tl.sum(x.to(tl.float32) * z[None, :], 1)
+    if GATED:
+        edge_high, edge_low = edge_sum(sums, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
         high, low = read_sums(sums + r0, i, r0, REVERSE, SHIFT, CHUNK, EXACT)
         factor = tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))
         read *= factor[:, None]
@@ -117,165 +147,254 @@ def tile_scores(
     return scores, own1, own2
 
 
-@triton.jit(do_not_specialize=["seqlen", "per_row", "self_weight", "eps"])
-def mix(
-    y, y_b, y_l, y_h, row_sums, rest, v, v_b, v_l, v_h,
-    q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g, d, d_b, d_l, d_h,
-    w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h, sums, states, vectors, table, seqlen, per_row, heads, share,
-    self_weight, eps,
+@triton.jit
+def mix_tile(
+    y, y_b, y_l, y_h, row_sums, rest, v, v_b, v_l, v_h, at_q1, q1_l, at_k1, k1_l, at_q2, q2_l, at_k2, k2_l,
+    d, d_b, d_l, d_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h, sums, states, vectors, whole1, whole2, scores, own1,
+    own2, h, z, b, t, head, slot, r0, place, left, starts, ends, p0, seqlen, heads, self_weight, eps,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, DIAGONAL: tl.constexpr, STORED: tl.constexpr,
-    INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, REST: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, FACTORS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr,
-    HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, REST: tl.constexpr, COMBINE: tl.constexpr, WHOLE: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, FACTORS: tl.constexpr, WALK: tl.constexpr, SHARED: tl.constexpr,
+    D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """y = M v of one tile, HEADS heads and BLOCK_P channels. The first direction runs backward if REVERSE; a second one
-    always does."""
+    """One tile, one head and BLOCK_P channels. SHARED: the scores are given. With WALK the first direction reads from
+    h and z; returned are these behind the tile."""
     tiles: tl.constexpr = CHUNK // TILE
     directions: tl.constexpr = 2 if TWO else 1
-    parts = heads // HEADS
-    h0 = tl.program_id(0) % parts * HEADS
-    unit = tl.program_id(0) // parts
-    slot = unit // tiles
-    r0 = unit % tiles * TILE
-    p0 = tl.program_id(1) * BLOCK_P
-    group = (h0 // share).to(tl.int64)
-    chunk, batch_row, begin, length = located(slot, table, seqlen, per_row, PACKED)
-    place = chunk * CHUNK + r0
-    left = length - place
-    if left <= 0:
-        return
-    b = batch_row.to(tl.int64)
-    t = (begin + place).to(tl.int64)
+    elements: tl.constexpr = D_STATE * HEADDIM
     i = tl.arange(0, TILE)
     valid = i < left
     on = i[:, None] == i[None, :]
     # Which of the strict triangles belongs to the first direction.
     first = i[:, None] < i[None, :] if REVERSE else i[:, None] > i[None, :]
-    at_q1 = q1 + b * q1_b + t * q1_l + group * q1_g
-    at_k1 = k1 + b * k1_b + t * k1_l + group * k1_g
-
-    at_q2 = at_q1
-    at_k2 = at_k1
-    if TWO:
-        at_q2 = q2 + b * q2_b + t * q2_l + group * q2_g
-        at_k2 = k2 + b * k2_b + t * k2_l + group * k2_g
-    source, readable = shifted(i, place, left, REVERSE, SHIFT)
-    whole1 = load_rows(at_q1, q1_l, source, readable, 0, D_STATE, BLOCK_N)
-    whole2 = whole1
-    if TWO:
-        source, readable = shifted(i, place, left, True, SHIFT)
-        whole2 = load_rows(at_q2, q2_l, source, readable, 0, D_STATE, BLOCK_N)
-    if HEADS > 1:
+    of_head = slot.to(tl.int64) * heads + head
+    sums1 = sums + of_head * directions * (FACTORS * CHUNK) if FACTORS else sums
+    sums2 = sums + (of_head * directions + 1) * (FACTORS * CHUNK) if FACTORS else sums
+    # The states of a direction that is carried along are not there.
+    of_slot = of_head * (1 if WALK else directions)
+    at_v = v + b * v_b + t * v_l + head * v_h
+    at_w1 = w1 + b * w1_b + t * w1_l + head * w1_h if SCALED1 else w1
+    at_w2 = w2 + b * w2_b + t * w2_l + head * w2_h if SCALED2 else w2
+    row_sum = tl.zeros((TILE,), tl.float32)
+    out = tl.zeros((TILE, BLOCK_P), tl.float32)
+    out2 = out
+    if WALK:
+        out, row_sum = read_carried(
+            whole1, h, z, sums1, place, left, r0, REVERSE, SHIFT, GATED1, NORMALIZE, CHUNK, TILE, PRECISION, EXACT
+        )
+    elif STORED or tiles > 1:
+        out, row_sum = read_state(
+            whole1, at_q1, q1_l, at_k1, k1_l, at_v, v_l, at_w1, w1_l, sums1,
+            states + of_slot * elements if STORED else states,
+            vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors,
+            INITIAL | (ends if REVERSE else starts), r0, place, left, p0,
+            REVERSE, SHIFT, GATED1, SCALED1, STORED, NORMALIZE, WHOLE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
+            PRECISION, EXACT,
+        )  # fmt: skip
+    if TWO and (STORED or tiles > 1):
+        of_slot += 0 if WALK else 1
+        out2, sums_read = read_state(
+            whole2, at_q2, q2_l, at_k2, k2_l, at_v, v_l, at_w2, w2_l, sums2,
+            states + of_slot * elements if STORED else states,
+            vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors, INITIAL | ends, r0, place, left,
+            p0, True, SHIFT, GATED2, SCALED2, STORED, NORMALIZE, WHOLE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N,
+            BLOCK_P, PRECISION, EXACT,
+        )  # fmt: skip
+        row_sum += sums_read
+        if COMBINE == "add":
+            out += out2
+    if not SHARED:
+        # Here and not further up, so that fewer tiles are in registers at the same time.
         scores, own1, own2 = tile_scores(
             whole1, at_q1, q1_l, at_k1, k1_l, whole2, at_q2, q2_l, at_k2, k2_l, place, left, TWO, REVERSE, SHIFT,
             TILE, D_STATE, BLOCK_N, PRECISION,
         )  # fmt: skip
-    elements: tl.constexpr = D_STATE * HEADDIM
-    starts, ends = chunk > 0, (chunk + 1) * CHUNK < length
+    matrix = scores
+    if GATED1 or GATED2:
+        exponent = tile_exponents(sums1, i, r0, False, REVERSE, SHIFT, GATED1, CHUNK, EXACT)
+        if TWO:
+            other = tile_exponents(sums2, i, r0, False, True, SHIFT, GATED2, CHUNK, EXACT)
+            exponent = tl.where(~(first | on), other, exponent)
+        matrix *= tl.exp2(exponent)
+    # The diagonal: each direction's own terms (without shift), then the given one.
+    own = own1 * self_weight
+    also = own2 * self_weight
+    scale1 = 1.0
+    scale2 = 1.0
+    if SCALED1:
+        given1 = settled(load_factor(at_w1, w1_l, i, valid))
+        scale1 = given1[None, :]
+        own *= given1
+    if SCALED2:
+        given2 = settled(load_factor(at_w2, w2_l, i, valid))
+        scale2 = given2[None, :]
+        also *= given2
+    if SCALED1 or SCALED2:
+        # Chosen products, not products with what is chosen: that takes more instructions.
+        matrix = tl.where(first, matrix * scale1, matrix * scale2) if TWO else matrix * scale1
+    given = tl.zeros((TILE,), tl.float32)
+    if DIAGONAL:
+        given += load_factor(d + b * d_b + t * d_l + head * d_h, d_l, i, valid)
+    # What stands outside of the triangles is anything up to here.
+    if not TWO:
+        matrix = tl.where(first, matrix, 0.0)
 
-    for step in tl.range(HEADS, num_stages=1):
-        head = (h0 + step).to(tl.int64)
-        of_slot = (slot.to(tl.int64) * heads + head) * directions
-        sums1 = sums + of_slot * (FACTORS * CHUNK) if FACTORS else sums
-        sums2 = sums + (of_slot + 1) * (FACTORS * CHUNK) if FACTORS else sums
-        at_v = v + b * v_b + t * v_l + head * v_h
-        at_w1 = w1 + b * w1_b + t * w1_l + head * w1_h if SCALED1 else w1
-        at_w2 = w2 + b * w2_b + t * w2_l + head * w2_h if SCALED2 else w2
-        row_sum = tl.zeros((TILE,), tl.float32)
-        out = tl.zeros((TILE, BLOCK_P), tl.float32)
-        out2 = out
-        if STORED or tiles > 1:
-            out, row_sum = read_state(
-                whole1, at_q1, q1_l, at_k1, k1_l, at_v, v_l, at_w1, w1_l, sums1,
-                states + of_slot * elements if STORED else states,
-                vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors,
-                INITIAL | (ends if REVERSE else starts), r0, place, left, p0,
-                REVERSE, SHIFT, GATED1, SCALED1, STORED, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
-                PRECISION, EXACT,
-            )  # fmt: skip
-            if TWO:
-                of_slot += 1
-                out2, sums_read = read_state(
-                    whole2, at_q2, q2_l, at_k2, k2_l, at_v, v_l, at_w2, w2_l, sums2,
-                    states + of_slot * elements if STORED else states,
-                    vectors + of_slot * D_STATE if STORED and NORMALIZE else vectors, INITIAL | ends, r0, place, left,
-                    p0, True, SHIFT, GATED2, SCALED2, STORED, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N,
-                    BLOCK_P, PRECISION, EXACT,
-                )  # fmt: skip
-                row_sum += sums_read
-                if COMBINE == "add":
-                    out += out2
-        if HEADS == 1:
-            # Here and not further up, so that fewer tiles are in registers at the same time.
+    values = load_rows(at_v, v_l, i, valid, p0, HEADDIM, BLOCK_P)
+    if COMBINE == "add":
+        matrix = tl.where(on, (own + also + given)[:, None], matrix)
+        out = tl.dot(matrix.to(values.dtype), values, acc=out, input_precision=PRECISION)
+        if NORMALIZE:
+            row_sum += tl.sum(matrix, 1)
+    else:
+        # Where the halves are multiplied the given diagonal is added at the end.
+        in_both = given if COMBINE == "concat" else tl.zeros((TILE,), tl.float32)
+        half = tl.where(on, (own + in_both)[:, None], tl.where(first, matrix, 0.0))
+        out = tl.dot(half.to(values.dtype), values, acc=out, input_precision=PRECISION)
+        half = tl.where(on, (also + in_both)[:, None], tl.where(first, 0.0, matrix))
+        out2 = tl.dot(half.to(values.dtype), values, acc=out2, input_precision=PRECISION)
+
+    if NORMALIZE:
+        out /= (row_sum + eps)[:, None]
+        if p0 == 0:
+            tl.store(row_sums + (b * seqlen + t + i) * heads + head, row_sum, mask=valid)
+    p = p0 + tl.arange(0, BLOCK_P)
+    target = b * y_b + t * y_l + head * y_h
+    at = i[:, None] * y_l + p[None, :]
+    inside = valid[:, None]
+    if HEADDIM % BLOCK_P != 0:
+        inside = inside & (p[None, :] < HEADDIM)
+    if COMBINE == "add":
+        rounded = out.to(y.dtype.element_ty)
+        tl.store(y + target + at, rounded, mask=inside)
+        if REST:
+            tl.store(rest + target + at, (out - rounded.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
+    elif COMBINE == "concat":
+        tl.store(y + target + at, out.to(y.dtype.element_ty), mask=inside)
+        tl.store(y + target + HEADDIM + at, out2.to(y.dtype.element_ty), mask=inside)
+    else:
+        out *= out2
+        if DIAGONAL:
+            out += given[:, None] * values.to(tl.float32)
+        tl.store(y + target + at, out.to(y.dtype.element_ty), mask=inside)
+    if WALK:
+        edge_high = place * 0.0
+        edge_low = edge_high
+        if GATED1:
+            edge_high, edge_low = edge_sum(sums1, leaving_edge(r0, REVERSE, TILE), CHUNK, EXACT)
+            before_high, before_low = edge_sum(sums1, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
+            through = tl.exp2(exponents(edge_high, edge_low, before_high, before_low, EXACT))
+            h *= through
+            z *= through
+        h, z = add_tile(
+            h, z, at_k1, k1_l, at_v, v_l, at_v, v_l, at_w1, w1_l, sums1, edge_high, edge_low, r0, place, left, 0, p0,
+            REVERSE, False, SHIFT, GATED1, SCALED1, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
+            PRECISION, EXACT,
+        )  # fmt: skip
+    return h, z
+
+
+@triton.jit
+def open_tile(
+    q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g, b, t, group, place, left,
+    TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The pointers to a tile's q and k of both directions, and the (first BLOCK_N elements of the) q that its tokens
+    read with."""
+    i = tl.arange(0, TILE)
+    at_q1 = q1 + b * q1_b + t * q1_l + group * q1_g
+    at_k1 = k1 + b * k1_b + t * k1_l + group * k1_g
+    at_q2 = at_q1
+    at_k2 = at_k1
+    source, readable = shifted(i, place, left, REVERSE, SHIFT)
+    whole1 = load_rows(at_q1, q1_l, source, readable, 0, D_STATE, BLOCK_N)
+    whole2 = whole1
+    if TWO:
+        at_q2 = q2 + b * q2_b + t * q2_l + group * q2_g
+        at_k2 = k2 + b * k2_b + t * k2_l + group * k2_g
+        source, readable = shifted(i, place, left, True, SHIFT)
+        whole2 = load_rows(at_q2, q2_l, source, readable, 0, D_STATE, BLOCK_N)
+    return at_q1, at_k1, at_q2, at_k2, whole1, whole2
+
+
+@triton.jit(do_not_specialize=["seqlen", "per_row", "self_weight", "eps"])
+def mix(
+    y, y_b, y_l: tl.constexpr, y_h, row_sums, rest, v, v_b, v_l: tl.constexpr, v_h, q1, q1_b, q1_l: tl.constexpr, q1_g,
+    k1, k1_b, k1_l: tl.constexpr, k1_g, q2, q2_b, q2_l: tl.constexpr, q2_g, k2, k2_b, k2_l: tl.constexpr, k2_g, d, d_b,
+    d_l: tl.constexpr, d_h, w1, w1_b, w1_l: tl.constexpr, w1_h, w2, w2_b, w2_l: tl.constexpr, w2_h, sums, states,
+    vectors, table, seqlen, per_row, heads, share, self_weight, eps,
+    TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
+    SCALED1: tl.constexpr, SCALED2: tl.constexpr, DIAGONAL: tl.constexpr, STORED: tl.constexpr, INITIAL: tl.constexpr,
+    NORMALIZE: tl.constexpr, REST: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, FACTORS: tl.constexpr, HEADS: tl.constexpr, WALK: tl.constexpr,
+    D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """y = M v of one tile, HEADS heads and BLOCK_P channels; with WALK of one document and one head. `table` is that of
+    chunks, or with WALK cu_seqlens. The first direction runs backward if REVERSE; a second one always does."""
+    parts = heads // HEADS
+    h0 = tl.program_id(0) % parts * HEADS
+    unit = tl.program_id(0) // parts
+    p0 = tl.program_id(1) * BLOCK_P
+    group = (h0 // share).to(tl.int64)
+    SHARED: tl.constexpr = HEADS > 1
+    if WALK:
+        begin, length = bounds(unit, table, seqlen, PACKED)
+        before = first_slot(unit, begin, per_row, CHUNK, PACKED)
+        batch_row = unit * 0 if PACKED else unit
+        steps = tl.cdiv(length, TILE)
+    else:
+        slot = unit // (CHUNK // TILE)
+        r0 = unit % (CHUNK // TILE) * TILE
+        chunk, batch_row, begin, length = located(slot, table, seqlen, per_row, PACKED)
+        place = chunk * CHUNK + r0
+        left = length - place
+        if left <= 0:
+            return
+        if WHOLE:
+            tl.assume(left >= TILE)
+        steps = HEADS
+    b = batch_row.to(tl.int64)
+    scores = tl.zeros((TILE, TILE), tl.float32)
+    own1 = tl.zeros((TILE,), tl.float32)
+    own2 = own1
+    h = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
+    z = tl.zeros((BLOCK_N,), tl.float32)
+    if not WALK:
+        t = (begin + place).to(tl.int64)
+        at_q1, at_k1, at_q2, at_k2, whole1, whole2 = open_tile(
+            q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g, b, t, group, place,
+            left, TWO, REVERSE, SHIFT, TILE, D_STATE, BLOCK_N,
+        )  # fmt: skip
+        if SHARED:
             scores, own1, own2 = tile_scores(
                 whole1, at_q1, q1_l, at_k1, k1_l, whole2, at_q2, q2_l, at_k2, k2_l, place, left, TWO, REVERSE, SHIFT,
                 TILE, D_STATE, BLOCK_N, PRECISION,
             )  # fmt: skip
-        matrix = scores
-        if GATED1 or GATED2:
-            exponent = tile_exponents(sums1, i, r0, False, REVERSE, SHIFT, GATED1, CHUNK, EXACT)
-            if TWO:
-                other = tile_exponents(sums2, i, r0, False, True, SHIFT, GATED2, CHUNK, EXACT)
-                exponent = tl.where(~(first | on), other, exponent)
-            matrix *= tl.exp2(exponent)
-        # The diagonal: each direction's own terms (without shift), then the given one.
-        own = own1 * self_weight
-        also = own2 * self_weight
-        scale1 = 1.0
-        scale2 = 1.0
-        if SCALED1:
-            given1 = settled(load_factor(at_w1, w1_l, i, valid))
-            scale1 = given1[None, :]
-            own *= given1
-        if SCALED2:
-            given2 = settled(load_factor(at_w2, w2_l, i, valid))
-            scale2 = given2[None, :]
-            also *= given2
-        if SCALED1 or SCALED2:
-            # Chosen products, not products with what is chosen: that takes more instructions.
-            matrix = tl.where(first, matrix * scale1, matrix * scale2) if TWO else matrix * scale1
-        given = tl.zeros((TILE,), tl.float32)
-        if DIAGONAL:
-            given += load_factor(d + b * d_b + t * d_l + head * d_h, d_l, i, valid)
-        # What stands outside of the triangles is anything up to here.
-        if not TWO:
-            matrix = tl.where(first, matrix, 0.0)
-
-        values = load_rows(at_v, v_l, i, valid, p0, HEADDIM, BLOCK_P)
-        if COMBINE == "add":
-            matrix = tl.where(on, (own + also + given)[:, None], matrix)
-            out = tl.dot(matrix.to(values.dtype), values, acc=out, input_precision=PRECISION)
-            if NORMALIZE:
-                row_sum += tl.sum(matrix, 1)
+    for step in tl.range(steps, num_stages=1):
+        head = h0.to(tl.int64)
+        if WALK:
+            place = (steps - 1 - step if REVERSE else step) * TILE
+            chunk = place // CHUNK
+            r0 = place % CHUNK
+            slot = before + chunk
+            left = length - place
+            if WHOLE:
+                tl.assume(left >= TILE)
+            t = (begin + place).to(tl.int64)
+            at_q1, at_k1, at_q2, at_k2, whole1, whole2 = open_tile(
+                q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g, b, t, group,
+                place, left, TWO, REVERSE, SHIFT, TILE, D_STATE, BLOCK_N,
+            )  # fmt: skip
         else:
-            # Where the halves are multiplied the given diagonal is added at the end.
-            in_both = given if COMBINE == "concat" else tl.zeros((TILE,), tl.float32)
-            half = tl.where(on, (own + in_both)[:, None], tl.where(first, matrix, 0.0))
-            out = tl.dot(half.to(values.dtype), values, acc=out, input_precision=PRECISION)
-            half = tl.where(on, (also + in_both)[:, None], tl.where(first, 0.0, matrix))
-            out2 = tl.dot(half.to(values.dtype), values, acc=out2, input_precision=PRECISION)
-
-        if NORMALIZE:
-            out /= (row_sum + eps)[:, None]
-            if p0 == 0:
-                tl.store(row_sums + (b * seqlen + t + i) * heads + head, row_sum, mask=valid)
-        p = p0 + tl.arange(0, BLOCK_P)
-        target = b * y_b + t * y_l + head * y_h
-        at = i[:, None] * y_l + p[None, :]
-        inside = valid[:, None]
-        if HEADDIM % BLOCK_P != 0:
-            inside = inside & (p[None, :] < HEADDIM)
-        if COMBINE == "add":
-            rounded = out.to(y.dtype.element_ty)
-            tl.store(y + target + at, rounded, mask=inside)
-            if REST:
-                tl.store(rest + target + at, (out - rounded.to(tl.float32)).to(y.dtype.element_ty), mask=inside)
-        elif COMBINE == "concat":
-            tl.store(y + target + at, out.to(y.dtype.element_ty), mask=inside)
-            tl.store(y + target + HEADDIM + at, out2.to(y.dtype.element_ty), mask=inside)
-        else:
-            out *= out2
-            if DIAGONAL:
-                out += given[:, None] * values.to(tl.float32)
-            tl.store(y + target + at, out.to(y.dtype.element_ty), mask=inside)
+            head += step
+        h, z = mix_tile(
+            y, y_b, y_l, y_h, row_sums, rest, v, v_b, v_l, v_h, at_q1, q1_l, at_k1, k1_l, at_q2, q2_l, at_k2, k2_l,
+            d, d_b, d_l, d_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h, sums, states, vectors, whole1, whole2,
+            scores, own1, own2, h, z, b, t, head, slot, r0, place, left, chunk > 0, (chunk + 1) * CHUNK < length, p0,
+            seqlen, heads, self_weight, eps,
+            TWO, REVERSE, SHIFT, GATED1, GATED2, SCALED1, SCALED2, DIAGONAL, STORED, INITIAL, NORMALIZE, REST, COMBINE,
+            WHOLE, CHUNK, TILE, FACTORS, WALK, SHARED, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
+        )  # fmt: skip

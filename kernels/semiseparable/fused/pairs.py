@@ -100,15 +100,14 @@ def write_state(
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "tokens", "self_weight"])
 def pair_gradients(
-    dv, dv_b, dv_l, dv_h, dscores, own_scores,
-    decays1, scales1, decays2, scales2, crossed, entered, dd1, dd2,
-    dy1, dy2, dy_b, dy_l, dy_h, v, v_b, v_l, v_h,
-    q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g,
-    given, given_b, given_l, given_h, u, u_b, u_l, u_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
-    sums, triangle, leaving, table, seqlen, per_row, tokens, heads, share, self_weight,
+    dv, dv_b, dv_l: tl.constexpr, dv_h, dscores, own_scores, decays1, scales1, decays2, scales2, crossed, entered, dd1,
+    dd2, dy1, dy2, dy_b, dy_l: tl.constexpr, dy_h, v, v_b, v_l: tl.constexpr, v_h, q1, q1_b, q1_l: tl.constexpr, q1_g,
+    k1, k1_b, k1_l: tl.constexpr, k1_g, q2, q2_b, q2_l: tl.constexpr, q2_g, k2, k2_b, k2_l: tl.constexpr, k2_g, given,
+    given_b, given_l: tl.constexpr, given_h, u, u_b, u_l: tl.constexpr, u_h, w1, w1_b, w1_l: tl.constexpr, w1_h, w2,
+    w2_b, w2_l: tl.constexpr, w2_h, sums, triangle, leaving, table, seqlen, per_row, tokens, heads, share, self_weight,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
-    SCALED1: tl.constexpr, SCALED2: tl.constexpr, DIAGONAL: tl.constexpr, HALVES: tl.constexpr,
-    NORMALIZE: tl.constexpr, STORED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr,
+    SCALED1: tl.constexpr, SCALED2: tl.constexpr, DIAGONAL: tl.constexpr, HALVES: tl.constexpr, NORMALIZE: tl.constexpr,
+    STORED: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr, FACTORS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -138,6 +137,8 @@ def pair_gradients(
     left = length - place
     if left <= 0:
         return
+    if WHOLE:
+        tl.assume(left >= CHUNK - r0)
     b = batch_row.to(tl.int64)
     t = (begin + place).to(tl.int64)
     i = tl.arange(0, TILE)

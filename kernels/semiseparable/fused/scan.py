@@ -74,6 +74,18 @@ class Scan(NamedTuple):
         return max(d for d in range(1, self.share + 1) if self.share % d == 0 and d <= most)
 
     @property
+    def whole(self) -> bool:
+        """Whether all chunks are full, so that no token has to be looked for."""
+        return self.cu_seqlens is None and self.seqlen % self.chunk == 0
+
+    @property
+    def walks(self) -> bool:
+        """Whether one program can make all tiles of a document for one head, and there are enough of those."""
+        _, n_blocks, _, p_blocks = self.blocks(self.config.block)
+        enough = self.documents * self.heads * p_blocks >= self.programs
+        return bool(self.config.walk) and enough and n_blocks == 1 and self.seqlen > self.chunk
+
+    @property
     def exact(self) -> bool:
         """Whether sums of decays are two floats."""
         return self.config.itemsize == 4

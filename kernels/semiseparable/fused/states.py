@@ -30,9 +30,8 @@ def pass_side(
     end_decays, first, last, length, n0, p0, step_of_states, step_of_vectors,
     REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
     STORE: tl.constexpr, VECTOR: tl.constexpr, ENTRY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr,
-    DECAYS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr,
-    HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    DECAYS: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr,
+    HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Run a tile (BLOCK_N, BLOCK_P) of one direction's state through chunks first .. last - 1 of a document.
 
@@ -58,6 +57,9 @@ def pass_side(
         tile = number % tiles
         r0 = tile * TILE
         place = number * TILE
+        left = length - place
+        if WHOLE:
+            tl.assume(left >= TILE)
         if STORE:
             # What enters a document is not stored where it is nothing.
             inner_chunk = (chunk + 1) * CHUNK < length if backward else chunk > 0
@@ -86,7 +88,7 @@ def pass_side(
         at = place.to(tl.int64)
         h, z = add_tile(
             h, z, k + at * k_l, k_l, v + at * v_l, v_l, u + at * u_l if (VECTOR and COTANGENT) else u, u_l,
-            w + at * w_l if SCALED else w, w_l, of_chunk, edge_high, edge_low, r0, place, length - place, n0, p0,
+            w + at * w_l if SCALED else w, w_l, of_chunk, edge_high, edge_low, r0, place, left, n0, p0,
             REVERSE, COTANGENT, SHIFT, GATED, SCALED, VECTOR, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
             PRECISION, EXACT,
         )  # fmt: skip
@@ -100,19 +102,19 @@ def pass_side(
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "spans_per_row", "span_chunks"])
 def state_pass(
-    k1, k1_b, k1_l, k1_g, k2, k2_b, k2_l, k2_g, v1, v2, v_b, v_l, v_h,
-    u, u_b, u_l, u_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
-    sums, states, vectors, entry, entry_vectors, ends, end_vectors, end_decays,
-    table, seqlen, per_row, spans_per_row, span_chunks, heads, share,
+    k1, k1_b, k1_l: tl.constexpr, k1_g, k2, k2_b, k2_l: tl.constexpr, k2_g, v1, v2, v_b, v_l: tl.constexpr, v_h, u, u_b,
+    u_l: tl.constexpr, u_h, w1, w1_b, w1_l: tl.constexpr, w1_h, w2, w2_b, w2_l: tl.constexpr, w2_h, sums, states,
+    vectors, entry, entry_vectors, ends, end_vectors, end_decays, table, seqlen, per_row, spans_per_row, span_chunks,
+    heads, share,
     TWO: tl.constexpr, REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr,
     GATED2: tl.constexpr, SCALED1: tl.constexpr, SCALED2: tl.constexpr, STORE: tl.constexpr, VECTOR: tl.constexpr,
     ENTRY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, FACTORS: tl.constexpr, D_STATE: tl.constexpr,
-    HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FACTORS: tl.constexpr, SIDES: tl.constexpr,
+    D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """One span of one document, one head, one tile of the state, one direction. The first direction runs backward if
-    REVERSE; a second one always does."""
+    REVERSE; a second one always does. `sums` are SIDES directions', from the first of these on."""
     unit = tl.program_id(0) // heads
     head = (tl.program_id(0) % heads).to(tl.int64)
     tiles: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
@@ -135,6 +137,7 @@ def state_pass(
     elements = D_STATE * HEADDIM
     of_unit = (unit * heads + head) * directions
     of_slot = (slot * heads + head) * directions
+    of_sums = (slot * heads + head) * (SIDES * side)
     steps = heads * directions
     at_v = row * v_b + begin * v_l + head * v_h
     of_u = u + row * u_b + begin * u_l + head * u_h if (VECTOR and COTANGENT) else u
@@ -142,7 +145,7 @@ def state_pass(
         pass_side(
             k1 + row * k1_b + begin * k1_l + group * k1_g, k1_l, v1 + at_v, v_l,
             of_u, u_l, w1 + row * w1_b + begin * w1_l + head * w1_h if SCALED1 else w1, w1_l,
-            sums + of_slot * side if FACTORS else sums, steps * side,
+            sums + of_sums if FACTORS else sums, heads * (SIDES * side),
             states + of_slot * elements if STORE else states,
             vectors + of_slot * D_STATE if STORE and VECTOR else vectors,
             entry + of_unit * elements if ENTRY else entry,
@@ -152,15 +155,16 @@ def state_pass(
             end_decays + of_unit if DECAYS else end_decays,
             first, last, length, n0, p0, steps * elements, steps * D_STATE,
             REVERSE, COTANGENT, SHIFT, GATED1, SCALED1, STORE, VECTOR, ENTRY, INITIAL, END, DECAYS,
-            CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
+            WHOLE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
         )  # fmt: skip
     else:
         of_unit += 1
         of_slot += 1
+        of_sums += side
         pass_side(
             k2 + row * k2_b + begin * k2_l + group * k2_g, k2_l, v2 + at_v, v_l,
             of_u, u_l, w2 + row * w2_b + begin * w2_l + head * w2_h if SCALED2 else w2, w2_l,
-            sums + of_slot * side if FACTORS else sums, steps * side,
+            sums + of_sums if FACTORS else sums, heads * (SIDES * side),
             states + of_slot * elements if STORE else states,
             vectors + of_slot * D_STATE if STORE and VECTOR else vectors,
             entry + of_unit * elements if ENTRY else entry,
@@ -170,7 +174,7 @@ def state_pass(
             end_decays + of_unit if DECAYS else end_decays,
             first, last, length, n0, p0, steps * elements, steps * D_STATE,
             True, COTANGENT, SHIFT, GATED2, SCALED2, STORE, VECTOR, ENTRY, INITIAL, END, DECAYS,
-            CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
+            WHOLE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
         )  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def decay_gradients(
     table, seqlen, per_row, tokens, heads,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, STATES: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
+    WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Gradients of decays and input scales of one chunk, from what `pair_gradients` and `vector_gradients` (with
     STATES, in PARTS blocks of d_state) found out about its tokens."""
@@ -166,6 +166,8 @@ def decay_gradients(
     left = tl.minimum(length - chunk * CHUNK, CHUNK)
     if left <= 0:
         return
+    if WHOLE:
+        tl.assume(left == CHUNK)
     b = row.to(tl.int64)
     t = (begin + chunk * CHUNK).to(tl.int64)
     i = tl.arange(0, CHUNK)

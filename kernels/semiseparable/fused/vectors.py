@@ -131,15 +131,15 @@ def side_gradients(
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "tokens", "f_s", "tile_stride"])
 def vector_gradients(
-    dq1, dk1, dq2, dk2, d_s, d_b, d_l, d_g, dscores, own_scores, read1, wrote1, through1,
-    read2, wrote2, through2, f_s, tile_stride,
-    dy1, dy2, dy_b, dy_l, dy_h, v, v_b, v_l, v_h,
-    q1, q1_b, q1_l, q1_g, k1, k1_b, k1_l, k1_g, q2, q2_b, q2_l, q2_g, k2, k2_b, k2_l, k2_g, u, u_b, u_l, u_h,
-    w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
-    sums, entering, entering_vectors, leaving, leaving_vectors, table, seqlen, per_row, tokens, heads, share,
+    dq1, dk1, dq2, dk2, d_s, d_b, d_l: tl.constexpr, d_g, dscores, own_scores, read1, wrote1, through1, read2, wrote2,
+    through2, f_s, tile_stride, dy1, dy2, dy_b, dy_l: tl.constexpr, dy_h, v, v_b, v_l: tl.constexpr, v_h, q1, q1_b,
+    q1_l: tl.constexpr, q1_g, k1, k1_b, k1_l: tl.constexpr, k1_g, q2, q2_b, q2_l: tl.constexpr, q2_g, k2, k2_b,
+    k2_l: tl.constexpr, k2_g, u, u_b, u_l: tl.constexpr, u_h, w1, w1_b, w1_l: tl.constexpr, w1_h, w2, w2_b,
+    w2_l: tl.constexpr, w2_h, sums, entering, entering_vectors, leaving, leaving_vectors, table, seqlen, per_row,
+    tokens, heads, share,
     TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
     SCALED1: tl.constexpr, SCALED2: tl.constexpr, STORED: tl.constexpr, ENTERS: tl.constexpr, LEAVES: tl.constexpr,
-    NORMALIZE: tl.constexpr, PACKED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    NORMALIZE: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
     FACTORS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -163,6 +163,8 @@ def vector_gradients(
     left = length - place
     if left <= 0:
         return
+    if WHOLE:
+        tl.assume(left >= CHUNK - r0)
     b = batch_row.to(tl.int64)
     t = (begin + place).to(tl.int64)
     at_out = part * d_s + b * d_b + t * d_l + group * d_g

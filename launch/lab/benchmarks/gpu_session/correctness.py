@@ -115,6 +115,12 @@ def _scan_checks(toy: bool) -> Iterator[Check]:
         yield two("Hydra, wide states", d_state=128, width=128)
         yield two("Hydra, one chunk", seqlen=200, batch=64)
         yield two("Hydra, long rows", definition=None, seqlen=8192, heads=24, groups=1)
+        # So many that a program takes a whole row or document.
+        yield two("Hydra, many rows", definition=None, seqlen=384, batch=32, heads=24, groups=1)
+        many = {"cu_seqlens": packed([1, 300, 0, 131, 64] * 8)}
+        yield two("Hydra, many documents", definition=None, seqlen=8 * 496, batch=1, heads=24, groups=1, options=many)
+        shape = {"seqlen": 300, "batch": 32, "heads": 24}
+        yield two("LION, many rows", definition=None, positive=True, linear=False, options=lion, **shape)
         yield one("few long rows", definition=None, seqlen=20_000, batch=1, options={"return_final_state": True})
 
 

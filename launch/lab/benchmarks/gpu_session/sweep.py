@@ -34,7 +34,6 @@ from matmix.kernels.semiseparable.fused.configs import (
 from matmix.kernels.tiles import table
 from matmix.launch.lab.benchmarks.gpu_session.correctness import EXACT, ROUNDED, Check, check, checks, dry, rms_error
 from matmix.launch.lab.benchmarks.gpu_session.record import Piece, Record, Session
-from matmix.launch.lab.benchmarks.kernels.calls import BATCH, SEQLEN
 from matmix.launch.lab.benchmarks.measuring.suite import largest_error, tolerance
 from matmix.launch.lab.benchmarks.measuring.timing import Clock, quartiles
 
@@ -78,10 +77,13 @@ def _half_tiles() -> Iterator[tuple[int, int, int]]:
 def _half_mix() -> Iterator[tuple[int, ...]]:
     for chunk, tile, warps in _half_tiles():
         for registers in (128, 168, 255):
-            yield chunk, tile, 1, 64, warps, registers
+            yield chunk, tile, 1, 64, warps, registers, 0
     for registers in (168, 255):
-        yield 128, 64, 2, 64, 4, registers
-        yield 128, 64, 1, 32, 4, registers
+        yield 128, 64, 24, 64, 4, registers, 0
+        yield 128, 64, 2, 64, 4, registers, 0
+        yield 128, 64, 1, 32, 4, registers, 0
+        for chunk, tile in HALF_TILES:
+            yield chunk, tile, 24, 64, 8 if tile == 128 else 4, registers, 1
 
 
 def _single_mix() -> Iterator[tuple[int, ...]]:
@@ -89,7 +91,9 @@ def _single_mix() -> Iterator[tuple[int, ...]]:
         for block in (32, 64):
             for warps in (4, 8):
                 for registers in (168, 255):
-                    yield chunk, tile, 1, block, warps, registers
+                    yield chunk, tile, 1, block, warps, registers, 0
+        for warps in (4, 8):
+            yield chunk, tile, 1, 64, warps, 255, 1
 
 
 def _half_states() -> Iterator[tuple[int, ...]]:
@@ -98,6 +102,11 @@ def _half_states() -> Iterator[tuple[int, ...]]:
             for warps, stages in ((4, 1), (4, 2), (8, 1)):
                 yield chunk, tile, block, warps, stages
         yield chunk, 64, 64, 4, 3
+
+
+def _walked(states: Callable[[], Iterator[tuple[int, ...]]]) -> Callable[[], Iterator[tuple[int, ...]]]:
+    """States of both directions, and of the one that no program carries along."""
+    return lambda: ((*row, walk) for row in states() for walk in (0, 1))
 
 
 def _single_states() -> Iterator[tuple[int, ...]]:
@@ -132,9 +141,12 @@ _STATES = ("state_tile", "block", "state_warps", "stages")
 GROUPS = (
     Group(
         "mix", "mix", False,
-        ("forward_chunk", "tile", "heads", "block", "mix_warps", "mix_registers"), _half_mix, _single_mix,
+        ("forward_chunk", "tile", "heads", "block", "mix_warps", "mix_registers", "walk"), _half_mix, _single_mix,
     ),
-    Group("states forward", "state_pass", False, ("forward_chunk", *_STATES), _half_states, _single_states),
+    Group(
+        "states forward", "state_pass", False, ("forward_chunk", *_STATES, "walk"),
+        _walked(_half_states), _walked(_single_states),
+    ),
     Group("states backward", "state_pass", True, ("backward_chunk", *_STATES), _half_states, _single_states),
     Group(
         "pair_gradients", "pair_gradients", True,
@@ -212,7 +224,7 @@ class Scan(NamedTuple):
 def make_scan(dtype: torch.dtype, device: torch.device, toy: bool) -> Scan:
     """The shapes of the Hydra encoder, at 65,536 tokens."""
     torch.manual_seed(0)
-    rows, seqlen, heads, width = (1, 144, 1, 16) if toy else (BATCH, SEQLEN, 24, 64)
+    rows, seqlen, heads, width = (1, 144, 1, 16) if toy else (32, 2048, 24, 64)
     like, exact = {"device": device, "dtype": dtype}, {"device": device}
     v, dy = (torch.randn(rows, seqlen, heads, width, **like) for _ in range(2))
     sides = []

@@ -42,8 +42,10 @@ COUNTED = (
 
 
 def _scan_loops(names: dict[str, Any]) -> tuple[float, ...]:
-    """Heads, and in them the other tiles on one side of the program's own, on average."""
+    """Heads, or the tiles of a document, and in them the chunk's other tiles on one side of that tile, on average."""
     heads, others = names["HEADS"], (names["CHUNK"] // names["TILE"] - 1) / 2
+    if names["WALK"]:
+        heads = math.ceil(names["seqlen"] / names["TILE"])
     return (heads, others) if heads > 1 else (others,)
 
 
