@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 
@@ -53,8 +53,12 @@ def _config(path: Path, operation: str, kind: type[Config], row: Any) -> Config:
         given, wanted = set(row) if isinstance(row, dict) else set(), set(kind._fields)
         wrong = ", ".join(sorted(given ^ wanted))
         raise ValueError(f"{path}: a configuration of {operation} lacks fields, or has others than it should: {wrong}")
+    hints = get_type_hints(kind)
     for name, value in row.items():
-        if type(value) is not int or value < 1:
+        if hints[name] is bool:
+            if type(value) is not bool:
+                raise ValueError(f"{path}: {operation}: {name} is {value!r}; it has to be true or false")
+        elif type(value) is not int or value < 1:
             raise ValueError(f"{path}: {operation}: {name} is {value!r}; it has to be a whole number of 1 or more")
     return kind(**row)
 

@@ -69,6 +69,7 @@ def test_no_gpu_has_no_architecture():
         ([OTHER._replace(itemsize=8)], "itemsize is 8; it has to be 2 or 4"),
         ([OTHER._replace(mix_registers=300)], "mix_registers is 300; it has to be from 24 to 255"),
         ([OTHER._replace(stages=0)], "stages is 0; it has to be a whole number of 1 or more"),
+        ([OTHER._replace(walk=1)], "walk is 1; it has to be true or false"),
         ([OTHER._replace(block=64.0)], "block is 64.0; it has to be a whole number"),
         ([OTHER, OTHER], "two configurations for 2 bytes"),
     ],

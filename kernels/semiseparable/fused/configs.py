@@ -50,13 +50,13 @@ class ScanConfig(NamedTuple):
     """The same for the gradients through states."""
     stages: int
     """Software pipelining of the loop over tiles that carries states."""
-    walk: int
-    """1: where there are documents and heads enough for a GPU, the forward product carries the first direction's state
-    from tile to tile in registers, instead of storing states; 0: never."""
+    walk: bool
+    """Where there are documents and heads enough for a GPU, the forward product carries the first direction's state
+    from tile to tile in registers, instead of storing states."""
 
 
-_HALF = ScanConfig(2, 128, 128, 64, 24, 128, 64, 64, 64, 4, 4, 4, 4, 168, 168, 168, 1, 1)
-_SINGLE = ScanConfig(4, 64, 64, 32, 1, 32, 32, 32, 32, 4, 4, 4, 4, 255, 255, 255, 1, 0)
+_HALF = ScanConfig(2, 128, 128, 64, 24, 128, 64, 64, 64, 4, 4, 4, 4, 168, 168, 168, 1, True)
+_SINGLE = ScanConfig(4, 64, 64, 32, 1, 32, 32, 32, 32, 4, 4, 4, 4, 255, 255, 255, 1, False)
 _WHOLE = 256
 """Rows up to this length are one chunk: no states are carried."""
 
@@ -83,8 +83,6 @@ def checked(config: ScanConfig, where: str) -> ScanConfig:
             raise ValueError(f"{where}: {name} is {value}; it has to be a power of two from {least} to {most}")
     if config.tile > min(config.forward_chunk, config.backward_chunk):
         raise ValueError(f"{where}: tile is {config.tile}, which is longer than a chunk")
-    if config.walk not in (0, 1):
-        raise ValueError(f"{where}: walk is {config.walk}; it has to be 0 or 1")
     for name in _REGISTERS:
         if not 24 <= getattr(config, name) <= 255:
             raise ValueError(f"{where}: {name} is {getattr(config, name)}; it has to be from 24 to 255")

@@ -83,7 +83,7 @@ class Scan(NamedTuple):
         """Whether one program can make all tiles of a document for one head, and there are enough of those."""
         _, n_blocks, _, p_blocks = self.blocks(self.config.block)
         enough = self.documents * self.heads * p_blocks >= self.programs
-        return bool(self.config.walk) and enough and n_blocks == 1 and self.seqlen > self.chunk
+        return self.config.walk and enough and n_blocks == 1 and self.seqlen > self.chunk
 
     @property
     def exact(self) -> bool:

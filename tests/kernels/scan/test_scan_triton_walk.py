@@ -41,7 +41,7 @@ def inputs_for(form, seqlen, **options):
 )
 def test_every_form(interpreter, launched, form, lengths, chunk, dtype):
     """Rows that fill their last chunk and not, with two tiles of a chunk, four, or one."""
-    config = usual(dtype.itemsize)._replace(walk=1, tile=32, forward_chunk=chunk, backward_chunk=min(chunk, 64))
+    config = usual(dtype.itemsize)._replace(walk=True, tile=32, forward_chunk=chunk, backward_chunk=min(chunk, 64))
     op = semiseparable_scan if form == "causal" else quasiseparable_scan
     lengths = LENGTHS[lengths]
     given = FORMS.get(form, {}) | ({} if lengths is None else {"cu_seqlens": packed(lengths)})

@@ -76,14 +76,14 @@ def _half_tiles() -> Iterator[tuple[int, int, int]]:
 
 def _half_mix() -> Iterator[tuple[int, ...]]:
     for chunk, tile, warps in _half_tiles():
-        for registers in (128, 168, 255):
-            yield chunk, tile, 1, 64, warps, registers, 0
+        for registers in (168, 255):
+            yield chunk, tile, 1, 64, warps, registers, False
     for registers in (168, 255):
-        yield 128, 64, 24, 64, 4, registers, 0
-        yield 128, 64, 2, 64, 4, registers, 0
-        yield 128, 64, 1, 32, 4, registers, 0
+        yield 128, 64, 24, 64, 4, registers, False
+        yield 128, 64, 2, 64, 4, registers, False
+        yield 128, 64, 1, 32, 4, registers, False
         for chunk, tile in HALF_TILES:
-            yield chunk, tile, 24, 64, 8 if tile == 128 else 4, registers, 1
+            yield chunk, tile, 24, 64, 8 if tile == 128 else 4, registers, True
 
 
 def _single_mix() -> Iterator[tuple[int, ...]]:
@@ -91,9 +91,9 @@ def _single_mix() -> Iterator[tuple[int, ...]]:
         for block in (32, 64):
             for warps in (4, 8):
                 for registers in (168, 255):
-                    yield chunk, tile, 1, block, warps, registers, 0
-        for warps in (4, 8):
-            yield chunk, tile, 1, 64, warps, 255, 1
+                    yield chunk, tile, 1, block, warps, registers, False
+    for chunk, tile in SINGLE_TILES[1:]:
+        yield chunk, tile, 1, 64, 4, 255, True
 
 
 def _half_states() -> Iterator[tuple[int, ...]]:
@@ -105,8 +105,8 @@ def _half_states() -> Iterator[tuple[int, ...]]:
 
 
 def _walked(states: Callable[[], Iterator[tuple[int, ...]]]) -> Callable[[], Iterator[tuple[int, ...]]]:
-    """States of both directions, and of the one that no program carries along."""
-    return lambda: ((*row, walk) for row in states() for walk in (0, 1))
+    """Whole states, those of both directions and of the one that no program carries along."""
+    return lambda: ((*row, walk) for row in states() if row[2] == 64 for walk in (False, True))
 
 
 def _single_states() -> Iterator[tuple[int, ...]]:
