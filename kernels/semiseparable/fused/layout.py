@@ -118,6 +118,15 @@ def exponents(high, low, from_high, from_low, EXACT: tl.constexpr):
 
 
 @triton.jit
+def tile_edges(sums, r0, REVERSE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr):
+    """The sums up to where a direction leaves a tile and up to where it enters, two floats each, and the log2 of the
+    decay of a state that goes through the tile."""
+    high, low = edge_sum(sums, leaving_edge(r0, REVERSE, TILE), CHUNK, EXACT)
+    from_high, from_low = edge_sum(sums, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
+    return high, low, from_high, from_low, exponents(high, low, from_high, from_low, EXACT)
+
+
+@triton.jit
 def tile_exponents(
     sums, i, r0,
     WRITERS: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,

@@ -30,6 +30,7 @@ from matmix.kernels.semiseparable.fused.layout import (
     side_scores,
     state_dot,
     state_places,
+    tile_edges,
     tile_exponents,
     write_sums,
 )
@@ -91,6 +92,15 @@ def read_state(
             read = tl.dot(scores.to(values.dtype), values, acc=read, input_precision=PRECISION)
             if VECTOR:
                 sums_read += tl.sum(scores, 1)
+    return decayed(read, sums_read, sums, i, r0, edge_high, edge_low, REVERSE, SHIFT, GATED, CHUNK, EXACT)
+
+
+@triton.jit
+def decayed(
+    read, sums_read, sums, i, r0, edge_high, edge_low,
+    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """What rows read at an edge (`edge_high` sums up to it), with the decays between the edge and the rows."""
     if GATED:
         high, low = read_sums(sums + r0, i, r0, REVERSE, SHIFT, CHUNK, EXACT)
         factor = tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))
@@ -112,13 +122,11 @@ def read_carried(
     sums_read = tl.zeros((TILE,), tl.float32)
     if VECTOR:
         sums_read += tl.sum(x.to(tl.float32) * z[None, :], 1)
+    edge_high = place * 0.0
+    edge_low = edge_high
     if GATED:
         edge_high, edge_low = edge_sum(sums, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
-        high, low = read_sums(sums + r0, i, r0, REVERSE, SHIFT, CHUNK, EXACT)
-        factor = tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))
-        read *= factor[:, None]
-        sums_read *= factor
-    return read, sums_read
+    return decayed(read, sums_read, sums, i, r0, edge_high, edge_low, REVERSE, SHIFT, GATED, CHUNK, EXACT)
 
 
 @triton.jit
@@ -282,11 +290,9 @@ def mix_tile(
         edge_high = place * 0.0
         edge_low = edge_high
         if GATED1:
-            edge_high, edge_low = edge_sum(sums1, leaving_edge(r0, REVERSE, TILE), CHUNK, EXACT)
-            before_high, before_low = edge_sum(sums1, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
-            through = tl.exp2(exponents(edge_high, edge_low, before_high, before_low, EXACT))
-            h *= through
-            z *= through
+            edge_high, edge_low, _, _, through = tile_edges(sums1, r0, REVERSE, CHUNK, TILE, EXACT)
+            h *= tl.exp2(through)
+            z *= tl.exp2(through)
         h, z = add_tile(
             h, z, at_k1, k1_l, at_v, v_l, at_v, v_l, at_w1, w1_l, sums1, edge_high, edge_low, r0, place, left, 0, p0,
             REVERSE, False, SHIFT, GATED1, SCALED1, NORMALIZE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,

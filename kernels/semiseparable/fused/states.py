@@ -15,11 +15,8 @@ import triton.language as tl
 
 from matmix.kernels.semiseparable.fused.layout import (
     add_tile,
-    edge_sum,
-    entering_edge,
-    exponents,
-    leaving_edge,
     state_places,
+    tile_edges,
 )
 from matmix.kernels.slots import bounds, first_slot, located
 
@@ -75,9 +72,9 @@ def pass_side(
         if GATED:
             of_chunk = sums + chunk.to(tl.int64) * sums_step
         if GATED:
-            inner_high, inner_low = edge_sum(of_chunk, leaving_edge(r0, REVERSE, TILE), CHUNK, EXACT)
-            outer_high, outer_low = edge_sum(of_chunk, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
-            through = exponents(inner_high, inner_low, outer_high, outer_low, EXACT)
+            inner_high, inner_low, outer_high, outer_low, through = tile_edges(
+                of_chunk, r0, REVERSE, CHUNK, TILE, EXACT
+            )
             h *= tl.exp2(through)
             if VECTOR:
                 z *= tl.exp2(through)
