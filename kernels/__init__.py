@@ -21,6 +21,7 @@ if __name__ == "kernels":
     else:
         __file__, __path__ = None, []
 else:
+    from matmix.kernels.compiler import import_compiler_late
     from matmix.kernels.gated_norm.op import gated_norm
     from matmix.kernels.lion.op import lion_mixer, lion_mixer_is_fused
     from matmix.kernels.matrix_product.op import matrix_product_scan
@@ -31,6 +32,8 @@ else:
     from matmix.kernels.semiseparable.step import semiseparable_step
     from matmix.kernels.short_conv.op import short_conv
     from matmix.kernels.short_conv.step import short_conv_step
+
+    import_compiler_late()
 
     __all__ = [
         "gated_norm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -62,6 +63,7 @@ def _train(config: RunConfig) -> tuple[int, bool]:
     try:
         from matmix.train.loop import train
 
+        gc.freeze()  # what has been imported stays, and no collection need look through it
         result = train(config, attempt)
     except BaseException as error:
         text = one_line(error)

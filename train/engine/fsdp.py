@@ -9,25 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState
+from matmix.train.engine.kinds import sharded_files
 from matmix.train.engine.loading import kept_entries, load_moments
-from matmix.train.engine.sharded_files import SHARD_SUFFIX, SUBDIRECTORY, ShardedFiles, write_sharded
 from matmix.train.engine.snapshot import Snapshot
 from matmix.train.optim.averaging import swap_average
-from matmix.train.optim.base import Optimizer
+from matmix.train.optim.base import Optimizer, is_sharded, local_part
 from matmix.train.process.distributed import Distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class FsdpEngine(Engine):
@@ -60,12 +61,14 @@ class FsdpEngine(Engine):
         if self.mesh is not None:
             self._shard(model, self.mesh)
         if meta:
-            model.to_empty(device=self.device)
+            _give_memory(model, self.device)
         initialize(model)
         self.model = model
         self.optimizer = make_optimizer(model)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        from torch.distributed.fsdp import fully_shard
+
         # A 2-D mesh always reduces over both dimensions; without copies the 1-D one saves the second
         # reduction.
         mesh = mesh["shard"] if mesh["replicate"].size() == 1 else mesh
@@ -78,12 +81,15 @@ class FsdpEngine(Engine):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
-    @staticmethod
-    def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    def _sharded_modules(self, model: nn.Module) -> Iterator[FSDPModule]:
+        if self.mesh is None:
+            return iter(())
+        from torch.distributed.fsdp import FSDPModule
+
         return (module for module in model.modules() if isinstance(module, FSDPModule))
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        if isinstance(self.module, FSDPModule):
+        if self.mesh is not None:
             self.module.set_requires_gradient_sync(last)
             self.module.set_is_last_backward(last)
         loss.backward()
@@ -92,7 +98,7 @@ class FsdpEngine(Engine):
     def step(self, max_norm: float) -> torch.Tensor:
         groups = self.optimizer.param_groups
         found = gradients_by_clip_group(groups, self.module.parameters())
-        gradients = {name: [_local(gradient) for gradient in tensors] for name, tensors in found.items()}
+        gradients = {name: [local_part(gradient) for gradient in tensors] for name, tensors in found.items()}
         norms = self._over_ranks(norms_of(gradients, self.device))
         norm, is_finite, self.clip_norms = clip_groups(gradients, norms, clip_limits(groups, max_norm))
         if is_finite:
@@ -125,11 +131,11 @@ class FsdpEngine(Engine):
     def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         copied = self.mesh is not None and self.mesh["replicate"].size() > 1
         for name, tensor in self._state().items():
-            if copied and isinstance(tensor, DTensor):
+            if copied and is_sharded(tensor):
                 yield name, tensor.to_local()
 
     def common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor) for name, tensor in self._state().items() if not isinstance(tensor, DTensor))
+        return ((name, tensor) for name, tensor in self._state().items() if not is_sharded(tensor))
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -161,6 +167,7 @@ class FsdpEngine(Engine):
         return state
 
     def snapshot(self, *, copy: bool) -> Snapshot:
+        sharded_files()  # here and not in the thread that writes, which would be late for the next save
         state = self._state()
         own = self._own_part(state)
         return _ShardedSnapshot(self.host.copy(own) if copy else own)
@@ -173,7 +180,7 @@ class FsdpEngine(Engine):
         loads = [0] * copies.size()
         own = {}
         for name, tensor in state.items():
-            if isinstance(tensor, DTensor):
+            if is_sharded(tensor):
                 writer = loads.index(min(loads))
                 loads[writer] += tensor.numel()
                 if writer == copies.get_local_rank():
@@ -183,7 +190,7 @@ class FsdpEngine(Engine):
         return own
 
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
-        source = ShardedFiles(directory, layout)
+        source = sharded_files().ShardedFiles(directory, layout)
         held = kept_entries(source, self.optimizer)
         source.fill(self._model_state())
         names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -200,21 +207,30 @@ class FsdpEngine(Engine):
         self.optimizer.load_state_dict(contents)
 
     def shards(self, files: Iterable[str]) -> list[str]:
-        return [name for name in files if name.startswith(f"{SUBDIRECTORY}/") and name.endswith(SHARD_SUFFIX)]
+        folder, suffix = sharded_files().SUBDIRECTORY, sharded_files().SHARD_SUFFIX
+        return [name for name in files if name.startswith(f"{folder}/") and name.endswith(suffix)]
 
     def shards_to_load(self, directory: Path, layout: dict[str, Any]) -> set[str]:
-        source = ShardedFiles(directory, layout)
+        source = sharded_files().ShardedFiles(directory, layout)
         state, held = self._model_state(), source.moments()
         for name, parameter in self.module.named_parameters():
             for entry in held.get(name, ()):
                 key = f"{OPTIMIZER}{name}.{entry}"
                 # Moments lie as their parameter does.
                 state[key] = parameter.detach() if source.entries[key].shape else torch.zeros(())
-        return {f"{SUBDIRECTORY}/{name}" for name in source.files_of(state)}
+        return {f"{sharded_files().SUBDIRECTORY}/{name}" for name in source.files_of(state)}
 
     def load_full(self, state: FullState) -> None:
         self.load_weights(state)
         load_moments(self.optimizer, {p: name for name, p in self.module.named_parameters()}, state)
+
+
+def _give_memory(model: nn.Module, device: torch.device) -> None:
+    """As `model.to_empty`, which asks torch's compiler for the shapes of sizes that are numbers, and imports sympy."""
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        model.to_empty(device=device)
+    else:
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
 
 
 class _ShardedSnapshot(Snapshot):
@@ -223,8 +239,5 @@ class _ShardedSnapshot(Snapshot):
 
     @torch.no_grad()
     def write(self, directory: Path, group: dist.ProcessGroup | None = None) -> None:
-        write_sharded(self.state, directory / SUBDIRECTORY, group)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        files = sharded_files()
+        files.write_sharded(self.state, directory / files.SUBDIRECTORY, group)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from matmix.train.engine import full_tensors
@@ -14,14 +15,21 @@ from matmix.train.engine.costs import Exchange, Held, Sizes, held_by_fsdp, sent_
 from matmix.train.engine.deepspeed.costs import held_by_zero, sent_by_zero
 from matmix.train.engine.deepspeed.files import ZeroFiles
 from matmix.train.engine.full_state import AveragedState, CheckpointFiles, FullState, Weights
-from matmix.train.engine.sharded_files import ShardedFiles
+
+
+def sharded_files() -> ModuleType:
+    """The module of torch's sharded files. It is imported with the first checkpoint that is read or written: it takes
+    half a second, which a start has no use for."""
+    from matmix.train.engine import sharded_files
+
+    return sharded_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
     """Engines of one kind read each other's checkpoints."""
 
-    files: type[CheckpointFiles]
+    files: Callable[[], type[CheckpointFiles]]
     """What reads the files of its checkpoints."""
     held: Callable[[EngineConfig, int, Sizes], Held]
     """What a rank holds of a model, from the config, the number of ranks and the model's sizes."""
@@ -30,18 +38,18 @@ class Kind:
 
 
 KINDS = {
-    "torch": Kind(files=ShardedFiles, held=held_by_fsdp, sent=sent_by_fsdp),
-    "deepspeed": Kind(files=ZeroFiles, held=held_by_zero, sent=sent_by_zero),
+    "torch": Kind(files=lambda: sharded_files().ShardedFiles, held=held_by_fsdp, sent=sent_by_fsdp),
+    "deepspeed": Kind(files=lambda: ZeroFiles, held=held_by_zero, sent=sent_by_zero),
 }
 
-_FORMS = {full_tensors.KIND: full_tensors.FullTensorFiles} | {name: kind.files for name, kind in KINDS.items()}
+_FORMS = {full_tensors.KIND: lambda: full_tensors.FullTensorFiles} | {name: kind.files for name, kind in KINDS.items()}
 
 
 def files_of(layout: Mapping[str, Any]) -> type[CheckpointFiles]:
     """What reads the files of a checkpoint of this layout. Raises ValueError where its engine is none of ours."""
     if layout["engine"] not in _FORMS:
         raise ValueError(f"no engine is called {layout['engine']!a}")
-    return _FORMS[layout["engine"]]
+    return _FORMS[layout["engine"]]()
 
 
 def open_full(checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> FullState:
@@ -59,7 +67,7 @@ def open_weights(checkpoint: Path, layout: Mapping[str, Any], weights: Weights =
 
 def index_files(files: Iterable[str]) -> list[str]:
     """Those of a checkpoint's `files` that say what lies in the others."""
-    return [name for form in _FORMS.values() for name in form.index_files(files)]
+    return [name for form in _FORMS.values() for name in form().index_files(files)]
 
 
 def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:

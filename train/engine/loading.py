@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState
 from matmix.train.optim.averaging import ENTRIES
-from matmix.train.optim.base import Optimizer
+from matmix.train.optim.base import Optimizer, is_sharded
 
 
 @torch.no_grad()
@@ -19,7 +17,9 @@ def fill(tensor: torch.Tensor, state: FullState, key: str) -> None:
     """Copies the tensor `key` of `state` into a plain tensor or this rank's part of a DTensor; if that of the state has
     fewer rows, into the first rows of the whole."""
     start = 0
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         assert not any(offset[1:]), "fully_shard splits the first dimension"
         start = offset[0] * math.prod(tensor.shape[1:])

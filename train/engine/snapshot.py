@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+
+from matmix.train.optim.base import is_sharded, local_part
 
 State = TypeVar("State")
 
@@ -59,12 +60,12 @@ class HostMemory:
         seen: dict[tuple[Any, ...], torch.Tensor] = {}  # tied weights stay tied
         devices: set[torch.device] = set()
         for place, tensor in _tensors_of(state, (name,)):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_part(tensor)
             view = (local.data_ptr(), local.shape, local.stride(), local.dtype)
             if local.numel() == 0 or view not in seen:
                 seen[view] = self._buffer(place, local).copy_(local, non_blocking=True)
             host = seen[view]
-            copies[id(tensor)] = DTensor(host, tensor._spec, requires_grad=False) if local is not tensor else host
+            copies[id(tensor)] = _sharded_like(tensor, host) if is_sharded(tensor) else host
             devices.add(local.device)
         for device in devices:
             if device.type == "cuda":
@@ -77,6 +78,11 @@ class HostMemory:
             buffer = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
             self._buffers[place] = buffer
         return buffer
+
+
+def _sharded_like(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+    """A DTensor that is laid out as `tensor` is, of which `host` is this rank's part."""
+    return type(tensor)(host, tensor._spec, requires_grad=False)
 
 
 def _tensors_of(value: Any, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from matmix.train.optim.base import Optimizer
+from matmix.train.optim.base import Optimizer, local_part
 from matmix.train.optim.config import EmaConfig
 
 AVERAGE, STEPS = "ema", "ema_step"
@@ -51,8 +50,8 @@ def keep_average(optimizer: Optimizer, config: EmaConfig) -> None:
             step = int(state[STEPS])
             if step % config.every == 0:
                 averages, weights = pulls.setdefault(1 - decay_at(step, config), ([], []))
-                averages.append(_local(state[AVERAGE]))
-                weights.append(_local(parameter.detach()))
+                averages.append(local_part(state[AVERAGE]))
+                weights.append(local_part(parameter.detach()))
         for pull, (averages, weights) in pulls.items():
             torch._foreach_lerp_(averages, weights, pull)
 
@@ -71,7 +70,7 @@ def swap_average(weight: torch.Tensor, state: Mapping[str, Any] | None) -> None:
     """Puts the average into the weight's place and the weight into the average's, if it has one; state: what the
     optimizer keeps of it. Twice leaves every bit as it was."""
     if state and AVERAGE in state:
-        here, there = _local(weight.detach()), _local(state[AVERAGE])
+        here, there = local_part(weight.detach()), local_part(state[AVERAGE])
         kept = here.clone()
         here.copy_(there)
         there.copy_(kept)
@@ -81,7 +80,3 @@ def _updated(optimizer: Optimizer) -> list[torch.Tensor]:
     """What a step of `optimizer` updates, or has updated before. (DeepSpeed shows it one group at a time.)"""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [parameter for parameter in parameters if parameter.grad is not None or optimizer.state.get(parameter)]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

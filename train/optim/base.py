@@ -39,6 +39,17 @@ class Optimizer(torch.optim.Optimizer):
         return cls(groups, lr=config.lr, **dataclasses.asdict(options))
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor. To name that class means to import it, which takes half a second that a start on one
+    process has no use for."""
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, sharded or not."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 def full_shape(tensor: torch.Tensor) -> torch.Size:
     """The shape of the whole tensor, also under ZeRO-3, which leaves an empty tensor in its place."""
     return getattr(tensor, "ds_shape", tensor.shape)
