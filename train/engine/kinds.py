@@ -29,20 +29,27 @@ def sharded_files() -> ModuleType:
 class Kind:
     """Engines of one kind read each other's checkpoints."""
 
-    files: Callable[[], type[CheckpointFiles]]
-    """What reads the files of its checkpoints."""
+    find_files: Callable[[], type[CheckpointFiles]]
+    """Imports `files`."""
     held: Callable[[EngineConfig, int, Sizes], Held]
     """What a rank holds of a model, from the config, the number of ranks and the model's sizes."""
     sent: Callable[[EngineConfig, int, Sizes], list[Exchange]]
     """What several ranks send in a step."""
 
+    @property
+    def files(self) -> type[CheckpointFiles]:
+        """What reads the files of its checkpoints."""
+        return self.find_files()
+
 
 KINDS = {
-    "torch": Kind(files=lambda: sharded_files().ShardedFiles, held=held_by_fsdp, sent=sent_by_fsdp),
-    "deepspeed": Kind(files=lambda: ZeroFiles, held=held_by_zero, sent=sent_by_zero),
+    "torch": Kind(find_files=lambda: sharded_files().ShardedFiles, held=held_by_fsdp, sent=sent_by_fsdp),
+    "deepspeed": Kind(find_files=lambda: ZeroFiles, held=held_by_zero, sent=sent_by_zero),
 }
 
-_FORMS = {full_tensors.KIND: lambda: full_tensors.FullTensorFiles} | {name: kind.files for name, kind in KINDS.items()}
+_FORMS = {full_tensors.KIND: lambda: full_tensors.FullTensorFiles} | {
+    name: kind.find_files for name, kind in KINDS.items()
+}
 
 
 def files_of(layout: Mapping[str, Any]) -> type[CheckpointFiles]:

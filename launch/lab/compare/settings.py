@@ -16,9 +16,10 @@ def differing_keys(entries: Sequence[Entry]) -> list[str]:
 
 
 def words_on_differences(entries: Sequence[Entry]) -> list[str]:
-    """How the entries of a table differ in more than their mixers: one line for each subject."""
-    lines = []
-    if keys := differing_keys(entries):
+    """How the entries of a table differ in more than their mixers, and at which learning rates they are compared: one
+    line for each subject."""
+    lines = [_words_on_rates(entries)]
+    if keys := [key for key in differing_keys(entries) if key != "optimizer.lr"]:
         lines.append(f"Not alike in all entries: {', '.join(keys)}.")
     if changed := [f"{entry.name} {pairs}" for entry in entries if (pairs := changed_headdims(entry))]:
         lines.append(f"Headdim other than the recipe's, for equal parameters: {', '.join(changed)}.")
@@ -26,6 +27,16 @@ def words_on_differences(entries: Sequence[Entry]) -> list[str]:
         if key.startswith("model.") and not key.startswith(("model.layers", "model.mixers.", "model.d_model")):
             lines.append(f"{key}: {_by_value([entry.name for entry in entries], values)}.")
     return lines
+
+
+def _words_on_rates(entries: Sequence[Entry]) -> str:
+    rates = [f"{entry.config.optimizer.lr:g}" for entry in entries]
+    if len(set(rates)) == 1:
+        return (
+            f"Learning rate {rates[0]}, the same for all entries and tuned for none: at another one their order may be "
+            "another."
+        )
+    return f"Learning rate: {_by_value([entry.name for entry in entries], rates)}."
 
 
 def changed_headdims(entry: Entry) -> str:

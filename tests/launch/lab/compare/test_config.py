@@ -318,6 +318,17 @@ def test_what_entries_do_not_share_is_said(recipe):
         assert (f"{entry.name} {own} -> {now}" in lines) == (own != now)
 
 
+def test_at_which_rates_entries_are_compared_is_said(recipe):
+    comparison = read_comparison(recipe(TINY + ENTRIES), ["--model.vocab-size", "64", "--optimizer.lr", "3e-3"])
+    first, second = comparison.entries[:2]
+    (line,) = [line for line in words_on_differences([first, second]) if "earning rate" in line]
+    assert "0.003" in line
+    assert "tuned for none" in line
+    config = dataclasses.replace(second.config, optimizer=dataclasses.replace(second.config.optimizer, lr=6e-3))
+    lines = words_on_differences([first, dataclasses.replace(second, config=config)])
+    assert lines == [f"Learning rate: 0.003 in {first.name}; 0.006 in the others."]
+
+
 def test_where_no_width_fits_the_nearest_are_named(recipe):
     model = read_comparison(recipe(TINY + ENTRIES), ["--model.vocab-size", "64"]).entries[0].config.model
     target = count_parameters(model)
