@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+from matmix.data.shell import shell_line
 from matmix.data.storage.files import sync_directory
 from matmix.data.storage.remote import is_url
 from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, read_manifest, write_manifest
@@ -61,7 +62,7 @@ def convert_run(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    print(f"Converted {source.name} of {run_dir} to {out}; `matmix train {out}` goes on from there.")
+    print(f"Converted {source.name} of {run_dir} to {out}; `{shell_line('matmix', 'train', out)}` goes on from there.")
     return RunDirectory(out).checkpoints / source.name
 
 

@@ -12,6 +12,7 @@ import tyro
 
 from matmix.data.artifacts import artifact_name, artifact_path
 from matmix.data.loading.images import image_facts
+from matmix.data.shell import shell_line
 from matmix.data.tokenizer import Tokenizer
 from matmix.launch.export_notes import notes_on
 from matmix.model.images.inputs import ImageInputs
@@ -172,7 +173,7 @@ def other_weights(trained: Trained) -> str:
         return ""
     return (
         f"Its {'averaged' if other == 'ema' else 'raw'} weights had the lower validation loss, {losses[other]:.4f} in "
-        f"place of {losses[trained.which]:.4f}: --weights {other} takes those."
+        f"place of {losses[trained.which]:.4f}: {shell_line('--weights', other)} takes those."
     )
 
 

@@ -13,6 +13,7 @@ import tyro
 
 from matmix.data.loading.examples import open_examples
 from matmix.data.loading.images import image_facts
+from matmix.data.shell import shell_line
 from matmix.launch.many.processes import begin_alone, check_alone, check_parallel, is_one_of_several
 from matmix.launch.many.seeds import tasks_of_seeds, train_seeds
 from matmix.model import ARCHITECTURES
@@ -200,15 +201,17 @@ def on_examples(
         return kind
     name = values["objective"]["name"]
     if model is None or _fits(kind, model):
-        raise ValueError(
-            f'"{name}" is no task on labelled examples: matmix train RECIPE --init.from {source} goes on training with '
-            "it"
-        )
+        raise ValueError(f'"{name}" is no task on labelled examples: {_going_on(source)} goes on training with it')
     needed = " or ".join(kind.architectures)
     raise ValueError(
         f'"{name}" trains architecture {needed}, and {source} has architecture {model.architecture}: '
         + _tasks_of(model, source)
     )
+
+
+def _going_on(source: str) -> str:
+    """The command that trains a pretrained model on other data than labelled examples."""
+    return shell_line("matmix", "train", "RECIPE", "--init.from", source)
 
 
 def _fits(kind: type[Task], model: ModelConfig) -> bool:
@@ -223,7 +226,7 @@ def _tasks_of(model: ModelConfig, source: str) -> str:
     fitting = {name: kind for name, kind in TASKS.items() if _fits(kind, model)}
     examples = ", ".join(name for name, kind in fitting.items() if issubclass(kind, ExampleTask))
     others = " or ".join(name for name, kind in fitting.items() if not issubclass(kind, ExampleTask))
-    on_text = f"matmix train RECIPE --init.from {source} goes on with {others}"
+    on_text = f"{_going_on(source)} goes on with {others}"
     return f"matmix finetune takes {examples}, and {on_text}" if examples else on_text
 
 
@@ -244,7 +247,7 @@ def judging_config(
     elif start.model.causal or needed != "text_embedder":
         raise ValueError(
             f"{start.words} is a model of architecture {start.model.architecture}, and {name} is scored with a "
-            f"{needed}; matmix finetune ENCODER {name} makes one"
+            f"{needed}; {shell_line('matmix', 'finetune', 'ENCODER', name)} makes one"
         )
     else:
         own = values.get("model", {}).get("head", {})
@@ -332,7 +335,8 @@ def _write(config: RunConfig, path: Path) -> int:
     if path.exists():
         raise ValueError(f"--write-recipe: there is a {path} already; give the name of a new file")
     write_config(config, path)
-    print(f"{path}: a run in {config.run_dir}. Next: matmix launch local {path} --nproc N, or matmix train {path}")
+    ranks = shell_line("matmix", "launch", "local", path, "--nproc", "N")
+    print(f"{path}: a run in {config.run_dir}. Next: {ranks}, or {shell_line('matmix', 'train', path)}")
     return EXIT_OK
 
 

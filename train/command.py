@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matmix.data.artifacts import read_json_lines
+from matmix.data.shell import shell_line
 from matmix.train.config import RunConfig
 from matmix.train.errors import RunFailure
 from matmix.train.process.agree import agree
@@ -119,17 +120,18 @@ def _closing_words(config: RunConfig, result: Result) -> str:
     lines += earlier_best(run.path, [*known, *averaged_metrics(known)], metrics)
     if run.curves.is_file():
         lines.append(f"Curves: {run.where}/{run.curves.name}")
-    export = f"matmix export {config.run_dir} --out DIR"
+    export = shell_line("matmix", "export", config.run_dir, "--out", "DIR")
     if config.model.model_class.takes_images:
-        lines.append(f"Next: matmix classify {config.run_dir} IMAGE, or {export}")
+        lines.append(f"Next: {shell_line('matmix', 'classify', config.run_dir, 'IMAGE')}, or {export}")
     elif not config.model.model_class.tokens or config.model.model_class.takes_head:
         lines.append(f"Next: {export}")
     else:
         # Prompts rarely have the one length that some mixers take.
-        look = "generate {} --prompt TEXT" if config.model.causal else "generate {} --prompt 'TEXT <mask> TEXT'"
+        prompt = "TEXT" if config.model.causal else "TEXT <mask> TEXT"
+        look = shell_line("matmix", "generate", config.run_dir, "--prompt", prompt)
         if config.model.fixed_length_mixers():
-            look = "show-mixer {} --text TEXT"
-        lines.append(f"Next: matmix {look.format(config.run_dir)}, or {export}")
+            look = shell_line("matmix", "show-mixer", config.run_dir, "--text", "TEXT")
+        lines.append(f"Next: {look}, or {export}")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from matmix.data.shell import shell_line
 from matmix.train.config import RunConfig
 from matmix.train.errors import OutOfMemoryError, PeerError, RunFailure
 
@@ -47,9 +48,10 @@ def explained(error: Exception, config: RunConfig, world_size: int) -> RunFailur
     if is_out_of_memory(error):
         return OutOfMemoryError(memory_advice(text, config, world_size))
     if isinstance(error, RuntimeError) and _READER_GONE.search(text):
+        fewer = shell_line("--data.workers", max(0, config.data.workers - 1))
         return RunFailure(
             "a process that reads the data was killed, often because the machine's memory ran out: the same command "
-            f"goes on from the newest checkpoint; --data.workers {max(0, config.data.workers - 1)} needs less memory"
+            f"goes on from the newest checkpoint; {fewer} needs less memory"
         )
     if world_size > 1 and isinstance(error, RuntimeError) and _PEER_GONE.search(text):
         line = " ".join(text.split())
@@ -77,7 +79,7 @@ def memory_advice(text: str, config: RunConfig, world_size: int) -> str:
     first = []
     if micro > 1:
         half = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
-        first.append(f"set --micro-batch-size {half} (the same batches in more passes)")
+        first.append(f"set {shell_line('--micro-batch-size', half)} (the same batches in more passes)")
     if config.engine.activation_checkpointing != "full":
         first.append("set --engine.activation-checkpointing full (slower, the same losses)")
     if not config.engine.shards_all:

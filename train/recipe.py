@@ -14,6 +14,7 @@ import dacite
 import tomli_w
 
 from matmix.data.artifacts import errors_in_one_line
+from matmix.data.shell import shell_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url
 from matmix.model.architecture import ARCHITECTURES
@@ -97,7 +98,9 @@ def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Run
     """
     path, values = _read_recipe(recipe)
     if _PHASES in values:
-        raise ValueError(f"{path} has several phases ([[{_PHASES}]]), which only matmix train {recipe} trains")
+        raise ValueError(
+            f"{path} has several phases ([[{_PHASES}]]), which only {shell_line('matmix', 'train', recipe)} trains"
+        )
     return resolved_config(values, str(path), overrides, _own_run_dir(recipe, path, values))
 
 
@@ -138,7 +141,7 @@ def _read_recipe(recipe: str) -> tuple[Path, dict[str, Any]]:
     path = Path(recipe) if is_url(recipe) else find_recipe(recipe)
     values = read_remote_toml(recipe) if is_url(recipe) else read_toml(path)
     if "comparison" in values:
-        raise ValueError(f"{path} is a comparison of several models: matmix compare {recipe}")
+        raise ValueError(f"{path} is a comparison of several models: {shell_line('matmix', 'compare', recipe)}")
     return path, values
 
 

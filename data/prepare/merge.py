@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -35,6 +34,7 @@ from matmix.data.prepare.workspace import (
     read_histogram,
     write_histogram,
 )
+from matmix.data.shell import shell_line
 from matmix.data.splits.writer import write_indices
 from matmix.data.storage.files import sha256_of, sync_directory, write_atomic
 from matmix.data.storage.urls import refuse_secrets
@@ -141,7 +141,7 @@ def parts_table(parts: Parts, of: int, missing: list[int], unit: str) -> str:
 
 def missing_sentence(parts: Parts, of: int, missing: list[int], arguments: list[str]) -> str:
     """Which parts are missing, and how the first of them is made."""
-    command = shlex.join([*parts.verb.split(), *arguments, "--out", str(parts.out), "--part", f"{missing[0]}/{of}"])
+    command = shell_line(*parts.verb.split(), *arguments, "--out", parts.out, "--part", f"{missing[0]}/{of}")
     names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
     kind = "part is" if len(missing) == 1 else "parts are"
     return f"{len(missing)} of {of} {kind} not finished: {names}; make each with: {command}"

@@ -23,6 +23,7 @@ from matmix.data.manifest import MANIFEST_NAME
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.sources import Position, Source
 from matmix.data.prepare.workspace import PART_NAME, PARTS_NAME, WORK_NAME, compare_preparations, locked
+from matmix.data.shell import shell_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
 
@@ -154,7 +155,8 @@ class Parts:
         """Raises ValueError if the parts are those of another preparation, or are being joined."""
         compare_preparations(self.out, self.facts()["options"], wanted)
         if (self.folder / MERGING_NAME).exists():
-            raise ValueError(f"{self.out} is being joined; finish that: {self.verb} --merge --out {self.out}")
+            merge = shell_line(*self.verb.split(), "--merge", "--out", self.out)
+            raise ValueError(f"{self.out} is being joined; finish that: {merge}")
 
     def _check_number(self, of: int, parts: int) -> None:
         """Raises ValueError if there are `parts` parts, and not the `of` that are asked for."""
@@ -206,9 +208,8 @@ class Parts:
             if kind == self.kind:
                 check(raw)
         except FileNotFoundError:
-            raise FileNotFoundError(
-                f"{self.out} holds no parts; make each with {self.verb} INPUT --out {self.out} --part k/n"
-            ) from None
+            make = shell_line(*self.verb.split(), "INPUT", "--out", self.out, "--part", "k/n")
+            raise FileNotFoundError(f"{self.out} holds no parts; make each with {make}") from None
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path} is damaged ({one_line(error)}); delete {self.folder} and prepare the parts again"

@@ -10,6 +10,7 @@ from matmix.data.formats.base import ShardFormat
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo, TokenizerInfo, unigram_entropy
 from matmix.data.prepare.sources import Source
 from matmix.data.prepare.workspace import HISTOGRAM_NAME, Progress, read_histogram
+from matmix.data.shell import shell_line
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import sha256_of, write_atomic
 from matmix.data.tokenizer import Tokenizer
@@ -115,7 +116,8 @@ def print_summary(manifest: Manifest, out: Path | str, when: str) -> None:
         lines += [f"              {e['file']}, line {e['line']}: {e['reason']}" for e in bad["examples"][:5]]
     if manifest.empty_documents:
         lines.append(f"  empty       {manifest.empty_documents:,} documents without text were left out")
-    step = f"next: matmix train RECIPE.toml --data.path {out}"
+    step = f"next: {shell_line('matmix', 'train', 'RECIPE.toml', '--data.path', out)}"
     if "part" in manifest.options:
-        step = f"next, when all parts are finished: matmix prepare --merge --out {Path(out).parent.parent}"
+        merge = shell_line("matmix", "prepare", "--merge", "--out", Path(out).parent.parent)
+        step = f"next, when all parts are finished: {merge}"
     print(*lines, step, sep="\n", flush=True)

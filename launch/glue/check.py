@@ -10,6 +10,7 @@ from pathlib import Path
 from matmix.data.examples.config import ExamplesConfig
 from matmix.data.examples.labels import Classes, read_number
 from matmix.data.examples.readers import read_rows
+from matmix.data.shell import shell_line
 from matmix.launch.glue.tasks import TASKS, GlueTask
 
 _OF_MICROSOFT = "msr_paraphrase_train.txt"
@@ -66,7 +67,7 @@ def whole(folder: Path, tasks: Sequence[GlueTask] = ()) -> list[Found]:
     problems = [problem for task in found for problem in task.problems]
     if problems or not found:
         what = problems[0] if problems else f"{folder} has none of the folders {', '.join(TASKS)}"
-        raise ValueError(f"{what} (matmix glue --check {folder} lists all that is missing)")
+        raise ValueError(f"{what} ({shell_line('matmix', 'glue', '--check', folder)} lists all that is missing)")
     return found
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from matmix.data.shell import shell_line
 from matmix.launch.jobs import attempts
 from matmix.launch.jobs.records import Job, find_home, read_jobs
 from matmix.launch.jobs.slurm import scheduler
@@ -44,7 +45,7 @@ class Resubmit:
         last = last_job(home)
         if last.kind == "local":
             if local_process(last):
-                raise ValueError(f"process {last.pid} is still running this; matmix launch cancel {home} ends it")
+                raise ValueError(f"process {last.pid} is still running this; {_ending(home)} ends it")
             return run_local(home, last)
         job = resubmit(home, last)
         print("Nothing to do: it is finished" if job is None else f"Submitted job {job.job} (launch {job.launch})")
@@ -122,6 +123,11 @@ def _tell_process(job: Job) -> dict[str, _Stopping]:
 # -- resubmit ---------------------------------------------------------------------------------------------------------
 
 
+def _ending(home: Path) -> str:
+    """The command that ends a launch."""
+    return shell_line("matmix", "launch", "cancel", home)
+
+
 def resubmit(home: Path, job: Job) -> Job | None:
     """Submits a launch again: same code, same config; of an array what is not finished. None if all is.
 
@@ -132,7 +138,7 @@ def resubmit(home: Path, job: Job) -> Job | None:
 
     # The merge of a preparation waits for its parts.
     if active := [state.job for name in (job.after, job.job) if name for state in scheduler.active_states(name)]:
-        raise ValueError(f"job {', '.join(active)} is still queued or running; matmix launch cancel {home} ends it")
+        raise ValueError(f"job {', '.join(active)} is still queued or running; {_ending(home)} ends it")
     if job.kind == "prepare":
         return resubmit_preparation(home, job)
     # A run is finished where its last attempt is.

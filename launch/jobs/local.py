@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import shlex
 import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from matmix.data.shell import shell_line
 from matmix.data.storage.files import first_free
 from matmix.launch.jobs import attempts, snapshot
 from matmix.launch.jobs.attempts import DEFAULT_MAX_REQUEUES
@@ -51,7 +51,7 @@ class Local:
         job = Job(kind="local", launch=launch, command=command, nproc=self.nproc, max_restarts=self.max_restarts)
         folder = home / "launch" / job.launch
         if self.dry_run:
-            print(f"{job.nproc} x {shlex.join(_command(folder))}")
+            print(f"{job.nproc} x {shell_line(*_command(folder))}")
             return 0
         snapshot.take_snapshot(folder)
         write_config(config, folder / "config.toml")
@@ -69,7 +69,7 @@ def run_local(home: Path, job: Job) -> int:
     job is recorded in jobs.jsonl as that of this process."""
     add_job(home, dataclasses.replace(job, time=time.time(), pid=os.getpid(), host=socket.gethostname()))
     folder, own = home / "launch" / job.launch, make_own_folder()
-    print(f"{job.nproc} x {shlex.join(_command(folder))}", flush=True)
+    print(f"{job.nproc} x {shell_line(*_command(folder))}", flush=True)
     # Attempts are called after the launch, with -again-2 and so on where it is run again.
     used = {attempts.job_of(attempt.attempt) for attempt in attempts.read_attempts(home)}
     start = first_free(Path(job.launch), lambda name: str(name) in used, "-again-")

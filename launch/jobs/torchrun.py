@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import re
-import shlex
 import socket
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Annotated
 
 import tyro
 
+from matmix.data.shell import shell_line
 from matmix.launch.jobs.environment import way_to
 from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_agent, run_here
 from matmix.train.arguments import Recipe, check_overrides
@@ -66,10 +66,10 @@ class Torchrun:
         local_addr = self.local_addr or ("ADDRESS-OF-THIS-NODE" if self.dry_run else address_here(host))
         arguments = [self.recipe, *rest]
         if self.nnodes == 1:  # there is nobody to meet: neither an agent nor a store on the network is needed
-            print(f"{self.nproc} x {shlex.join(rank_command(arguments))}", flush=True)
+            print(f"{self.nproc} x {shell_line(*rank_command(arguments))}", flush=True)
             return 0 if self.dry_run else run_here(arguments, self.nproc, attempt_id())
         words = [*self.words(host, port, local_addr, config.run_dir), *arguments]
-        print("torchrun " + shlex.join(words), flush=True)
+        print(shell_line("torchrun", *words), flush=True)
         if self.dry_run:
             return 0
         if local_addr != host if self.node_rank is None else self.node_rank:

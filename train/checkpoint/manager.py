@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from matmix.data.artifacts import read_json
+from matmix.data.shell import shell_line
 from matmix.data.storage.files import write_atomic
 from matmix.train.checkpoint.files import GENERATORS, check_shapes, check_sizes, find_problem, read_manifest
 from matmix.train.checkpoint.generators import read_generators, restore_generators
@@ -343,7 +344,7 @@ class CheckpointManager:
             raise ValueError(
                 f"checkpoint {path} was written with engine.name = {there.engine_names} and cannot be continued with "
                 f"{here.engine_names} as it is: set engine.name accordingly, or go on from the run that "
-                f"`matmix checkpoints convert {run} --out {run}-converted` makes"
+                f"`{shell_line('matmix', 'checkpoints', 'convert', run, '--out', f'{run}-converted')}` makes"
             )
         check_shapes(path, layout["shapes"], engine.shapes())
         generators = read_generators(path / GENERATORS)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
+from matmix.data.shell import shell_line
 from matmix.data.tokenizer import Tokenizer
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
@@ -221,7 +222,7 @@ def check_tokenizers(source: InitSource, tokenizer: Tokenizer | None, init: Init
         return
     raise ValueError(
         f"init.from: the tokenizer of {source.words} is not that of the data ({what}): prepare the data with that one "
-        f"(matmix prepare --tokenizer {theirs.path}), or set init.other_tokenizer = true"
+        f"({shell_line('matmix', 'prepare', '--tokenizer', theirs.path)}), or set init.other_tokenizer = true"
     )
 
 

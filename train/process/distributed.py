@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from matmix.data.shell import shell_line
 from matmix.train.errors import RendezvousError
 from matmix.train.process.rendezvous import Meeting, meet, patience
 
@@ -101,10 +102,10 @@ def choose_device(device: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError('device = "cuda" was asked for, but torch finds no CUDA device here; use --device cpu')
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= (count := torch.cuda.device_count()):
         raise ValueError(
-            f"process {local_rank} on this machine has no CUDA device: there are "
-            f"{torch.cuda.device_count()}; start torchrun with --nproc-per-node={torch.cuda.device_count()}"
+            f"process {local_rank} on this machine has no CUDA device: there are {count}; start torchrun with "
+            f"{shell_line(f'--nproc-per-node={count}')}"
         )
     return torch.device("cuda", local_rank)
 

@@ -67,8 +67,7 @@ def prepare_images(config: PrepareImagesConfig) -> Manifest:
     if is_url(config.out):
         return make_at_url(config.out, job.wanted, lambda folder: job.make(folder)[0], print_summary)
     manifest, when = job.make(config.out)
-    out = Path(config.out).expanduser()
-    print_summary(manifest, f"part {config.part} of {out}" if config.part else out, when)
+    print_summary(manifest, Path(config.out).expanduser(), when)
     return manifest
 
 

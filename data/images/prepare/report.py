@@ -9,6 +9,7 @@ from typing import Any
 from matmix.data.formats.base import ShardFormat
 from matmix.data.manifest import MANIFEST_NAME, ImagesInfo, Manifest, SplitInfo
 from matmix.data.prepare.workspace import Progress
+from matmix.data.shell import shell_line
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import sha256_of, write_atomic
 
@@ -71,7 +72,9 @@ def write_manifest(
 def print_summary(manifest: Manifest, out: Path | str, when: str) -> None:
     """Say on stdout what a dataset holds and what to do with it."""
     images, bad = manifest.images, manifest.malformed
-    lines = [f"prepared {out} ({manifest.format}, {manifest.compression or 'not compressed'}) {when}"]
+    part = manifest.options.get("part")
+    what = f"part {part} of {out}" if part else out
+    lines = [f"prepared {what} ({manifest.format}, {manifest.compression or 'not compressed'}) {when}"]
     for name, split in manifest.splits.items():
         shards = "1 shard" if len(split.shards) == 1 else f"{len(split.shards):,} shards"
         lines.append(f"  {name:<11} {split.documents:,} pictures, {split.tokens / 1e6:,.1f} MB, {shards}")
@@ -83,15 +86,16 @@ def print_summary(manifest: Manifest, out: Path | str, when: str) -> None:
     if bad["count"]:
         lines.append(f"  corrupt     {bad['count']:,} of {bad['records']:,} pictures were left out:")
         lines += [f"              {_shown(example)}" for example in bad["examples"][:5]]
-    if part := manifest.options.get("part"):
-        step = f"next: the other parts of {part.partition('/')[2]}, then matmix prepare-images --merge"
+    if part:
+        merge = shell_line("matmix", "prepare-images", "--merge", "--out", out)
+        step = f"next: the other parts of {part.partition('/')[2]}, then {merge}"
         print(*lines, step, sep="\n", flush=True)
         return
-    step = f"next: matmix train RECIPE.toml --data.images.path {out}"
+    words = ["matmix", "train", "RECIPE.toml", "--data.images.path", out]
     if len(manifest.splits) == 1:
         lines.append("  validation  none: --validation or --validation-fraction makes one")
-        step += " --data.images.validation-path ANOTHER_DATASET"
-    print(*lines, step, sep="\n", flush=True)
+        words += ["--data.images.validation-path", "ANOTHER_DATASET"]
+    print(*lines, f"next: {shell_line(*words)}", sep="\n", flush=True)
 
 
 def _sides(images: ImagesInfo) -> list[tuple[str, tuple[int, float, int]]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 
 import tyro
 
+from matmix.data.shell import shell_line
 from matmix.launch.jobs.processes import check_counts
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
 from matmix.launch.jobs.sweep import parse_sweep
@@ -61,16 +61,17 @@ class Slurm:
             return 0
         job = plan.submit()
         kind = "_*.out" if job.tasks else ".out"
-        log = shlex.quote(str(plan.home / "logs" / f"slurm-{job.after or job.job}")) + kind
+        log = shell_line("tail", "-F", plan.home / "logs" / f"slurm-{job.after or job.job}") + kind
         if self.prepare:
             # They find the launches beside the dataset by its own path.
-            home, end = plan.home.with_suffix(""), "Failed parts are made again by: matmix launch resubmit {}"
+            home = plan.home.with_suffix("")
+            end = f"Failed parts are made again by: {shell_line('matmix', 'launch', 'resubmit', home)}"
             print(f"Submitted {job.tasks} parts as job {job.after}, and job {job.job} that joins them")
         else:
-            home, end = plan.home, "End it:     matmix launch cancel {}   (saves first)"
+            home = plan.home
+            end = f"End it:     {shell_line('matmix', 'launch', 'cancel', home)}   (saves first)"
             what = f"job {job.job}" + (f" ({job.tasks} tasks)" if job.tasks else "")
             print(f"Submitted {what}: {plan.folder / 'job.sbatch'}")
-        shown = shlex.quote(str(home))
-        print(f"Follow it:  matmix launch status {shown}   or   tail -F {log}")
-        print(end.format(shown))
+        print(f"Follow it:  {shell_line('matmix', 'launch', 'status', home)}   or   {log}")
+        print(end)
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import jinja2
 
+from matmix.data.shell import shell_line
 from matmix.launch.jobs.slurm.options import SlurmOptions
 
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
@@ -28,7 +28,7 @@ def render(template: str, values: dict[str, Any], replacement: str = "") -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"sh": lambda value: shlex.quote(str(value)), "sbatch": sbatch_value}
+    environment.filters |= {"sh": shell_line, "sbatch": sbatch_value}
     try:
         return environment.from_string(source.read_text(encoding="utf-8")).render(**values)
     except jinja2.TemplateSyntaxError as error:

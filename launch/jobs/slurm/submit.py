@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matmix.data.shell import shell_line
 from matmix.launch.jobs.records import Job, add_job, launch_home, note_url, run_folder
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.options import SlurmOptions
@@ -59,7 +59,7 @@ def render_job(
     """The text of a batch script. needed: folders, seen in a container; array: as in 0-7, "" = no array; own: values of
     this template, beside those that every template may use."""
     values = {
-        "title": "matmix " + " ".join(shlex.join(job.command).split()),
+        "title": " ".join(shell_line("matmix", *job.command).split()),
         "directives": directives(options, home, array),
         "launch": home / "launch" / job.launch,
         "python": options.container_python if options.container else sys.executable,

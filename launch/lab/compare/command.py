@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from typing import Annotated
 
 import tyro
 
+from matmix.data.shell import shell_line
 from matmix.launch.glue.settings import Column
 from matmix.launch.jobs.records import launch_home
 from matmix.launch.jobs.slurm import submit as slurm
@@ -157,6 +157,6 @@ def _submit(comparison: Comparison, tasks: list[Task], given: Compare, command: 
     keep_recipe(comparison)
     job = plan.submit()
     print(f"Submitted job {job.job} ({job.tasks} tasks): {plan.folder / 'job.sbatch'}")
-    print(f"Follow it:     matmix launch status {shlex.quote(str(home))}")
+    print(f"Follow it:     {shell_line('matmix', 'launch', 'status', home)}")
     print("Tabulate it:   the same recipe and overrides with --report in place of --slurm and its options")
     return EXIT_OK

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from matmix.data.shell import shell_line
 from matmix.launch.glue.training import train
 from matmix.launch.lab.compare.config import FINETUNED, Comparison
 from matmix.launch.lab.compare.finetuned import Finetuned, ScoreColumn, Scores
@@ -29,7 +30,7 @@ def read_downstream(words: Sequence[str], comparison: Comparison, glue: GlueSett
     if len(folders) > 1:
         raise ValueError(f"--finetune: {PREFIX} is given twice; one folder holds all tasks")
     if glue not in (None, GlueSettings()) and not folders:
-        raise ValueError(f"options of GLUE are given without --finetune {PREFIX}DIR")
+        raise ValueError(f"options of GLUE are given without {shell_line('--finetune', f'{PREFIX}DIR')}")
     recipes = [word for word in words if not word.startswith(PREFIX)]
     tasks = [read_recipe_task(word, comparison.home) for word in recipes]
     names = [one.name.lower() for one in tasks]

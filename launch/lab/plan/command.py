@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ from typing import Annotated
 import tyro
 
 from matmix.data.manifest import Manifest
+from matmix.data.shell import shell_line
 from matmix.launch.lab.plan.estimate import (
     ASSUMED_EFFICIENCY,
     USABLE,
@@ -94,7 +94,7 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
         found.append(
             f"a checkpoint every {config.checkpoint.every or config.steps} steps ({duration(risk.interval)}) "
             f"loses {risk.lost(risk.interval):.1%} of the time to failures, one every {duration(risk.mtbf)}; "
-            f"every {duration(best)} is best: --checkpoint.every {steps}"
+            f"every {duration(best)} is best: {shell_line('--checkpoint.every', steps)}"
         )
     return found
 
@@ -225,7 +225,7 @@ def launch_command(recipe: str, overrides: Sequence[str], one: Estimate, config:
     if ranks > cluster.gpus_per_node:
         each = next(size for size in range(cluster.gpus_per_node, 0, -1) if ranks % size == 0)
         words = ["matmix", "launch", "slurm", recipe, "--nodes", str(ranks // each), "--gpus-per-node", str(each)]
-    return "  " + " ".join(filter(None, [shlex.join([*words, *overrides]), options_of(one, config)]))
+    return f"  {shell_line(*words, *overrides, *options_of(one, config))}"
 
 
 def _describe_suggestions(config: RunConfig, best: Sequence[Estimate]) -> list[str]:
@@ -234,7 +234,7 @@ def _describe_suggestions(config: RunConfig, best: Sequence[Estimate]) -> list[s
         return [f"nothing fits: use more GPUs, larger ones, or {smaller}"]
     lines = ["", "fastest that fit:"]
     for one in best:
-        options = options_of(one, config) or "as configured"
+        options = shell_line(*options_of(one, config)) or "as configured"
         memory = f"{one.plan.total_bytes / 2**30:.1f} GiB a rank"
         lines.append(f"  {short_number(one.units_per_second)} {one.plan.unit}/s, {memory}: {options}")
     return lines

@@ -182,8 +182,8 @@ def suggest(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) 
     )
 
 
-def options_of(one: Estimate, config: RunConfig) -> str:
-    """The command-line options that turn `config` into an estimate's config; "" where it is the same."""
+def options_of(one: Estimate, config: RunConfig) -> list[str]:
+    """The command-line options that turn `config` into an estimate's config, as words; [] where it is the same."""
     engine, old = one.config.engine, config.engine
     by = {"none": ("none", old.selective_by), "full": ("full", old.selective_by)}
     mode, selective_by = by.get(one.mode, ("selective", "op" if one.mode == "selective by op" else "block"))
@@ -194,4 +194,4 @@ def options_of(one: Estimate, config: RunConfig) -> str:
         "engine.activation-checkpointing": (old.activation_checkpointing, mode),
         "engine.selective-by": (old.selective_by, selective_by),
     }
-    return " ".join(f"--{name} {new}" for name, (before, new) in changes.items() if before != new)
+    return [word for name, (before, new) in changes.items() if before != new for word in (f"--{name}", str(new))]

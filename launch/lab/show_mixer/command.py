@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +17,7 @@ from typing import Annotated
 import torch
 import tyro
 
+from matmix.data.shell import shell_line
 from matmix.data.storage.remote import is_url
 from matmix.launch.lab.show_mixer.heads import choose_heads, is_per_channel
 from matmix.launch.lab.show_mixer.image_pages import chosen_place, draw_image_pages
@@ -117,10 +117,11 @@ class ShowMixer:
 
     def _say_next(self, again: str, overrides: Sequence[str], is_model: bool, label: str) -> None:
         if not is_model:
-            words = shlex.join([self.recipe, *overrides])
-            again = f"matmix train {words}, then matmix show-mixer RUN for what it learns"
+            train = shell_line("matmix", "train", self.recipe, *overrides)
+            again = f"{train}, then matmix show-mixer RUN for what it learns"
         elif label != "export":  # which has no steps
-            again = f"matmix show-mixer {self.recipe} --step N for how it came about, or {again}"
+            earlier = shell_line("matmix", "show-mixer", self.recipe, "--step", "N")
+            again = f"{earlier} for how it came about, or {again}"
         print(f"Next: {again}")
 
     def _check(self, is_model: bool, overrides: Sequence[str]) -> None:

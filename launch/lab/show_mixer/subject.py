@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from matmix.data.shell import shell_line
 from matmix.data.storage.remote import is_url
 from matmix.data.storage.storage import Storage
 from matmix.data.synthetic import make_task
@@ -84,8 +85,8 @@ def check_no_comparison(source: str) -> None:
             return
         home = Path(values.get("run_dir") or f"runs/{recipe.stem}")
         if not (runs := _runs_in(home)):
-            once = f"once they are trained (matmix compare {source}) choose a run of them, {home}/ENTRY/seed-N"
-            raise ValueError(several + once)
+            train = shell_line("matmix", "compare", source)
+            raise ValueError(f"{several}once they are trained ({train}) choose a run of them, {home}/ENTRY/seed-N")
     if runs:
         others = f" or one of the {len(runs) - 1} beside it" if len(runs) > 1 else ""
         raise ValueError(f"{several}choose a run of them: {runs[0]}{others}")

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -222,7 +223,7 @@ def test_missing_parts_are_named_with_the_command(tmp_path, inputs, capsys):
     assert missing_parts(tmp_path / "nothing", 2) == [1, 2]
     with pytest.raises(ValueError, match=r"3 of 5 parts are not finished: 2, 3, 5; make each with: ") as caught:
         join(tmp_path / "out")
-    command = str(caught.value).split("make each with: ")[1].split()
+    command = shlex.split(str(caught.value).split("make each with: ")[1])
     assert command[:2] == ["matmix", "prepare"]
     assert command[-2:] == ["--part", "2/5"]
     capsys.readouterr()

@@ -149,7 +149,7 @@ def test_suggestions_fit_and_keep_the_batch():
 def test_options_lead_to_the_suggestion():
     one = config()
     best = suggest(one, 4, H100, 0.4)[-1]
-    again = config(*options_of(best, one).split())
+    again = config(*options_of(best, one))
     assert again.engine.name == best.config.engine.name
     assert again.micro_batch_size == best.plan.micro_batch_size
     assert estimate(again, 4, H100, 0.4).plan == best.plan
