@@ -103,8 +103,9 @@ def _check_column(source: Source, name: str) -> None:
             f"{source.name} has no column {name!r}; its columns are {one_line(', '.join(schema.names))} "
             "(choose one with --text-field)"
         )
-    kind = schema.field(name).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    kind, types = schema.field(name).type, pyarrow.types
+    values = kind.value_type if types.is_dictionary(kind) else kind  # a dictionary is how a categorical column is kept
+    if not (types.is_string(values) or types.is_large_string(values) or types.is_string_view(values)):
         raise ValueError(f"column {name!r} of {source.name} is {kind}, not string")
 
 

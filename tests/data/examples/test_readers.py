@@ -25,7 +25,9 @@ def _csv(path):
 
 
 def _parquet(path):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    sentences = pyarrow.array([row["sentence"] for row in ROWS]).cast(pyarrow.string_view())
+    grades = pyarrow.array([row["grade"] for row in ROWS]).dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"sentence": sentences, "grade": grades}), path)
     return str(path)
 
 

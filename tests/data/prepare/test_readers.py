@@ -56,6 +56,24 @@ def test_parquet(tmp_path, small_chunks):
     assert documents([path], text_field="body") == DOCUMENTS
 
 
+TEXT_TYPES = [
+    pa.large_string(),
+    pa.string_view(),
+    pa.dictionary(pa.int32(), pa.string()),
+    pa.dictionary(pa.int8(), pa.large_string(), ordered=True),
+]
+
+
+@pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
+def test_parquet_with_every_type_of_text(tmp_path, small_chunks, kind):
+    path = tmp_path / "a.parquet"
+    texts = [*DOCUMENTS, *DOCUMENTS[:7]]
+    pq.write_table(pa.table({"text": pa.array([*texts, None]).cast(kind)}), path, row_group_size=16)
+    *found, last = documents([path])
+    assert found == texts
+    assert last == Malformed(len(texts) + 1, "column 'text' is NoneType, not text")
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.txt", "a.parquet"])
 def test_reading_goes_on_from_every_position(tmp_path, small_chunks, name):
     for part in ("1", "2"):
@@ -157,6 +175,9 @@ def test_parquet_that_cannot_be_used(tmp_path):
         documents([path])
     with pytest.raises(ValueError, match=r"column 'id' .* is int64, not string"):
         documents([path], text_field="id")
+    pq.write_table(pa.table({"text": pa.array([b"x"]).dictionary_encode()}), path)
+    with pytest.raises(ValueError, match=r"column 'text' .* is dictionary<values=binary.*, not string"):
+        documents([path])
 
 
 def test_sources(tmp_path):
