@@ -1,0 +1,37 @@
+"""Pages with results of comparisons say, between the command and its table, the learning rate that all entries had."""
+
+import re
+
+import pytest
+from paths import ROOT
+
+from matmix.train.recipe_files import bundled_comparisons, read_toml
+
+_COMMAND = re.compile(r"(?<!\w)matmix compare (\w+_small|quickstart) --parallel 2(?! --run-dir)")
+
+
+def _results(page: str) -> list[tuple[str, str]]:
+    """The names of the comparisons on a page, and what stands between each command and the next table of entries."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = text.partition("## Results")[2] or text
+    return [(found[1], text[found.end() :].partition("\n| entry")[0]) for found in _COMMAND.finditer(text)]
+
+
+RESULTS = [
+    pytest.param(name, words, id=f"{page}-{name}")
+    for page in ("comparisons.md", "vision.md", "tables/state_tracking_small.md")
+    for name, words in _results(page)
+]
+
+
+def test_all_small_comparisons_are_there():
+    known = {name for name in bundled_comparisons() if name.endswith("_small") or name == "quickstart"}
+    assert {parameter.values[0] for parameter in RESULTS} == known - {"encoders_small"}
+
+
+@pytest.mark.parametrize(("name", "words"), RESULTS)
+def test_a_table_says_its_learning_rate(name, words):
+    words = " ".join(words.split())
+    (rate,) = re.findall(r"Learning rate ([\d.]+\d)", words)
+    assert float(rate) == read_toml(bundled_comparisons()[name])["optimizer"]["lr"]
+    assert re.search(r"at another rate their order (may be|is) another", words.replace("**", ""))
