@@ -97,7 +97,7 @@ class Trainer:
         self.log_file: logging.Handler | None = None  # on rank 0, while it holds the lock
         self.checkpoints = self.run.checkpoint_manager(config.checkpoint)
         flops = self.task.flops(config.model, config.data.seqlen)
-        self.speed = Speedometer(flops, distributed.device, world_size, self.task.unit)
+        self.speed = Speedometer(flops, distributed.device, world_size, config.engine.precision, self.task.unit)
         self.monitor = Monitor(self.engine)
         self.damaged_shards = DamagedShards()
         self.monitored: dict[str, float] = {}  # of the last step if it was not finite, the same on all ranks

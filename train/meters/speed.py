@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -15,27 +15,45 @@ import torch
 from matmix.train.meters.collectives import CollectiveClock
 from matmix.train.meters.stragglers import Times
 
-# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets; devices not listed report no utilisation.
+Arithmetic = Literal["bf16", "tf32", "fp32"]
+"""What matrix products compute in."""
+
+
+def _peaks(bf16: float, tf32: float, fp32: float) -> dict[Arithmetic, float]:
+    return {"bf16": bf16 * 1e12, "tf32": tf32 * 1e12, "fp32": fp32 * 1e12}
+
+
+# Dense peaks of one device in FLOP/s, from the vendors' data sheets; devices not listed report no utilisation.
 PEAK_FLOPS = {
-    "A100": 312e12,
-    "A40": 149.7e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "MI300X": 1307e12,
+    "A100": _peaks(312, 156, 19.5),
+    "A40": _peaks(149.7, 74.8, 37.4),
+    "L40S": _peaks(362, 183, 91.6),
+    "L40": _peaks(181, 90.5, 90.5),
+    "H100 PCIe": _peaks(756, 378, 51),
+    "H100 NVL": _peaks(835, 417.5, 60),
+    "H100": _peaks(989, 494.5, 67),
+    "H200": _peaks(989, 494.5, 67),
+    "B200": _peaks(2250, 1100, 75),
+    "MI300X": _peaks(1307, 653.7, 163.4),
 }
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a CUDA device, or None where it is not known."""
+def arithmetic(precision: str) -> Arithmetic:
+    """What matrix products compute in where `engine.precision` is this: float32 ones in tf32 where torch is set so in
+    this process (`torch.set_float32_matmul_precision`, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1), which it is not by
+    itself."""
+    if precision == "bf16":
+        return "bf16"
+    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Dense FLOP/s of a CUDA device in what a run of this `engine.precision` computes in, or None where that is not
+    known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    return next((peaks[arithmetic(precision)] for key, peaks in PEAK_FLOPS.items() if key in name), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +71,7 @@ class StepRecord:
     seconds_per_step: float
     data_wait: float  # share of the time spent waiting for data
     memory: float  # peak GiB of this rank: device memory on CUDA, resident memory on CPU
-    mfu: float | None  # share of the device's peak FLOP/s, where that is known
+    mfu: float | None  # share of the device's peak FLOP/s in the run's precision, where that is known
     skipped: int  # steps skipped since the start for a NaN or infinite gradient
     damaged: int  # sequences left out since the start for a damaged shard (data.skip_damaged)
     rewinds: int  # times that the run went back over a loss spike since the start
@@ -85,11 +103,13 @@ class StepRecord:
 class Speedometer:
     """Collects sums between records. Time spent in `paused` (evaluation, saving) is not counted."""
 
-    def __init__(self, forward_flops: float, device: torch.device, world_size: int, unit: str = "tokens") -> None:
-        """forward_flops: of one token, or of what else `unit` says is counted."""
+    def __init__(
+        self, forward_flops: float, device: torch.device, world_size: int, precision: str, unit: str = "tokens"
+    ) -> None:
+        """forward_flops: of one token, or of what else `unit` says is counted; precision: that of the engine."""
         self.flops, self.unit = 3 * forward_flops, unit  # a backward pass costs two forward passes
         self.device, self.world_size = device, world_size
-        peak = peak_flops(device)
+        peak = peak_flops(device, precision)
         self.peak = None if peak is None else peak * world_size
         self.collectives = CollectiveClock(device)
         self.start()

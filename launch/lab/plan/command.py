@@ -177,6 +177,7 @@ def _describe(
     launching = f", launches {duration(one.launch_seconds)}" if one.launch_seconds else ""
     nodes = -(-plan.ranks // cluster.gpus_per_node)
     units = plan.units_per_step * plan.steps
+    peak = f"{cluster.peak(one.arithmetic) / 1e12:.0f} TFLOP/s in {one.arithmetic}"
     rows = {
         "cluster": f"{plan.ranks} x {cluster.gpu} on {nodes} node{'s' if nodes > 1 else ''}",
         "parameters": f"{short_number(plan.parameters)} ({vocabulary})",
@@ -191,7 +192,7 @@ def _describe(
         for part in one.traffic
     }
     rows |= {
-        "utilisation": f"{efficiency:.0%} of {cluster.peak_tflops:.0f} TFLOP/s ({source})",
+        "utilisation": f"{efficiency:.0%} of {peak} ({source})",
         "launches": f"{plan.computed_ops:,} or more kernels a step and rank, {cluster.launch_microseconds:g} µs of the "
         "host for each (assumed, not measured)",
         "step": f"{duration(one.step_seconds)} (arithmetic {duration(one.compute_seconds)}, "

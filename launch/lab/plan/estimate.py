@@ -14,6 +14,7 @@ from matmix.train.config import RunConfig
 from matmix.train.engine.kinds import KINDS
 from matmix.train.estimate.memory import FLOAT, Mode, checkpointing_mode
 from matmix.train.estimate.plan import Plan, make_plan
+from matmix.train.meters.speed import Arithmetic, arithmetic
 from matmix.train.optim import optimizer_class
 
 
@@ -86,6 +87,7 @@ class Estimate:
     plan: Plan
     mode: Mode
     traffic: list[Collective]
+    arithmetic: Arithmetic
     compute_seconds: float  # of a step
     traffic_seconds: float
     launch_seconds: float  # at least; of the host
@@ -130,6 +132,7 @@ def estimate(
     """The plan of `config` with its times. Raises ValueError where the batch does not divide over the ranks."""
     mode = mode or checkpointing_mode(config)
     plan = make_plan(config, ranks, mode=mode)
+    kind = arithmetic(config.engine.precision)
     forwards = 3 + recomputed_forwards(mode, config.engine.selective_every)
     flops = forwards * plan.flops_per_unit * plan.units_per_step
     traffic = collectives(config, plan, cluster.gpus_per_node)
@@ -138,7 +141,8 @@ def estimate(
         plan=plan,
         mode=mode,
         traffic=traffic,
-        compute_seconds=flops / (ranks * cluster.peak_tflops * 1e12 * efficiency),
+        arithmetic=kind,
+        compute_seconds=flops / (ranks * cluster.peak(kind) * efficiency),
         traffic_seconds=sum(part.seconds(cluster) for part in traffic),
         # Compiled blocks launch fewer kernels than they have ops, nobody knows beforehand how many.
         launch_seconds=0.0 if config.engine.compile else plan.computed_ops * cluster.launch_microseconds * 1e-6,

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import dacite
 
+from matmix.data.shell import shell_line
 from matmix.train.arguments import unknown_key
-from matmix.train.meters.speed import PEAK_FLOPS
+from matmix.train.meters.speed import PEAK_FLOPS, Arithmetic
 from matmix.train.recipe_files import read_toml
 
 GB = 10**9
@@ -26,6 +27,10 @@ class Cluster:
     """Name, for people."""
     peak_tflops: float
     """Dense bf16 peak of a GPU in 10^12 FLOP/s."""
+    peak_tflops_tf32: float | None = None
+    """The same in tf32, for recipes in fp32 where torch is set to compute in it."""
+    peak_tflops_fp32: float | None = None
+    """The same in fp32."""
     memory_gb: float
     """Memory of a GPU in 10^9 bytes."""
     gpus_per_node: int = 8
@@ -46,14 +51,27 @@ class Cluster:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, str) and value <= 0:
+            if isinstance(value, int | float) and value <= 0:
                 raise ValueError(f"{field.name} must be positive, got {value}")
+
+    def peak(self, kind: Arithmetic) -> float:
+        """Dense peak of a GPU in FLOP/s. Raises ValueError where it is not known."""
+        name = "peak_tflops" if kind == "bf16" else f"peak_tflops_{kind}"
+        if (tflops := getattr(self, name)) is None:
+            raise ValueError(
+                f"the recipe computes in {kind}, and the peak of {self.gpu} in that is not known: set {name} in the "
+                f"file of --cluster, or plan with {shell_line('--engine.precision', 'bf16')}"
+            )
+        return tflops * 1e12
 
 
 def _known(name: str, memory_gb: float, node_gb_per_s: float, network_gb_per_s: float = 50.0) -> Cluster:
+    peaks = {kind: peak / 1e12 for kind, peak in PEAK_FLOPS[name].items()}
     return Cluster(
         gpu=name,
-        peak_tflops=PEAK_FLOPS[name] / 1e12,
+        peak_tflops=peaks["bf16"],
+        peak_tflops_tf32=peaks["tf32"],
+        peak_tflops_fp32=peaks["fp32"],
         memory_gb=memory_gb,
         node_gb_per_s=node_gb_per_s,
         network_gb_per_s=network_gb_per_s,

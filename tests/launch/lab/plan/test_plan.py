@@ -6,6 +6,7 @@ import math
 import shlex
 
 import pytest
+import torch
 
 from matmix.launch.cli import TREE
 from matmix.launch.lab.plan import command
@@ -26,6 +27,7 @@ from matmix.train.arguments import read_verb
 from matmix.train.command import train_recipe
 from matmix.train.estimate.plan import make_plan
 from matmix.train.loaders import make_loader
+from matmix.train.meters.speed import peak_flops
 from matmix.train.recipe import load_config
 from matmix.train.recipe_files import bundled_recipes
 from matmix.train.words import duration, short_number
@@ -91,7 +93,7 @@ def test_flops_by_mixer_add_up():
 def test_time_follows_from_the_hardware():
     one, twice = (estimate(config(), ranks, H100, 0.4) for ranks in (1, 2))
     flops = 3 * one.plan.flops_per_unit * one.plan.units_per_step
-    assert one.compute_seconds == pytest.approx(flops / (0.4 * 989e12))
+    assert one.compute_seconds == pytest.approx(flops / (0.4 * 67e12))
     assert one.compute_seconds == pytest.approx(2 * twice.compute_seconds)
     assert estimate(config(), 1, H100, 0.2).compute_seconds == pytest.approx(2 * one.compute_seconds)
     full = estimate(config(), 1, H100, 0.4, mode="full")
@@ -212,6 +214,30 @@ def test_recipes_of_images_at_full_size(name, monkeypatch, capsys):
     assert "of 75 GiB" in rows["memory per rank"]
 
 
+def test_arithmetic_is_counted_against_the_peak_of_its_precision(monkeypatch, tmp_path):
+    """A recipe in fp32 has a fifteenth of the peak of bf16 on an H100, unless torch is set to tf32."""
+    seconds = {}
+    for precision, setting in (("bf16", "highest"), ("fp32", "highest"), ("fp32", "high")):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda setting=setting: setting)
+        one = estimate(config("--engine.precision", precision), 1, H100, 0.5)
+        seconds[one.arithmetic] = one.compute_seconds
+    assert seconds["fp32"] / seconds["bf16"] == pytest.approx(989 / 67)
+    assert seconds["tf32"] / seconds["bf16"] == pytest.approx(2)
+    (file := tmp_path / "ours.toml").write_text("gpu = 'own'\npeak_tflops = 9\nmemory_gb = 24\nnode_gb_per_s = 30\n")
+    monkeypatch.undo()
+    with pytest.raises(
+        ValueError, match="computes in fp32, and the peak of own in that is not known: set peak_tflops_"
+    ):
+        estimate(config("--engine.precision", "fp32"), 1, read_cluster(file), 0.5)
+
+
+def test_utilisation_is_a_share_of_the_peak_of_the_runs_precision(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    peaks = [peak_flops(torch.device("cuda"), precision) for precision in ("bf16", "fp32")]
+    assert peaks == [312e12, 19.5e12]
+    assert peak_flops(torch.device("cpu"), "bf16") is None
+
+
 def test_warnings_about_images_speak_of_patches():
     changes = ["--micro-batch-size", "1", "--model.n-layers", "1"]
     one = estimate(load_config("vit_b_imagenet", changes), 8, H100, 0.4)
@@ -259,7 +285,7 @@ def test_the_command(capsys):
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "4 x MI300X on 1 node" in shown
-    assert "30% of 1307 TFLOP/s (as given)" in shown
+    assert "30% of 163 TFLOP/s in fp32 (as given)" in shown
     assert "fastest that fit:" in shown
     assert main([*words[:3], "--global-batch-size", "64", "--micro-batch-size", "12"]) == 0
     shown = capsys.readouterr().out
