@@ -26,6 +26,7 @@ from matmix.train.run.remote import fetch_run
 from matmix.train.run.trained import find_trained
 from matmix.train.tasks.base import Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
+from matmix.train.tasks.metrics import as_controls, control_lines
 
 _BATCH = 32
 
@@ -60,8 +61,16 @@ class Judged:
 
     def metrics(self) -> dict[str, float]:
         """Those of the task; {} where no example has a label."""
-        _, labels = with_labels(self.predicted)
-        return self.task.scores(self.predicted, self.examples) if len(labels) else {}
+        return self.task.scores(self.predicted, self.examples) if self.has_labels else {}
+
+    def controls(self) -> dict[str, float]:
+        """What answers score that look at no example, by the names that records have for it; {} as of the metrics."""
+        return as_controls(self.task.control(self.predicted, self.examples)) if self.has_labels else {}
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether any example has a label."""
+        return len(with_labels(self.predicted)[1]) > 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A JSON object for each example: its number in the file, from 0 on, the row that errors name it by, and what
@@ -146,7 +155,8 @@ def say(judged: Judged, *, out: Path | None, predictions: Path | None, confusion
 
     Raises ValueError for a picture where there are no classes, no labels, or too many classes.
     """
-    metrics, known = judged.metrics(), {metric.name: metric for metric in judged.task.metrics}
+    metrics, controls = judged.metrics(), judged.controls()
+    known = {metric.name: metric for metric in judged.task.metrics}
     if confusion is not None and (not judged.classes or not metrics or len(judged.classes) > MOST_CLASSES):
         raise ValueError(
             f"--confusion draws one class for each example, at most {MOST_CLASSES} of them, against its label"
@@ -155,10 +165,12 @@ def say(judged: Judged, *, out: Path | None, predictions: Path | None, confusion
     for name, value in metrics.items():
         title = known[name].title if name in known else name.replace("_", " ")
         print(f"  {title:<28}{known[name].number(value) if name in known else f'{value:.4f}':>12}")
+    for line in control_lines(judged.task.metrics, metrics | controls):
+        print(f"  {line}")
     if not metrics:
         print("  no example has a label, so there is nothing to score")
     if out is not None:
-        write_atomic(out, json.dumps({**metrics, "examples": len(judged.examples.rows)}, indent=2) + "\n")
+        write_atomic(out, json.dumps({**metrics, **controls, "examples": len(judged.examples.rows)}, indent=2) + "\n")
     if predictions is not None:
         write_atomic(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in judged.rows()))
     if confusion is not None:

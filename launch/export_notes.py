@@ -11,6 +11,7 @@ from matmix.launch.export_data import known_data
 from matmix.train.config import RunConfig
 from matmix.train.run.trained import Trained
 from matmix.train.tasks import TASKS, unit_of
+from matmix.train.tasks.metrics import control_of
 
 
 def notes_on(trained: Trained, controls: Sequence[str] = ()) -> str:
@@ -73,3 +74,5 @@ def _numbers(config: RunConfig, found: dict[str, Any], where: str) -> Iterator[t
     for metric in (task.loss_metric, *task.metrics):
         if type(value := found.get(metric.name)) is float:
             yield f"{metric.title} ({where})", metric.number(value)
+            if type(control := control_of(metric, found)) is float:
+                yield f"{metric.title} of {metric.control} ({where})", metric.number(control)

@@ -84,6 +84,11 @@ class ImageRows(Dataset):
     def samples_per_epoch(self) -> int:
         return self.mixture.samples_per_epoch
 
+    @property
+    def class_counts(self) -> np.ndarray:
+        """int64 (classes,): pictures of each class in the split, of all datasets together."""
+        return np.sum([one.manifest.images.counts[one.split] for one in self.shards], axis=0)
+
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
         try:
             with borrowed_generators():

@@ -23,7 +23,8 @@ from matmix.train.engine.full_state import Weights
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.remote import fetch_run
 from matmix.train.tasks.config import ObjectiveConfig
-from matmix.train.tasks.image_classification import ImageClassification
+from matmix.train.tasks.image_classification import ImageClassification, image_controls
+from matmix.train.tasks.metrics import as_controls, control_lines
 
 _BATCH = 64
 _KEPT = 5
@@ -56,6 +57,10 @@ class ImageScores:
         """Loss, and shares of pictures whose class is the likeliest or among the five likeliest."""
         right = self.likeliest == self.labels[:, None]
         return {"loss": self.loss, "accuracy": float(right[:, 0].mean()), "top5": float(right.any(1).mean())}
+
+    def controls(self) -> dict[str, float]:
+        """What the most frequent classes score as the answer to all pictures, by the names that records have for it."""
+        return as_controls(image_controls(np.bincount(self.labels, minlength=len(self.classes))))
 
     def by_class(self) -> list[dict[str, Any]]:
         """Of each class that has pictures: its name, their number, the share that is recognised, and what the others
@@ -158,10 +163,12 @@ def say_images(scores: ImageScores, *, out: Path | None, predictions: Path | Non
     (.jsonl), the confusion matrix (.png). Raises ValueError for a picture of too many classes."""
     if confusion is not None and len(scores.classes) > MOST_CLASSES:
         raise ValueError(f"--confusion draws at most {MOST_CLASSES} classes, and there are {len(scores.classes)}")
-    metrics, classes = scores.metrics(), scores.by_class()
+    metrics, classes = scores.metrics() | scores.controls(), scores.by_class()
     print(f"{scores.where}: {len(scores.labels):,} images of {scores.pictures}")
     for metric in (ImageClassification.loss_metric, *ImageClassification.metrics):
         print(f"  {metric.title:<28}{metric.number(metrics[metric.name])}")
+    for line in control_lines(ImageClassification.metrics, metrics):
+        print(f"  {line}")
     if len(classes) > 1:
         mean = sum(row["accuracy"] for row in classes) / len(classes)
         print(f"  {'mean over the classes':<28}{mean:.2%}")

@@ -12,6 +12,7 @@ from matmix.launch.many.spread import metric_in_words, spread
 from matmix.launch.many.table import markdown
 from matmix.launch.many.task import Task
 from matmix.train.tasks.base import Metric
+from matmix.train.tasks.metrics import control_of, control_words
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +37,10 @@ class Scores:
     def values(self, metric: str) -> list[float]:
         """A metric of each run."""
         return [found[metric] for found in self.evaluations]
+
+    def control(self, metric: Metric) -> str:
+        """What the trivial answer scores, which is the same for all runs, in words; "" where there is none."""
+        return control_words(metric, self.evaluations[0])
 
 
 def read_scores(tasks: Sequence[Task]) -> Scores:
@@ -63,12 +68,12 @@ def scores_text(scores: Scores) -> str:
     for metric in scores.known:
         values = scores.values(metric.name)
         each = (metric_in_words([value], metric) for value in values)
-        rows.append([metric.heading, metric_in_words(values, metric), *each])
+        rows.append([metric.heading, metric_in_words(values, metric), *each, scores.control(metric)])
     steps = ", ".join(f"{found['step']:,}" for found in scores.evaluations)
     which = f"the best evaluation of each seed by {scores.best}" if scores.best else "the last evaluation of each seed"
     count = len(seeds)
     over = f"Mean ± sample standard deviation over {count} seeds" if count > 1 else "One seed"
-    return f"{markdown(['metric', 'mean', *seeds], rows)}\n\n{over}: {which} (step {steps})."
+    return f"{markdown(['metric', 'mean', *seeds, 'control'], rows)}\n\n{over}: {which} (step {steps})."
 
 
 def scores_json(scores: Scores) -> dict[str, Any]:
@@ -81,6 +86,8 @@ def scores_json(scores: Scores) -> dict[str, Any]:
         assert over is not None, "a metric that is known has values"
         each = dict(zip(seeds, values, strict=True))
         metrics[metric.name] = {"mean": over.mean, "deviation": over.deviation, "seeds": each}
+        if (control := control_of(metric, scores.evaluations[0])) is not None:
+            metrics[metric.name]["control"] = control
     steps = {seed: found["step"] for seed, found in zip(seeds, scores.evaluations, strict=True)}
     return {"evaluation": f"best {scores.best}" if scores.best else "last", "steps": steps, "metrics": metrics}
 

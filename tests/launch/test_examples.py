@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,9 @@ def test_scores_of_a_file_are_those_of_training_and_of_its_predictions(tuned, tm
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     assert "37 examples in" in said
+    same = Counter(row["label"] for row in rows).most_common(1)[0][1] / 37
+    assert found["control_accuracy"] == wanted["control_accuracy"] == same
+    assert f"Control without a model: accuracy {same:.1%} (the most frequent class), F1" in said
     assert f"{found['accuracy']:.1%}" in said
 
 
@@ -109,6 +113,7 @@ def test_the_model_card_of_a_fine_tuned_run_has_data_and_scores(tuned, exported)
     assert str(tuned.parent) not in card
     where = f"(validation, step {wanted['step']})"
     assert f"| accuracy {where} | {wanted['accuracy']:.1%} |" in card
+    assert f"| accuracy of the most frequent class {where} | {wanted['control_accuracy']:.1%} |" in card
     assert f"| F1 {where} | {wanted['f1']:.1%} |" in card
     assert f"| Matthews correlation {where} | {wanted['matthews']:.3f} |" in card
     assert f"| expected calibration error {where} | {wanted['calibration_error']:.4f} |" in card

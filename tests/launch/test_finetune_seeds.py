@@ -51,6 +51,8 @@ def test_each_seed_is_a_run_and_together_they_are_a_table(command, tmp_path, cap
     assert said["metrics"]["accuracy"]["seeds"] == dict(zip("01", values, strict=True))
     assert (said["metrics"]["accuracy"]["mean"], said["metrics"]["accuracy"]["deviation"]) == (mean, deviation)
     assert f"{100 * mean:.1f} ± {100 * deviation:.1f}" in out.out
+    control = said["metrics"]["accuracy"]["control"]
+    assert f"| {control:.1%} (the most frequent class) " in out.out
     assert f"the best evaluation of each seed by accuracy (step {bests[0]['step']}, {bests[1]['step']})" in out.out
 
     # The same command again trains nothing, and says the same.

@@ -10,10 +10,11 @@ from matmix.train.evaluators.base import Evaluation, Evaluator
 from matmix.train.process.distributed import gather_objects
 from matmix.train.tasks.base import Costs, Predicted, Task
 from matmix.train.tasks.finetuning.base import ExampleTask
+from matmix.train.tasks.metrics import as_controls
 
 
 class Scores(Evaluator):
-    """The metrics of tasks on labelled examples, the same for any number of ranks."""
+    """The metrics of tasks on labelled examples and their controls, the same for any number of ranks."""
 
     @classmethod
     def applies(cls, config: RunConfig, task: Task) -> bool:
@@ -28,7 +29,8 @@ class Scores(Evaluator):
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         predicted = in_order([part for parts in gather_objects(self.found) for part in parts])
-        return self.task.scores(predicted, evaluation.loader.dataset.examples)
+        examples = evaluation.loader.dataset.examples
+        return self.task.scores(predicted, examples) | as_controls(self.task.control(predicted, examples))
 
 
 def in_order(parts: list[Predicted]) -> Predicted:

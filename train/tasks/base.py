@@ -6,8 +6,7 @@ number of targets of the whole global batch, wherever its pieces were computed.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -22,42 +21,7 @@ from matmix.model.flops import flops_per_token
 from matmix.model.outputs import Outputs
 from matmix.train.plugins import NoOptions, read_options
 from matmix.train.tasks.config import ObjectiveConfig
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Metric:
-    """The name, unit and direction of one number of an evaluation."""
-
-    name: str
-    """Its key in records, such as "masked_accuracy"."""
-    title: str
-    """Its name for people, such as "masked accuracy"."""
-    unit: str = ""
-    """Such as "nats per token"; "%" for shares, which are shown times 100."""
-    higher_is_better: bool = False
-    digits: int = 4
-    """Digits behind the point where it is shown."""
-
-    @property
-    def heading(self) -> str:
-        """The title with its unit, where that is not the title itself."""
-        return f"{self.title} ({self.unit})" if self.unit not in ("", self.title) else self.title
-
-    def number(self, value: float) -> str:
-        """The value with its unit, such as "93.1%" or "1.234 bits per byte"."""
-        return self._digits(value) if self.unit == "%" else f"{self._digits(value)} {self.unit}".rstrip()
-
-    def words(self, value: float) -> str:
-        """The value in few words, such as "masked accuracy 93.1%" or "1.234 bits per byte"."""
-        return self.number(value) if self.unit == self.title else f"{self.title} {self._digits(value)}"
-
-    def _digits(self, value: float) -> str:
-        return f"{value:.{self.digits}{'%' if self.unit == '%' else 'f'}}"
-
-
-def words_on(known: Iterable[Metric], metrics: Mapping[str, float]) -> list[str]:
-    """Those of `metrics` that are known, in words."""
-    return [metric.words(metrics[metric.name]) for metric in known if metric.name in metrics]
+from matmix.train.tasks.metrics import Metric, control_lines, words_on
 
 
 class Loss(NamedTuple):
@@ -187,9 +151,9 @@ class Task:
         return words_on(self.metrics, metrics)
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        """The results of the last evaluation in sentences, for the end of a run."""
+        """The results of the last evaluation in sentences, with those of its controls, for the end of a run."""
         loss = f"Validation loss {self.loss_metric.number(metrics['loss'])}"
-        return [", ".join([loss, *words_on(self.metrics, metrics)]) + "."]
+        return [", ".join([loss, *words_on(self.metrics, metrics)]) + ".", *control_lines(self.metrics, metrics)]
 
 
 def forward(model: nn.Module, batch: Batch, readout: Callable[..., Any] | None = None) -> Any:

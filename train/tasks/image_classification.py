@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from matmix.data.loading.loader import Loader
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Costs, Loss, Metric, Predicted, Task
 from matmix.train.tasks.finetuning.base import labelled
+from matmix.train.tasks.finetuning.classes import MOST_FREQUENT
+from matmix.train.tasks.metrics import as_controls
 
 _SHARE = {"unit": "%", "higher_is_better": True, "digits": 2}
 _TOP = 5
@@ -29,8 +32,8 @@ class ImageClassification(Task):
     recorded = ("accuracy", "top5")
     loss_metric = Metric(name="loss", title="loss", unit="nats per image")
     metrics = (
-        Metric(name="accuracy", title="top-1 accuracy", **_SHARE),
-        Metric(name="top5", title="top-5 accuracy", **_SHARE),
+        Metric(name="accuracy", title="top-1 accuracy", **_SHARE, control=MOST_FREQUENT),
+        Metric(name="top5", title="top-5 accuracy", **_SHARE, control="the five most frequent classes"),
     )
 
     def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
@@ -62,8 +65,19 @@ class ImageClassification(Task):
         labels = torch.zeros(len(inputs), dtype=torch.long)
         return image_batch(inputs, labels, examples=torch.arange(len(inputs)))
 
+    def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
+        return means | as_controls(image_controls(loader.dataset.class_counts))
+
     def outputs(self, data: DataConfig) -> Outputs:
         return Outputs(labels=class_names(data), problem_type="single_label_classification")
+
+
+def image_controls(counts: np.ndarray) -> dict[str, float]:
+    """What the most frequent classes score as the answer to all pictures; counts (classes,): the pictures of each. The
+    score of five says nothing where there are no more, and is left out."""
+    shares = np.sort(counts)[::-1] / counts.sum()
+    found = {"accuracy": float(shares[0]), "top5": float(shares[:_TOP].sum())}
+    return found if len(counts) > _TOP else {"accuracy": found["accuracy"]}
 
 
 def class_names(data: DataConfig) -> tuple[str, ...]:

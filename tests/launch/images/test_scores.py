@@ -30,7 +30,10 @@ def test_scores_are_those_of_the_run_s_last_evaluation(run, tmp_path, capsys):
             scores["accuracy"] * scores["images"]
         )
         assert (tmp_path / weights / "confusion.png").read_bytes().startswith(b"\x89PNG")
-    assert "top-1 accuracy" in capsys.readouterr().out
+        assert scores["control_accuracy"] == last["control_accuracy"]
+    said = capsys.readouterr().out
+    assert "top-1 accuracy" in said
+    assert f"Control without a model: top-1 accuracy {last['control_accuracy']:.2%} (the most frequent class)." in said
 
 
 def test_another_dataset_of_the_same_classes(run, tmp_path):

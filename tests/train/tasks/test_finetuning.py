@@ -53,7 +53,10 @@ def test_every_task_trains_and_scores(task, packing, tmp_path):
     result = train(config)
     metric, least = SCORES[task]
     assert result.finished
-    assert result.metrics.keys() <= {"step", "loss", *(known.name for known in config.task().metrics)}
+    known = config.task().metrics
+    beside = {f"control_{one.name}" for one in known if one.control}
+    assert result.metrics.keys() <= {"step", "loss", *(one.name for one in known), *beside}
+    assert beside & result.metrics.keys()
     assert 0 <= result.metrics[metric] <= 1 or metric == "pearson"
     if packing == "concat":
         assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
@@ -225,7 +228,8 @@ def test_token_classes_with_prefixes_are_scored_as_entities(tmp_path):
     config = load_config(recipe, [*options, "--run-dir", str(folder / "run"), "--steps", "2", "--device", "cpu"])
     result = train(config)
     known = {metric.name: metric.higher_is_better for metric in config.task().metrics}
-    assert {"entity_f1", "entity_precision", "entity_recall", "accuracy"} == result.metrics.keys() - {"step", "loss"}
+    beside = {"step", "loss", "control_accuracy", "control_entity_f1"}
+    assert {"entity_f1", "entity_precision", "entity_recall", "accuracy"} == result.metrics.keys() - beside
     assert all(known[name] for name in ("entity_f1", "entity_precision", "entity_recall", "accuracy"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -46,6 +46,24 @@ class ExampleTask(Task):
     def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
         """The metrics of the predictions of a split: arrays in the order of the examples, each of them once."""
         raise NotImplementedError
+
+    def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterable[np.ndarray]:
+        """Predictions that look at no example, each in the form of one of `values`, of which the best by each metric is
+        its control; labels: those that there are."""
+        return ()
+
+    def control(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
+        """The best that one and the same prediction for all examples scores, by the metrics that have a control.
+        predicted: as of `scores`."""
+        best: dict[str, float] = {}
+        for constant in self.constants(*with_labels(predicted)):
+            same = np.broadcast_to(constant, predicted.values.shape)
+            scores = self.scores(predicted._replace(values=same), examples)
+            for metric in self.metrics:
+                if metric.control and (value := scores.get(metric.name)) is not None:
+                    better = max if metric.higher_is_better else min
+                    best[metric.name] = better(value, best.get(metric.name, value))
+        return best
 
     def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
         """For a file of predictions of a split: the number of each example's row, from 0 on, and JSON values: under

@@ -13,6 +13,7 @@ from matmix.data.labels import IGNORED
 from matmix.train.tasks.base import Loss, Metric
 
 CALIBRATION = Metric(name="calibration_error", title="expected calibration error")
+MOST_FREQUENT = "the most frequent class"
 _BINS = 15
 
 
@@ -63,6 +64,11 @@ def class_cost(logits: Tensor, labels: Tensor, options: ClassOptions) -> Loss:
             label_smoothing=options.label_smoothing,
         )
     return Loss(total, plain.detach(), {"accuracy": (logits.argmax(1) == labels).sum().float()})
+
+
+def most_frequent(labels: np.ndarray) -> int:
+    """The class that most of the labels (n,) are."""
+    return int(np.bincount(labels).argmax())
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:

@@ -21,14 +21,18 @@ from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, each, labelled, with_labels
 from matmix.train.tasks.finetuning.classes import (
     CALIBRATION,
+    MOST_FREQUENT,
     ClassOptions,
     calibration_error,
     check_weights,
     class_cost,
+    most_frequent,
     weights_like,
 )
 
 _SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
+_ONE_CLASS = "one class for all"
+_SAME_CLASSES = "the same classes for all"
 
 
 class SequenceClassification(ExampleTask):
@@ -39,9 +43,9 @@ class SequenceClassification(ExampleTask):
     Options = ClassOptions
     recorded = ("accuracy",)
     metrics = (
-        Metric(name="accuracy", title="accuracy", **_SHARE),
-        Metric(name="f1", title="F1", **_SHARE),
-        Metric(name="matthews", title="Matthews correlation", higher_is_better=True, digits=3),
+        Metric(name="accuracy", title="accuracy", **_SHARE, control=MOST_FREQUENT),
+        Metric(name="f1", title="F1", **_SHARE, control=_ONE_CLASS),
+        Metric(name="matthews", title="Matthews correlation", higher_is_better=True, digits=3, control=_ONE_CLASS),
         CALIBRATION,
     )
 
@@ -64,6 +68,13 @@ class SequenceClassification(ExampleTask):
             "matthews": float(metrics.matthews_corrcoef(labels, found)),
             "calibration_error": calibration_error(values, labels),
         }
+
+    def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
+        """The most frequent class; of two also the second, whose F1 is that of the metric."""
+        classes = np.eye(values.shape[1])
+        yield classes[most_frequent(labels)]
+        if len(classes) == 2:
+            yield classes[1]
 
     def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
         """Names of classes, and the probability of each under "values"."""
@@ -97,9 +108,9 @@ class MultiLabel(ExampleTask):
     Options = MultiLabelOptions
     loss_metric = Metric(name="loss", title="loss", unit="nats per example")
     metrics = (
-        Metric(name="f1_micro", title="F1 over all labels", **_SHARE),
-        Metric(name="f1_macro", title="mean F1 of the classes", **_SHARE),
-        Metric(name="accuracy", title="all labels right", **_SHARE),
+        Metric(name="f1_micro", title="F1 over all labels", **_SHARE, control=_SAME_CLASSES),
+        Metric(name="f1_macro", title="mean F1 of the classes", **_SHARE, control=_SAME_CLASSES),
+        Metric(name="accuracy", title="all labels right", **_SHARE, control=_SAME_CLASSES),
     )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
@@ -126,6 +137,17 @@ class MultiLabel(ExampleTask):
             "f1_macro": float(metrics.f1_score(labels, found, average="macro", zero_division=0)),
             "accuracy": float(metrics.accuracy_score(labels, found)),
         }
+
+    def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
+        """Of each metric the best: the set of classes that most examples have; as many of the most frequent classes as
+        give the largest F1 over all labels; and all classes, whose mean F1 no fewer ones reach."""
+        given, counts = np.unique(labels > 0, axis=0, return_counts=True)
+        yield given[counts.argmax()].astype(float)
+        found = (labels > 0).sum(0)
+        order = np.argsort(-found, kind="stable")
+        f1 = 2 * np.cumsum(found[order]) / (len(labels) * np.arange(1, len(order) + 1) + found.sum())
+        yield np.isin(np.arange(len(order)), order[: f1.argmax() + 1]).astype(float)
+        yield np.ones(len(order))
 
     def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
         """Lists of names of classes, and the probability of each class under "values"."""

@@ -37,8 +37,15 @@ class Embedding(ExampleTask):
     Options = EmbeddingOptions
     recorded = ("in_batch_accuracy",)
     metrics = (
-        Metric(name="pair_accuracy", title="nearest text is the right one", unit="%", higher_is_better=True, digits=1),
-        Metric(name="reciprocal_rank", title="mean reciprocal rank", higher_is_better=True, digits=3),
+        Metric(
+            name="pair_accuracy",
+            title="nearest text is the right one",
+            unit="%",
+            higher_is_better=True,
+            digits=1,
+            control="chance",
+        ),
+        Metric(name="reciprocal_rank", title="mean reciprocal rank", higher_is_better=True, digits=3, control="chance"),
         Metric(name="spearman", title="Spearman correlation", higher_is_better=True, digits=3),
         Metric(
             name="in_batch_accuracy", title="right among the batch's texts", unit="%", higher_is_better=True, digits=1
@@ -74,6 +81,13 @@ class Embedding(ExampleTask):
             "pair_accuracy": float(metrics.accuracy_score(right, cosines.argmax(1))),
             "reciprocal_rank": float(metrics.label_ranking_average_precision_score(np.eye(len(first)), cosines)),
         }
+
+    def control(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
+        """What an order of the second texts at random gives; of correlations there is none."""
+        if examples.similarities is not None:
+            return {}
+        count = len(predicted.numbers)
+        return {"pair_accuracy": 1 / count, "reciprocal_rank": float(np.mean(1 / np.arange(1, count + 1)))}
 
     def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
         """The cosine of both texts, and their vectors, of length 1, under "vectors"."""

@@ -16,7 +16,13 @@ from matmix.data.loading.batch import Batch
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, each, with_labels
-from matmix.train.tasks.finetuning.classes import CALIBRATION, ClassOptions, calibration_error, class_cost
+from matmix.train.tasks.finetuning.classes import (
+    CALIBRATION,
+    ClassOptions,
+    calibration_error,
+    class_cost,
+    most_frequent,
+)
 
 
 class MultipleChoice(ExampleTask):
@@ -26,7 +32,17 @@ class MultipleChoice(ExampleTask):
     examples = Choices
     Options = ClassOptions
     recorded = ("accuracy",)
-    metrics = (Metric(name="accuracy", title="accuracy", unit="%", higher_is_better=True, digits=1), CALIBRATION)
+    metrics = (
+        Metric(
+            name="accuracy",
+            title="accuracy",
+            unit="%",
+            higher_is_better=True,
+            digits=1,
+            control="the same choice for all",
+        ),
+        CALIBRATION,
+    )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         return class_cost(outputs.view(len(batch.labels), -1), batch.labels, self.options)
@@ -43,6 +59,10 @@ class MultipleChoice(ExampleTask):
             "accuracy": float(metrics.accuracy_score(labels, values.argmax(1))),
             "calibration_error": calibration_error(values, labels),
         }
+
+    def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
+        """The choice that is right most often."""
+        yield np.eye(values.shape[1])[most_frequent(labels)]
 
     def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
         """Numbers of choices from 0 on, and the probability of each under "values"."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask
 
 _SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
+_ONE_ANSWER = "one answer for all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,10 @@ class QuestionAnswering(ExampleTask):
     examples = Answers
     Options = AnswerOptions
     loss_metric = Metric(name="loss", title="loss", unit="nats per window")
-    metrics = (Metric(name="f1", title="F1", **_SHARE), Metric(name="exact_match", title="exact match", **_SHARE))
+    metrics = (
+        Metric(name="f1", title="F1", **_SHARE, control=_ONE_ANSWER),
+        Metric(name="exact_match", title="exact match", **_SHARE, control=_ONE_ANSWER),
+    )
 
     @property
     def target_share(self) -> float:
@@ -87,13 +91,16 @@ class QuestionAnswering(ExampleTask):
         }
 
     def scores(self, predicted: Predicted, examples: Answers) -> dict[str, float]:
-        found = [
-            (exact_match(given, right), overlap_f1(given, right))
-            for row, given in self.answers(predicted, examples).items()
-            for right in [examples.answers(row) or [""]]
-        ]
-        exact, f1 = np.mean(found, axis=0).tolist()
-        return {"exact_match": exact, "f1": f1}
+        return _answer_scores(
+            (given, examples.answers(row) or [""]) for row, given in self.answers(predicted, examples).items()
+        )
+
+    def control(self, predicted: Predicted, examples: Answers) -> dict[str, float]:
+        """Of the answer that is right most often, which may be none."""
+        rows = self.answers(predicted, examples)
+        wanted = [examples.answers(row) or [""] for row in rows]
+        [(most, _)] = Counter(" ".join(normalized(text)) for right in wanted for text in set(right)).most_common(1)
+        return _answer_scores((most, right) for right in wanted)
 
     def prediction_rows(self, predicted: Predicted, examples: Answers) -> Iterator[tuple[int, dict[str, Any]]]:
         """The answer to each question, "" = none, and the list of right ones."""
@@ -124,6 +131,12 @@ def _by_window(outputs: Tensor, batch: Batch) -> Tensor:
         if len(counts)
         else (outputs.new_zeros(0, 1, 2))
     )
+
+
+def _answer_scores(answers: Iterable[tuple[str, Sequence[str]]]) -> dict[str, float]:
+    """Means over pairs of the answer that is given and the right ones."""
+    exact, f1 = np.mean([(exact_match(*pair), overlap_f1(*pair)) for pair in answers], axis=0).tolist()
+    return {"exact_match": exact, "f1": f1}
 
 
 def normalized(answer: str) -> list[str]:

@@ -26,6 +26,7 @@ class Regression(ExampleTask):
     metrics = (
         Metric(name="pearson", title="Pearson correlation", higher_is_better=True, digits=3),
         Metric(name="spearman", title="Spearman correlation", higher_is_better=True, digits=3),
+        Metric(name="rmse", title="root mean squared error", control="the mean for all"),
     )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
@@ -38,8 +39,14 @@ class Regression(ExampleTask):
 
     def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
         """Means over the values of an example."""
+        from sklearn import metrics
+
         values, labels = with_labels(predicted)
-        return correlations(values, labels)
+        error = metrics.root_mean_squared_error(labels.astype(np.float64), values.astype(np.float64))
+        return {**correlations(values, labels), "rmse": float(error)}
+
+    def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
+        yield labels.mean(0, dtype=np.float64)
 
     def prediction_rows(self, predicted: Predicted, examples: ValueTexts) -> Iterator[tuple[int, dict[str, Any]]]:
         """Numbers, or lists of them where an example has several."""

@@ -21,7 +21,7 @@ from matmix.data.loading.loader import Loader
 from matmix.model.outputs import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask
-from matmix.train.tasks.finetuning.classes import ClassOptions, class_cost
+from matmix.train.tasks.finetuning.classes import MOST_FREQUENT, ClassOptions, class_cost, most_frequent
 
 _SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
 _ENTITIES = ("B-", "I-")
@@ -43,9 +43,9 @@ class TokenClassification(ExampleTask):
     recorded = ("accuracy",)
     loss_metric = Metric(name="loss", title="loss", unit="nats per word")
     metrics = (
-        Metric(name="entity_f1", title="entity F1", **_SHARE),
-        Metric(name="accuracy", title="accuracy", **_SHARE),
-        Metric(name="f1", title="mean F1 of the classes", **_SHARE),
+        Metric(name="entity_f1", title="entity F1", **_SHARE, control=MOST_FREQUENT),
+        Metric(name="accuracy", title="accuracy", **_SHARE, control=MOST_FREQUENT),
+        Metric(name="f1", title="mean F1 of the classes", **_SHARE, control=MOST_FREQUENT),
         Metric(name="entity_precision", title="entity precision", **_SHARE),
         Metric(name="entity_recall", title="entity recall", **_SHARE),
     )
@@ -88,6 +88,9 @@ class TokenClassification(ExampleTask):
         borders = np.flatnonzero(np.diff(numbers)) + 1
         wanted, given = ([part.tolist() for part in np.split(names[tags], borders)] for tags in (labels, values))
         return scores | entity_scores(wanted, given, strict=self.options.strict)
+
+    def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
+        yield np.array(most_frequent(labels))
 
     def prediction_rows(self, predicted: Predicted, examples: Words) -> Iterator[tuple[int, dict[str, Any]]]:
         """Lists of the words, and of the names of their classes: None is predicted for words that were cut off or have

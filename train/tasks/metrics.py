@@ -1,0 +1,84 @@
+"""The numbers of an evaluation in words, and beside them what trivial answers score: a score alone does not say whether
+anything was learned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+_CONTROL = "control_"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """The name, unit and direction of one number of an evaluation."""
+
+    name: str
+    """Its key in records, such as "masked_accuracy"."""
+    title: str
+    """Its name for people, such as "masked accuracy"."""
+    unit: str = ""
+    """Such as "nats per token"; "%" for shares, which are shown times 100."""
+    higher_is_better: bool = False
+    digits: int = 4
+    """Digits behind the point where it is shown."""
+    control: str = ""
+    """The trivial answer whose value stands beside it, such as "the most frequent class"; "" = there is none."""
+
+    @property
+    def heading(self) -> str:
+        """The title with its unit, where that is not the title itself."""
+        return f"{self.title} ({self.unit})" if self.unit not in ("", self.title) else self.title
+
+    def number(self, value: float) -> str:
+        """The value with its unit, such as "93.1%" or "1.234 bits per byte"."""
+        return self._digits(value) if self.unit == "%" else f"{self._digits(value)} {self.unit}".rstrip()
+
+    def words(self, value: float) -> str:
+        """The value in few words, such as "masked accuracy 93.1%" or "1.234 bits per byte"."""
+        return self.number(value) if self.unit == self.title else f"{self.title} {self._digits(value)}"
+
+    def _digits(self, value: float) -> str:
+        return f"{value:.{self.digits}{'%' if self.unit == '%' else 'f'}}"
+
+
+def words_on(known: Iterable[Metric], metrics: Mapping[str, float]) -> list[str]:
+    """Those of `metrics` that are known, in words."""
+    return [metric.words(metrics[metric.name]) for metric in known if metric.name in metrics]
+
+
+def as_controls(scores: Mapping[str, float]) -> dict[str, float]:
+    """What trivial answers score, by the names that records have for it."""
+    return {_CONTROL + name: value for name, value in scores.items()}
+
+
+def control_of(metric: Metric, metrics: Mapping[str, float]) -> float | None:
+    """What the trivial answer scores by a metric; None where nothing is known of it. metrics: of an evaluation."""
+    return metrics.get(_CONTROL + metric.name)
+
+
+def control_words(metric: Metric, metrics: Mapping[str, float]) -> str:
+    """The score of the trivial answer and what that is, as in "38.9% (the most frequent class)"; "" where there is
+    none."""
+    value = control_of(metric, metrics)
+    return "" if value is None else f"{metric.number(value)} ({metric.control})"
+
+
+def control_lines(known: Iterable[Metric], metrics: Mapping[str, float]) -> list[str]:
+    """Sentences with the controls of an evaluation, and with what the model is not better at; [] where it has none."""
+    beside = [metric for metric in known if metric.name in metrics and control_of(metric, metrics) is not None]
+    if not beside:
+        return []
+    listed = ", ".join(f"{metric.title} {control_words(metric, metrics)}" for metric in beside)
+    return [f"Control without a model: {listed}.", *_verdict(beside, metrics)]
+
+
+def _verdict(beside: list[Metric], metrics: Mapping[str, float]) -> list[str]:
+    def is_better(metric: Metric) -> bool:
+        sign = 1 if metric.higher_is_better else -1
+        return sign * metrics[metric.name] > sign * metrics[_CONTROL + metric.name]
+
+    behind = [metric.title for metric in beside if not is_better(metric)]
+    if len(behind) == len(beside):
+        return ["The model is not better than this control: it has learned nothing that helps here."]
+    return [f"The model is not better than this control in: {', '.join(behind)}."] if behind else []
