@@ -79,7 +79,7 @@ def test_the_last_evaluations_of_the_finished_runs_are_summarised(task):
     accuracies = [0.5, 0.75, 0.625]
     tasks = [task(seed) for seed in range(4)]
     for one, accuracy in zip(tasks, accuracies, strict=False):  # that of the last seed is not there
-        finish(one, _found(12, accuracy, calibration_error=0.1))
+        finish(one, _found(12, accuracy, calibration_error=0.1, control_accuracy=0.5))
     found = summarize(tasks)
     assert list(found) == ["accuracy", "f1", "matthews", "calibration_error", "loss"]
     assert found["accuracy"] == accuracies
@@ -87,8 +87,8 @@ def test_the_last_evaluations_of_the_finished_runs_are_summarised(task):
     scores = read_scores(tasks)
     text = scores_text(scores)
     header, _, first, *_ = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
-    assert header == ["metric", "mean", "seed 0", "seed 1", "seed 2"]
-    assert first == ["accuracy (%)", "62.5 ± 12.5", "50.0", "75.0", "62.5"]
+    assert header == ["metric", "mean", "seed 0", "seed 1", "seed 2", "control"]
+    assert first == ["accuracy (%)", "62.5 ± 12.5", "50.0", "75.0", "62.5", "50.0% (the most frequent class)"]
     assert "Mean ± sample standard deviation over 3 seeds: the last evaluation of each seed (step 12, 12, 12)." in text
     said = scores_json(scores)
     assert said["evaluation"] == "last"
@@ -96,7 +96,9 @@ def test_the_last_evaluations_of_the_finished_runs_are_summarised(task):
         "mean": statistics.fmean(accuracies),
         "deviation": statistics.stdev(accuracies),
         "seeds": {"0": 0.5, "1": 0.75, "2": 0.625},
+        "control": 0.5,
     }
+    assert "control" not in said["metrics"]["matthews"]
 
 
 def test_best_evaluations_are_summarised_where_each_run_knows_its_own(task):
