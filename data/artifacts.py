@@ -102,6 +102,21 @@ def errors_in_one_line(*kinds: type[Exception]) -> Iterator[None]:
         raise ValueError(one_line(text)) from None
 
 
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Makes the PanicException of a library written in Rust that gives up a ValueError of one line. Also a decorator.
+
+    It is no Exception, and each library has one of its own that cannot be imported: what handles errors would let it
+    through, and it cannot be sent to another process.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException" or isinstance(error, Exception):
+            raise
+        raise ValueError(f"a library written in Rust gave up: {one_line(error)}") from error
+
+
 def require(fine: bool, name: str, value: object) -> None:
     """Raises ValueError (one line) unless `fine`: what an artifact calls `name` cannot be `value`."""
     if not fine:

@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 import sentencepiece
 
-from matmix.data.artifacts import one_line, parse_json
+from matmix.data.artifacts import one_line, panics_as_errors, parse_json
 from matmix.data.storage.files import write_atomic
 
 SPECIAL_NAMES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
@@ -171,8 +171,9 @@ class FastTokenizer(Tokenizer):
         import tokenizers
 
         try:
-            self.backend = tokenizers.Tokenizer.from_buffer(raw)
-            extra = parse_json(raw, path).get("added_tokens") or []
+            with panics_as_errors():
+                self.backend = tokenizers.Tokenizer.from_buffer(raw)
+                extra = parse_json(raw, path).get("added_tokens") or []
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path} is not a tokenizer.json that `tokenizers` can read: {one_line(error)}") from error
         # The file's own truncation and padding would silently change documents.
@@ -197,14 +198,20 @@ class FastTokenizer(Tokenizer):
         return set(range(self.vocab_size)) - self._known
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        found: list[list[int]] = []
         try:
-            return [self.backend.encode(text, add_special_tokens=False).ids for text in texts]
+            with panics_as_errors():
+                for text in texts:
+                    found.append(self.backend.encode(text, add_special_tokens=False).ids)
         except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{self.path} cannot tokenise a text: {one_line(error)}") from error
+            which = f"the text that begins with {texts[len(found)][:40]!a}"
+            raise ValueError(f"{self.path} cannot tokenise {which}: {one_line(error)}") from error
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         special = set(self.special_ids)
-        return self.backend.decode([int(i) for i in ids if int(i) not in special], skip_special_tokens=False)
+        with panics_as_errors():
+            return self.backend.decode([int(i) for i in ids if int(i) not in special], skip_special_tokens=False)
 
     def piece(self, index: int) -> str:
         return self.backend.id_to_token(index) or f"<unused {index}>"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from matmix.data.artifacts import read_json_lines
+from matmix.data.artifacts import panics_as_errors, read_json_lines
 from matmix.data.shell import shell_line
 from matmix.train.config import RunConfig
 from matmix.train.errors import RunFailure
@@ -65,7 +65,8 @@ def _train(config: RunConfig) -> tuple[int, bool]:
         from matmix.train.loop import train
 
         gc.freeze()  # what has been imported stays, and no collection need look through it
-        result = train(config, attempt)
+        with panics_as_errors():
+            result = train(config, attempt)
     except BaseException as error:
         text = one_line(error)
         attempt.end(exit_code(error), text if is_expected(error) else f"{type(error).__name__}: {text}")

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from matmix.data.examples.base import Example, Examples
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.micro_batches import Failure
+from matmix.data.loading.micro_batches import Failure, errors_as_failures
 from matmix.data.rng import EXAMPLES, generator
 
 
@@ -65,13 +65,11 @@ class ExampleRows(Dataset):
         epoch, slot = divmod(sample, len(self.examples))
         return int(self._permutation(epoch)[slot]) if self.shuffle else slot
 
+    @errors_as_failures
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
-        try:
-            numbers = [self.example_of(sample) for sample in samples]
-            found = [None if number < 0 else self.examples[number] for number in numbers]
-            return self._batch(found, numbers)
-        except (ValueError, OSError) as error:
-            return Failure(error)
+        numbers = [self.example_of(sample) for sample in samples]
+        found = [None if number < 0 else self.examples[number] for number in numbers]
+        return self._batch(found, numbers)
 
     def _batch(self, found: Sequence[Example | None], numbers: Sequence[int]) -> Batch:
         filler = Example((self.examples.encoder.padding,) * self.examples.documents, self.examples.nothing)

@@ -26,7 +26,7 @@ from matmix.data.images.randomness import borrowed_generators, seed_generators
 from matmix.data.images.transforms import Transform, make_transform
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch, image_batch
-from matmix.data.loading.micro_batches import Failure
+from matmix.data.loading.micro_batches import Failure, errors_as_failures
 from matmix.data.loading.mixture import Mixture
 from matmix.data.loading.order import Order
 from matmix.data.rng import AUGMENTATION, generator
@@ -89,12 +89,10 @@ class ImageRows(Dataset):
         """int64 (classes,): pictures of each class in the split, of all datasets together."""
         return np.sum([one.manifest.images.counts[one.split] for one in self.shards], axis=0)
 
+    @errors_as_failures
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
-        try:
-            with borrowed_generators():
-                return self._batch(samples)
-        except (ValueError, OSError) as error:
-            return Failure(error)
+        with borrowed_generators():
+            return self._batch(samples)
 
     def _batch(self, samples: list[int]) -> Batch:
         size = (len(samples), self.config.channels, self.config.size, self.config.size)

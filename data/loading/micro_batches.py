@@ -1,8 +1,15 @@
 """Makes one micro-batch from the numbers of its samples; reading processes run this."""
 
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 from torch.utils.data import Dataset
 
+from matmix.data.artifacts import panics_as_errors
 from matmix.data.formats.base import DamagedShard
 from matmix.data.loading.batch import Batch, causal_batch, masked_batch
 from matmix.data.loading.masking import Masker
@@ -18,6 +25,25 @@ class Failure:
         kinds = (FileNotFoundError, RemoteError, ValueError)
         self.kind = next((kind for kind in kinds if isinstance(error, kind)), OSError)
         self.message = str(error)
+
+
+_Rows = TypeVar("_Rows")
+
+
+def errors_as_failures(
+    read: Callable[[_Rows, list[int]], Batch | Failure],
+) -> Callable[[_Rows, list[int]], Batch | Failure]:
+    """For a data set's `__getitems__`: what is wrong with the data comes as a Failure."""
+
+    @functools.wraps(read)
+    def wrapped(rows: _Rows, samples: list[int]) -> Batch | Failure:
+        try:
+            with panics_as_errors():
+                return read(rows, samples)
+        except (ValueError, OSError) as error:
+            return Failure(error)
+
+    return wrapped
 
 
 class MicroBatches(Dataset):
@@ -51,11 +77,9 @@ class MicroBatches(Dataset):
     def samples_per_epoch(self) -> int:
         return self.mixture.samples_per_epoch
 
+    @errors_as_failures
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
-        try:
-            return self.batch(np.asarray(samples, dtype=np.int64))
-        except (ValueError, OSError) as error:
-            return Failure(error)
+        return self.batch(np.asarray(samples, dtype=np.int64))
 
     def batch(self, samples: np.ndarray) -> Batch:
         """The micro-batch of sample numbers int64 (B,)."""

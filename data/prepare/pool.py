@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from matmix.data.artifacts import panics_as_errors
 from matmix.data.parent_process import follow_parent
 from matmix.data.prepare.documents import Malformed, ReadOptions, documents_of
 from matmix.data.prepare.sources import Chunk
@@ -154,9 +155,11 @@ def _start(begin: Callable[[], Callable[[Any], Any]]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=follow_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _work = begin()
+    with panics_as_errors():
+        _work = begin()
 
 
 def _work_on(chunk: Any) -> Any:
     assert _work is not None
-    return _work(chunk)
+    with panics_as_errors():
+        return _work(chunk)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import tenacity
 
+from matmix.data.artifacts import panics_as_errors
 from matmix.data.storage.private import private_folder
 from matmix.data.storage.urls import refuse_secrets
 
@@ -97,7 +98,8 @@ def persist(action: Callable[[], Result], what: str, *, patient: bool = True) ->
         reraise=True,
     )
     try:
-        return attempts(action)
+        with panics_as_errors():
+            return attempts(action)
     except FileNotFoundError as error:
         missing = "there is no such bucket or folder" if what.startswith(_WRITING) else "it does not exist"
         raise FileNotFoundError(f"{what}: {missing}") from error

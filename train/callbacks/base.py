@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
+from matmix.data.artifacts import panics_as_errors
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.evaluators.base import Evaluator
@@ -105,7 +106,8 @@ class Callbacks(list[Callback]):
     def make(self, kind: Callable[..., Callback], **options: Any) -> None:
         """Makes a callback and adds it, or leaves it out if that fails."""
         try:
-            self.append(kind(**options))
+            with panics_as_errors():
+                self.append(kind(**options))
         except Exception as error:
             self._failed.append(_warning(kind.__name__, "cannot be made", error))
 
@@ -118,7 +120,8 @@ class Callbacks(list[Callback]):
 
     def _call_one(self, run: RunView, callback: Callback, event: str, *arguments: Any) -> None:
         try:
-            getattr(callback, event)(run, *arguments)
+            with panics_as_errors():
+                getattr(callback, event)(run, *arguments)
         except Exception as error:
             name = type(callback).__name__
             if callback.tries_again and isinstance(error, OSError):

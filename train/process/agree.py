@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from matmix.data.artifacts import panics_as_errors
 from matmix.train.process.distributed import gather_objects, rank_and_world_size
 from matmix.train.process.heartbeat import beat, others_at_work
 
@@ -28,7 +29,8 @@ def agree(
     result, error, told = None, None, None
     beat("work on the storage")
     try:
-        result = action() if here else None
+        with panics_as_errors():
+            result = action() if here else None
     except (OSError, ValueError) as raised:
         error = told = raised
         if world_size > 1 and "(rank " not in complaint(error):
