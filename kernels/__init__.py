@@ -32,7 +32,9 @@ else:
     from matmix.kernels.semiseparable.step import semiseparable_step
     from matmix.kernels.short_conv.op import short_conv
     from matmix.kernels.short_conv.step import short_conv_step
+    from matmix.kernels.transforms import register_transforms
 
+    register_transforms()
     import_compiler_late()
 
     __all__ = [

@@ -34,27 +34,27 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
         device = tensor.device
 
 
-def check_no_tangents(op: str, *tensors: Tensor | None) -> None:
-    """No tensor has a tangent: the registered ops have no forward mode, and would answer with tangents of zero."""
-    if torch.compiler.is_compiling():
-        return
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise ValueError(
-                f"{op}: an input has a tangent, and this op has no forward-mode derivative; use reverse mode "
-                "(backward, torch.func.vjp or jacrev)"
-            )
-
-
 def wants_gradients(*tensors: Tensor | None) -> bool:
     """Whether autograd would follow an op on these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func, or forward-mode autograd, follows what runs now."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def check_no_gradients(op: str, in_place: bool, backend: str, *tensors: Tensor | None) -> None:
-    """No tensor requires a gradient where there is none: in place, and from the kernels of a single step."""
-    if (in_place or backend == "triton") and wants_gradients(*tensors):
-        what = "in_place=True" if in_place else 'backend "triton"'
+    """Nothing asks for derivatives, or for torch.vmap, where there is no rule: in place, and from the kernels of a
+    single step."""
+    if not in_place and backend != "triton":
+        return
+    what = "in_place=True" if in_place else 'backend "triton"'
+    if transformed():
+        raise ValueError(f"{op}: {what} has no rule for torch.func's transforms and forward mode; leave it out")
+    if wants_gradients(*tensors):
         raise ValueError(f"{op}: an input requires a gradient, and {what} has none; call it under torch.no_grad()")
 
 
@@ -143,9 +143,18 @@ def values_wanted() -> bool:
 def can_look(tensor: Tensor) -> bool:
     """Whether the values of the tensor can be checked now.
 
-    There are none while torch.compile traces. On an accelerator reading them waits for the device: only where
-    `values_wanted`.
+    There are none while torch.compile traces, and those of all samples at once under torch.vmap. On an accelerator
+    reading them waits for the device: only where `values_wanted`.
     """
-    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter):
+    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter) or _is_vmapped(tensor):
         return False
     return tensor.device.type == "cpu" or (values_wanted() and tensor.device.type != "meta")
+
+
+def _is_vmapped(tensor: Tensor) -> bool:
+    """Whether torch.vmap goes through the tensor, at any level of transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False

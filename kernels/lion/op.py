@@ -14,7 +14,6 @@ from matmix.kernels.checks import (
     check_cu_seqlens,
     check_finite,
     check_floating,
-    check_no_tangents,
     check_shape,
 )
 from matmix.kernels.lion.chunked import lion_mixer_torch
@@ -71,7 +70,6 @@ def lion_mixer(
     """
     op = "lion_mixer"
     check_floating(op, qkv=qkv, gates=gates)
-    check_no_tangents(op, qkv, gates)
     check_choice(op, "feature_map", feature_map, tuple(FEATURE_MAPS))
     check_choice(op, "gate_offset", gate_offset, (0, 1))
     check_choice(op, "forward_gate_offset", forward_gate_offset, (0, 1))

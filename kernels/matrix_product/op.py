@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation, takes_triton
-from matmix.kernels.checks import check_cu_seqlens, check_finite, check_floating, check_no_tangents, check_shape
+from matmix.kernels.checks import check_cu_seqlens, check_finite, check_floating, check_shape
 from matmix.kernels.matrix_product.backward import product_backward
 from matmix.kernels.matrix_product.chunked import reverse_products
 from matmix.kernels.matrix_product.forward import product_forward
@@ -49,7 +49,6 @@ def matrix_product_scan(
     """
     op = "matrix_product_scan"
     check_floating(op, x=x, initial_state=initial_state)
-    check_no_tangents(op, x, initial_state)
     if x.dim() != 5 or x.shape[-1] != x.shape[-2] or 0 in x.shape or x.shape[-1] not in ORDERS:
         allowed = ", ".join(map(str, ORDERS))
         raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation, takes_triton, tell_fallback
-from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating, check_no_tangents
+from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating
 from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
 from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import chosen, composed_mixer, mixer_backward, mixer_forward
@@ -79,7 +79,6 @@ def mru_mixer(
     check_cu_seqlens("mru_mixer", cu_seqlens, elements.shape[0], elements.shape[1], elements)
     rows = elements.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_state("mru_mixer", initial_state, elements, (rows, elements.shape[2], order, order))
-    check_no_tangents("mru_mixer", elements, w_down, w_up, initial_state)
     check_finite("mru_mixer", elements=elements, w_down=w_down, w_up=w_up, initial_state=initial_state)
     why_not = no_kernel(elements, w_down, construction, w_up)
     check_backend("mru_mixer", backend, elements, why_not)

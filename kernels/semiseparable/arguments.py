@@ -13,7 +13,6 @@ from matmix.kernels.checks import (
     check_cu_seqlens,
     check_finite,
     check_floating,
-    check_no_tangents,
     check_same_dtype,
     check_shape,
 )
@@ -42,7 +41,6 @@ def check_scan(
         if tensor is None:
             raise ValueError(f"{op}: {name} is None; give a floating-point tensor")
     check_floating(op, **tensors)
-    check_no_tangents(op, *tensors.values())
     check_same_dtype(op, v=v, **vectors)
     if v.dim() != 4 or 0 in v.shape:
         raise ValueError(

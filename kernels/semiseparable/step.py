@@ -12,10 +12,10 @@ from matmix.kernels.checks import (
     check_finite,
     check_floating,
     check_no_gradients,
-    check_no_tangents,
     check_own_memory,
     check_same_dtype,
     check_shape,
+    transformed,
     wants_gradients,
 )
 from matmix.kernels.semiseparable.chunked.step import semiseparable_step_torch, step_forward
@@ -67,7 +67,7 @@ def semiseparable_step(
         check_own_memory(op, "state", state)
         y = torch.ops.matmix.semiseparable_step_(v, q, k, log_decay, state, input_scale, diagonal, backend)
         return y, state
-    if wants_gradients(*given.values()):
+    if wants_gradients(*given.values()) or transformed():
         return semiseparable_step_torch(v, q, k, log_decay, state, input_scale=input_scale, diagonal=diagonal)
     return torch.ops.matmix.semiseparable_step(v, q, k, log_decay, state, input_scale, diagonal, backend)
 
@@ -89,7 +89,6 @@ def _checked(
             raise ValueError(f"{op}: {name} is None; give a floating-point tensor")
     given |= {"log_decay": log_decay, "input_scale": input_scale, "diagonal": diagonal}
     check_floating(op, **given)
-    check_no_tangents(op, *given.values())
     check_same_dtype(op, v=v, q=q, k=k)
     if v.dim() != 3 or 0 in v.shape:
         raise ValueError(f"{op}: v has shape {tuple(v.shape)}; expected (batch, nheads, headdim), none of them 0")

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation
-from matmix.kernels.checks import check_cu_seqlens, check_floating, check_no_tangents, check_shape
+from matmix.kernels.checks import check_cu_seqlens, check_floating, check_shape
 from matmix.kernels.short_conv import from_state as _from_state  # noqa: F401 - registers the op
 from matmix.kernels.short_conv.chunked import conv_backward, conv_forward
 
@@ -50,7 +50,6 @@ def short_conv(
     """
     op = "short_conv"
     check_floating(op, x=x, weight=weight, bias=bias, initial_state=initial_state)
-    check_no_tangents(op, x, weight, bias, initial_state)
     if x.dim() != 3 or 0 in x.shape:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (batch, seqlen, d), none of them 0")
     width = weight.shape[-1]

@@ -12,9 +12,9 @@ from matmix.kernels.checks import (
     check_finite,
     check_floating,
     check_no_gradients,
-    check_no_tangents,
     check_own_memory,
     check_shape,
+    transformed,
     wants_gradients,
 )
 from matmix.kernels.short_conv.chunked import conv_step_forward, short_conv_step_torch
@@ -59,7 +59,6 @@ def short_conv_step(
             raise ValueError(f"{op}: {name} is None; give a floating-point tensor")
     given = {"x": x, "state": state, "weight": weight, "bias": bias}
     check_floating(op, **given)
-    check_no_tangents(op, *given.values())
     if x.dim() != 2 or 0 in x.shape:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (batch, d), none of them 0")
     width = weight.shape[-1]
@@ -76,7 +75,7 @@ def short_conv_step(
     if in_place:
         check_own_memory(op, "state", state)
         return torch.ops.matmix.short_conv_step_(x, state, weight, bias, activation, backend), state
-    if wants_gradients(*given.values()):
+    if wants_gradients(*given.values()) or transformed():
         return short_conv_step_torch(x, state, weight, bias, activation=activation)
     return torch.ops.matmix.short_conv_step(x, state, weight, bias, activation, backend)
 

@@ -21,6 +21,7 @@ from matmix.kernels import (
     semiseparable_scan,
     short_conv,
 )
+from matmix.kernels.gated_norm.definition import gated_norm_definition
 from matmix.kernels.matrix_product.chunked import matrix_product_chunked
 from matmix.kernels.semiseparable.chunked import quasiseparable_chunked, semiseparable_chunked
 
@@ -131,6 +132,43 @@ def test_schema_fake_and_autograd_registration(name):
         torch.library.opcheck(func, args, test_utils=utils)
 
 
+def scalar(op):
+    return lambda *tensors: first(op(*tensors)).square().sum()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transforms_of_torch_func(name):
+    """Reverse mode, per-sample gradients (weights of all samples are one tensor), a Jacobian row by row, and a gradient
+    through vmap: what `torch.autograd.grad` finds call by call, to the last bit where sums are taken in one order."""
+    op, tensors = samples()[name]
+    tensors = tuple(x.detach().requires_grad_() for x in tensors)  # some stand for two inputs
+    numbers = tuple(range(len(tensors)))
+    values = tuple(x.detach() for x in tensors)
+    wanted = torch.autograd.grad(scalar(op)(*tensors), tensors)
+    for a, b in zip(torch.func.grad(scalar(op), numbers)(*values), wanted, strict=True):
+        assert torch.equal(a, b)
+    output, pull = torch.func.vjp(lambda *t: first(op(*t)), *values)
+    for a, b in zip(pull(2 * output), wanted, strict=True):
+        assert torch.equal(a, b)
+
+    # Two samples of all inputs but the last, which both share.
+    apart = max(len(tensors) - 1, 1)
+    others = tuple(x.detach().mul(0.9).requires_grad_() for x in tensors[:apart]) + tensors[apart:]
+    alone = torch.autograd.grad(scalar(op)(*others), others)
+    dims = tuple(0 if number < apart else None for number in numbers)
+    given = tuple(torch.stack((x, y)) if d == 0 else x for x, y, d in zip(values, others, dims, strict=True))
+    given = tuple(x.detach() for x in given)
+    each = torch.func.vmap(torch.func.grad(scalar(op), numbers), dims)(*given)
+    summed = torch.func.grad(lambda *t: torch.func.vmap(scalar(op), dims)(*t).sum(), numbers)(*given)
+    for dim, a, b, c, d in zip(dims, each, wanted, alone, summed, strict=True):
+        assert torch.equal(a, torch.stack((b, c)))
+        assert rmse_ratio(d, a if dim == 0 else a.sum(0)) < 1e-6
+
+    rows = torch.func.jacrev(lambda x: first(op(*values[:-1], x)).flatten()[::100])(values[-1])
+    for row, out in zip(rows, first(op(*tensors)).flatten()[::100], strict=True):
+        assert torch.equal(row, torch.autograd.grad(out, tensors[-1], retain_graph=True)[0])
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "mru step"])  # plain PyTorch, which has it
 def test_forward_mode_is_refused_and_never_answered_with_zeros(name):
     op, tensors = samples()[name]
@@ -141,6 +179,29 @@ def test_forward_mode_is_refused_and_never_answered_with_zeros(name):
     with forward_ad.dual_level(), pytest.raises(ValueError, match="an input has a tangent"):
         op(*values[:-1], forward_ad.make_dual(values[-1], tangents[-1]))
     op(*values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_derivatives_are_refused_and_never_answered_with_zeros(name):
+    op, tensors = samples()[name]
+    values = tuple(x.detach() for x in tensors)
+    slope = torch.func.grad(scalar(op))
+    message = "a derivative of its gradient is asked for, and this op has none"
+    with pytest.raises(ValueError, match=message):
+        torch.func.grad(lambda *t: slope(*t).sum())(*values)
+    with pytest.raises(ValueError, match=message):
+        torch.autograd.grad(scalar(op)(*tensors), tensors[0], create_graph=True)[0].sum().backward()
+    with pytest.raises(ValueError, match="an input has a tangent"):
+        torch.func.jvp(slope, values, tuple(map(torch.ones_like, values)))
+
+
+def test_definitions_have_the_derivatives_that_operations_refuse():
+    x, weight, gate = torch.randn(3, 4), torch.rand(4), torch.randn(3, 4)
+    forward, reverse = (
+        outer(torch.func.jacrev(lambda x: gated_norm_definition(x, weight, gate).sum()))(x)
+        for outer in (torch.func.jacfwd, torch.func.jacrev)
+    )
+    assert rmse_ratio(forward, reverse) < 1e-6
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -362,3 +362,32 @@ def test_flops_are_counted():
         with FlopCounterMode(display=False) as counter:
             conv_step(in_place=in_place)
         assert counter.get_total_flops() == 2 * 2 * 5 * 4
+
+
+@pytest.mark.parametrize(
+    ("op", "definition", "inputs"),
+    [
+        (semiseparable_step, semiseparable_step_definition, scan_inputs(*SIZES[0])),
+        (short_conv_step, short_conv_step_definition, conv_inputs(2, 6, 4)),
+    ],
+)
+def test_transforms_follow_a_step(op, definition, inputs):
+    """grad through vmap, and forward mode, as through the definition; in place there is no rule, which is said."""
+    names, values = tuple(inputs), tuple(inputs.values())
+
+    def outputs(function, **options):
+        return lambda *tensors: function(**dict(zip(names, tensors, strict=True)), **options)
+
+    def loss(function):
+        each = torch.func.vmap(outputs(function))
+        return lambda *tensors: sum(out.square().sum() for out in each(*(t.expand(2, *t.shape) for t in tensors)))
+
+    numbers = tuple(range(len(names)))
+    found, wanted = (torch.func.grad(loss(f), numbers)(*values) for f in (op, definition))
+    for a, b in zip(found, wanted, strict=True):
+        assert rmse_ratio(a, b) < FLOAT32
+    found, wanted = (torch.func.jvp(outputs(f), values, values)[1] for f in (op, definition))
+    for a, b in zip(found, wanted, strict=True):
+        assert rmse_ratio(a, b) < FLOAT32
+    with pytest.raises(ValueError, match="in_place=True has no rule for torch"):
+        torch.func.vmap(outputs(op, in_place=True))(*(t.expand(2, *t.shape).clone() for t in values))

@@ -30,10 +30,7 @@ def step_forward(
         decay = log_decay.to(exact).clamp(max=LARGEST_LOG_DECAY).exp().unflatten(-1, shares)[..., None, None]
         h = h.mul_(decay) if in_place else h * decay
     k, written = k.to(exact)[:, :, None, :, None], written.unflatten(1, shares).unsqueeze(-2)
-    if in_place or log_decay is not None:
-        h.addcmul_(k, written)
-    else:
-        h = torch.addcmul(h, k, written)
+    h = h.addcmul_(k, written) if in_place else torch.addcmul(h, k, written)
     y = (q.to(exact)[:, :, None, None, :] @ h).squeeze(-2).flatten(1, 2)
     if diagonal is not None:
         y = y + diagonal.to(exact).unsqueeze(-1) * values
