@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,22 +18,38 @@ INIT_STD = 0.02
 """Standard deviation of matrices without a rule of their own, where nothing else is given."""
 
 InitRule = Callable[[torch.Size, torch.Generator], torch.Tensor]
-"""Draws one parameter: (full shape, CPU generator) -> float32 tensor."""
+"""Draws one parameter: (full shape, CPU generator) -> float32 tensor. A function at the top of a module, or a partial
+function of one: modules hold their rules, and what is defined within a function cannot be pickled with them."""
 
 
 def normal_init(std: float) -> InitRule:
     """Gaussian values with mean 0."""
-    return lambda shape, generator: torch.randn(shape, generator=generator) * std
+    return partial(draw_normal, std=std)
+
+
+def draw_normal(shape: torch.Size, generator: torch.Generator, *, std: float) -> torch.Tensor:
+    """The rule of `normal_init`."""
+    return torch.randn(shape, generator=generator) * std
 
 
 def uniform_init(bound: float) -> InitRule:
     """Values from U[-bound, bound]."""
-    return lambda shape, generator: (torch.rand(shape, generator=generator) * 2 - 1) * bound
+    return partial(draw_uniform, bound=bound)
+
+
+def draw_uniform(shape: torch.Size, generator: torch.Generator, *, bound: float) -> torch.Tensor:
+    """The rule of `uniform_init`."""
+    return (torch.rand(shape, generator=generator) * 2 - 1) * bound
 
 
 def constant_init(value: float) -> InitRule:
     """One value everywhere."""
-    return lambda shape, generator: torch.full(shape, value)
+    return partial(draw_constant, value=value)
+
+
+def draw_constant(shape: torch.Size, generator: torch.Generator, *, value: float) -> torch.Tensor:
+    """The rule of `constant_init`, which needs no generator."""
+    return torch.full(shape, value)
 
 
 def clean_parameter_name(name: str) -> str:

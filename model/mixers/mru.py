@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import typing
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -461,12 +462,13 @@ def heads_per_square(config: MRUConfig) -> int:
 def fading_init(order: int) -> InitRule:
     """Elements (H, E) whose A is diag(1 - rate) and whose B is 0: rates from 1/2 to 0.003 per token, evenly spread in
     logarithm over the heads and, within each, from fast to slow."""
+    return partial(draw_fading, order=order)
 
-    def draw(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        k = order // 2
-        rates = torch.logspace(math.log10(0.5), math.log10(0.003), shape[0] * k).view(k, shape[0]).mT
-        elements = torch.zeros(shape[0], order, k)
-        elements.diagonal(dim1=-2, dim2=-1).copy_(-rates)
-        return elements.flatten(-2)
 
-    return draw
+def draw_fading(shape: torch.Size, generator: torch.Generator, *, order: int) -> torch.Tensor:
+    """The rule of `fading_init`, which needs no generator."""
+    k = order // 2
+    rates = torch.logspace(math.log10(0.5), math.log10(0.003), shape[0] * k).view(k, shape[0]).mT
+    elements = torch.zeros(shape[0], order, k)
+    elements.diagonal(dim1=-2, dim2=-1).copy_(-rates)
+    return elements.flatten(-2)

@@ -9,6 +9,7 @@ pairs). Those in HEADS are models with a head. SITE is put on the import path. P
 # ruff: noqa: E402  (the import path is set up first)
 
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -77,6 +78,14 @@ def check_saved(model, auto_class, ids: torch.Tensor, saved: Path) -> None:
     assert not problems, problems
     difference = largest(again(ids).logits, model(ids).logits)
     assert difference == 0, f"saving and loading again changes logits by {difference}"
+
+
+def check_pickled(model, ids: torch.Tensor) -> None:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    difference = largest(torch.load(file, weights_only=False)(ids).logits, model(ids).logits)
+    assert difference == 0, f"pickling changes logits by {difference}"
 
 
 def check_tied(model) -> None:
@@ -163,6 +172,7 @@ def check_language_model(folder: Path, saved: Path, tokenizer) -> None:
     if folder.name != "without_mixers":
         check_recomputing(model, input_ids=ids, labels=ids)
     fine_tune(model, "next tokens", input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
+    check_pickled(model, ids)
     check_saved(model, AutoModelForCausalLM, ids, saved)
     check_tied(model)
 
@@ -193,6 +203,7 @@ def check_encoder(folder: Path, saved: Path, tokenizer) -> None:
     masked = torch.where(torch.arange(ids.shape[1]) % 3 == 0, tokenizer.mask_token_id, ids)
     labels = ids.masked_fill(masked == ids, -100)
     fine_tune(model, "masked tokens", input_ids=masked, labels=labels)
+    check_pickled(model, ids)
     check_saved(model, AutoModelForMaskedLM, ids, saved)
     check_tied(model)
     if folder.name == "hydra":  # heads are the same on all encoders

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from matmix.model.interop.importing.matrix_mixer import (
 from matmix.model.interop.importing.mru import mru_lm_layout
 from matmix.model.mixers.scans.hydra import Hydra
 from matmix.model.mixers.scans.lion import LionD, LionLit
+from matmix.model.mixers.structured.matrix_mixer import MatrixMixer
 
 KINDS = ("hydra-layer", "hydra-matrix-mixer", "hydra-mlm", "lion-attention", "mru-lm")
 
@@ -58,6 +60,28 @@ class ReferenceLionS(PublishedOrder, FromReference, PublishedLionS):
     """A LION layer with selective gates, which get no gradient."""
 
 
+class ReferenceMatrixMixer(ScalarAsVector, FromReference):
+    """A block around a structured matrix; the class for each mixer is made when it is needed."""
+
+    mixer: type[MatrixMixer]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # No module holds the class by its name, where pickle would look for it.
+        return empty_matrix_mixer, (self.mixer,), self.__dict__
+
+
+@functools.cache
+def reference_matrix_mixer(mixer: type[MatrixMixer]) -> type[ReferenceMatrixMixer]:
+    """The class of the blocks with the matrix of `mixer`."""
+    return type(f"Reference{mixer.__name__}", (ReferenceMatrixMixer, mixer), {"mixer": mixer})
+
+
+def empty_matrix_mixer(mixer: type[MatrixMixer]) -> ReferenceMatrixMixer:
+    """A block that pickle fills."""
+    reference = reference_matrix_mixer(mixer)
+    return reference.__new__(reference)
+
+
 class ReferenceEncoder(FromReference, Encoder):
     """A Hydra encoder with masked-LM head."""
 
@@ -91,9 +115,8 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
     elif kind == "hydra-matrix-mixer":
         mixer, d_model, options, length, layout = matrix_mixer_layout(config)
         state = scalar_as_vector(state)
-        reference = type(f"Reference{mixer.__name__}", (ScalarAsVector, FromReference, mixer), {})
         with torch.device("meta"):
-            module = reference(d_model, options, causal=False, max_seqlen=length, output_std=0.02)
+            module = reference_matrix_mixer(mixer)(d_model, options, causal=False, max_seqlen=length, output_std=0.02)
     elif kind == "lion-attention":
         mixer, d_model, options, snake, layout = lion_attention_layout(state, config)
         reference = {LionLit: ReferenceLionLit, LionD: ReferenceLionD, PublishedLionS: ReferenceLionS}[mixer]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -212,15 +213,21 @@ class S4D(Mixer):
 
 def uniform_between_init(low: float, high: float) -> InitRule:
     """Values from U[low, high]."""
-    return lambda shape, generator: torch.empty(shape).uniform_(low, high, generator=generator)
+    return partial(draw_between, low=low, high=high)
+
+
+def draw_between(shape: torch.Size, generator: torch.Generator, *, low: float, high: float) -> torch.Tensor:
+    """The rule of `uniform_between_init`."""
+    return torch.empty(shape).uniform_(low, high, generator=generator)
 
 
 def spectrum_init(spectrum: str, d_state: int) -> InitRule:
     """The frequencies of all channels, flattened: S4D-Lin or S4D-Inv (arXiv 2206.11893, section 4)."""
+    return partial(draw_spectrum, spectrum=spectrum, d_state=d_state)
 
-    def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        n = torch.arange(d_state // 2, dtype=torch.float32)
-        frequencies = math.pi * n if spectrum == "lin" else d_state / math.pi * (d_state / (2 * n + 1) - 1)
-        return frequencies.repeat(shape[0] // n.numel())
 
-    return rule
+def draw_spectrum(shape: torch.Size, generator: torch.Generator, *, spectrum: str, d_state: int) -> torch.Tensor:
+    """The rule of `spectrum_init`, which needs no generator."""
+    n = torch.arange(d_state // 2, dtype=torch.float32)
+    frequencies = math.pi * n if spectrum == "lin" else d_state / math.pi * (d_state / (2 * n + 1) - 1)
+    return frequencies.repeat(shape[0] // n.numel())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -204,7 +205,12 @@ class RWKV7(Mixer):
 
 def shift_init(power: float) -> InitRule:
     """The initial share of the token before in each channel: 1 - (i / d_model)^power."""
-    return lambda shape, generator: 1 - (torch.arange(shape[0]) / shape[0]) ** power
+    return partial(draw_shift, power=power)
+
+
+def draw_shift(shape: torch.Size, generator: torch.Generator, *, power: float) -> torch.Tensor:
+    """The rule of `shift_init`, which needs no generator."""
+    return 1 - (torch.arange(shape[0]) / shape[0]) ** power
 
 
 def decay_init(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:

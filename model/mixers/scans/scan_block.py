@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -265,21 +266,25 @@ class BidirectionalScanBlock(ScanBlock):
 
 def dt_bias_init(low: float, high: float, floor: float) -> InitRule:
     """softplus^-1 of step sizes drawn log-uniformly from [low, high] and floored."""
+    return partial(draw_dt_bias, low=low, high=high, floor=floor)
 
-    def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        dt = torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp().clamp(min=floor)
-        return dt + torch.log(-torch.expm1(-dt))
 
-    return rule
+def draw_dt_bias(
+    shape: torch.Size, generator: torch.Generator, *, low: float, high: float, floor: float
+) -> torch.Tensor:
+    """The rule of `dt_bias_init`."""
+    dt = torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp().clamp(min=floor)
+    return dt + torch.log(-torch.expm1(-dt))
 
 
 def log_of_uniform_init(low: float, high: float) -> InitRule:
     """Logarithms of values drawn uniformly from [low, high]."""
+    return partial(draw_log_of_uniform, low=low, high=high)
 
-    def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        return torch.empty(shape).uniform_(low, high, generator=generator).log()
 
-    return rule
+def draw_log_of_uniform(shape: torch.Size, generator: torch.Generator, *, low: float, high: float) -> torch.Tensor:
+    """The rule of `log_of_uniform_init`."""
+    return torch.empty(shape).uniform_(low, high, generator=generator).log()
 
 
 def check_initial_steps(name: str, config: Any) -> None:

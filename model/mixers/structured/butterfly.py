@@ -91,7 +91,7 @@ class Butterfly(MatrixMixer):
     def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
         factors = self.factor_count(self.max_seqlen)
         shape = (self.nheads, factors, 2 ** (factors - 1), 2, 2)
-        return MixingParameters(twiddle=shape), {"twiddle": rotations_init()}
+        return MixingParameters(twiddle=shape), {"twiddle": draw_rotations}
 
     @classmethod
     def mixing_flops(cls, d_inner: int, nheads: int, config: ButterflyConfig, seqlen: int) -> float:
@@ -119,13 +119,9 @@ class Butterfly(MatrixMixer):
         return v[:, :length]
 
 
-def rotations_init() -> InitRule:
+def draw_rotations(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
     """Every 2 x 2 block turns by a random angle: M is orthogonal, and no gradient fades on its way through the
     factors."""
-
-    def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        angle = torch.rand(shape[:-2], generator=generator) * (2 * math.pi)
-        sine, cosine = angle.sin(), angle.cos()
-        return torch.stack((cosine, -sine, sine, cosine), -1).view(shape)
-
-    return rule
+    angle = torch.rand(shape[:-2], generator=generator) * (2 * math.pi)
+    sine, cosine = angle.sin(), angle.cos()
+    return torch.stack((cosine, -sine, sine, cosine), -1).view(shape)

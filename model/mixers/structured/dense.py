@@ -13,7 +13,7 @@ from matmix.model.mixers.structured.matrix_mixer import (
     MatrixMixer,
     MixingParameters,
     SharedBlockConfig,
-    xavier_normal_init,
+    draw_xavier_normal,
 )
 
 
@@ -31,7 +31,7 @@ class Dense(MatrixMixer):
 
     def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
         shape = (self.nheads, self.max_seqlen, self.max_seqlen)
-        return MixingParameters(M=shape), {"M": xavier_normal_init()}
+        return MixingParameters(M=shape), {"M": draw_xavier_normal}
 
     @classmethod
     def mixing_flops(cls, d_inner: int, nheads: int, config: DenseConfig, seqlen: int) -> float:

@@ -232,7 +232,7 @@ class QueryKeyMixer(MatrixMixer):
         shape = (self.max_seqlen, self.nheads, self.config.qk_dim)
         return (
             MixingParameters(q_matrix=shape, k_matrix=shape),
-            {"q_matrix": xavier_normal_init(), "k_matrix": xavier_normal_init()},
+            {"q_matrix": draw_xavier_normal, "k_matrix": draw_xavier_normal},
         )
 
     def queries_and_keys(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,12 +271,8 @@ def plain_conv(
     return (F.silu(y) if activation == "silu" else y).to(x.dtype)
 
 
-def xavier_normal_init() -> InitRule:
+def draw_xavier_normal(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
     """Glorot's normal values with the fans that PyTorch takes for (outputs, inputs, ...), as in the papers' code: M
     starts small, and the layer near the skip."""
-
-    def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        fans = (shape[0] + shape[1]) * math.prod(shape[2:])
-        return torch.randn(shape, generator=generator) * math.sqrt(2 / fans)
-
-    return rule
+    fans = (shape[0] + shape[1]) * math.prod(shape[2:])
+    return torch.randn(shape, generator=generator) * math.sqrt(2 / fans)

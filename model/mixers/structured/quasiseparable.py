@@ -17,7 +17,7 @@ from matmix.model.mixers.structured.matrix_mixer import (
     MatrixMixer,
     MixingParameters,
     SharedBlockConfig,
-    xavier_normal_init,
+    draw_xavier_normal,
 )
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
@@ -61,7 +61,7 @@ class Quasiseparable(MatrixMixer):
             "A_log": constant_init(0.0),
             "D": constant_init(1.0),
             "dt_bias": dt_bias_init(self.config.dt_min, self.config.dt_max, 1e-4),
-            "BC": xavier_normal_init(),
+            "BC": draw_xavier_normal,
         }
 
     def position_shapes(self) -> dict[str, tuple[int, ...]]:

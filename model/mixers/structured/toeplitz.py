@@ -14,7 +14,7 @@ from matmix.model.mixers.structured.matrix_mixer import (
     MatrixMixer,
     MixingParameters,
     SharedBlockConfig,
-    xavier_normal_init,
+    draw_xavier_normal,
 )
 
 
@@ -62,7 +62,7 @@ class ToeplitzDI(Toeplitz):
 
     def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
         shape = (self.nheads, 2 * self.max_seqlen - 1)
-        return MixingParameters(conv_params=shape), {"conv_params": xavier_normal_init()}
+        return MixingParameters(conv_params=shape), {"conv_params": draw_xavier_normal}
 
     def diagonals(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         m, zero = self.matrix_mixer.conv_params.t().unsqueeze(0), self.max_seqlen - 1

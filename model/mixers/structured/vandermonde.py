@@ -62,8 +62,7 @@ class VandermondeDI(Vandermonde):
 
     def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
         shape = (self.nheads, self.config.qk_dim, self.max_seqlen)
-        rules = {name: frequencies_init() for name in ("q_bias", "k_bias")}
-        return MixingParameters(q_bias=shape, k_bias=shape), rules
+        return MixingParameters(q_bias=shape, k_bias=shape), dict.fromkeys(("q_bias", "k_bias"), draw_frequencies)
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         return dict.fromkeys(["matrix_mixer.q_bias", "matrix_mixer.k_bias"], NOT_DECAYED)
@@ -91,15 +90,11 @@ def vandermonde_rows(q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tens
     return of_rows - of_columns
 
 
-def frequencies_init() -> InitRule:
+def draw_frequencies(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
     """Frequencies between -16 and 16 turns over the whole length, but not above half a turn per step.
 
     From frequencies of 0 every cosine is 1: M is 0, and so is its gradient. From small ones M is smooth and all rows
     are alike.
     """
-
-    def rule(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        bound = min(0.5, 16 / shape[-1]) / TURNS_PER_STEP
-        return (torch.rand(shape, generator=generator) * 2 - 1) * bound
-
-    return rule
+    bound = min(0.5, 16 / shape[-1]) / TURNS_PER_STEP
+    return (torch.rand(shape, generator=generator) * 2 - 1) * bound
