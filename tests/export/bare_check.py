@@ -235,7 +235,7 @@ def main(work: Path, heads: Path) -> None:
         saved = folder / f"saved-{transformers.__version__}"
         check_head(folder, saved / "model", check_tokenizer(folder, saved / "tokenizer"))
         print(f"{folder.name}: ok")
-    used = check_libraries(heads, heads / "classes" / f"trained-{transformers.__version__}")
+    used = check_libraries(work, heads, heads / "classes" / f"trained-{transformers.__version__}")
     print(
         f"ok: transformers {transformers.__version__}, torch {torch.__version__}, {', '.join(used) or 'nothing else'}"
     )

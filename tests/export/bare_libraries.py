@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from bare_loading import largest, load
+from bare_steps import check_every_kind
 from transformers import (
     AutoModel,
     AutoModelForMultipleChoice,
@@ -55,10 +56,13 @@ TRAINED = {
 }
 
 
-def check_libraries(heads: Path, work: Path) -> list[str]:
+def check_libraries(exports: Path, heads: Path, work: Path) -> list[str]:
     """Runs the checks for which there are libraries; their names."""
     checks = {
-        "accelerate": lambda: [check_trainer(heads, name, work / name) for name in TRAINED],
+        "accelerate": lambda: (
+            check_every_kind(exports / "mru" / "export", exports / "hydra" / "export"),
+            [check_trainer(heads, name, work / name) for name in TRAINED],
+        ),
         "sentence_transformers": lambda: check_sentence_transformer(heads / "embedder"),
     }
     used = [name for name in checks if importlib.util.find_spec(name) is not None]

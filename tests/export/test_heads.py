@@ -15,9 +15,8 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceCl
 
 from matmix.model import build_model
 from matmix.model.interop import read_export
-from matmix.model.interop.export.base import classification_loss
 from matmix.model.interop.export.directory import export_model
-from matmix.model.interop.export.encoder_heads import span_loss
+from matmix.model.interop.export.losses import classification_loss, span_loss
 from matmix.model.outputs import Outputs
 
 

@@ -1,56 +1,24 @@
-"""The base class of all transformers classes, what they share of their inputs and outputs, and their losses."""
+"""The base class of all transformers classes, and what they share of their outputs."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import LabelSmoother
 
 from matmix.model.config import ModelConfig, model_config_from_dict
 from matmix.model.initialization import default_init_rule
+from matmix.model.interop.export.inputs import documents, refuse_others, tokens_or_embeddings
 
-
-def mean_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in float32 of logits (..., vocab_size) against labels (...); torch ignores labels of -100."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten().to(logits.device))
-
-
-def tokens_or_embeddings(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-    """The one of the two that is given, which the models of this project both take as their inputs. Raises ValueError
-    (one line) where it is none of them, or both."""
-    if (input_ids is None) == (inputs_embeds is None):
-        which = "neither" if input_ids is None else "both"
-        raise ValueError(f"the model takes either input_ids or inputs_embeds, and was given {which} of them")
-    if inputs_embeds is None:
-        return input_ids
-    if not inputs_embeds.is_floating_point():
-        raise ValueError(f"inputs_embeds holds {inputs_embeds.dtype}, not vectors: pass token ids as input_ids")
-    return inputs_embeds
-
-
-def classification_loss(logits: torch.Tensor, labels: torch.Tensor, problem: str | None) -> torch.Tensor:
-    """The loss of logits (B, num_labels) in float32, as transformers' own classes have it.
-
-    problem: "regression", labels (B,) or (B, num_labels) values; "single_label_classification", labels (B,) classes;
-    "multi_label_classification", labels (B, num_labels) 0 or 1; None = regression with one label, else by the type of
-    the labels.
-    """
-    if problem is None and logits.shape[-1] == 1:
-        problem = "regression"
-    if problem is None:
-        problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
-    logits, labels = logits.float(), labels.to(logits.device)
-    if problem == "regression":
-        return F.mse_loss(logits.flatten(), labels.to(logits.dtype).flatten())
-    if problem == "multi_label_classification":
-        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
-    return F.cross_entropy(logits, labels.long().flatten())
+SMOOTHING_COUNTS = "num_items_in_batch" in signature(LabelSmoother.__call__).parameters
+"""Whether this version of transformers divides smoothed losses as others; it takes the labels from the model."""
 
 
 def run_block(block: nn.Module, checkpoint: Callable[..., Any], *inputs: Any) -> Any:
@@ -66,25 +34,70 @@ class MatmixPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
     _no_split_modules: ClassVar[list[str]] = ["Block"]
+    one_text_a_row: ClassVar[bool] = False
+    """What it gives is one answer for each row."""
 
     def matmix_config(self) -> ModelConfig:
         """The configuration the model is built from."""
         return model_config_from_dict(self.config.matmix, vocab_size=self.config.vocab_size)
 
     def run(
-        self, inputs: torch.Tensor, streams: list[torch.Tensor] | None, **more: torch.Tensor | None
+        self, inputs: torch.Tensor, keywords: dict[str, Any], **more: Any
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """What `self.model` gives, and the hidden states where there is a list for them."""
+        """What `self.model` gives, and the hidden states where keywords ask for them; others are refused."""
+        streams = self.streams(keywords)
         return self.model(inputs, streams=streams, **more), self.hidden_states(streams)
 
-    def streams(self, output_hidden_states: bool | None, output_attentions: bool | None) -> list[torch.Tensor] | None:
-        """An empty list for the residual streams where hidden states are asked for, else None. The arguments are those
-        of `forward`; None = as the configuration says."""
+    def run_text(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        keywords: dict[str, Any],
+        **more: Any,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        """`run` on texts, each a row or, where positions say so, several in a row."""
+        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
+        layout = documents(tuple(inputs.shape[:2]), attention_mask, position_ids, keywords)
+        if layout["cu_seqlens"] is not None and self.one_text_a_row:
+            raise ValueError(f"{type(self).__name__} has one answer for each row: give each text a row of its own")
+        return self.run(inputs, keywords, **layout, **more)
+
+    def loss(
+        self, function: Callable[..., torch.Tensor], outputs: torch.Tensor, labels: torch.Tensor | None, **more: Any
+    ) -> torch.Tensor | None:
+        """function(outputs, labels, **more), of which one is `count`; None without labels."""
+        if labels is not None:
+            return function(outputs, labels, **more)
+        if self.training and more["count"] is not None and not SMOOTHING_COUNTS:
+            warnings.warn(
+                "num_items_in_batch without labels: where these are smoothed (label_smoothing_factor), this version of "
+                "transformers does not divide by it, and steps are too large by the number of batches that are "
+                "accumulated and of processes; give Trainer a compute_loss_func that divides",
+                stacklevel=4,
+            )
+        return None
+
+    def streams(self, keywords: dict[str, Any]) -> list[torch.Tensor] | None:
+        """An empty list for the residual streams where hidden states are asked for, else None.
+
+        keywords: the arguments of `forward` that no class has a use of its own for: output_hidden_states and
+        output_attentions (None = as the configuration says), is_causal, as the model is, and num_items_in_batch, which
+        only losses need. Raises ValueError (one line) for others.
+        """
+        asked = keywords.pop("output_hidden_states", None), keywords.pop("output_attentions", None)
+        output_hidden_states, output_attentions = asked
+        is_causal = keywords.pop("is_causal", None)
+        if is_causal is not None and bool(is_causal) != self.model.causal:
+            raise ValueError(f"is_causal = {is_causal}: {type(self).__name__} is what its mixers make it; leave it out")
+        keywords.pop("num_items_in_batch", None)
+        refuse_others(keywords, type(self).__name__)
         if self.config.output_attentions if output_attentions is None else output_attentions:
             warnings.warn(
                 "matmix models compute no attention matrices: output_attentions is without effect, and attentions is "
                 "None; `matmix show-mixer` draws the matrices of all mixers",
-                stacklevel=3,
+                stacklevel=4,
             )
         return (
             [] if (self.config.output_hidden_states if output_hidden_states is None else output_hidden_states) else None

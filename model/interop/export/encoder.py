@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
+from transformers.utils import can_return_tuple
 
 from matmix.model.architectures.encoder import Encoder
 from matmix.model.architectures.encoder_trunk import EncoderTrunk
-from matmix.model.interop.export.base import MatmixPreTrainedModel, mean_cross_entropy, tokens_or_embeddings
+from matmix.model.interop.export.base import MatmixPreTrainedModel
 from matmix.model.interop.export.config import MatmixEncoderConfig
+from matmix.model.interop.export.losses import Count, class_loss
 
 
 class MatmixEncoderBase(MatmixPreTrainedModel):
@@ -38,22 +40,20 @@ class MatmixEncoderBase(MatmixPreTrainedModel):
 class MatmixEncoderModel(MatmixEncoderBase):
     """The residual stream after the last layer, (B, L, d_model)."""
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        **keywords: Any,
     ) -> BaseModelOutput | tuple:
         """Features (B, L, d_model); at padding they carry no information."""
-        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
-        streams = self.streams(output_hidden_states, output_attentions)
-        features, hidden = self.run(inputs, streams, attention_mask=attention_mask, token_type_ids=token_type_ids)
-        output = BaseModelOutput(last_hidden_state=features, hidden_states=hidden)
-        return output.to_tuple() if return_dict is False else output
+        texts = input_ids, inputs_embeds, attention_mask, position_ids
+        features, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
+        return BaseModelOutput(last_hidden_state=features, hidden_states=hidden)
 
 
 class MatmixForMaskedLM(MatmixEncoderBase):
@@ -84,21 +84,20 @@ class MatmixForMaskedLM(MatmixEncoderBase):
             self.model.head.bias = nn.Parameter(bias)
         return embeddings
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: Count | None = None,
+        **keywords: Any,
     ) -> MaskedLMOutput | tuple:
         """Logits (B, L, vocab_size); labels (B, L) hold the token to find, -100 where there is none."""
-        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
-        streams = self.streams(output_hidden_states, output_attentions)
-        logits, hidden = self.run(inputs, streams, attention_mask=attention_mask, token_type_ids=token_type_ids)
-        loss = None if labels is None else mean_cross_entropy(logits, labels)
-        output = MaskedLMOutput(loss=loss, logits=logits, hidden_states=hidden)
-        return output.to_tuple() if return_dict is False else output
+        texts = input_ids, inputs_embeds, attention_mask, position_ids
+        logits, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
+        loss = self.loss(class_loss, logits, labels, count=num_items_in_batch)
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=hidden)

@@ -8,7 +8,7 @@ what is saved can be read back here, too.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers.modeling_outputs import (
@@ -17,13 +17,14 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
+from transformers.utils import can_return_tuple
 
 from matmix.model.architectures.sequence_classifier import SequenceClassifier
 from matmix.model.architectures.span_classifier import SpanClassifier
 from matmix.model.architectures.token_classifier import TokenClassifier
-from matmix.model.interop.export.base import classification_loss, mean_cross_entropy, tokens_or_embeddings
 from matmix.model.interop.export.config import MatmixEncoderConfig
 from matmix.model.interop.export.encoder import MatmixEncoderBase
+from matmix.model.interop.export.losses import Count, class_loss, classification_loss, span_loss
 
 
 class MatmixEncoderWithHead(MatmixEncoderBase):
@@ -50,25 +51,26 @@ class MatmixForSequenceClassification(MatmixEncoderWithHead):
 
     encoder_class = SequenceClassifier
     architecture = "sequence_classifier"
+    one_text_a_row = True
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: Count | None = None,
+        **keywords: Any,
     ) -> SequenceClassifierOutput | tuple:
         """Logits (B, num_labels); labels as for `classification_loss`, by config.problem_type."""
-        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
-        streams = self.streams(output_hidden_states, output_attentions)
-        logits, hidden = self.run(inputs, streams, attention_mask=attention_mask, token_type_ids=token_type_ids)
-        loss = None if labels is None else classification_loss(logits, labels, self.config.problem_type)
-        output = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
-        return output.to_tuple() if return_dict is False else output
+        texts = input_ids, inputs_embeds, attention_mask, position_ids
+        logits, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
+        problem = self.config.problem_type
+        loss = self.loss(classification_loss, logits, labels, problem=problem, count=num_items_in_batch)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
 
 
 class MatmixForTokenClassification(MatmixEncoderWithHead):
@@ -77,24 +79,23 @@ class MatmixForTokenClassification(MatmixEncoderWithHead):
     encoder_class = TokenClassifier
     architecture = "token_classifier"
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: Count | None = None,
+        **keywords: Any,
     ) -> TokenClassifierOutput | tuple:
         """Logits (B, L, num_labels); labels (B, L) classes, -100 where there is none."""
-        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
-        streams = self.streams(output_hidden_states, output_attentions)
-        logits, hidden = self.run(inputs, streams, attention_mask=attention_mask, token_type_ids=token_type_ids)
-        loss = None if labels is None else mean_cross_entropy(logits, labels)
-        output = TokenClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
-        return output.to_tuple() if return_dict is False else output
+        texts = input_ids, inputs_embeds, attention_mask, position_ids
+        logits, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
+        loss = self.loss(class_loss, logits, labels, count=num_items_in_batch)
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
 
 
 class MatmixForQuestionAnswering(MatmixEncoderWithHead):
@@ -102,39 +103,34 @@ class MatmixForQuestionAnswering(MatmixEncoderWithHead):
 
     encoder_class = SpanClassifier
     architecture = "span_classifier"
+    one_text_a_row = True
     outputs = 2
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         start_positions: torch.Tensor | None = None,
         end_positions: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        num_items_in_batch: Count | None = None,
+        **keywords: Any,
     ) -> QuestionAnsweringModelOutput | tuple:
         """start_logits and end_logits (B, L); start_positions and end_positions (B,) are tokens of the row. Behind its
         end they have no loss: the answer was cut off."""
-        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
-        streams = self.streams(output_hidden_states, output_attentions)
-        logits, hidden = self.run(inputs, streams, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        texts = input_ids, inputs_embeds, attention_mask, position_ids
+        logits, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
         start_logits, end_logits = (part.squeeze(-1).contiguous() for part in logits.split(1, dim=-1))
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = (span_loss(start_logits, start_positions) + span_loss(end_logits, end_positions)) / 2
-        output = QuestionAnsweringModelOutput(
+            starts = span_loss(start_logits, start_positions, num_items_in_batch)
+            loss = (starts + span_loss(end_logits, end_positions, num_items_in_batch)) / 2
+        return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start_logits, end_logits=end_logits, hidden_states=hidden
         )
-        return output.to_tuple() if return_dict is False else output
-
-
-def span_loss(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of logits (B, L) against positions (B,), without those from L on."""
-    positions = positions.long().clamp(min=0)
-    return mean_cross_entropy(logits, positions.masked_fill(positions >= logits.shape[1], -100))
 
 
 class MatmixForMultipleChoice(MatmixEncoderWithHead):
@@ -142,29 +138,27 @@ class MatmixForMultipleChoice(MatmixEncoderWithHead):
 
     encoder_class = SequenceClassifier
     architecture = "sequence_classifier"
+    one_text_a_row = True
     outputs = 1
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: Count | None = None,
+        **keywords: Any,
     ) -> MultipleChoiceModelOutput | tuple:
         """Logits (B, choices) of inputs (B, choices, L); labels (B,) say which choice is right."""
-        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
-        streams = self.streams(output_hidden_states, output_attentions)
-
-        def rows(values: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values is None else values.flatten(0, 1)
-
-        more = {"attention_mask": rows(attention_mask), "token_type_ids": rows(token_type_ids)}
-        logits, hidden = self.run(inputs.flatten(0, 1), streams, **more)
-        logits = logits.view(inputs.shape[:2])
-        loss = None if labels is None else mean_cross_entropy(logits, labels)
-        output = MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=hidden)
-        return output.to_tuple() if return_dict is False else output
+        texts = [
+            None if values is None else values.flatten(0, 1)
+            for values in (input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids)
+        ]
+        logits, hidden = self.run_text(*texts[:4], keywords, token_type_ids=texts[4])
+        logits = logits.view((inputs_embeds if input_ids is None else input_ids).shape[:2])
+        loss = self.loss(class_loss, logits, labels, count=num_items_in_batch)
+        return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=hidden)

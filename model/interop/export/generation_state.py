@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from matmix.model.architectures.language_model import LanguageModel
+from matmix.model.interop.export.inputs import Columns, take_columns
 
 
 def map_state(function: Callable[..., torch.Tensor], *states: Any) -> Any:
@@ -59,14 +60,36 @@ class CarriedState:
         self.groups = groups
 
 
+def check_cache_position(cache_position: torch.Tensor | None, new: int, carried: CarriedState | None) -> None:
+    """Raises ValueError (one line) where cache_position (new,) is not that of the next columns."""
+    seen = 0 if carried is None else carried.get_seq_length()
+    if cache_position is not None and cache_position.tolist() != list(range(seen, seen + new)):
+        raise ValueError(f"cache_position is not {seen} to {seen + new - 1}, what comes next: leave it out")
+
+
+def check_continuation(
+    carried: CarriedState, new: int, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> None:
+    """Raises ValueError (one line) where `new` columns cannot be read after a state."""
+    if not isinstance(carried, CarriedState):
+        kind = type(carried).__name__
+        raise ValueError(
+            f"past_key_values is a {kind}, not what a call with use_cache=True gave: leave it out at first"
+        )
+    if attention_mask is not None and new > 1 and not bool(attention_mask[:, -new:].all()):
+        raise ValueError("tokens that continue a state cannot be padded; pad only the first prompt")
+    if position_ids is not None and not bool((position_ids[:, 1:] == position_ids[:, :-1] + 1).all()):
+        raise ValueError("position_ids of tokens that continue a state count on one by one: leave them out")
+
+
 def advance(
-    model: LanguageModel, inputs: torch.Tensor, state: Any, keep: int, streams: list[torch.Tensor] | None = None
+    model: LanguageModel, inputs: torch.Tensor, state: Any, columns: Columns, streams: list[torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, Any]:
-    """Logits (n, keep, vocab_size) of the last `keep` (0: all) of inputs (n, length), token ids or embeddings
-    (n, length, d_model), and the new state. streams: as of `Backbone.forward`."""
+    """Logits (n, kept, vocab_size) of the columns of inputs (n, length), token ids or embeddings (n, length, d_model),
+    and the new state. streams: as of `Backbone.forward`."""
     if inputs.shape[1] == 1 and streams is None:
         logits, state = model.step(inputs[:, 0], state)
-        return logits.unsqueeze(1), state
+        return take_columns(logits.unsqueeze(1), columns), state
     x, new_state = model.embed(inputs), []
     for block, block_state in zip(model.blocks, state, strict=True):
         if streams is not None:
@@ -76,21 +99,21 @@ def advance(
     if streams is not None:
         streams.append(x)
     weight, bias = model.output_projection()
-    return F.linear(model.features(x[:, -keep:] if keep else x), weight, bias), new_state
+    return F.linear(model.features(take_columns(x, columns)), weight, bias), new_state
 
 
 def read_prompt(
     model: LanguageModel,
     inputs: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    keep: int,
+    columns: Columns,
     streams: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, CarriedState]:
     """Logits and state after a batch of prompts with padding anywhere.
 
-    Args: inputs: token ids (B, L) or embeddings (B, L, d_model); attention_mask (B, L) or None; keep: columns of logits
-        wanted, 0 = all; streams: as of `Backbone.forward`.
-    Returns: logits (B, keep or L, vocab_size); at padding they are those of the row's last token before it,
+    Args: inputs: token ids (B, L) or embeddings (B, L, d_model); attention_mask (B, L) or None; columns: of which
+        there shall be logits; streams: as of `Backbone.forward`.
+    Returns: logits (B, columns, vocab_size); at padding they are those of the row's last token before it,
         so that the last column always predicts a row's next token.
     Raises ValueError if a row has no tokens.
     """
@@ -103,14 +126,15 @@ def read_prompt(
         raise ValueError(f"row {counts.index(0)} of attention_mask has no tokens; every prompt needs one")
     tokens_first = mask.argsort(dim=1, descending=True, stable=True)
     # For each wanted column the number of tokens of its row up to there, as an index into the row's tokens.
-    wanted = (mask.cumsum(1) - 1).clamp(min=0)[:, -(keep or length) :]
+    wanted = take_columns((mask.cumsum(1) - 1).clamp(min=0), columns)
+    last_only = columns == slice(length - 1, length)
     logits, groups = None, []
     for count in sorted(set(counts)):
         rows = torch.tensor([row for row, n in enumerate(counts) if n == count], device=inputs.device)
         places = (rows.unsqueeze(1), tokens_first[rows, :count])
-        last_only = keep == 1
         found: list[torch.Tensor] | None = None if streams is None else []
-        part, state = advance(model, inputs[places], model.initial_state(rows.numel()), int(last_only), found)
+        of_group = slice(count - 1 if last_only else 0, count)
+        part, state = advance(model, inputs[places], model.initial_state(rows.numel()), of_group, found)
         put_streams(streams, found, places, mask.shape)
         if not last_only:
             part = part.take_along_dim(wanted[rows].unsqueeze(-1), dim=1)
@@ -155,17 +179,18 @@ def continue_state(
     model: LanguageModel,
     inputs: torch.Tensor,
     carried: CarriedState,
-    keep: int,
+    columns: Columns,
     streams: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, CarriedState]:
-    """Logits (B, keep or n, vocab_size) and state after inputs (B, n) more tokens, or their embeddings, none of them
+    """Logits (B, columns, vocab_size) and state after inputs (B, n) more tokens, or their embeddings, none of them
     padding. streams: as of `Backbone.forward`, of the new tokens."""
     logits, groups = None, []
-    columns = torch.arange(inputs.shape[1], device=inputs.device)
+    new = torch.arange(inputs.shape[1], device=inputs.device)
     for rows, state in carried.groups:
         found: list[torch.Tensor] | None = None if streams is None else []
-        part, state = advance(model, inputs[rows], state, keep, found)
-        put_streams(streams, found, (rows.unsqueeze(1), columns), inputs.shape[:2])
+        of_group = columns if isinstance(columns, slice) or columns.dim() == 1 else columns[rows]
+        part, state = advance(model, inputs[rows], state, of_group, found)
+        put_streams(streams, found, (rows.unsqueeze(1), new), inputs.shape[:2])
         logits = part.new_empty(inputs.shape[0], *part.shape[1:]) if logits is None else logits
         logits = logits.index_copy(0, rows, part)
         groups.append((rows, state))

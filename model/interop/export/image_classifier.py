@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.utils import can_return_tuple
 
 from matmix.model.architectures.image_classifier import ImageClassifier
-from matmix.model.interop.export.base import MatmixPreTrainedModel, classification_loss
+from matmix.model.interop.export.base import MatmixPreTrainedModel
 from matmix.model.interop.export.config import MatmixImageConfig
+from matmix.model.interop.export.losses import Count, classification_loss
 
 
 class MatmixImageBase(MatmixPreTrainedModel):
@@ -26,39 +30,37 @@ class MatmixImageBase(MatmixPreTrainedModel):
 class MatmixImageModel(MatmixImageBase):
     """The residual stream after the last layer, and one vector for each image."""
 
+    @can_return_tuple
     def forward(
         self,
         pixel_values: torch.Tensor,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        **keywords: Any,
     ) -> BaseModelOutputWithPooling | tuple:
         """last_hidden_state (B, L, d_model), pooler_output (B, d_model) and hidden states of pixel_values
         (B, channels, H, W)."""
-        streams = self.streams(output_hidden_states, output_attentions)
+        streams = self.streams(keywords)
         x = self.model.stream(pixel_values, streams)
-        output = BaseModelOutputWithPooling(
+        return BaseModelOutputWithPooling(
             last_hidden_state=self.model.norm(x),
             pooler_output=self.model.pooled(x),
             hidden_states=self.hidden_states(streams),
         )
-        return output.to_tuple() if return_dict is False else output
 
 
 class MatmixForImageClassification(MatmixImageBase):
     """Logits of the classes of images."""
 
+    @can_return_tuple
     def forward(
         self,
         pixel_values: torch.Tensor,
         labels: torch.Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        num_items_in_batch: Count | None = None,
+        **keywords: Any,
     ) -> ImageClassifierOutput | tuple:
         """Logits (B, num_labels) of pixel_values (B, channels, H, W); labels as for `classification_loss`, by
         config.problem_type."""
-        logits, hidden = self.run(pixel_values, self.streams(output_hidden_states, output_attentions))
-        loss = None if labels is None else classification_loss(logits, labels, self.config.problem_type)
-        output = ImageClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
-        return output.to_tuple() if return_dict is False else output
+        logits, hidden = self.run(pixel_values, keywords)
+        problem = self.config.problem_type
+        loss = self.loss(classification_loss, logits, labels, problem=problem, count=num_items_in_batch)
+        return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)

@@ -8,11 +8,21 @@ import torch
 from torch import nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import can_return_tuple
 
 from matmix.model.architectures.language_model import LanguageModel
-from matmix.model.interop.export.base import MatmixPreTrainedModel, mean_cross_entropy, tokens_or_embeddings
+from matmix.model.interop.export.base import MatmixPreTrainedModel
 from matmix.model.interop.export.config import MatmixConfig
-from matmix.model.interop.export.generation_state import CarriedState, continue_state, read_prompt
+from matmix.model.interop.export.generation_state import (
+    CarriedState,
+    check_cache_position,
+    check_continuation,
+    continue_state,
+    read_prompt,
+)
+from matmix.model.interop.export.inputs import columns_to_keep, documents, take_columns, tokens_or_embeddings
+from matmix.model.interop.export.losses import Count, next_token_loss
 
 
 class MatmixLanguageModelBase(MatmixPreTrainedModel):
@@ -35,21 +45,19 @@ class MatmixLanguageModelBase(MatmixPreTrainedModel):
 class MatmixModel(MatmixLanguageModelBase):
     """The final features (B, L, d_model), from which the output projection makes logits."""
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        **keywords: Any,
     ) -> BaseModelOutputWithPast | tuple:
-        inputs = tokens_or_embeddings(input_ids, inputs_embeds)
-        streams = self.streams(output_hidden_states, output_attentions)
-        features, hidden = self.run(inputs, streams, attention_mask=attention_mask, readout=lambda x, weight, bias: x)
-        features = features.unflatten(0, inputs.shape[:2])
-        output = BaseModelOutputWithPast(last_hidden_state=features, hidden_states=hidden)
-        return output.to_tuple() if return_dict is False else output
+        texts = input_ids, inputs_embeds, attention_mask, position_ids
+        features, hidden = self.run_text(*texts, keywords, readout=lambda x, weight, bias: x)
+        shape = (inputs_embeds if input_ids is None else input_ids).shape[:2]
+        return BaseModelOutputWithPast(last_hidden_state=features.unflatten(0, shape), hidden_states=hidden)
 
 
 class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
@@ -64,6 +72,11 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
     # transformers.
     _is_stateful = True
 
+    def __init__(self, config: MatmixConfig):
+        super().__init__(config)
+        # In this table Trainer looks up whose labels are the next tokens, when it smooths labels.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = type(self).__name__
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
@@ -75,52 +88,58 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         if not self.config.tie_word_embeddings:
             self.model.output = value
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: CarriedState | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
         inputs_embeds: torch.Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_items_in_batch: Count | None = None,
         cache: CarriedState | None = None,
+        shift_labels: torch.Tensor | None = None,
+        **keywords: Any,
     ) -> CausalLMOutputWithPast | tuple:
-        """Logits (B, L, vocab_size), or of the last `logits_to_keep` columns only.
+        """Logits (B, L, vocab_size), or of the columns only that `columns_to_keep` takes logits_to_keep for.
 
         labels (B, L): the input ids again, -100 where a token shall not count; the loss is the mean over
-        predictions of labels[:, 1:]. attention_mask (B, L): 0 at padding. With a carried state, hidden states are
-        those of the new tokens.
+        predictions of labels[:, 1:]. shift_labels (B, L): in place of labels, what follows each position.
+        attention_mask (B, L): 0 at padding. position_ids (B, L): as of `documents`. With a carried state, hidden states
+        are those of the new tokens.
         """
         inputs = tokens_or_embeddings(input_ids, inputs_embeds)
-        streams = self.streams(output_hidden_states, output_attentions)
-        state, past_key_values = None, cache if past_key_values is None else past_key_values
-        if past_key_values is not None:
-            new = inputs.shape[1]
-            if attention_mask is not None and new > 1 and not bool(attention_mask[:, -new:].all()):
-                raise ValueError("tokens that continue a state cannot be padded; pad only the first prompt")
-            logits, state = continue_state(self.model, inputs, past_key_values, logits_to_keep, streams)
-        elif use_cache:
-            logits, state = read_prompt(self.model, inputs, attention_mask, logits_to_keep, streams)
+        shape = tuple(inputs.shape[:2])
+        columns = columns_to_keep(logits_to_keep, shape)
+        state, past = None, cache if past_key_values is None else past_key_values
+        check_cache_position(keywords.pop("cache_position", None), shape[1], past)
+        if past is not None:
+            check_continuation(past, shape[1], attention_mask, position_ids)
+            streams = self.streams(keywords)
+            logits, state = continue_state(self.model, inputs, past, columns, streams)
         else:
-            select = self._last_columns(inputs, logits_to_keep)
-            logits = self.model(inputs, attention_mask=attention_mask, select=select, streams=streams)
-            logits = logits if select is None else logits.unflatten(0, (inputs.shape[0], logits_to_keep))
+            layout = documents(shape, attention_mask, position_ids, keywords)
+            streams = self.streams(keywords)
+            if use_cache:
+                if layout["cu_seqlens"] is not None:
+                    raise ValueError("a state is carried for one text in each row: give each text a row of its own")
+                logits, state = read_prompt(self.model, inputs, attention_mask, columns, streams)
+            else:
+                select = None
+                if columns != slice(0, shape[1]):
+                    places = torch.arange(shape[0] * shape[1], device=inputs.device).view(shape)
+                    select = take_columns(places, columns)
+                flat = None if select is None else select.flatten()
+                logits = self.model(inputs, **layout, select=flat, streams=streams)
+                logits = logits if select is None else logits.unflatten(0, select.shape)
         hidden = self.hidden_states(streams)
-        loss = None if labels is None else mean_cross_entropy(logits[:, :-1], labels[:, 1:])
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=state, hidden_states=hidden)
-        return output.to_tuple() if return_dict is False else output
-
-    def _last_columns(self, inputs: torch.Tensor, keep: int) -> torch.Tensor | None:
-        """The positions of the last `keep` columns in the flattened batch; None = all columns."""
-        batch, length = inputs.shape[:2]
-        if not keep or keep >= length:
-            return None
-        columns = torch.arange(length - keep, length, device=inputs.device)
-        return (torch.arange(batch, device=inputs.device).unsqueeze(1) * length + columns).flatten()
+        shifted = shift_labels is not None
+        targets = shift_labels if shifted else labels
+        loss = self.loss(next_token_loss, logits, targets, shifted=shifted, count=num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=state, hidden_states=hidden)
 
     def prepare_inputs_for_generation(
         self,
@@ -128,7 +147,7 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         past_key_values: CarriedState | None = None,
         attention_mask: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | None = None,
+        logits_to_keep: int | torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         cache: CarriedState | None = None,
         **kwargs: Any,
@@ -149,6 +168,6 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
             "attention_mask": attention_mask,
             "past_key_values": past_key_values,
             "use_cache": use_cache,
-            "logits_to_keep": logits_to_keep or 0,
+            "logits_to_keep": 0 if logits_to_keep is None else logits_to_keep,
             **{name: kwargs.get(name) for name in ("output_attentions", "output_hidden_states")},
         }

@@ -1,0 +1,67 @@
+"""Steps of transformers' Trainer on exports: the same however a batch is cut."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate, which is not installed")
+
+import bare_steps
+from test_round_trip import OTHER_PYTHON
+
+
+def texts_and_encoder(kind: str, exports: Path) -> Path:
+    return exports / ("mru" if kind == "next tokens" else "hydra") / "export"
+
+
+@pytest.mark.parametrize("kind", bare_steps.KINDS)
+def test_micro_batches_make_the_step_of_the_whole_batch(exports, kind):
+    path = texts_and_encoder(kind, exports)
+    rows = bare_steps.KINDS[kind][2]()
+    bare_steps.check_steps(lambda: bare_steps.make_model(kind, path), rows, kind)
+
+
+def test_smoothed_labels_are_the_next_tokens(exports):
+    kind = "next tokens"
+    path = texts_and_encoder(kind, exports)
+    bare_steps.check_smoothing(lambda: bare_steps.make_model(kind, path), bare_steps.KINDS[kind][2]())
+
+
+@pytest.mark.parametrize(
+    "python",
+    [
+        pytest.param(sys.executable, id="4"),
+        pytest.param(
+            OTHER_PYTHON,
+            id="5",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(not OTHER_PYTHON, reason="no Python with transformers 5 is named"),
+            ],
+        ),
+    ],
+)
+def test_two_processes_make_the_step_of_one(exports, tmp_path, python):
+    script = Path(bare_steps.__file__)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(script.parent),
+        "HF_HOME": str(tmp_path / "huggingface"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for start in ([], launcher):
+        command = [python, *start, str(script), str(texts_and_encoder("next tokens", exports)), str(tmp_path)]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stderr
+    whole, *parts = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", 0, 1))
+    assert torch.equal(*parts)
+    assert bare_steps.apart(parts[0], whole) <= bare_steps.TOLERANCE
