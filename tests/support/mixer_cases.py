@@ -40,6 +40,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "convolution-wide": ("convolution", {"d_conv": 5, "expand": 1, "bias": True, "conv_bias": False}),
     "s4d-inverse": ("s4d", {"spectrum": "inv"}),
     "mlp_mixer-without-biases": ("mlp_mixer", {"bias": False}),
+    "toeplitz_di-published": ("toeplitz_di", {"offset": "published"}),
+    "toeplitz_dd-published": ("toeplitz_dd", {"offset": "published"}),
     "lion_s-published-gates": ("lion_s", {"gate_offset": 0, "forward_gate_offset": 1, "qkv_bias": True}),
     "lion_d-wide": ("lion_d", {"nheads": 3}),
     "lion_lit-attention": ("lion_lit", {"form": "attention"}),

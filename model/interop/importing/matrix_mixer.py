@@ -15,7 +15,7 @@ from matmix.model.mixers.structured.low_rank import LowRankDD, LowRankDI
 from matmix.model.mixers.structured.matrix_mixer import MatrixMixer
 from matmix.model.mixers.structured.quasiseparable import QuasiseparableDD, QuasiseparableDI
 from matmix.model.mixers.structured.softmax import SoftmaxDD, SoftmaxDI
-from matmix.model.mixers.structured.toeplitz import ToeplitzDD, ToeplitzDI
+from matmix.model.mixers.structured.toeplitz import Toeplitz, ToeplitzDD, ToeplitzDI
 from matmix.model.mixers.structured.vandermonde import VandermondeDD
 
 KIND = "hydra-matrix-mixer"
@@ -55,6 +55,9 @@ def scalar_as_vector(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 def matrix_mixer_layout(values: Mapping[str, Any]) -> tuple[type[MatrixMixer], int, Any, int, Layout]:
     """Class, width, options, length N and names of a block (kind hydra-matrix-mixer) from its constructor arguments.
 
+    A Toeplitz block takes offset "published", the diagonals as the papers' code computes them. That code runs for
+    sequences of max_seq_len tokens only.
+
     One function differs from the papers' code: where a data-dependent cauchy block has denominators e^q + e^k + 2 b
     below 1e-2, which needs b < 0.005, ours continues 1 / x by its tangent (see `CauchyDD`).
     """
@@ -86,6 +89,8 @@ def matrix_mixer_layout(values: Mapping[str, Any]) -> tuple[type[MatrixMixer], i
         raise ValueError(f"{KIND}: headdim = {headdim} does not divide expand * d_model = {expand} * {d_model}")
     if options["d_conv"] < 1 or options["d_conv"] % 2 == 0:
         raise ValueError(f"{KIND}: d_conv = {options['d_conv']}: must be odd and at least 1")
+    if issubclass(mixer, Toeplitz):
+        options["offset"] = "published"
     if "d_state" in fields:
         options["d_state"] = expand * d_model // headdim * config.require("qk_dim", int)
     config.refuse_unknown(_WITHOUT_EFFECT)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -22,9 +23,17 @@ from matmix.model.mixers.structured.matrix_mixer import (
 class ToeplitzConfig(SharedBlockConfig):
     """Options of the Toeplitz mixers."""
 
+    offset: Literal["paper", "published"] = "paper"
+    """m_(i-j) stands in row i and column j ("paper"), or m_(i-j+1) ("published"), as the papers' code computes it. Each
+    m is then one place further right, and the last, which leaves the matrix, stands in its lower left corner."""
+
 
 class Toeplitz(MatrixMixer):
-    """M_ij = 0.5 N^-1/2 m_{i-j}, N = max_seqlen, by fast Fourier transforms in float32."""
+    """M_ij = 0.5 N^-1/2 m_{i-j}, N = max_seqlen, by fast Fourier transforms in float32.
+
+    With offset "published" it is m_{i-j+1}, and m_-(L-1) in row L-1 and column 0: the code that belongs to arXiv
+    2407.09941 pads the values by N - 1 places before a circular convolution of 2 N - 1, and that is one too few.
+    """
 
     Config = ToeplitzConfig
     complexity = "O(L log L)"
@@ -35,9 +44,18 @@ class Toeplitz(MatrixMixer):
         # Forth and back for every channel, once for every head's kernel; 6 per product of complex numbers.
         return ((2 * d_inner + nheads) * real_transform_flops(size) + 6 * d_inner * (size // 2 + 1)) / seqlen
 
-    def diagonals(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """m_0, m_-1, ... and m_0, m_1, ..., (B or 1, L, H) each, without the scale."""
+    def kernels(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """m_0, m_-1, ... and m_0, m_1, ..., (B or 1, L, H) each, of which the first m_0 counts for nothing."""
         raise NotImplementedError
+
+    def diagonals(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The main diagonal of M and those above it, the main one and those below it, (B or 1, L, H) each, without the
+        scale; the first of the former is not read."""
+        upper, lower = self.kernels(inputs)
+        if self.config.offset == "paper":
+            return upper, lower
+        m = torch.cat((upper[:, 1:].flip(1), lower), 1).roll(-1, 1)
+        return m[:, : lower.shape[1]].flip(1), m[:, lower.shape[1] - 1 :]
 
     def scale(self) -> float:
         """In front of every entry."""
@@ -64,7 +82,7 @@ class ToeplitzDI(Toeplitz):
         shape = (self.nheads, 2 * self.max_seqlen - 1)
         return MixingParameters(conv_params=shape), {"conv_params": draw_xavier_normal}
 
-    def diagonals(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def kernels(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         m, zero = self.matrix_mixer.conv_params.t().unsqueeze(0), self.max_seqlen - 1
         return m[:, : zero + 1].flip(1), m[:, zero:]
 
@@ -79,6 +97,10 @@ class ToeplitzDD(Toeplitz):
     def input_widths(cls, nheads: int, config: ToeplitzConfig) -> tuple[int, ...]:
         return (nheads, nheads)
 
-    def diagonals(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    @classmethod
+    def halo(cls, config: ToeplitzConfig) -> int:
+        return super().halo(config) + (config.offset == "published")
+
+    def kernels(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = inputs
         return k, q
