@@ -14,6 +14,7 @@ import tyro
 from matmix.data.loading.examples import open_examples
 from matmix.data.loading.images import image_facts
 from matmix.data.shell import shell_line
+from matmix.launch.fitting import with_fitted_rate, with_fitted_steps
 from matmix.launch.many.processes import begin_alone, check_alone, check_parallel, is_one_of_several
 from matmix.launch.many.seeds import tasks_of_seeds, train_seeds
 from matmix.model import ARCHITECTURES
@@ -26,6 +27,8 @@ from matmix.train.entry import Train
 from matmix.train.init.sources import InitSource, source_of
 from matmix.train.loaders import make_loader, with_data_facts, with_outputs
 from matmix.train.plugins import find_part
+from matmix.train.process import logs
+from matmix.train.process.distributed import rank_and_world_size
 from matmix.train.process.exits import EXIT_OK
 from matmix.train.recipe import config_from_dict, plain, resolved_config, write_config
 from matmix.train.recipe_files import find_recipe, read_toml
@@ -48,7 +51,8 @@ class Finetune:
     or a bundled name), or a task: sequence_classification, multi_label, regression, token_classification,
     question_answering, multiple_choice, embedding; of pictures: image_classification. Any field of a recipe can be
     given, as in --data.examples.train FILE, --epochs 5 or --optimizer.lr 1e-5; for pictures --data.images.path DIR and
-    --data.images.size 384.
+    --data.images.size 384. Where nobody gives them, the rate fits the width of the model, and the epochs the number of
+    examples: at least 300 steps.
 
     With --seeds 0 1 2 each seed is a run of its own, RUN_DIR/seed-0 and so on, on one GPU or its share of the cores.
     At the end comes a table of the mean, the sample standard deviation and each seed's value of all metrics, which
@@ -90,7 +94,9 @@ class Finetune:
             check_alone("--seeds")
         if self.write_recipe is not None and is_one_of_several():
             raise ValueError("--write-recipe writes a file and trains nothing: give it in one process")
-        config = finetuning_config(self.source, self.recipe, list(rest), step=self.step, from_scratch=self.from_scratch)
+        options = {"step": self.step, "from_scratch": self.from_scratch}
+        with logs.shown("info", rank=rank_and_world_size()[0]):
+            config = finetuning_config(self.source, self.recipe, list(rest), **options)
         if self.seeds:
             return self._train_seeds(config, rest)
         if "--seeds" in typed:
@@ -99,7 +105,7 @@ class Finetune:
             raise ValueError("--parallel belongs to --seeds: give both")
         if self.write_recipe is not None:
             return _write(config, self.write_recipe)
-        return train_phases([_in_steps(config) if self.dry_run else config], dry_run=self.dry_run)
+        return train_phases([config], dry_run=self.dry_run)
 
     def _train_seeds(self, config: RunConfig, rest: Sequence[str]) -> int:
         if _typed(rest, "--seed") is not None:
@@ -109,7 +115,7 @@ class Finetune:
         check_parallel(self.parallel)
         tasks = tasks_of_seeds(config, self.seeds)
         if self.dry_run:
-            return train_phases([_in_steps(tasks[0].config)], dry_run=True)
+            return train_phases([tasks[0].config], dry_run=True)
         return train_seeds(tasks, Path(config.run_dir), self.parallel)
 
 
@@ -137,12 +143,14 @@ def finetuning_config(
         values["model"] = _model(start.model, start.words, kind, values.get("model", {}))
         _fill_tokens(data, start)
         _fill_lengths(data, start.model)
+    with_fitted_rate(values, start.model.d_model, on_images=on_images)
     name = source.rstrip("/").rpartition("/")[2]
     run_dir = values.pop("run_dir", "") or f"runs/{name}-{Path(task).stem}{'-from-scratch' if from_scratch else ''}"
     config = resolved_config(plain(values), task, overrides, run_dir)
     if config.model.head.outputs == 0:
         config = _with_classes(config) if on_images else _with_outputs(config, kind)
-    return config
+    typed = {word.partition("=")[0] for word in overrides}
+    return with_fitted_steps(config, values, typed, on_images=on_images)
 
 
 def counted(config: RunConfig) -> RunConfig:
@@ -157,11 +165,6 @@ def counted(config: RunConfig) -> RunConfig:
         loader.close()
 
 
-def _in_steps(config: RunConfig) -> RunConfig:
-    """`counted`, without the epochs: a dry run does not count them again."""
-    return dataclasses.replace(counted(config), epochs=0.0)
-
-
 def planned_config(task: str, model: ModelConfig, words: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of a run that fine-tunes a model which is yet to be trained, but for its tokens and the number of
     outputs; words: what messages call the model.
@@ -172,6 +175,7 @@ def planned_config(task: str, model: ModelConfig, words: str, overrides: Sequenc
     kind = on_examples(kind, values, words, model)
     values["model"] = _model(model, words, kind, values.get("model", {}))
     _fill_lengths(values.setdefault("data", {}), model)
+    with_fitted_rate(values, model.d_model, on_images=False)
     return resolved_config(plain(values), task, overrides, values.get("run_dir", ""))
 
 

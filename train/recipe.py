@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,18 @@ def resolved_config(values: dict[str, Any], where: str, overrides: Sequence[str]
     mixers = {name for name in MIXERS if name in config.model.layers or any(name in word for word in words)}
     only = (MixerOptions, mixers)
     config = parse_arguments(RunConfig, list(overrides), default=config, prog="matmix train RECIPE", only=only)
+    config = _with_typed_steps(config, {word.partition("=")[0] for word in overrides})
     return config if config.run_dir else dataclasses.replace(config, run_dir=run_dir)
+
+
+def _with_typed_steps(config: RunConfig, typed: Container[str]) -> RunConfig:
+    """`config`, in which --steps on the command line stands in place of a recipe's epochs. Raises ValueError (one line)
+    where the command line gives both."""
+    if "--steps" not in typed or not config.epochs:
+        return config
+    if "--epochs" in typed:
+        raise ValueError("--steps and --epochs are both given: keep one of them")
+    return dataclasses.replace(config, epochs=0.0)
 
 
 def _import_architecture(values: dict[str, Any], overrides: Sequence[str]) -> None:

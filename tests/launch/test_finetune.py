@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from labelled import texts, write_jsonl
@@ -9,8 +11,10 @@ from paths import ROOT
 from runs import losses, records, run_recipe, weights
 
 from matmix.launch.cli import main
-from matmix.launch.finetune import finetuning_config, planned_config
+from matmix.launch.finetune import counted, finetuning_config, planned_config
+from matmix.launch.fitting import fitted_rate
 from matmix.train.recipe import load_config
+from matmix.train.recipe_files import find_recipe
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +52,74 @@ def test_the_model_is_that_of_the_source(command, pretrained):
     assert config.run_dir == "runs/encoder-sequence_classification"
     assert (
         finetuning_config(
-            command[0], "token_classification", [*command[2:6], "--model.head.outputs", "5"]
+            command[0], "token_classification", [*command[2:6], "--model.head.outputs", "5", "--epochs", "1"]
         ).model.head.outputs
         == 5
     )
+
+
+def test_rate_and_steps_that_nobody_gives_fit_the_model_and_the_examples(command, caplog):
+    files = command[2:6]
+    with caplog.at_level("INFO", logger="matmix"):
+        config = finetuning_config(*command[:2], files)
+    assert config.optimizer.lr == fitted_rate(32) == 2e-3
+    assert (config.epochs, counted(config).steps) == (181.2, 301)
+    assert "53 examples are few: 181.2 epochs in place of 3, so that there are 300 steps" in caplog.text
+    assert finetuning_config(*command[:2], [*files, "--global-batch-size", "1"]).epochs == 5.7
+    many = finetuning_config(*command[:2], [files[0], write_jsonl(Path(files[1]), texts(120)), "--global-batch-size=1"])
+    assert (many.epochs, counted(many).steps) == (3, 360)
+
+
+def test_rates_fall_with_the_width_to_those_of_base_models():
+    assert [fitted_rate(width) for width in (64, 128, 256, 768, 1024)] == [2e-3, 1.8e-3, 4.5e-4, 5e-5, 2.8e-5]
+    assert fitted_rate(768, on_images=True) == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("words", "epochs", "steps", "rate"),
+    [
+        (["--epochs", "2"], 2, 4, 2e-3),
+        (["--epochs=2"], 2, 4, 2e-3),
+        (["--steps", "7"], 0, 7, 2e-3),
+        (["--epochs", "0", "--steps", "7"], 0, 7, 2e-3),
+        (["--epochs", "2", "--optimizer.lr", "5e-5"], 2, 4, 5e-5),
+    ],
+)
+def test_what_the_command_line_gives_counts(command, words, epochs, steps, rate):
+    config = counted(finetuning_config(*command[:2], [*command[2:6], *words]))
+    assert (config.epochs, config.steps, config.optimizer.lr) == (epochs, steps, rate)
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "found"),
+    [
+        ("epochs = 1.0", [], (1, 2, 1e-4)),
+        ("steps = 9", [], (0, 9, 1e-4)),
+        ("epochs = 1.0", ["--steps", "9"], (0, 9, 1e-4)),
+        ("steps = 9", ["--epochs", "2", "--optimizer.lr", "1e-3"], (2, 4, 1e-3)),
+    ],
+)
+def test_what_a_recipe_gives_counts(command, tmp_path, line, words, found):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f"{line}\n" + find_recipe("finetune").read_text().replace("[optimizer]", "[optimizer]\nlr = 1e-4")
+    )
+    config = counted(finetuning_config(command[0], str(recipe), [*command[2:6], *words]))
+    assert (config.epochs, config.steps, config.optimizer.lr) == found
+
+
+def test_a_dry_run_counts_the_steps_of_the_epochs(command, capsys):
+    assert main(["finetune", *command, "--dry-run"]) == 0
+    assert "steps             14 (epochs = 2)\n" in capsys.readouterr().out
+    assert main(["finetune", *command[:6], "--seeds", "0", "1", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "steps             301 (epochs = 181.2)\n" in said.out
+    assert "53 examples are few" in said.err
+
+
+def test_steps_and_epochs_are_not_both_given(command, capsys):
+    assert main(["finetune", *command, "--steps", "5"]) == 2
+    assert capsys.readouterr().err.strip() == "matmix: error: --steps and --epochs are both given: keep one of them"
 
 
 def test_from_scratch_takes_the_model_and_no_weights(command, tmp_path):

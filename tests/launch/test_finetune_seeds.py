@@ -63,7 +63,7 @@ def test_each_seed_is_a_run_and_together_they_are_a_table(command, tmp_path, cap
 
     # Its numbers are not taken for those of other settings.
     assert main(["finetune", *words, "--seeds", "0", "1", "--optimizer.lr", "1e-2"]) == 2
-    assert "optimizer.lr: 5e-05 there, 0.01 here" in capsys.readouterr().err
+    assert "optimizer.lr: 0.002 there, 0.01 here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

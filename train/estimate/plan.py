@@ -23,6 +23,7 @@ from matmix.train.loaders import with_vocabulary as sized_for
 from matmix.train.optim import optimizer_class
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
 from matmix.train.run.remote import has_begun
+from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.train.words import short_number
 
 ASSUMED_VOCABULARY = 32768
@@ -100,9 +101,15 @@ def with_steps_of_epochs(config: RunConfig) -> tuple[RunConfig, str]:
     told = f"epochs = {config.epochs:g}"
     data = config.data
     paths = list(data.images.datasets) or list(dict(data.mixture)) or [data.path]
-    if not all(path and not is_url(path) and (Path(path) / MANIFEST_NAME).is_file() for path in paths):
+    here = all(path and not is_url(path) and (Path(path) / MANIFEST_NAME).is_file() for path in paths)
+    if isinstance(config.task(), ExampleTask):
+        train = data.examples.train
+        here = bool(train and data.examples.tokenizer) and Path(train).exists()
+    if not here:
         return config, f"assumed, {told} will be counted once the data is there"
-    return with_steps(config, make_loader(config, "train", 0, 1)), told
+    loader = make_loader(config, "train", 0, 1)
+    loader.close()
+    return with_steps(config, loader), told
 
 
 def data_vocabulary(data: DataConfig) -> int:

@@ -40,7 +40,7 @@ _MAY_CHANGE = (
     *("data.synthetic.validation_samples", "data.synthetic.eval_lengths"),
 )
 _STEERING = (
-    *("steps", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
+    *("steps", "epochs", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
     *("optimizer.mixer_rules", "optimizer.rule", "ema."),
 )
 _MAY_NOT_CHANGE = ("engine.precision",)

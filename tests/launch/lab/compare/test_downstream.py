@@ -133,7 +133,7 @@ def test_a_task_of_the_same_name_keeps_its_settings(scored, task, capsys):
     assert main(["compare", str(scored.home), "--finetune", path]) == 2
     said = capsys.readouterr().err
     assert "--finetune topic: " in said
-    assert "optimizer.lr: 0.0003 there, 0.5 here" in said
+    assert "optimizer.lr: 0.002 there, 0.5 here" in said
 
 
 def test_the_plan_names_what_would_be_fine_tuned(recipe, task, tmp_path, capsys):
