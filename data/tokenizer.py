@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -22,6 +23,7 @@ import sentencepiece
 
 from matmix.data.artifacts import one_line, panics_as_errors, parse_json
 from matmix.data.storage.files import write_atomic
+from matmix.data.unspelled import make_unspelled, pieces_of, unknown_piece
 
 SPECIAL_NAMES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 NEWLINE_ID = 7
@@ -46,7 +48,8 @@ _LONGEST_LINE = 16_384
 
 
 class Tokenizer:
-    """Text to ids and back. Special tokens are never produced from text, whatever the text says.
+    """Text to ids and back. Special tokens are never produced from text, whatever the text says: one that is written
+    out in it becomes what its letters become, and comes back as text as they do.
 
     Attributes:
         kind: "sentencepiece" or "tokenizers".
@@ -54,7 +57,8 @@ class Tokenizer:
         sha256: hex digest of that file.
         vocab_size: largest id + 1.
         special: ids of pad, unk, bos, eos, cls, sep, mask; None where there is no such token.
-        special_ids: every id that stands for no text (ascending).
+        special_ids: every id that no text becomes (ascending).
+        unknown_id: what text becomes that the vocabulary cannot spell; None where it can spell any, or leaves it out.
     """
 
     kind: Literal["sentencepiece", "tokenizers"]
@@ -67,6 +71,7 @@ class Tokenizer:
         self.vocab_size: int = 0
         self.special: dict[str, int | None] = {}
         self.special_ids: list[int] = []
+        self.unknown_id: int | None = None
 
     @staticmethod
     def load(path: str | Path) -> Tokenizer:
@@ -101,10 +106,15 @@ class Tokenizer:
     def _unused(self) -> set[int]:
         return set()
 
+    @cached_property
+    def silent_ids(self) -> frozenset[int]:
+        """Ids that give no text: the special ones and the unknown one."""
+        return frozenset(self.special_ids if self.unknown_id is None else [*self.special_ids, self.unknown_id])
+
     def ordinary_ids(self) -> np.ndarray:
         """Ids that stand for text (int64, ascending): what masking may draw from."""
         ordinary = np.ones(self.vocab_size, dtype=bool)
-        ordinary[self.special_ids] = False
+        ordinary[list(self.silent_ids)] = False
         ordinary[list(self._unused)] = False
         return np.flatnonzero(ordinary)
 
@@ -143,7 +153,10 @@ class SentencePieceTokenizer(Tokenizer):
                 ids = (sp.piece_to_id(piece) for piece in _COMMON_NAMES[name])
                 found = next((i for i in ids if i != sp.unk_id() and sp.is_control(i)), None)
             self.special[name] = found
-        self.special_ids = [i for i in range(self.vocab_size) if sp.is_control(i) or sp.is_unknown(i)]
+        if not any(sp.is_byte(i) for i in range(self.vocab_size)):  # there is one for each byte, or none
+            self.unknown_id = sp.unk_id()
+        silent = (i for i in range(self.vocab_size) if sp.is_control(i) or sp.is_unknown(i))
+        self.special_ids = [i for i in silent if i != self.unknown_id]
 
     @cached_property
     def _unused(self) -> set[int]:
@@ -153,15 +166,15 @@ class SentencePieceTokenizer(Tokenizer):
         return self.processor.encode(list(texts), num_threads=1)
 
     def decode(self, ids: Iterable[int]) -> str:
-        special = set(self.special_ids)
-        return self.processor.decode([int(i) for i in ids if int(i) not in special])
+        return self.processor.decode([int(i) for i in ids if int(i) not in self.silent_ids])
 
     def piece(self, index: int) -> str:
         return self.processor.id_to_piece(index)
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer.json of the `tokenizers` library; `backend` is the library's own object."""
+    """A tokenizer.json of the `tokenizers` library; `backend` is the library's own object, in which special tokens that
+    its model lists among its pieces have other names (`matmix.data.unspelled`)."""
 
     kind = "tokenizers"
     file_name = "tokenizer.json"
@@ -172,8 +185,19 @@ class FastTokenizer(Tokenizer):
 
         try:
             with panics_as_errors():
-                self.backend = tokenizers.Tokenizer.from_buffer(raw)
-                extra = parse_json(raw, path).get("added_tokens") or []
+                file = parse_json(raw, path)
+                if not isinstance(file, dict) or not isinstance(file.get("model"), dict):
+                    raise ValueError("it has no model")
+                added = file.get("added_tokens") or []
+                names = pieces_of(file["model"]) | {token["content"] for token in added}
+                roles = {
+                    role: next((name for name in _COMMON_NAMES[role] if name in names), None) for role in SPECIAL_NAMES
+                }
+                special = {token["content"] for token in added if token.get("special")}
+                special |= {name for name in roles.values() if name is not None}
+                new = make_unspelled(file, special)
+                self.backend = tokenizers.Tokenizer.from_buffer(json.dumps(file).encode() if new else raw)
+                unknown = unknown_piece(file)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path} is not a tokenizer.json that `tokenizers` can read: {one_line(error)}") from error
         # The file's own truncation and padding would silently change documents.
@@ -184,14 +208,18 @@ class FastTokenizer(Tokenizer):
         if not vocabulary:
             raise ValueError(f"{path} has an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1
-        for name in SPECIAL_NAMES:
-            self.special[name] = next((vocabulary[n] for n in _COMMON_NAMES[name] if n in vocabulary), None)
+        ids = {name: vocabulary[new.get(name, name)] for name in special}
+        self.special = {role: None if name is None else ids[name] for role, name in roles.items()}
         if self.special["mask"] is not None and self.special["cls"] is None and self.special["sep"] is None:
             # RoBERTa and its kin: the sentence marks serve as [CLS] and [SEP].
             self.special["cls"], self.special["sep"] = self.special["bos"], self.special["eos"]
-        marked = {token["id"] for token in extra if token.get("special")}
-        self.special_ids = sorted(marked | {i for i in self.special.values() if i is not None})
-        self._known = set(vocabulary.values())
+        self._known, self._renamed = set(vocabulary.values()), {vocabulary[name]: old for old, name in new.items()}
+        found = None if unknown is None else self.backend.token_to_id(unknown)
+        # Files exist in which, for example, the end of a text stands for what is unknown as well.
+        others = {index for role, index in self.special.items() if role != "unk"}
+        self._ambiguous = found if found in others else None
+        self.unknown_id = None if found in others else found
+        self.special_ids = sorted({*ids.values()} - {self.unknown_id})
 
     @cached_property
     def _unused(self) -> set[int]:
@@ -202,19 +230,23 @@ class FastTokenizer(Tokenizer):
         try:
             with panics_as_errors():
                 for text in texts:
-                    found.append(self.backend.encode(text, add_special_tokens=False).ids)
+                    ids = self.backend.encode(text, add_special_tokens=False).ids
+                    if self._ambiguous is not None and self._ambiguous in ids:
+                        name = self.piece(self._ambiguous)
+                        raise ValueError(f"{name} stands for what the vocabulary lacks, and is a special token as well")
+                    found.append(ids)
         except Exception as error:  # the library raises plain Exception
             which = f"the text that begins with {texts[len(found)][:40]!a}"
             raise ValueError(f"{self.path} cannot tokenise {which}: {one_line(error)}") from error
         return found
 
     def decode(self, ids: Iterable[int]) -> str:
-        special = set(self.special_ids)
         with panics_as_errors():
-            return self.backend.decode([int(i) for i in ids if int(i) not in special], skip_special_tokens=False)
+            kept = [int(i) for i in ids if int(i) not in self.silent_ids]
+            return self.backend.decode(kept, skip_special_tokens=False)
 
     def piece(self, index: int) -> str:
-        return self.backend.id_to_token(index) or f"<unused {index}>"
+        return self._renamed.get(index) or self.backend.id_to_token(index) or f"<unused {index}>"
 
 
 def train_sentencepiece(

@@ -82,7 +82,7 @@ def make_masker(shards: TokenShards, masking: MaskingConfig, seed: int) -> Maske
         masking,
         seed=seed,
         mask_id=info.special["mask"],
-        special_ids=tokenizer.special_ids,
+        special_ids=sorted(tokenizer.silent_ids),
         ordinary_ids=tokenizer.ordinary_ids(),
         vocab_size=info.vocab_size,
     )
