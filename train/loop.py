@@ -39,11 +39,12 @@ from matmix.train.optim.optimizer import changed_rules, make_optimizer, paramete
 from matmix.train.optim.schedule import rate_share
 from matmix.train.process import logs, stop
 from matmix.train.process.agree import agree
-from matmix.train.process.distributed import Distributed, barrier, from_rank_zero, gather_objects
+from matmix.train.process.distributed import Distributed, FolderGroup, barrier, from_rank_zero, gather_objects
 from matmix.train.process.health import tell_health
 from matmix.train.recipe import config_to_dict
 from matmix.train.run.directory import LOG, Change, RunDirectory, check_tokenizer
 from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id
+from matmix.train.run.place import Moved, MovedError
 from matmix.train.run.remote import opened
 from matmix.train.run.revision import git_revision
 from matmix.train.state import Result, TrainState, check_extra
@@ -109,6 +110,7 @@ class Trainer:
         self.stragglers = Stragglers(self.engine, config.data.workers)
         self.goodput = Goodput()
         self.stop_agreed = False
+        self.moved: Moved | None = None  # what has happened to the run directory, the same on all ranks
         self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
         self.unigram_entropy = None if histogram is None else unigram_entropy(histogram)
         self.rules_before: dict[str, list[float]] | None = None  # `rule_record` of the checkpoint that was loaded
@@ -175,7 +177,8 @@ class Trainer:
             sums[3:] += torch.stack([loss.loss.detach(), *(loss.sums[name].detach() for name in names)]).double()
         norm = engine.step(config.optimizer.max_grad_norm)
 
-        sums[0] = bool(stop.received())  # as late as can be, so that no further step is begun after a signal
+        # As late as can be, so that no further step is begun after a signal.
+        sums[0] = bool(stop.received()) or self.moved_run() is not None
         # What one rank sees all ranks act on: behind a condition that ranks see differently, collectives deadlock.
         sums[1], sums[2] = ~torch.isfinite(norm), engine.gradients_differ
         signals, not_finite, differing, loss_sum, *recorded = engine.all_reduce_sum(sums).tolist()
@@ -190,6 +193,8 @@ class Trainer:
         if self.step_was_finite:
             self.speed.count(loss_sum, dict(zip(names, recorded, strict=True)), targets, tokens)
         self.stop_agreed = bool(signals)
+        if self.stop_agreed:
+            self.follow_run()
         self.goodput.spend("useful" if self.step_was_finite else "skipped")
 
     def record(self) -> None:
@@ -243,6 +248,10 @@ class Trainer:
                 self.checkpoints.end_copies()
             ended = self.state.step == config.steps or self.best.stops
             finished = ended and (not saved or self.is_summarised() or self.finish())
+            self.follow_run()
+            if self.moved is not None:
+                step, steps = self.state.step if saved else 0, from_rank_zero(self.saved_steps())
+                raise MovedError(self.moved.says(config.run_dir, step, steps))
         finally:
             try:
                 self.checkpoints.close()
@@ -253,6 +262,9 @@ class Trainer:
                 if self.log_file is not None:
                     logs.close_file(self.log_file)
                 self.lock.release()
+                self.attempt.run_dir = self.run.path
+                if self.moved is None:  # else how the attempt ended is written to where it is now
+                    self.run.place.release()
         return Result(
             step=self.state.step,
             steps_done=self.state.step - first,
@@ -293,8 +305,10 @@ class Trainer:
         before the newest valid one.
         """
         agree(self.lock.acquire, here=self.engine.rank == 0)
+        self.run.place.hold()
+        self.attempt.run_dir = self.run.place.steady
         if self.engine.rank == 0:
-            self.log_file = logs.open_file(self.run.path / LOG)
+            self.log_file = logs.open_file(lambda: self.run.path / LOG)
         changes: list[Change] = []
         newest = self.checkpoints.newest(self.engine)
         if newest is None:
@@ -313,6 +327,7 @@ class Trainer:
                 self.run.set_aside_records()
             self.run.begin(self.config, self.state.step, self.loader.tokenizer, changes)
             first_start(self.run.path, write=True)
+        self.run.lead(self.checkpoints)
         if newest is None:
             self.checkpoints.begin_anew()
 
@@ -345,6 +360,7 @@ class Trainer:
     def save(self, *, wait: bool = False) -> bool:
         """Saves the current step unless that is done, or a try has just failed; True if it is saved or, without `wait`,
         being written in the background."""
+        self.follow_run()
         wait = wait or not self.config.checkpoint.asynchronous
         if wait and (failed := self.checkpoints.wait()) is not None:
             self.unsaved_step = failed
@@ -375,6 +391,23 @@ class Trainer:
         with self.speed.paused():
             self.checkpoints.begin_copy(self.state.step, self.engine, self.extra())
         self.goodput.spend("saves")
+
+    def moved_run(self) -> Moved | None:
+        """What this rank, one for each node, sees of a run directory that is not at its path any more. One look at the
+        file system."""
+        return self.run.place.moved() if FolderGroup.of_node().leads else None
+
+    def follow_run(self) -> None:
+        """Where the run directory was moved, on all ranks: all that is still to be written goes to where it is now, and
+        the run saves and ends, as after a signal. What keeps writing to the path would make a second run of half a
+        run."""
+        seen = next(filter(None, gather_objects(self.moved_run())), None)
+        if seen is None or self.moved is not None:
+            return
+        self.moved, self.stop_agreed = seen, True
+        if seen.lost:
+            raise MovedError(seen.says(self.config.run_dir, 0, ()))
+        self.run.lead(self.checkpoints)
 
     def extra(self) -> dict[str, Any]:
         """What a checkpoint of the current step holds besides what the engine has."""
@@ -413,8 +446,9 @@ class Trainer:
             last = self.state.step == self.config.steps
             due = [evaluator for evaluator, every in self.evaluators if last or self.is_time(every)]
             parts = (self.engine, self.task, self.config, self.validation)
-            metrics = evaluate(due, *parts, interrupted=lambda: bool(stop.received()))
+            metrics = evaluate(due, *parts, interrupted=lambda: bool(stop.received()) or self.moved_run() is not None)
             self.goodput.spend("evaluation")
+            self.follow_run()
             if metrics is None:
                 self.stop_agreed = True
                 return False
@@ -447,6 +481,10 @@ class Trainer:
     @property
     def path(self) -> Path:
         return self.run.path
+
+    @property
+    def steady_path(self) -> Path:
+        return self.run.place.steady
 
     def saved_steps(self) -> list[int]:
         return self.checkpoints.steps()

@@ -206,8 +206,12 @@ def conclude(
 ) -> tuple[PastAttempt, Decision]:
     """Collects how an attempt ended, decides, and writes both down.
 
-    signalled: the launcher told it to stop. ending: why the launcher is not to start it again, whatever happened.
+    signalled: the launcher told it to stop. ending: why the launcher is not to start it again, whatever happened. Where
+    the run was moved away meanwhile, nothing is written: to what lies at the path now it is unknown.
     """
+    if name not in {attempt.attempt for attempt in read_attempts(run)}:
+        attempt = PastAttempt(attempt=name, code=code, reason=describe(code), signalled=signalled)
+        return attempt, Decision(False, f"{run} is not the folder any more that the attempt began in")
     attempt = collect(run, name, code, signalled=signalled)
     earlier = [a for a in read_attempts(run) if a.attempt != name and job_of(a.attempt) == job_of(name)]
     decision = decide([*earlier, attempt], max_requeues)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import scenarios
 
 from matmix.data.loading.batch import Batch
 from matmix.train import loop
 from matmix.train.process.distributed import gather_objects
 from matmix.train.recipe import load_config
+from matmix.train.run.place import MovedError
 
 GlobalBatches = dict[int, list[int]]
 """Step -> a checksum of each sequence that the step read, over all ranks, in the order of the global batch."""
@@ -59,3 +62,30 @@ def checksums(batch: Batch) -> list[int]:
             parts.append(batch.attention_mask[row].tolist())
         found.append(zlib.crc32(repr(parts).encode()))
     return found
+
+
+def move_all(runs: list[tuple[str, list[str]]], step: int, again: list[tuple[str, list[str]]]) -> list[str]:
+    """Starts each of the runs, which ends as rank 1 moves its directory to a folder called elsewhere after `step` is
+    begun and makes an empty one in its place; then those in `again`. What each of the first said."""
+    scenarios.partition_everything()
+    true_step = loop.Trainer.compute_step
+
+    def compute_step(trainer: loop.Trainer, batches: Iterator[Batch]) -> None:
+        if trainer.state.step + 1 == step and trainer.engine.rank == 1:
+            path = Path(trainer.config.run_dir)
+            path.rename(path.with_name("elsewhere"))
+            path.mkdir()
+        true_step(trainer, batches)
+
+    told = []
+    loop.Trainer.compute_step = compute_step
+    try:
+        for recipe, overrides in runs:
+            with pytest.raises(MovedError) as error:
+                loop.train(load_config(recipe, overrides))
+            told.append(str(error.value))
+    finally:
+        loop.Trainer.compute_step = true_step
+    for recipe, overrides in again:
+        loop.train(load_config(recipe, overrides))
+    return told

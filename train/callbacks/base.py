@@ -46,7 +46,13 @@ class RunView(Protocol):
 
     @property
     def path(self) -> Path:
-        """The run directory."""
+        """The run directory. It may be moved while the run goes on, so ask for it whenever you write there."""
+        ...
+
+    @property
+    def steady_path(self) -> Path:
+        """The run directory by a name that stays right in this process while it is moved, for what opens its files
+        again and again."""
         ...
 
     def saved_steps(self) -> Sequence[int]:

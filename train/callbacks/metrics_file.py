@@ -33,7 +33,6 @@ class MetricsFile(Recorder):
         self._stale: _Stand | None = None  # where the run stood when the file began to hold what comes again
 
     def on_start(self, run: RunView) -> None:
-        self.path = run.path / "metrics.jsonl"
         self._stale = _Stand.of(run)
         self._write(run)
 
@@ -79,6 +78,7 @@ class MetricsFile(Recorder):
     def _write(self, run: RunView) -> None:
         """Drops the records of steps that are done again and appends the new ones, all or nothing. Raises OSError if it
         cannot; both are then tried again later."""
+        self.path = run.path / "metrics.jsonl"
         if self._stale is not None:
             self._drop_what_comes_again(run, self._stale)
             self._stale = None

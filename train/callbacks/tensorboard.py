@@ -48,7 +48,7 @@ class TensorBoard(Callback):
     def on_start(self, run: RunView) -> None:
         from torch.utils.tensorboard import SummaryWriter  # two seconds of import that only this callback needs
 
-        folder = run.path / "tensorboard"
+        folder = run.steady_path / "tensorboard"  # its writer opens the file anew each time
         _put_into_the_past(folder)
         self.writer = SummaryWriter(str(folder), purge_step=run.state.step + 1)
 

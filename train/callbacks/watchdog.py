@@ -81,8 +81,9 @@ class Watchdog(Callback):
         if self.file is not None:
             self.file.close()
             with contextlib.suppress(OSError):
-                if self.path.stat().st_size == 0:
-                    self.path.unlink()
+                path = stacks_path(run.path, attempt_id(), self.rank)
+                if path.stat().st_size == 0:
+                    path.unlink()
 
     # -- the thread ----------------------------------------------------------------------------------------------
 

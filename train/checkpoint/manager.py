@@ -58,12 +58,12 @@ class CheckpointManager:
         """keep_last: newest checkpoints that stay; keep_every: multiples of so many steps stay for ever; record: a file
         outside of `directory` that says that there were checkpoints, should they vanish; start_over: they may have;
         copies: those of the same run that lie with the nodes."""
-        self.directory = Path(directory)
+        self.directory = self._named = Path(directory)
         self.keep_last, self.keep_every = keep_last, keep_every
         self.record, self.start_over, self.copies = record, start_over, copies
         self.best = -1
         """The step of a checkpoint that is kept besides the newest; -1 = none."""
-        self._damaged: set[Path] = set()
+        self._damaged: set[int] = set()  # steps
         self._verified: set[Path] = set()
         self._running: BackgroundSave | None = None
         self._group: dist.ProcessGroup | None = None  # of the thread that saves
@@ -72,7 +72,7 @@ class CheckpointManager:
     @property
     def where(self) -> str:
         """What the user calls the place of these checkpoints."""
-        return str(self.directory)
+        return str(self._named)
 
     def path(self, step: int) -> Path:
         return self.directory / step_name(step)
@@ -90,7 +90,7 @@ class CheckpointManager:
             check_sizes(self.path(step))
         except (ValueError, OSError):
             return False
-        return self.path(step) not in self._damaged
+        return step not in self._damaged
 
     # -- saving ------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class CheckpointManager:
             last = f"the last valid one is {self.path(whole[-1]).name}" if whole else "there is none so far"
             logger.warning(f"no checkpoint at step {step}: {complaint(error)}; training goes on, {last}")
             return False
-        self._damaged.discard(target)
+        self._damaged.discard(step)
         if folder.leads:
             self._note(step)
             self._prune(step)
@@ -260,7 +260,7 @@ class CheckpointManager:
                 elif (step := step_of(path.name)) is not None and step not in keep:
                     self._remove(path)
         except OSError as error:
-            logger.warning(f"old checkpoints in {self.directory} could not be removed: {error}")
+            logger.warning(f"old checkpoints in {self.where} could not be removed: {error}")
 
     def _remove(self, path: Path) -> None:
         # The manifest goes first, so that a half-removed directory is never taken for a whole one.
@@ -299,7 +299,7 @@ class CheckpointManager:
                 if not weights_only:
                     self._verified.add(path)
                 return path
-            self._damaged.add(path)
+            self._damaged.add(step)
             first_problem = first_problem or problem
             logger.warning(f"skipping a checkpoint: {problem}")
         if first_problem is not None:

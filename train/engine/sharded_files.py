@@ -43,6 +43,10 @@ class _Writer(dcp.FileSystemWriter):
     """Writes our index beside torch's, and weights and moments into files of their own: who wants the weights alone
     need not read the others."""
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        Path(self.path).mkdir(exist_ok=True)  # torch would make the folders above as well, where they were moved away
+        return super().prepare_local_plan(plan)
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         prefix, results = plan.storage_data.prefix, []
         for kind, is_weight in (("", True), ("moments", False)):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -41,10 +42,15 @@ class _Console(logging.Handler):
 class _File(logging.FileHandler):
     """Appends to a file. The first write that fails is told of on the console; then it goes on trying."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8", delay=True)
+    def __init__(self, path: Callable[[], Path]) -> None:
+        super().__init__(path(), encoding="utf-8", delay=True)
+        self._path = path
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"))
         self._told = False
+
+    def _open(self) -> TextIO:
+        self.baseFilename = str(self._path())
+        return super()._open()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -84,8 +90,9 @@ def shown(level: str, *, rank: int = 0) -> Iterator[None]:
         _OURS.setLevel(before[1])
 
 
-def open_file(path: Path) -> logging.Handler:
-    """Writes what is shown into a file as well, with time stamps, until `close_file`."""
+def open_file(path: Callable[[], Path]) -> logging.Handler:
+    """Writes what is shown into a file as well, with time stamps, until `close_file`. path: where it is when it is
+    opened, with the first message."""
     handler = _File(path)
     _OURS.addHandler(handler)
     return handler

@@ -24,6 +24,7 @@ from matmix.train.recipe import config_from_dict, config_to_dict, differences, w
 from matmix.train.recipe_files import read_toml
 from matmix.train.run.lock import RunLock
 from matmix.train.run.outcome import local_folder
+from matmix.train.run.place import Place
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,12 @@ class RunDirectory:
     def __init__(self, path: str | Path) -> None:
         """path: a folder, or a URL, for which this node's folder stands (`matmix.train.run.remote` fills it)."""
         self.url = str(path) if is_url(path) else None
-        self.path = local_folder(path)
+        self.place = Place(local_folder(path))
+
+    @property
+    def path(self) -> Path:
+        """The folder, also where it was moved to while it is held."""
+        return self.place.path
 
     @property
     def where(self) -> str:
@@ -163,6 +169,14 @@ class RunDirectory:
     def checkpoint_manager(self, config: CheckpointConfig) -> CheckpointManager:
         """The run's checkpoints."""
         return CheckpointManager(self.checkpoints, **self._checkpoint_options(config))
+
+    def lead(self, checkpoints: CheckpointManager) -> None:
+        """From now on checkpoints are written to and removed from the folder that is held, and no other one, whatever
+        lies at its path."""
+        steady = self.place.steady
+        checkpoints.directory, checkpoints.record = steady / self.checkpoints.name, steady / SAVED
+        if checkpoints.copies is not None:
+            checkpoints.copies.record = steady / local_copies.RECORD
 
     def _checkpoint_options(self, config: CheckpointConfig) -> dict[str, Any]:
         options = {name: getattr(config, name) for name in ("keep_last", "keep_every", "start_over")}

@@ -39,6 +39,10 @@ class RemoteRun(RunDirectory):
     def checkpoint_manager(self, config: CheckpointConfig) -> CheckpointManager:
         return RemoteCheckpoints(self.sync, up_to_date=self.up_to_date, **self._checkpoint_options(config))
 
+    def lead(self, checkpoints: CheckpointManager) -> None:
+        super().lead(checkpoints)
+        self.sync.folder = self.path
+
 
 @contextlib.contextmanager
 def opened(run_dir: str) -> Iterator[RunDirectory]:

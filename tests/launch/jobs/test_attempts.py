@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -85,11 +86,17 @@ def write_outcome(run, attempt: str, rank: int = 0, **values) -> None:
     path.write_text(json.dumps(facts))
 
 
+def end(words: list[str]) -> int:
+    """The decision after an attempt that a launcher began."""
+    begin(Path(words[0]), words[2])
+    return main(words)
+
+
 def test_what_the_ranks_wrote_counts_more_than_the_exit_code(tmp_path, capsys):
     write_outcome(tmp_path, "7.0", code=75, reason="stopped by SIGUSR2")
     step_path(tmp_path, "7.0").write_text("5\n")
     # srun reports the code of a task that it killed because others had left.
-    assert main([str(tmp_path), "--attempt", "7.0", "--code", "137"]) == AGAIN
+    assert end([str(tmp_path), "--attempt", "7.0", "--code", "137"]) == AGAIN
     (line,) = capsys.readouterr().out.splitlines()
     assert "starting again" in line
     (attempt,) = read_attempts(tmp_path)
@@ -99,13 +106,13 @@ def test_what_the_ranks_wrote_counts_more_than_the_exit_code(tmp_path, capsys):
 def test_the_rank_that_failed_first_is_named(tmp_path, capsys):
     write_outcome(tmp_path, "7.0", reason="another rank is gone", time=12.0)
     write_outcome(tmp_path, "7.0", rank=3, reason="disk full", time=11.0, host="node2")
-    assert main([str(tmp_path), "--attempt", "7.0", "--code", "1"]) == AGAIN
+    assert end([str(tmp_path), "--attempt", "7.0", "--code", "1"]) == AGAIN
     assert "rank 3 on node2: disk full" in capsys.readouterr().out
 
 
 def test_a_finished_run(tmp_path):
     write_outcome(tmp_path, "7.0", code=0, reason="finished")
-    assert main([str(tmp_path), "--attempt", "7.0", "--code", "1"]) == FINISHED
+    assert end([str(tmp_path), "--attempt", "7.0", "--code", "1"]) == FINISHED
 
 
 def test_an_attempt_that_nobody_saw_end_is_a_failure(tmp_path, capsys):
@@ -114,25 +121,25 @@ def test_an_attempt_that_nobody_saw_end_is_a_failure(tmp_path, capsys):
     step_path(tmp_path, "7.0").write_text("5\n")
     begin(tmp_path, "7.1")
     step_path(tmp_path, "7.1").write_text("5\n")
-    assert main([str(tmp_path), "--attempt", "7.1", "--code", "1"]) == ENOUGH
+    assert end([str(tmp_path), "--attempt", "7.1", "--code", "1"]) == ENOUGH
     assert "step 5 failed twice" in capsys.readouterr().out
 
 
 def test_another_job_begins_anew(tmp_path):
     for number in range(3):
-        assert main([str(tmp_path), "--attempt", f"7.{number}", "--code", "1", "--max-requeues", "3"]) == AGAIN
-    assert main([str(tmp_path), "--attempt", "7.3", "--code", "1", "--max-requeues", "3"]) == ENOUGH
-    assert main([str(tmp_path), "--attempt", "8.0", "--code", "1", "--max-requeues", "3"]) == AGAIN
+        assert end([str(tmp_path), "--attempt", f"7.{number}", "--code", "1", "--max-requeues", "3"]) == AGAIN
+    assert end([str(tmp_path), "--attempt", "7.3", "--code", "1", "--max-requeues", "3"]) == ENOUGH
+    assert end([str(tmp_path), "--attempt", "8.0", "--code", "1", "--max-requeues", "3"]) == AGAIN
 
 
 def test_a_cancelled_job_does_not_come_back(tmp_path, capsys):
     write_outcome(tmp_path, "7_1.0", code=75, reason="stopped")
     write_outcome(tmp_path, "7_2.0", code=75, reason="stopped")
     mark_cancelled(tmp_path, "7_1")
-    assert main([str(tmp_path), "--attempt", "7_1.0", "--code", "75"]) == ENOUGH
+    assert end([str(tmp_path), "--attempt", "7_1.0", "--code", "75"]) == ENOUGH
     assert "cancelled" in capsys.readouterr().out
-    assert main([str(tmp_path), "--attempt", "7_2.0", "--code", "75"]) == AGAIN
-    assert main([str(tmp_path), "--attempt", "7_2.1", "--code", "75", "--ending"]) == ENOUGH
+    assert end([str(tmp_path), "--attempt", "7_2.0", "--code", "75"]) == AGAIN
+    assert end([str(tmp_path), "--attempt", "7_2.1", "--code", "75", "--ending"]) == ENOUGH
 
 
 def test_it_needs_no_torch(tmp_path):
@@ -146,6 +153,19 @@ def test_ranks_of_a_run_in_an_object_store_write_to_their_node(tmp_path, monkeyp
     monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))
     note_url(tmp_path / "run", "s3://bucket/run")
     write_outcome(local_folder("s3://bucket/run", 0), "7.0", code=75, reason="stopped")
-    assert main([str(tmp_path / "run"), "--attempt", "7.0", "--code", "137"]) == AGAIN
+    assert end([str(tmp_path / "run"), "--attempt", "7.0", "--code", "137"]) == AGAIN
     (attempt,) = read_attempts(tmp_path / "run")
     assert attempt.stopped
+
+
+def test_a_run_that_is_not_at_its_path_any_more_is_left_alone(tmp_path, capsys):
+    """It was moved away while it ran, maybe with another one in its place: nothing is started or written there."""
+    words = [str(tmp_path / "run"), "--attempt", "7.0", "--code", "2"]
+    begin(tmp_path / "run", "7.0")
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    assert main(words) == ENOUGH
+    assert "is not the folder any more that the attempt began in" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+    begin(tmp_path / "run", "8.0")
+    assert main([*words[:-1], "75"]) == ENOUGH
+    assert [attempt.attempt for attempt in read_attempts(tmp_path / "run")] == ["8.0"]

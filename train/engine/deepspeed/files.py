@@ -84,7 +84,7 @@ class ZeroSnapshot(Snapshot):
 
     def write(self, directory: Path, group: dist.ProcessGroup | None = None) -> None:
         folder = directory / SUBDIRECTORY
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         for name, contents in self.files.items():
             try:
                 with open_durable(folder / name) as file:
