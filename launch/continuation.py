@@ -107,7 +107,7 @@ def banned_tokens(source: Source) -> torch.Tensor:
 
 
 def _prompt_ids(source: Source, prompt: str) -> list[int]:
-    ids = source.tokenizer.encode(prompt).ids
+    ids = source.reader.ids(prompt)
     if not ids and source.start is None:
         raise ValueError("this tokenizer has no token that starts a text; give a --prompt")
     return ids or [source.start]

@@ -95,18 +95,17 @@ def embed_texts(
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
     """Some texts and their vectors (n, d_model), float32 on the CPU, in order; many as packed documents in one forward
     pass. model: of `as_embedder`."""
-    source.tokenizer.no_padding()
-    source.tokenizer.enable_truncation(max_length)
     rest, texts = True, iter(texts)
     waiting: list[tuple[str, list[int]]] = []
     while rest:
         some = list(itertools.islice(texts, _TEXTS))
         rest = len(some) == _TEXTS
-        for text, encoded in zip(some, source.tokenizer.encode_batch(some), strict=True):
-            if waiting and sum(len(ids) for _, ids in waiting) + len(encoded.ids) > _PACK:
+        for text in some:
+            read = source.reader.ids(text, max_length)
+            if waiting and sum(len(ids) for _, ids in waiting) + len(read) > _PACK:
                 yield _vectors(source, model, waiting)
                 waiting = []
-            waiting.append((text, encoded.ids))
+            waiting.append((text, read))
     if waiting:
         yield _vectors(source, model, waiting)
 

@@ -16,10 +16,26 @@ from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_t
 from matmix.model.interop.importing.exported import load_weights, read_export, read_export_config
 from matmix.model.interop.importing.foreign import read_object
 from matmix.train.checkpoint.steps import step_of
+from matmix.train.config import RunConfig
 from matmix.train.engine.full_state import Weights
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.remote import fetch_run
 from matmix.train.run.trained import find_trained
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextReader:
+    """Reads texts as they were read for training: what spells a special token is text."""
+
+    tokenizer: Tokenizer
+    before: tuple[int, ...] = ()
+    """Special tokens that the training puts before a text."""
+    after: tuple[int, ...] = ()
+
+    def ids(self, text: str, max_length: int | None = None) -> list[int]:
+        """The tokens of a text with those around it; of a long one the first, so that they are `max_length` in all."""
+        room = None if max_length is None else max(0, max_length - len(self.before) - len(self.after))
+        return [*self.before, *self.tokenizer.encode(text)[:room], *self.after]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +45,8 @@ class Source:
     path: Path
     model: Backbone
     tokenizer: FastTokenizer
-    """Puts the special tokens of the training around a text."""
+    """Puts the special tokens of the training around a text; of an encoder, finds those that the text spells."""
+    reader: TextReader
     special: dict[str, int | None]
     start: int | None
     """What a generated text starts from when there is no prompt."""
@@ -80,12 +97,10 @@ def _load_run(path: Path, step: int | None, device: str | None, fetched: Path | 
     model = build_model(config.model)
     load_weights(model, trained.weights(), path)
     fast = load_fast_tokenizer(tokenizer.path, tokenizer.special)
-    prefix = tokenizer.special.get(config.data.prefix)
-    suffix = None if config.model.causal else tokenizer.special.get(config.data.suffix)
-    fast.post_processor = special_tokens_around(fast, prefix, suffix)
-    start = prefix if prefix is not None else tokenizer.special["eos"]
+    reader = reader_of(config, tokenizer, fast)
+    start = reader.before[0] if reader.before else tokenizer.special["eos"]
     step = step_of(trained.checkpoint.name)
-    ready = _ready(path, model, fast, tokenizer.special, start, device)
+    ready = _ready(path, model, fast, reader, start, device)
     return dataclasses.replace(ready, step=step, seqlen=config.data.seqlen)
 
 
@@ -94,11 +109,28 @@ def _load_export(path: Path, device: str | None) -> Source:
     if not (path / "tokenizer.json").is_file():
         raise ValueError(f"{path} has no tokenizer to turn a prompt into tokens; use it from Python")
     model = read_export(path)
-    special = Tokenizer.load(path / "tokenizer.json").special
-    fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(path / "tokenizer.json")
+    fast = load_fast_tokenizer(tokenizer.path, tokenizer.special)
+    reader = TextReader(tokenizer, *_put_around(fast))
     defaults = path / "generation_config.json"
     start = read_object(defaults).get("bos_token_id") if defaults.is_file() else None
-    return _ready(path, model, fast, special, start, device)
+    return _ready(path, model, fast, reader, start, device)
+
+
+def reader_of(config: RunConfig, tokenizer: Tokenizer, fast: FastTokenizer) -> TextReader:
+    """What reads texts as the training of `config` does, but puts nothing behind one that is to be continued. `fast`
+    puts the same around a text from then on."""
+    prefix = tokenizer.special.get(config.data.prefix)
+    suffix = None if config.model.causal else tokenizer.special.get(config.data.suffix)
+    fast.post_processor = special_tokens_around(fast, prefix, suffix)
+    return TextReader(tokenizer, *(() if index is None else (index,) for index in (prefix, suffix)))
+
+
+def _put_around(fast: FastTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that an export's tokenizer puts before and after a text."""
+    bare, whole = (fast.encode("a", add_special_tokens=special).ids for special in (False, True))
+    begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+    return tuple(whole[:begin]), tuple(whole[begin + len(bare) :])
 
 
 def _check_reads_text(config: ModelConfig, path: Path) -> None:
@@ -111,11 +143,12 @@ def _ready(
     path: Path,
     model: Backbone,
     fast: FastTokenizer,
-    special: dict[str, int | None],
+    reader: TextReader,
     start: int | None,
     device: str | None,
 ) -> Source:
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     # In a text to continue a special token's name is text, as it was in training.
     fast.encode_special_tokens = model.config.causal
-    return Source(path, model.to(place).eval(), fast, special, start, model.config.max_seqlen, place)
+    special, longest = reader.tokenizer.special, model.config.max_seqlen
+    return Source(path, model.to(place).eval(), fast, reader, special, start, longest, place)

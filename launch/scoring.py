@@ -118,7 +118,7 @@ def score_with_state(source: Source, texts: Iterable[str]) -> Score:
 def _encoded(source: Source, texts: Iterable[str], score: Score) -> Iterator[list[int]]:
     """The tokens of each text with the one that it starts from; counts them in `score`."""
     for text in texts:
-        ids = source.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = source.reader.tokenizer.encode(text)
         ids = ids if source.start is None else [source.start, *ids]
         score.texts += 1
         score.bytes += len(text.encode("utf-8"))

@@ -433,7 +433,10 @@ def test_mistakes_in_a_file_of_prompts_are_one_line(language_model, tmp_path, na
 
 def test_a_special_tokens_name_in_a_prompt_is_text(language_model):
     source = load_source(language_model, device="cpu")
-    assert source.special["eos"] not in source.tokenizer.encode("a </s> b").ids
+    ids = source.reader.ids("a </s> b")
+    assert ids == [*source.reader.before, *source.reader.tokenizer.encode("a </s> b")]
+    assert source.special["eos"] not in ids[1:]
+    assert source.tokenizer.decode(ids) == "a </s> b"
 
 
 def test_encoders_fill_in_masks(encoder):

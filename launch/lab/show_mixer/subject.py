@@ -14,13 +14,14 @@ from matmix.data.storage.remote import is_url
 from matmix.data.storage.storage import Storage
 from matmix.data.synthetic import make_task
 from matmix.data.synthetic.vocabulary import TaskTokenizer
+from matmix.data.tokenizer import Tokenizer
 from matmix.launch.filling import MASK
-from matmix.launch.loading import load_source
+from matmix.launch.loading import TextReader, load_source, reader_of
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.model.config import ModelConfig
 from matmix.model.initialization import initialize
-from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
+from matmix.model.interop.export.tokenizer import load_fast_tokenizer
 from matmix.train.config import RunConfig
 from matmix.train.engine.full_state import Weights
 from matmix.train.loaders import with_vocabulary
@@ -58,7 +59,7 @@ def trained(source: str, text: str, step: int | None, max_tokens: int | None, we
     """The model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
     loaded = load_source(source, step=step, device="cpu", weights=weights)
     state, label = state_words(loaded.step, averaged=weights == "ema")
-    ids, pieces, notes = _encode(loaded.model, loaded.tokenizer, loaded.special.get("mask"), text, max_tokens)
+    ids, pieces, notes = _encode(loaded.model, loaded.reader, loaded.tokenizer, text, max_tokens)
     return Subject(name_of(source), where_of(source), state, label, loaded.model, text, ids, pieces, notes)
 
 
@@ -137,10 +138,11 @@ def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[st
     name, config = read_recipe(source, overrides)
     if not config.model.model_class.tokens:
         raise ValueError(f"{source} trains a {config.model.architecture}, which reads no text; give an --image")
-    fast, mask, needed = _dataset_tokenizer(config) or (None, None, config.model.vocab_size or BYTES)
+    found = _dataset_tokenizer(config)
+    needed = (config.model.vocab_size or BYTES) if found is None else found[0].tokenizer.vocab_size
     model = initial_model(with_vocabulary(config.model, needed), config.seed)
-    if fast is not None:
-        ids, pieces, notes = _encode(model, fast, mask, text, max_tokens)
+    if found is not None:
+        ids, pieces, notes = _encode(model, *found, text, max_tokens)
     else:
         raw, notes = _fill(model, list(text.encode()[: _limit(model, max_tokens)]))
         ids = [byte % model.config.vocab_size for byte in raw]
@@ -150,13 +152,12 @@ def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[st
     return Subject(name, source, "initial weights", "initial", model, text, ids, pieces, notes, tuple(overrides))
 
 
-def _dataset_tokenizer(config: RunConfig) -> tuple[FastTokenizer, int | None, int] | None:
-    """The tokenizer of a recipe's dataset, putting special tokens around as in training, its mask and its size; None
-    without the dataset."""
+def _dataset_tokenizer(config: RunConfig) -> tuple[TextReader, FastTokenizer] | None:
+    """What reads texts as a recipe trains on them, and finds special tokens in them; None without the dataset."""
     path = config.data.path or next(iter(config.data.mixture), "")
     if config.data.synthetic.task:
-        info = TaskTokenizer(make_task(config.data.synthetic))
-        fast = info.backend
+        tokenizer = TaskTokenizer(make_task(config.data.synthetic))
+        fast = FastTokenizer.from_str(tokenizer.backend.to_str())
     elif not path:
         return None
     else:
@@ -164,12 +165,9 @@ def _dataset_tokenizer(config: RunConfig) -> tuple[FastTokenizer, int | None, in
             storage = Storage(path, config.data.cache_dir)
         except FileNotFoundError:
             return None
-        info = storage.manifest.tokenizer
-        fast = load_fast_tokenizer(storage.file(info.file), info.special)
-    suffix = None if config.model.causal else info.special.get(config.data.suffix)
-    fast.post_processor = special_tokens_around(fast, info.special.get(config.data.prefix), suffix)
-    fast.encode_special_tokens = config.model.causal
-    return fast, info.special.get("mask"), info.vocab_size
+        tokenizer = Tokenizer.load(storage.file(storage.manifest.tokenizer.file))
+        fast = load_fast_tokenizer(tokenizer.path, tokenizer.special)
+    return reader_of(config, tokenizer, fast), fast
 
 
 def _limit(model: Backbone, max_tokens: int | None) -> int:
@@ -182,18 +180,22 @@ def _limit(model: Backbone, max_tokens: int | None) -> int:
 
 
 def _encode(
-    model: Backbone, tokenizer: FastTokenizer, mask: int | None, text: str, max_tokens: int | None
+    model: Backbone, reader: TextReader, fast: FastTokenizer, text: str, max_tokens: int | None
 ) -> tuple[list[int], list[str], list[str]]:
-    """Tokens as in training, the text of each, and notes about them."""
-    if not model.config.causal and mask is not None:
-        text = text.replace(MASK, tokenizer.id_to_token(mask))
-    tokenizer.no_truncation()
-    whole = len(tokenizer.encode(text).ids)
-    tokenizer.enable_truncation(_limit(model, max_tokens))  # keeps the special token at the end, as training does
-    ids, notes = _fill(model, tokenizer.encode(text).ids)
+    """Tokens as in training, the text of each, and notes about them. fast: reads texts that have masks."""
+    limit, mask = _limit(model, max_tokens), reader.tokenizer.special["mask"]
+    if model.config.causal or mask is None or MASK not in text:
+        whole, read = len(reader.ids(text)), reader.ids(text, limit)
+    else:
+        text = text.replace(MASK, reader.tokenizer.piece(mask))
+        fast.no_truncation()
+        whole = len(fast.encode(text).ids)
+        fast.enable_truncation(limit)  # keeps the special token at the end, as training does
+        read = fast.encode(text).ids
+    ids, notes = _fill(model, read)
     if whole > len(ids):
         notes.insert(0, f"The first {len(ids)} of {whole} tokens.")
-    return ids, [tokenizer.id_to_token(index) or f"<unused {index}>" for index in ids], notes
+    return ids, [reader.tokenizer.piece(index) for index in ids], notes
 
 
 def _fill(model: Backbone, ids: list[int]) -> tuple[list[int], list[str]]:
