@@ -107,7 +107,7 @@ def score_with_state(source: Source, texts: Iterable[str]) -> Score:
         for begin in range(0, len(ids) - 1, _CARRIED):
             read = row[:, begin : min(begin + _CARRIED, len(ids) - 1)]
             try:
-                logits, state = advance(source.model, read, state, 0)
+                logits, state = advance(source.model, read, state, slice(None))
             except OverflowError as error:  # of layers that remember so many tokens only
                 raise ValueError(f"{error}; score the text in windows, without carried state") from None
             targets = row[0, begin + 1 : begin + 1 + read.shape[1]]
