@@ -113,6 +113,7 @@ _MRU_KEYS = frozenset(
         "max_sequence_length",
         "state_construction",
         "construction",
+        "element_scale",
     }
 )
 

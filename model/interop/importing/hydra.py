@@ -81,6 +81,9 @@ def hydra_mlm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any
     """The encoder (kind hydra-mlm) that a BertConfig describes; keys of it that say nothing about it are
     ignored. Options of the layer that a BertConfig lacks may be added to it: ngroups, bias, conv_bias,
     learnable_init_states.
+
+    Texts of one length give what the original gives. Beside longer ones its mixers read the padding as tokens of
+    zeros, which changes the scores near the end of a text; ours stop at its end.
     """
     config = ForeignConfig("hydra-mlm", values)
     mixer_type = config.get("matrix_mixer_type", "hydra")

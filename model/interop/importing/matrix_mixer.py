@@ -58,8 +58,10 @@ def matrix_mixer_layout(values: Mapping[str, Any]) -> tuple[type[MatrixMixer], i
     A Toeplitz block takes offset "published", the diagonals as the papers' code computes them. That code runs for
     sequences of max_seq_len tokens only.
 
-    One function differs from the papers' code: where a data-dependent cauchy block has denominators e^q + e^k + 2 b
-    below 1e-2, which needs b < 0.005, ours continues 1 / x by its tangent (see `CauchyDD`).
+    Two functions differ from the papers' code. Where a data-dependent cauchy block has denominators e^q + e^k + 2 b
+    below 1e-2, which needs b < 0.005, ours continues 1 / x by its tangent (see `CauchyDD`). An attention block without
+    data dependence takes the softmax over positions; that code sums over the wrong dimensions and fails, unless there
+    are as many heads as positions.
     """
     config = ForeignConfig(KIND, values)
     mixer = _mixer_class(config)

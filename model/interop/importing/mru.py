@@ -13,23 +13,32 @@ from typing import Any
 
 import torch
 
-from matmix.kernels.mru.constructions import CONSTRUCTIONS
 from matmix.model.config import MixerOptions, ModelConfig
 from matmix.model.interop.importing.layouts import ForeignConfig, Layout, is_tied, shape_text
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.mru import MRUConfig
 
 _OUR_NAMES = {"mru": "mru", "attn": "attention", "mlp": "mlp"}
+_CONSTRUCTIONS = ("cayley", "identity_plus", "ldu", "qr")
+"""Those of ours that are that project's to the last sign: its product of reflections has no minus, and its step of
+Newton-Schulz is another."""
+
 _POSITION_TABLES = frozenset(f"position_embedding.{name}" for name in ("c", "s", "t", "invt"))
 
 
 def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """The model (kind mru-lm) that the reference's configuration describes.
 
-    Beyond the reference's keys, `state_construction` names the construction of state matrices, which that
-    code has chosen by editing: one of ours, by default ldu, or cayley where the up projection has no more rows
-    than a triangle has elements; and `form` = "first" says that it is the network of December 2024, whose
-    construction is identity_plus. Where it is left out, the names of the state tell.
+    Beyond the reference's keys, `state_construction` names the construction of state matrices, which that code has
+    changed by editing: "cayley", "identity_plus", "ldu" or "qr". By default it is what the published networks had:
+    cayley where the up projection has no more rows than a triangle has elements, else ldu in the "layers" arrangement
+    and qr in blocks. `form` = "first" says that it is the network of December 2024, whose construction is
+    identity_plus; where it is left out, the names of the state tell. `element_scale` is a factor of the elements, which
+    the blocks of one commit (310a009, with "identity_plus") had: 1 / order.
+
+    Read exactly are the networks of the commits 8fb2d95 to b9b8e85 (first form), 916e582 to 10ebd4a (blocks), and from
+    d1311e3 on (layers). Those of 932802f and bc8fca1, which the next commit mended, and of f4b9ecc and edacdaa, with
+    other scales, have the same names and shapes and compute something else.
     """
     config = ForeignConfig("mru-lm", values)
     first = is_first_form(state, config)
@@ -68,7 +77,8 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
             mru=MRUConfig(
                 order=order,
                 nheads=nheads,
-                construction=construction_of(state, config, nheads, order, first),
+                construction=construction_of(state, config, nheads, order, blocks, first),
+                element_scale=config.get("element_scale", 0.0),
                 input="chunked" if first else "dense",
                 dropout=dropout,
             ),
@@ -148,16 +158,17 @@ def block_kinds(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> lis
 
 
 def construction_of(
-    state: Mapping[str, torch.Tensor], config: ForeignConfig, nheads: int, order: int, first: bool
+    state: Mapping[str, torch.Tensor], config: ForeignConfig, nheads: int, order: int, blocks: bool, first: bool
 ) -> str:
     """The configured construction, or that of the first form, or the one that the shape of an up projection allows."""
     wanted = config.get("state_construction", config.get("construction", ""))
     if wanted:
-        if wanted not in CONSTRUCTIONS:
-            raise ValueError(f"mru-lm: state_construction = {wanted!r}; known: {', '.join(CONSTRUCTIONS)}")
+        if wanted not in _CONSTRUCTIONS:
+            raise ValueError(f"mru-lm: state_construction = {wanted!r}; can be read: {', '.join(_CONSTRUCTIONS)}")
         return wanted
     if first:
         return "identity_plus"
+    of_squares = "qr" if blocks else "ldu"
     for name, tensor in state.items():
         if name.endswith("state_matrices_up.weight"):
             full, triangle = nheads * order**2, nheads * order * (order - 1) // 2
@@ -166,8 +177,8 @@ def construction_of(
                     f"mru-lm: key {name!r} has shape {shape_text(tensor)}, but the configuration gives "
                     f"({full}, {config.values['embedding_size']})"
                 )
-            return "ldu" if tensor.shape[0] == full else "cayley"
-    return "ldu"
+            return of_squares if tensor.shape[0] == full else "cayley"
+    return of_squares
 
 
 def mru_lm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
