@@ -26,6 +26,7 @@ for missing in ("matmix", "sentencepiece"):
 
 import torch
 import transformers
+from bare_arguments import check_kept_columns, check_packing, check_signature, check_states
 from bare_heads import check_head, check_new_heads
 from bare_libraries import check_libraries
 from bare_loading import (
@@ -156,12 +157,11 @@ def check_language_model(folder: Path, saved: Path, tokenizer) -> None:
     difference = largest(model(ids).logits, reference["logits"])
     assert difference <= TOLERANCE, f"logits differ by {difference}"
     check_tied(model)
+    check_pickled(model, ids)
     with torch.no_grad():
         check_padding(model, ids, pad)
         check_generation(model, ids, pad)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    kept = model(ids, logits_to_keep=2).logits
-    assert largest(kept, model(ids).logits[:, -2:]) <= TOLERANCE
     backbone, problems = load(AutoModel, path)
     assert not problems, problems
     assert backbone(ids).last_hidden_state.shape == (*ids.shape, model.config.hidden_size)
@@ -169,10 +169,15 @@ def check_language_model(folder: Path, saved: Path, tokenizer) -> None:
     check_embeddings(model, ids, TOLERANCE)
     check_embeddings(backbone, ids, TOLERANCE)
     check_no_attentions(model, input_ids=ids)
+    if folder.name == "mru":
+        for own in (model, backbone):
+            check_signature(own, input_ids=ids)
+            check_packing(own, ids)
+        check_kept_columns(model, ids)
+        check_states(model, ids)
     if folder.name != "without_mixers":
         check_recomputing(model, input_ids=ids, labels=ids)
     fine_tune(model, "next tokens", input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
-    check_pickled(model, ids)
     check_saved(model, AutoModelForCausalLM, ids, saved)
     check_tied(model)
 
@@ -186,6 +191,7 @@ def check_encoder(folder: Path, saved: Path, tokenizer) -> None:
     difference = largest(model(ids).logits, reference["logits"])
     assert difference <= TOLERANCE, f"logits differ by {difference}"
     check_tied(model)
+    check_pickled(model, ids)
     with torch.no_grad():
         check_padding(model, ids, tokenizer.pad_token_id)
     batch = tokenizer(["one <mask> three", "a longer row of text, <mask> it"], padding=True, return_tensors="pt")
@@ -203,10 +209,12 @@ def check_encoder(folder: Path, saved: Path, tokenizer) -> None:
     masked = torch.where(torch.arange(ids.shape[1]) % 3 == 0, tokenizer.mask_token_id, ids)
     labels = ids.masked_fill(masked == ids, -100)
     fine_tune(model, "masked tokens", input_ids=masked, labels=labels)
-    check_pickled(model, ids)
     check_saved(model, AutoModelForMaskedLM, ids, saved)
     check_tied(model)
     if folder.name == "hydra":  # heads are the same on all encoders
+        for own in (model, backbone):
+            check_signature(own, input_ids=ids)
+            check_packing(own, ids)
         check_new_heads(path, batch, saved.with_name("heads"))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from bare_arguments import check_packing, check_signature
 from bare_loading import (
     check_embeddings,
     check_hidden_states,
@@ -107,6 +108,8 @@ def check_new_heads(path: Path, batch, saved: Path) -> None:
         weight = model.model.classifier.output.weight
         assert 0.01 < weight.std() < 0.04, f"{name}: the new head starts with weights of {weight.std()}"
         assert outputs_of(model, ids, mask).shape == shape, name
+        check_signature(model, input_ids=reshaped(model, ids))
+        check_packing(model, ids)
         check_saved(model, name, ids, mask, saved / name)
     classifier, _ = load(transformers.AutoModelForSequenceClassification, path, num_labels=3)
     fine_tune(classifier, "classes", **batch, labels=torch.tensor([0, 2]))

@@ -22,6 +22,7 @@ for missing in ("matmix", "torchvision", "timm"):
 
 import torch
 import transformers
+from bare_arguments import check_signature
 from bare_loading import check_no_attentions, check_recomputing, fine_tune, largest, load
 from PIL import Image
 from safetensors.torch import load_file
@@ -55,6 +56,12 @@ def check(folder: Path) -> None:
     assert guess["label"] == names[logits.argmax()]
     assert abs(guess["score"] - logits.softmax(1).max().item()) < 1e-4
     check_no_attentions(model, **inputs)
+    for own in (model, AutoModel.from_pretrained(path, trust_remote_code=True).eval()):
+        check_signature(own, pixel_values=inputs["pixel_values"])
+    if importlib.util.find_spec("accelerate"):
+        from bare_steps import check_image_steps
+
+        check_image_steps(path, several["pixel_values"][0])
     check_recomputing(model, pixel_values=several["pixel_values"], labels=torch.tensor([0, 2]))
     fine_tune(model, "classes", pixel_values=several["pixel_values"], labels=torch.tensor([0, 2]))
     saved = folder / f"saved-{transformers.__version__}"

@@ -140,12 +140,14 @@ def check_steps(make, rows: list[dict], kind: str) -> None:
     model = make()
     batch = stacked(rows)
     loss = model(**batch).loss
-    expected = gradient(model, loss)
-    if kind == "next tokens":
-        # Version 4.57 counts the first token of each text as well, which nothing predicts.
-        predicted, all_tokens = sum(LENGTHS) - 4, sum(LENGTHS)
-        if not counts_predictions():
-            expected = expected * predicted / all_tokens
+    # Version 4.57 counts the first token of each text as well, which nothing predicts.
+    share = 1 - 4 / sum(LENGTHS) if kind == "next tokens" and not counts_predictions() else 1.0
+    expected = gradient(model, loss) * share
+    with tempfile.TemporaryDirectory() as work:
+        arguments = TrainingArguments(work, report_to=[], use_cpu=True, disable_tqdm=True)
+        trainer = Trainer(model=make(), args=arguments, data_collator=stacked)
+        evaluated = trainer.evaluate(rows)["eval_loss"]
+    assert abs(evaluated - loss.item() * share) <= 1e-5, f"{kind}: evaluation gives {evaluated}"
     whole = step(make(), rows, 4)
     assert apart(whole, expected) <= 1e-5, f"{kind}: the step is {apart(whole, expected)} off the loss's gradient"
     for size in (1, 2):
@@ -189,6 +191,12 @@ def check_every_kind(language_model: Path, encoder: Path) -> None:
         path = language_model if kind == "next tokens" else encoder
         check_steps(lambda kind=kind, path=path: make_model(kind, path), rows(), kind)
     check_smoothing(lambda: make_model("next tokens", language_model), KINDS["next tokens"][2]())
+
+
+def check_image_steps(path: Path, pixels: torch.Tensor) -> None:
+    """`check_steps` of an image classifier on four pictures made from one."""
+    rows = [{"pixel_values": pixels / (1 + index), "labels": torch.tensor(index % 3)} for index in range(4)]
+    check_steps(lambda: without_dropout(load(transformers.AutoModelForImageClassification, path)[0]), rows, "images")
 
 
 def main(path: Path, work: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bare_site import make_bare_site
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_round_trip import OTHER_PYTHON, run_check
 
 from matmix.data.images.config import ImagesConfig
@@ -126,11 +126,18 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path, inputs, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_micro_batches_make_the_step_of_the_whole_batch(image_exports):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate, which is not installed")
+    from bare_steps import check_image_steps
+
+    folder = image_exports / "hydra"
+    check_image_steps(folder / "export", load_file(folder / "reference.safetensors")["pixels"][0])
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_timm_creates_exported_models(image_exports, name):
     """Its own functions find the images' sizes and means, the classifier, and features; a checkpoint fits."""
     timm = pytest.importorskip("timm")
-    from safetensors.torch import load_file
     from timm.data import create_transform, resolve_model_data_config
 
     import matmix.model.interop.timm_models  # noqa: F401

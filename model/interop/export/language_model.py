@@ -101,13 +101,12 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         num_items_in_batch: Count | None = None,
         cache: CarriedState | None = None,
-        shift_labels: torch.Tensor | None = None,
         **keywords: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """Logits (B, L, vocab_size), or of the columns only that `columns_to_keep` takes logits_to_keep for.
 
         labels (B, L): the input ids again, -100 where a token shall not count; the loss is the mean over
-        predictions of labels[:, 1:]. shift_labels (B, L): in place of labels, what follows each position.
+        predictions of labels[:, 1:]. The keyword shift_labels (B, L) has in their place what follows each position.
         attention_mask (B, L): 0 at padding. position_ids (B, L): as of `documents`. With a carried state, hidden states
         are those of the new tokens.
         """
@@ -115,9 +114,12 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         shape = tuple(inputs.shape[:2])
         columns = columns_to_keep(logits_to_keep, shape)
         state, past = None, cache if past_key_values is None else past_key_values
-        check_cache_position(keywords.pop("cache_position", None), shape[1], past)
+        # No parameter: Trainer takes all those named after labels for columns that each batch has.
+        shift_labels = keywords.pop("shift_labels", None)
         if past is not None:
             check_continuation(past, shape[1], attention_mask, position_ids)
+        check_cache_position(keywords.pop("cache_position", None), shape[1], past)
+        if past is not None:
             streams = self.streams(keywords)
             logits, state = continue_state(self.model, inputs, past, columns, streams)
         else:
