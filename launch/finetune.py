@@ -270,6 +270,9 @@ def _model(model: ModelConfig, words: str, kind: type[ExampleTask], own: dict[st
         )
     values = model_config_to_dict(model)
     head = {name: value for name, value in values.pop("head", {}).items() if name != "outputs"}
+    if not model.model_class.takes_head:
+        # Of the whole text the first position of an encoder holds nothing that training on masked tokens put there.
+        head["pooling"] = "mean"
     architecture = {"architecture": kind.architectures[0]}
     own = {name: value for name, value in own.items() if name in _OF_RECIPES}
     return {**values, **own, **architecture, "head": {**head, **own.get("head", {})}}

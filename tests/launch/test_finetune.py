@@ -70,6 +70,17 @@ def test_rate_and_steps_that_nobody_gives_fit_the_model_and_the_examples(command
     assert (many.epochs, counted(many).steps) == (3, 360)
 
 
+def test_the_mean_is_classified_unless_the_source_has_a_head(command, tmp_path):
+    """What training on masked tokens puts into the first position is about that position."""
+    options = command[2:]
+    assert finetuning_config(*command[:2], options).model.head.pooling == "mean"
+    given = [*options, "--model.head.pooling", "cls"]
+    assert finetuning_config(*command[:2], given).model.head.pooling == "cls"
+    assert main(["finetune", *command[:2], *given, "--run-dir", str(tmp_path / "run"), "--stop-step", "1"]) == 0
+    assert finetuning_config(str(tmp_path / "run"), command[1], options).model.head.pooling == "cls"
+    assert planned_config("glue_rte", load_config("hydra_base_c4").model, "an encoder").model.head.pooling == "cls"
+
+
 def test_rates_fall_with_the_width_to_those_of_base_models():
     assert [fitted_rate(width) for width in (64, 128, 256, 768, 1024)] == [2e-3, 1.8e-3, 4.5e-4, 5e-5, 2.8e-5]
     assert fitted_rate(768, on_images=True) == 1e-4
