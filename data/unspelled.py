@@ -18,6 +18,8 @@ from typing import Any
 from tokenizers import pre_tokenizers
 
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+# How the pattern of the step begins that exports put in (`matmix.model.interop.export.tokenizer`).
+_EXPORTS_MARK = "(?#special tokens)"
 _CUT = {"type": "Split", "pattern": {"Regex": "<(?=0x[0-9A-F]{2}>)"}, "behavior": "Isolated", "invert": False}
 
 
@@ -29,6 +31,7 @@ def make_unspelled(file: dict[str, Any], special: Collection[str]) -> dict[str, 
     """
     model, added = file["model"], file.get("added_tokens") or []
     pieces = pieces_of(model)
+    file["pre_tokenizer"] = _without_cuts(file.get("pre_tokenizer"))
     # Of added tokens, the library can be told to leave those alone that are marked as special.
     spelled = {name for name in special if name in pieces}
     spelled |= {token["content"] for token in added if not token.get("special")} & set(special)
@@ -77,6 +80,16 @@ def unknown_piece(file: dict[str, Any]) -> str | None:
     if by_bytes and not whole and not affixes and pieces >= set(pre_tokenizers.ByteLevel.alphabet()):
         return None
     return model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
+
+
+def _without_cuts(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A pre-tokenizer without the step by which an export cuts special tokens in text: here they are read as they were
+    for training."""
+    *steps, last = (step or {}).get("pretokenizers") or [None]
+    pattern = (last or {}).get("pattern")
+    if not isinstance(pattern, dict) or not str(pattern.get("Regex")).startswith(_EXPORTS_MARK):
+        return step
+    return steps[0] if len(steps) == 1 else {**step, "pretokenizers": steps} if steps else None
 
 
 def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:

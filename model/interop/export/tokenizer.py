@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, processors
+from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
 
-from matmix.model.interop.export.tokenizer_conversion import first_difference, sentencepiece_to_fast
+from matmix.model.interop.export.tokenizer_conversion import PROBE_TEXTS, first_difference, sentencepiece_to_fast
+
+CUT_MARK = "(?#special tokens)"
+"""How the pattern begins that cuts special tokens in text (a comment), by which `matmix.data.unspelled` knows it."""
 
 # Our names of special tokens -> those of transformers.
 _TOKEN_NAMES = {
@@ -26,9 +30,10 @@ _TOKEN_NAMES = {
 def load_fast_tokenizer(path: str | Path, special: Mapping[str, int | None]) -> Tokenizer:
     """The `tokenizers.Tokenizer` of a sentencepiece model or a tokenizer.json.
 
-    special: ids of pad, unk, bos, eos, cls, sep, mask, None (or left out) where there is no such token.
-    Raises FileNotFoundError or ValueError (one line), also if a sentencepiece model cannot be matched id
-    by id.
+    special: ids of pad, unk, bos, eos, cls, sep, mask, None (or left out) where there is no such token. With
+    `encode_special_tokens` it reads a text that spells special tokens as text, also where a tokenizer.json lists them
+    as pieces, but for special tokens of one letter.
+    Raises FileNotFoundError or ValueError (one line), also if a sentencepiece model cannot be matched id by id.
     """
     path = Path(path)
     if not path.is_file():
@@ -40,14 +45,35 @@ def load_fast_tokenizer(path: str | Path, special: Mapping[str, int | None]) -> 
             raise ValueError(f"{path} is not a tokenizer.json that can be read: {error}") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        _cut_in_special_tokens(tokenizer, special)
         return tokenizer
     tokenizer = sentencepiece_to_fast(path)
     if special.get("mask") is not None:
         tokenizer = sentencepiece_to_fast(path, mask=tokenizer.id_to_token(special["mask"]))
-    different = first_difference(tokenizer, path)
+    names = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    different = first_difference(tokenizer, path, [*PROBE_TEXTS, *names])
     if different is not None:
         raise ValueError(f"{path} cannot be made a fast tokenizer with the same ids: they differ for {different!r}")
     return tokenizer
+
+
+def _cut_in_special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | None]) -> None:
+    """Cut the first letter off where a text spells a special token that the model lists as a piece, as it would find
+    it there whatever the library is told about special tokens."""
+    file = json.loads(tokenizer.to_str())
+    if CUT_MARK in json.dumps(file["pre_tokenizer"]):  # that of an export
+        return
+    model = file["model"]
+    pieces = set(model["vocab"]) if isinstance(model["vocab"], dict) else {piece for piece, _ in model["vocab"]}
+    if "merges" in model and not model.get("ignore_merges"):  # those that its merges lead to
+        pieces &= {"".join(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]}
+    names = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    names |= {tokenizer.id_to_token(index) for index in special.values() if index is not None}
+    cuts = [f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in sorted(names & pieces) if len(name) > 1]
+    if cuts:
+        steps = [] if tokenizer.pre_tokenizer is None else [tokenizer.pre_tokenizer]
+        cut = pre_tokenizers.Split(Regex(CUT_MARK + "|".join(cuts)), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, cut])
 
 
 def write_tokenizer(
