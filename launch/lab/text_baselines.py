@@ -27,13 +27,17 @@ from matmix.train.process.console import guarded
 Example = dict[str, Any]
 
 
-def predictions(train: list[Example], test: list[Example]) -> dict[str, tuple[list[str], list[str]]]:
-    """Name of a baseline -> the labels of the test examples, and what it predicts for them."""
+def predictions(
+    train: list[Example], test: list[Example], *, capitals: bool = False
+) -> dict[str, tuple[list[str], list[str]]]:
+    """Name of a baseline -> the labels of the test examples, and what it predicts for them. capitals: words that differ
+    in them are two."""
     if "words" in train[0]:
         return _tags(train, test)
     labels = [example["label"] for example in test]
     most = collections.Counter(example["label"] for example in train).most_common(1)[0][0]
-    vectorizer = TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True, max_features=200_000)
+    options = {"ngram_range": (1, 2), "min_df": 2, "sublinear_tf": True, "max_features": 200_000}
+    vectorizer = TfidfVectorizer(lowercase=not capitals, **options)
     model = make_pipeline(vectorizer, LogisticRegression(C=10.0, max_iter=200))
     model.fit([_text(example) for example in train], [example["label"] for example in train])
     found = model.predict([_text(example) for example in test]).tolist()
@@ -66,13 +70,15 @@ class Baselines:
     """Holds the examples to learn from, and test.jsonl."""
     train: str = "train.jsonl"
     """The file of the folder to learn from."""
+    capitals: bool = False
+    """Tell apart words that differ in capitals."""
 
     def run(self) -> int:
         """Prints accuracies and F1; the exit code."""
         train, test = (list(read_json_lines(self.folder / name)) for name in (self.train, "test.jsonl"))
         if not train or not test:
             raise ValueError(f"{self.folder} needs {self.train} and test.jsonl with examples in them")
-        for name, (labels, found) in predictions(train, test).items():
+        for name, (labels, found) in predictions(train, test, capitals=self.capitals).items():
             f1 = f1_score(labels, found, average="macro", zero_division=0.0)
             print(f"{name:<30} accuracy {accuracy_score(labels, found):6.2%}   macro F1 {f1:6.2%}", flush=True)
         return 0

@@ -70,6 +70,17 @@ def test_rate_and_steps_that_nobody_gives_fit_the_model_and_the_examples(command
     assert (many.epochs, counted(many).steps) == (3, 360)
 
 
+@pytest.mark.slow
+def test_a_first_try_learns_something(pretrained, tmp_path):
+    """With no more than a task and 120 examples, the class of each is that of its first word."""
+    files = ["--data.examples.train", write_jsonl(tmp_path / "train.jsonl", texts(120))]
+    files += ["--data.examples.validation", write_jsonl(tmp_path / "validation.jsonl", texts(60, seed=1))]
+    words = [*files, "--device", "cpu", "--run-dir", str(tmp_path / "run"), "--logging.picture", "False"]
+    assert main(["finetune", str(pretrained), "sequence_classification", *words]) == 0
+    found = records(tmp_path / "run", "validation")[-1]
+    assert found["accuracy"] > found["control_accuracy"] + 0.2, found
+
+
 def test_the_mean_is_classified_unless_the_source_has_a_head(command, tmp_path):
     """What training on masked tokens puts into the first position is about that position."""
     options = command[2:]

@@ -7,11 +7,13 @@ import json
 import shutil
 import tarfile
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from matmix.launch.cli import main as main_of_matmix
+from matmix.launch.lab import bundled_texts
 from matmix.launch.lab.labelled_texts import TEXTS, Texts, fetch, main, write
 
 
@@ -105,6 +107,34 @@ def test_tagged_texts_are_in_one_split_as_a_whole(tmp_path):
     everything = [row for split in splits(tmp_path / "genres").values() for row in split]
     assert {row["label"] for row in everything} == {"reportage", "editorial", "fiction"}
     assert len(everything) == 40 * 3, "pieces of ten sentences of 25"
+
+
+@pytest.mark.parametrize(("name", "labels"), [("authors", 2), ("genres", 3), ("verse", 2)])
+def test_texts_of_our_own_corpora_need_no_package(name, labels, tmp_path):
+    assert main([name, "--out", str(tmp_path)]) == 0
+    found = splits(tmp_path)
+    assert len(found["test"]) == 1000
+    assert len(found["train"]) + len(found["validation"]) == 2000
+    assert 170 < len(rows(tmp_path / "tenth.jsonl")) < 190
+    counts = Counter(row["label"] for split in found.values() for row in split)
+    assert set(counts.values()) == {3000 // labels}, "a label is as frequent as another"
+    texts = [row["text"] for split in found.values() for row in split]
+    assert len(set(texts)) == len(texts)
+    assert all(12 <= len(text.split()) <= 40 for text in texts)
+
+
+def test_verse_is_what_begins_its_lines_with_capitals(monkeypatch):
+    prose = (
+        "Ham.\nI have of late, but wherefore I know not, lost all my\nmirth, and indeed it goes so heavily with my\n"
+    )
+    verse = (
+        "Ham.\nTo be or not to be, that is the question:\nWhether 'tis nobler in the mind [Aside.]\nOr to take arms\n"
+    )
+    monkeypatch.setattr(bundled_texts, "_works", lambda corpus: [f"{prose}disposition\n\n{verse}\n\nNo play at all"])
+    monkeypatch.setattr(bundled_texts, "EXAMPLES", 2)
+    found = {example["label"]: example["text"] for _, example in bundled_texts.verse()}
+    assert found["prose"].startswith("I have of late,")
+    assert found["verse"].endswith("that is the question: Whether 'tis nobler in the mind Or to take arms")
 
 
 def test_what_cannot_be_fetched_is_said_in_one_line(tmp_path, monkeypatch, capsys):

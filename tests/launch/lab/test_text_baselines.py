@@ -23,6 +23,15 @@ def test_words_tell_topics_that_the_most_frequent_label_does_not(tmp_path, capsy
     assert learned.count("100.00%") == 2
 
 
+def test_words_with_capitals_are_others_where_that_is_wanted(tmp_path, capsys):
+    rows = [{"text": "And so" if n % 2 else "and so", "label": "verse" if n % 2 else "prose"} for n in range(8)]
+    write(tmp_path, "train", rows)
+    write(tmp_path, "test", rows)
+    for words, wanted in (([], "50.00%"), (["--capitals", "True"], "100.00%")):
+        assert main([str(tmp_path), *words]) == 0
+        assert f"accuracy {wanted}" in capsys.readouterr().out.splitlines()[1].replace("  ", " ")
+
+
 def test_fewer_examples_to_learn_from(tmp_path, capsys):
     write(tmp_path, "train", [{"text": "a ship", "label": "sea"}, {"text": "a sword", "label": "war"}] * 2)
     write(tmp_path, "tenth", [{"words": ["run"], "tags": ["nn"]}])
