@@ -196,7 +196,9 @@ class FastTokenizer(Tokenizer):
                 special = {token["content"] for token in added if token.get("special")}
                 special |= {name for name in roles.values() if name is not None}
                 new = make_unspelled(file, special)
-                self.backend = tokenizers.Tokenizer.from_buffer(json.dumps(file).encode() if new else raw)
+                self.backend = tokenizers.Tokenizer.from_buffer(
+                    json.dumps(file, ensure_ascii=False).encode() if new else raw
+                )
                 unknown = unknown_piece(file)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path} is not a tokenizer.json that `tokenizers` can read: {one_line(error)}") from error

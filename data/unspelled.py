@@ -43,7 +43,8 @@ def make_unspelled(file: dict[str, Any], special: Collection[str]) -> dict[str, 
     if isinstance(model["vocab"], dict):
         model["vocab"] = {new.get(piece, piece): index for piece, index in model["vocab"].items()}
     else:
-        model["vocab"] = [[new.get(piece, piece), score] for piece, score in model["vocab"]]
+        for entry in model["vocab"]:
+            entry[0] = new.get(entry[0], entry[0])
     if model.get("unk_token") in new:
         model["unk_token"] = new[model["unk_token"]]
     for token in added:

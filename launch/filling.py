@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from matmix.data.artifacts import errors_in_one_line
 from matmix.launch.continuation import banned_tokens
 from matmix.launch.loading import Source
 
@@ -37,7 +38,8 @@ def fill_masks(source: Source, prompt: str) -> Filled:
     if mask is None:
         raise ValueError(f"{source.path} is an encoder, and its tokenizer has no mask token to fill in")
     # Whatever the tokenizer calls its mask, <mask> means it.
-    ids = source.tokenizer.encode(prompt.replace(MASK, source.tokenizer.id_to_token(mask))).ids
+    with errors_in_one_line(Exception):  # the library raises plain Exception
+        ids = source.tokenizer.encode(prompt.replace(MASK, source.tokenizer.id_to_token(mask))).ids
     places = [place for place, index in enumerate(ids) if index == mask]
     if not places:
         raise ValueError(f"{source.path} is an encoder, which fills in words: put {MASK} where the prompt lacks one")

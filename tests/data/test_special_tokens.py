@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 import sentencepiece
@@ -64,6 +65,15 @@ def test_the_special_tokens_of_every_kind_are_known(load):
         assert (special["bos"], special["pad"], special["eos"], special["unk"], special["mask"]) == (0, 1, 2, 3, 4)
         expected = {0, 1, 2, 4} if load(name).unknown_id is not None else {0, 1, 2, 3, 4}
         assert expected <= set(load(name).special_ids)
+
+
+def test_merges_that_are_strings(load, tmp_path):
+    """As in files of earlier versions of the library."""
+    name = "bpe whose merges lead to one"
+    file = json.loads(built(name).to_str())
+    file["model"]["merges"] = [" ".join(merge) for merge in file["model"]["merges"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    assert Tokenizer.load(tmp_path).encode_batch(FRAGMENTS) == load(name).encode_batch(FRAGMENTS)
 
 
 def test_an_unknown_token_that_is_also_special_stays_out_of_text(tmp_path):
