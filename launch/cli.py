@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `matmix` command; returns the exit code. arguments: None = those of this process."""
     begin_process()
     words = sys.argv[1:] if arguments is None else arguments
-    return guarded(lambda: _run(list(words), own=arguments is None))
+    return guarded(lambda: _run(list(words), own=arguments is None), every_rank=True)
 
 
 if __name__ == "__main__":

@@ -62,4 +62,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
         return verb.run(rest, ["train", *words])
 
-    return guarded(train)
+    return guarded(train, every_rank=True)

@@ -136,7 +136,8 @@ def run_ranks(
     try:
         return _run(command, ranks, requests, lambda running: running)
     finally:
-        store.unlink(missing_ok=True)
+        for path in folder.glob(f"{store.name}*"):  # also what `matmix.train.process.once` has beside it
+            path.unlink(missing_ok=True)
 
 
 # -- starting, watching, ending ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matmix.launch.jobs.environment import defaults
-from matmix.train.process import console
+from matmix.train.process import console, once
 from matmix.train.process.begin import begin_training
 from matmix.train.process.ranks import tasks_per_node
 from matmix.train.run.outcome import local_folder
@@ -98,8 +98,12 @@ def main() -> int:
     def become_rank() -> None:
         os.environ.update(rank_variables(os.environ))
         os.environ.update(defaults(os.environ))
+        log = log_path(find_run_dir(arguments), os.environ)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            with contextlib.suppress(OSError):  # then each rank says its errors itself
+                once.share(log.parent)
         if os.environ.get("RANK", "0") != "0":
-            write_output_to(log_path(find_run_dir(arguments), os.environ))
+            write_output_to(log)
 
     if code := begin_training(become_rank):
         return code

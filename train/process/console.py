@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import TextIO
 
 from matmix.data.artifacts import panics_as_errors
-from matmix.train.errors import RunFailure
+from matmix.train.errors import PeerError, RunFailure
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER
 from matmix.train.process.launcher import follow_launcher
 from matmix.train.process.logs import LEVEL_VARIABLE, shown
+from matmix.train.process.once import is_first
 
 USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 _TRACEBACK = "MATMIX_TRACEBACK"
+
+_MOMENT = 1.0
+"""Seconds that a rank waits for others which may say the same, or the reason."""
 
 job_output: TextIO | None = None
 """Where errors are shown as well, when a rank's own output goes to a file."""
@@ -57,14 +61,22 @@ def one_line(error: BaseException) -> str:
 
 
 def report(error: BaseException, *, every_rank: bool = False) -> None:
-    """Prints an error as one line: once, or with the rank's number where ranks may fail for different reasons."""
-    rank = int(os.environ.get("RANK", "0"))
+    """Prints an error as one line. every_rank: those that only another rank than 0 has are printed with its number, and
+    what several ranks have once, as far as they can tell (`matmix.train.process.once`); else rank 0 alone speaks.
+
+    A mistake of the user is found by all ranks: rank 0 is given a moment to say it. That another rank is gone follows
+    from that one's error, which comes first.
+    """
+    rank, follows = int(os.environ.get("RANK", "0")), isinstance(error, PeerError)
     if rank and not every_rank:
         return
     text = one_line(error)
-    for stream in (sys.stderr, job_output):
-        if stream is not None:
-            print(f"matmix: error: {f'[rank {rank}] ' if rank else ''}{text}", file=stream, flush=True)
+    line = f"matmix: error: {f'[rank {rank}] ' if rank else ''}{text}"
+    if job_output is not None:
+        print(line, file=sys.stderr, flush=True)
+    patience = _MOMENT * (follows + bool(rank and (follows or isinstance(error, USER_ERRORS))))
+    if not every_rank or is_first(type(error).__name__ if follows else text, patience) is not False:
+        print(line, file=job_output or sys.stderr, flush=True)
 
 
 def tell_torchrun(error: BaseException) -> None:
@@ -108,6 +120,6 @@ def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
         if isinstance(error, KeyboardInterrupt):
             print("matmix: interrupted", file=sys.stderr)
         else:
-            report(error, every_rank=every_rank)
             tell_torchrun(error)
+            report(error, every_rank=every_rank)
         return exit_code(error)
