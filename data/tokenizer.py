@@ -202,9 +202,12 @@ class FastTokenizer(Tokenizer):
                 unknown = unknown_piece(file)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path} is not a tokenizer.json that `tokenizers` can read: {one_line(error)}") from error
-        # The file's own truncation and padding would silently change documents.
+        # The file's own truncation and padding would silently change documents, and its dropout of merges would cut
+        # them differently each time.
         self.backend.no_truncation()
         self.backend.no_padding()
+        if getattr(self.backend.model, "dropout", None):
+            self.backend.model.dropout = None
         self.backend.encode_special_tokens = True
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         if not vocabulary:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from matmix.data.tokenizer import NEWLINE_ID, Tokenizer, train_sentencepiece
+from matmix.model.interop.export.tokenizer import load_fast_tokenizer
 
 TEXT = "To be, or not to be: that is the question.\nWhether 'tis nobler in the mind to suffer\n\n" * 20
 HARD_TEXTS = [
@@ -104,6 +105,15 @@ def test_fast_tokenizer(fast):
     assert len(fast.encode(TEXT)) > 8
     assert not set(fast.encode("[CLS] [MASK] <|extra|>")) & set(fast.special_ids)
     assert fast.ordinary_ids().tolist() == list(range(6, fast.vocab_size))
+
+
+def test_dropout_of_merges_is_left_out(tmp_path):
+    """It belongs to the training of other projects: here a text has the same tokens whenever it is read."""
+    model = models.BPE({"a": 0, "b": 1, "ab": 2, "abab": 3}, [("a", "b"), ("ab", "ab")], dropout=0.5)
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    text = "ab" * 40
+    assert Tokenizer.load(tmp_path).encode(text) == [3] * 20
+    assert load_fast_tokenizer(tmp_path / "tokenizer.json", {}).encode(text).ids == [3] * 20
 
 
 def test_fast_tokenizer_with_holes_and_roberta_names(tmp_path):

@@ -45,6 +45,8 @@ def load_fast_tokenizer(path: str | Path, special: Mapping[str, int | None]) -> 
             raise ValueError(f"{path} is not a tokenizer.json that can be read: {error}") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        if getattr(tokenizer.model, "dropout", None):  # with it, a text has other tokens each time
+            tokenizer.model.dropout = None
         _cut_in_special_tokens(tokenizer, special)
         return tokenizer
     tokenizer = sentencepiece_to_fast(path)
