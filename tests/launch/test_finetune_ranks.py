@@ -91,7 +91,7 @@ def test_a_launcher_runs_the_recipe_that_is_written(command, alone, tmp_path, ca
 def test_a_dry_run_knows_the_steps_of_epochs(command, tmp_path, capsys):
     assert main(["finetune", *command, "--run-dir", str(tmp_path / "run"), "--dry-run"]) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("steps")]
-    assert line.split() == ["steps", "6"]
+    assert line.split(maxsplit=2) == ["steps", "6", "(epochs = 2)"]
 
 
 @pytest.mark.parametrize(
