@@ -8,6 +8,7 @@ pairs). Those in HEADS are models with a head. SITE is put on the import path. P
 
 # ruff: noqa: E402  (the import path is set up first)
 
+import copy
 import importlib.util
 import io
 import json
@@ -39,7 +40,7 @@ from bare_loading import (
     load,
 )
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, DynamicCache
 
 # Logits of about 1 in float32, summed in another order; what padding let through would be off by 1e-2.
 TOLERANCE = 1e-4
@@ -130,6 +131,40 @@ def check_generation(model, ids: torch.Tensor, pad: int) -> None:
     second = model(ids[:, 5:], past_key_values=first.past_key_values)
     difference = largest(torch.cat((first.logits, second.logits), 1), model(ids).logits)
     assert difference <= TOLERANCE, f"continuing from a carried state changes logits by {difference}"
+    check_continued(model, ids, options)
+
+
+def check_continued(model, ids: torch.Tensor, options: dict) -> None:
+    """`generate` goes on from a state that was carried before, which the same texts have again and again; other numbers
+    of texts and other caches than its own are refused."""
+    start, expected = ids[:1, :8], model.generate(ids[:1], **options)
+    state = model(start, use_cache=True).past_key_values
+    for _ in range(2):
+        assert torch.equal(model.generate(ids[:1], past_key_values=state, **options), expected)
+    result = model.generate(start, return_dict_in_generate=True, **options)
+    further = torch.cat((result.sequences, ids[:1, 8:10]), 1)
+    assert torch.equal(
+        model.generate(further, past_key_values=result.past_key_values, **options), model.generate(further, **options)
+    )
+    several, three = copy.deepcopy(state), ids[:1].expand(3, -1)
+    several.batch_repeat_interleave(3)
+    assert torch.equal(model.generate(three, past_key_values=several, **options), expected.expand(3, -1))
+    wrong = {
+        "1 rows and the batch has 3": lambda: model(three[:, 8:], past_key_values=state),
+        "1 rows and the batch has 2": lambda: model.generate(
+            ids[:1], past_key_values=state, **{**options, "do_sample": True, "num_return_sequences": 2}
+        ),
+        "nothing comes after": lambda: model.generate(start, past_key_values=state, **options),
+        "is a DynamicCache": lambda: model.generate(start, past_key_values=DynamicCache(), **options),
+    }
+    for words, call in wrong.items():
+        message = ""
+        try:
+            call()
+        except ValueError as error:
+            message = str(error)
+        assert words in message, message
+        assert "\n" not in message
 
 
 def check_generated_states(model, ids: torch.Tensor, mask: torch.Tensor, options: dict) -> None:

@@ -34,23 +34,35 @@ def state_shapes(state: Any) -> tuple:
 
 
 class CarriedState:
-    """What `generate` carries as `past_key_values`: for each group of rows, their numbers and their state."""
+    """What `generate` carries as `past_key_values`: for each group of rows, their numbers and their state.
+
+    What transformers asks of its own caches is here under its names. Continuing leaves a state as it is and gives a new
+    one, so that a state of a beginning can be continued in many ways.
+    """
 
     is_compileable = False
+    is_croppable = False
+    # Newer versions of transformers ask each layer, and then leave it to `prepare_inputs_for_generation` to find what
+    # is new.
+    is_linear = (True,)
 
     def __init__(self, groups: list[tuple[torch.Tensor, Any]], seen: int):
         self.groups = groups
         self.seen = seen
+
+    def __len__(self) -> int:
+        """Rows of the batch."""
+        return sum(rows.numel() for rows, _ in self.groups)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch that have been read, padding included."""
         return self.seen
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was (beam search)."""
-        groups = []
+        """Row i becomes what row beam_idx[i] was (beam search); beam_idx may have any length."""
+        groups, count = [], len(self)
         for rows, state in self.groups:
-            place = torch.full((int(beam_idx.numel()),), -1, device=beam_idx.device)
+            place = torch.full((count,), -1, device=beam_idx.device)
             place[rows] = torch.arange(rows.numel(), device=beam_idx.device)
             source = place[beam_idx]
             new_rows = (source >= 0).nonzero().squeeze(1)
@@ -58,6 +70,13 @@ class CarriedState:
                 picked = source[new_rows]
                 groups.append((new_rows, map_state(lambda tensor, picked=picked: tensor[picked], state)))
         self.groups = groups
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows of the same."""
+        rows = torch.arange(len(self), device=self.groups[0][0].device)
+        self.reorder_cache(rows.repeat_interleave(repeats))
 
 
 def check_cache_position(cache_position: torch.Tensor | None, new: int, carried: CarriedState | None) -> None:
@@ -67,15 +86,33 @@ def check_cache_position(cache_position: torch.Tensor | None, new: int, carried:
         raise ValueError(f"cache_position is not {seen} to {seen + new - 1}, what comes next: leave it out")
 
 
-def check_continuation(
-    carried: CarriedState, new: int, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
-) -> None:
-    """Raises ValueError (one line) where `new` columns cannot be read after a state."""
+def check_state(carried: Any, rows: int, new: int) -> None:
+    """Raises ValueError (one line) where `new` columns of so many rows do not continue a state."""
     if not isinstance(carried, CarriedState):
         kind = type(carried).__name__
         raise ValueError(
             f"past_key_values is a {kind}, not what a call with use_cache=True gave: leave it out at first"
         )
+    if len(carried) != rows:
+        raise ValueError(
+            f"past_key_values is the state of {len(carried)} rows and the batch has {rows}: give as many, "
+            "batch_repeat_interleave(n) of a state makes n of each row"
+        )
+    if new < 1:
+        raise ValueError(
+            f"past_key_values has read {carried.seen} columns, and nothing comes after them: give at least one more"
+        )
+
+
+def check_continuation(
+    carried: CarriedState,
+    shape: tuple[int, int],
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+) -> None:
+    """Raises ValueError (one line) where inputs of `shape` (B, new) cannot be read after a state."""
+    rows, new = shape
+    check_state(carried, rows, new)
     if attention_mask is not None and new > 1 and not bool(attention_mask[:, -new:].all()):
         raise ValueError("tokens that continue a state cannot be padded; pad only the first prompt")
     if position_ids is not None and not bool((position_ids[:, 1:] == position_ids[:, :-1] + 1).all()):

@@ -18,6 +18,7 @@ from matmix.model.interop.export.generation_state import (
     CarriedState,
     check_cache_position,
     check_continuation,
+    check_state,
     continue_state,
     read_prompt,
 )
@@ -117,7 +118,7 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         # No parameter: Trainer takes all those named after labels for columns that each batch has.
         shift_labels = keywords.pop("shift_labels", None)
         if past is not None:
-            check_continuation(past, shape[1], attention_mask, position_ids)
+            check_continuation(past, shape, attention_mask, position_ids)
         check_cache_position(keywords.pop("cache_position", None), shape[1], past)
         if past is not None:
             streams = self.streams(keywords)
@@ -160,7 +161,8 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         if past_key_values is not None:
             # Of a prompt of vectors input_ids has no columns, but the mask has.
             columns = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
-            new = columns - past_key_values.seen
+            new = columns - past_key_values.get_seq_length()
+            check_state(past_key_values, input_ids.shape[0], new)
             input_ids, inputs_embeds = input_ids[:, input_ids.shape[1] - new :], None
         elif inputs_embeds is not None:
             input_ids = None
