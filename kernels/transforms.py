@@ -18,13 +18,15 @@ from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from matmix.kernels.functions import call_each
+
 
 def register_transforms() -> None:
     """For the operations registered as matmix::* that change none of their inputs."""
     for name, operation in list(OPDEFS.items()):
         if name.startswith("matmix::") and not operation._opoverload._schema.is_mutable:
             _replace_autograd(operation)
-            operation.register_vmap(_sample_by_sample(operation))
+            operation.register_vmap(_vmap_rule(operation))
 
 
 def _replace_autograd(operation: CustomOpDef) -> None:
@@ -75,17 +77,8 @@ def _replace_autograd(operation: CustomOpDef) -> None:
         operation._lib.impl(name, kernel, "Autograd", with_keyset=True, allow_override=True)
 
 
-def _sample_by_sample(operation: CustomOpDef) -> Callable:
-    """The rule of torch.vmap: a call for each sample, as each may have weights, and gradients of them, of its own."""
-
+def _vmap_rule(operation: CustomOpDef) -> Callable:
     def rule(info: Any, in_dims: tuple, *args: Any) -> tuple:
-        outputs = []
-        for sample in range(info.batch_size):
-            one = (a if dim is None else a.select(dim, sample) for a, dim in zip(args, in_dims, strict=True))
-            outputs.append(operation._opoverload(*one))
-        if isinstance(outputs[0], Tensor):
-            return torch.stack(outputs), 0
-        stacked = tuple(map(torch.stack, zip(*outputs, strict=True)))
-        return stacked, (0,) * len(stacked)
+        return call_each(operation._opoverload, info.batch_size, in_dims, args)
 
     return rule

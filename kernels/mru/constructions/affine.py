@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from matmix.kernels.functions import Function
 
-class AffineMap(torch.autograd.Function):
+
+class AffineMap(Function):
     """X = [[A, 0], [B, I]] with k = o // 2: A (k x k) is I + M_1, each row divided by the sum of its absolute values
     where that is above 1, and B = M_2, for elements M = [M_1; M_2] (o x k). Keeps M only.
 
@@ -24,15 +26,17 @@ class AffineMap(torch.autograd.Function):
         return rows / sizes, lower, sizes
 
     @staticmethod
-    def forward(ctx, elements: torch.Tensor, order: int) -> torch.Tensor:
-        ctx.save_for_backward(elements)
-        ctx.order = order
+    def forward(elements: torch.Tensor, order: int) -> torch.Tensor:
         a, b, _ = AffineMap.factors(elements, order)
         k = order // 2
         x = elements.new_zeros(*elements.shape[:-1], order, order)
         x[..., :k, :k], x[..., k:, :k] = a, b
         x.diagonal(dim1=-2, dim2=-1)[..., k:] = 1
         return x
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

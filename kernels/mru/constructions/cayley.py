@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from matmix.kernels.functions import Function
+
 CACHED_TOKENS = 2048
 """Matrices that a CPU makes at a time: every pivot goes over all of them, which then lie in its cache."""
 
 
-class CayleyTransform(torch.autograd.Function):
+class CayleyTransform(Function):
     """Orthogonal X = (I - S)^-1 (I + S) = 2 (I - S)^-1 - I from the lower triangle of a skew S; keeps X only.
 
     The inverse is a Gauss-Jordan elimination without pivoting, with tokens as the fastest dimension: I - S
@@ -18,10 +20,12 @@ class CayleyTransform(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, elements: torch.Tensor, order: int) -> torch.Tensor:
-        x = CayleyTransform.transform(elements, order)
-        ctx.save_for_backward(x)
-        return x
+    def forward(elements: torch.Tensor, order: int) -> torch.Tensor:
+        return CayleyTransform.transform(elements, order)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -64,15 +68,18 @@ class CayleyTransform(torch.autograd.Function):
         return grad_skew[..., rows * order + columns] / 2
 
 
-class OrthogonalTimesUpper(torch.autograd.Function):
+class OrthogonalTimesUpper(Function):
     """X = Q R: Q the Cayley transform of M's lower triangle, R = triu(M, 1) + D, D = exp(diag - mean diag), so that
     det X = 1; keeps M only and makes Q again in the backward."""
 
     @staticmethod
-    def forward(ctx, matrices: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(matrices)
+    def forward(matrices: torch.Tensor) -> torch.Tensor:
         orthogonal, upper, _ = OrthogonalTimesUpper.factors(matrices)
         return orthogonal @ upper
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def factors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from matmix.kernels.functions import Function
 
-class ReflectionProduct(torch.autograd.Function):
+
+class ReflectionProduct(Function):
     """X = -H_1 H_2 ... H_o with H_k = I - 2 v_k v_k^T / |v_k|^2; keeps its input and X.
 
     v_k = e_k + elements below it, as LAPACK keeps them: the elements are the columns of the strictly lower triangle,
@@ -14,15 +16,17 @@ class ReflectionProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, elements: torch.Tensor, order: int) -> torch.Tensor:
+    def forward(elements: torch.Tensor, order: int) -> torch.Tensor:
         vectors, rates = ReflectionProduct.vectors(elements, order)
         x = vectors.new_zeros(order, order, vectors.shape[-1])
         x.diagonal().fill_(1)
         for k in reversed(range(order)):
             ReflectionProduct.reflect(x[k:, k:], vectors[k:, k], rates[k])
-        x = x.neg_().permute(2, 0, 1).contiguous().view(*elements.shape[:-1], order, order)
-        ctx.save_for_backward(elements, x)
-        return x
+        return x.neg_().permute(2, 0, 1).contiguous().view(*elements.shape[:-1], order, order)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
 
     @staticmethod
     def vectors(elements: torch.Tensor, order: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +53,7 @@ class ReflectionProduct(torch.autograd.Function):
         vectors, rates = ReflectionProduct.vectors(elements, order)
         skew = (grad @ x.mT).view(-1, order, order).permute(1, 2, 0).contiguous()
         skew = skew - skew.transpose(0, 1)
-        grad_vectors = torch.zeros_like(vectors)
+        grad_vectors = skew.new_zeros(vectors.shape)
         for k in range(order - 1):
             v = vectors[k:, k]
             y = (skew * v).sum(1) * rates[k]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from matmix.kernels.functions import Function
 
-class UnitDeterminantProduct(torch.autograd.Function):
+
+class UnitDeterminantProduct(Function):
     """(tril(M, -1) + D)(triu(M, 1) + D) with D = exp((diag - mean diag) / 2); keeps M only."""
 
     @staticmethod
@@ -18,10 +20,13 @@ class UnitDeterminantProduct(torch.autograd.Function):
         return lower, upper, scale
 
     @staticmethod
-    def forward(ctx, matrices: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(matrices)
+    def forward(matrices: torch.Tensor) -> torch.Tensor:
         lower, upper, _ = UnitDeterminantProduct.factors(matrices)
         return lower @ upper
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
@@ -50,7 +55,7 @@ LARGEST_LOG = 16.0
 far inside float32's range, and usual matrices are left as they are."""
 
 
-class NearestOrthogonal(torch.autograd.Function):
+class NearestOrthogonal(Function):
     """Y / s brought towards its orthogonal polar factor by Z <- (3 Z - Z Z^T Z) / 2, s = sqrt(|Y|_1 |Y|_inf), with
     Y = L U the product of determinant 1.
 
@@ -62,14 +67,17 @@ class NearestOrthogonal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, matrices: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(matrices)
+    def forward(matrices: torch.Tensor) -> torch.Tensor:
         (lower, _), (upper, _) = NearestOrthogonal.factors(matrices)
         y = lower @ upper
         z = y / NearestOrthogonal.bound(y)
         for _ in range(NEWTON_SCHULZ_STEPS):
             z = NearestOrthogonal.step(z, z.mT @ z)
         return z
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def factors(matrices: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

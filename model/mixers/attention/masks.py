@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from matmix.kernels.checks import transformed
 from matmix.model.mixers.shared import gate_sums
 
 STATE_BLOCK = 4
@@ -84,7 +85,7 @@ def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tenso
     y = torch.zeros_like(v)
     for q_part, k_part in zip(q.split(STATE_BLOCK, 2), k.split(STATE_BLOCK, 2), strict=True):
         arguments = (q_part, k_part, v, *parameters)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not transformed():
             y = y + checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
             y = y + block(*arguments)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from matmix.kernels import gated_norm, quasiseparable_scan, short_conv
+from matmix.kernels.checks import transformed
 from matmix.model.mixers.scans.hydra_functions import StepSizes, ValuesAndVectors
 from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock, ScanBlockConfig
 
@@ -105,7 +106,7 @@ class Hydra(BidirectionalScanBlock):
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
     ) -> torch.Tensor:
         projected = self.in_proj(x)
-        if not self.recompute or not torch.is_grad_enabled():
+        if not self.recompute or not torch.is_grad_enabled() or transformed():
             return self.mix_projected(projected, cu_seqlens)
         # Nothing in it is random, and reading a generator's state would keep CUDA graphs from being captured.
         return checkpoint(

@@ -12,7 +12,8 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from matmix.kernels.functions import Function
 
 
 def free_step_sizes(raw: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,22 +23,25 @@ def free_step_sizes(raw: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     return biased, F.softplus(biased)
 
 
-class StepSizes(torch.autograd.Function):
+class StepSizes(Function):
     """dt = clamp(softplus(raw + dt_bias)) and the log decay -dt exp(A_log); keeps its inputs only."""
 
     @staticmethod
-    def forward(ctx, raw: Tensor, dt_bias: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    def forward(raw: Tensor, dt_bias: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
         """raw (..., 2 nheads), the two directions one after the other; dt_bias and A_log (nheads,). Returns dt
         and the log decay, both (..., 2, nheads)."""
-        ctx.save_for_backward(raw, dt_bias, A_log)
-        ctx.limits = low, high
         _, dt = free_step_sizes(raw, dt_bias)
         if low > 0 or high < math.inf:
             dt = dt.clamp(low, high)
         return dt, dt * -A_log.to(dt.dtype).exp()
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        *tensors, low, high = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.limits = low, high
+
+    @staticmethod
     def backward(ctx, ddt: Tensor, ddecay: Tensor) -> tuple[Tensor | None, ...]:
         raw, dt_bias, A_log = ctx.saved_tensors
         low, high = ctx.limits
@@ -54,7 +58,14 @@ class StepSizes(torch.autograd.Function):
         return gradient.flatten(-2).to(raw.dtype), dbias, dA_log.to(A_log.dtype), None, None
 
 
-class ValuesAndVectors(torch.autograd.Function):
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What a linear layer of x returns, which autocast may lower."""
+    device = x.device.type
+    lowered = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if lowered else x.dtype
+
+
+class ValuesAndVectors(Function):
     """Splits the convolution's output and computes the diagonal v weight^T + D from its first part.
 
     The gradients of the parts and of the diagonal meet in one buffer, which the product with `weight` adds to
@@ -62,18 +73,21 @@ class ValuesAndVectors(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, vbc: Tensor, weight: Tensor, D: Tensor, d_group: int) -> tuple[Tensor, ...]:
+    def forward(vbc: Tensor, weight: Tensor, D: Tensor, d_group: int) -> tuple[Tensor, ...]:
         """vbc (..., d_inner + 4 d_group); weight (nheads, d_inner); D (nheads,). Returns v (..., d_inner), four
         parts (..., d_group), and the diagonal (..., nheads) in float32 at least."""
         parts = vbc.split([weight.shape[1]] + 4 * [d_group], -1)
         diagonal = F.linear(parts[0], weight)
-        ctx.save_for_backward(vbc, weight)
-        ctx.product, ctx.typed = diagonal.dtype, D.dtype
         exact = torch.promote_types(diagonal.dtype, torch.float32)
         return *parts, diagonal.to(exact) + D.to(exact)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        vbc, weight, D, _ = inputs
+        ctx.save_for_backward(vbc, weight)
+        ctx.product, ctx.typed = product_dtype(vbc), D.dtype
+
+    @staticmethod
     def backward(ctx, dv: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         vbc, weight = ctx.saved_tensors
         *dvectors, ddiagonal = rest

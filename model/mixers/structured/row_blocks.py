@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from matmix.kernels.checks import transformed
 from matmix.kernels.precision import outside_autocast
 
 Entries = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -32,7 +33,7 @@ def mix_in_row_blocks(entries: Entries, q: torch.Tensor, k: torch.Tensor, v: tor
     blocks = []
     for first in range(0, q.shape[1], rows):
         arguments = entries, q[:, first : first + rows], k, v, first
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not transformed():
             block = checkpoint(mix_rows, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
             block = mix_rows(*arguments)

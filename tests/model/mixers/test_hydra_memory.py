@@ -249,7 +249,8 @@ def test_step_sizes(limits):
         }
     torch.testing.assert_close(dt, expected)
     torch.testing.assert_close(decay, -expected * A_log.exp())
-    assert torch.autograd.gradcheck(lambda *inputs: StepSizes.apply(*inputs, *limits), (raw, bias, A_log))
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda *inputs: StepSizes.apply(*inputs, *limits), (raw, bias, A_log))
 
 
 def test_values_and_vectors():
@@ -259,4 +260,5 @@ def test_values_and_vectors():
     *parts, diagonal = ValuesAndVectors.apply(vbc, weight, D, 3)
     assert torch.equal(torch.cat(parts, -1), vbc)
     torch.testing.assert_close(diagonal, F.linear(vbc[..., :6], weight) + D)
-    assert torch.autograd.gradcheck(lambda *inputs: ValuesAndVectors.apply(*inputs, 3), (vbc, weight, D))
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda *inputs: ValuesAndVectors.apply(*inputs, 3), (vbc, weight, D))

@@ -364,3 +364,23 @@ def test_attention_dropout_is_off_in_eval_mode(randomize):
     assert not torch.equal(attention(x, cu_seqlens), attention(x, cu_seqlens))
     attention.eval()
     assert torch.equal(attention(x, cu_seqlens), attention(x, cu_seqlens))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transforms_of_torch_func_follow_a_layer(make, name):
+    """Gradients of each sample by vmap over grad, and a row of the Jacobian, as call by call."""
+    mixer = make(name, torch.float64)
+    x, parameters = _draw(2, 8), dict(mixer.named_parameters())
+    detached = {key: value.detach() for key, value in parameters.items()}
+
+    def loss(given, sample):
+        return torch.func.functional_call(mixer, given, (sample.unsqueeze(0),)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(detached, x)
+    for number, sample in enumerate(x):
+        wanted = torch.autograd.grad(loss(parameters, sample), list(parameters.values()), materialize_grads=True)
+        for gradients, expected in zip(found.values(), wanted, strict=True):
+            _assert_close(gradients[number], expected, 1e-9)
+    row = torch.func.jacrev(lambda x: mixer(x)[0, -1, :1])(x)[0]
+    again = x.clone().requires_grad_()
+    _assert_close(row, torch.autograd.grad(mixer(again)[0, -1, 0], again)[0], 1e-9)
