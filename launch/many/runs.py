@@ -8,9 +8,11 @@ RUN/train.log   what the process printed
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 from matmix.launch.many import progress
@@ -20,6 +22,7 @@ from matmix.launch.many.task import Task
 from matmix.train.process import stop
 from matmix.train.process.exits import EXIT_STOPPED
 from matmix.train.recipe import write_config
+from matmix.train.run.place import MovedError, Place
 from matmix.train.tasks.base import words_on
 from matmix.train.words import duration
 
@@ -33,17 +36,31 @@ def run_tasks(tasks: Sequence[Task], parallel: int) -> Ended:
     """Trains what is not finished, `parallel` runs at a time; a failure does not keep the others from running.
 
     Within `listening` the signals SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 go on to the runs, which save and end; a
-    second Ctrl-C ends them at once.
+    second Ctrl-C ends them at once. Raises MovedError where the folder that they lie in is moved away meanwhile: what
+    was running has saved and ended in it.
     """
     waiting = [task for task in tasks if not task.is_finished()]
     if len(waiting) < len(tasks):
         logger.info(f"{len(tasks) - len(waiting)} of {len(tasks)} runs are finished already")
+    if not waiting:
+        return Ended([], stopped=bool(stop.received()))
     running: list[_Process] = []
     failures: list[Failure] = []
     clock = progress.Clock(parallel)
     told = time.monotonic()
+    home = Place(Path(os.path.commonpath([task.run.path.parent.absolute() for task in tasks])))
+    home.given.mkdir(parents=True, exist_ok=True)
+    home.hold()
     try:
         while waiting or running:
+            if (moved := home.moved()) is not None:
+                for process in running:
+                    process.stop()
+                for process in running:
+                    process.wait()
+                raise MovedError(
+                    f"{home.given} {moved.words} while runs went on in it; what was running is saved there"
+                )
             while waiting and len(running) < parallel and not stop.received():
                 place = min(set(range(parallel)) - {process.place for process in running})
                 running.append(_Process(waiting.pop(0), place, parallel))
@@ -70,6 +87,7 @@ def run_tasks(tasks: Sequence[Task], parallel: int) -> Ended:
     finally:
         for process in running:  # something went wrong here, or Ctrl-C came twice
             process.kill()
+        home.release()
     return Ended(failures, stopped=bool(stop.received()))
 
 
@@ -81,7 +99,7 @@ class _Process:
         recipe = task.run.path.with_suffix(".toml")
         task.run.path.mkdir(parents=True, exist_ok=True)
         write_config(task.config, recipe)
-        self._output: BinaryIO = task.log.open("ab")
+        self._output: BinaryIO = task.log.open("a+b")
         self._begin = self._output.tell()
         self._began = time.monotonic()
         self._stopped = False
@@ -100,6 +118,9 @@ class _Process:
     def poll(self) -> int | None:
         return self._process.poll()
 
+    def wait(self) -> None:
+        self._process.wait()
+
     def stop(self) -> None:
         """Asks it once to save and end."""
         if not self._stopped:
@@ -113,13 +134,12 @@ class _Process:
 
     def close(self) -> Failure | None:
         """How it failed, None if it did not."""
-        self._output.close()
+        with self._output as file:
+            file.seek(self._begin)
+            text = file.read().decode("utf-8", "replace")
         code = self._process.returncode
         if code == 0:
             return None
-        with self.task.log.open("rb") as file:
-            file.seek(self._begin)
-            text = file.read().decode("utf-8", "replace")
         lines = [line.rstrip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
         return Failure(self.task, code, lines[-_SHOWN_LINES:])
 
