@@ -11,6 +11,7 @@ from torch import nn
 
 from matmix.model.architecture import Architecture
 from matmix.model.blocks import Block
+from matmix.model.calls import Called
 from matmix.model.config import ModelConfig
 from matmix.model.positions import in_one_row, pad_back, unpad_indices
 
@@ -23,7 +24,7 @@ def final_norm(config: ModelConfig) -> nn.Module:
     return nn.Identity()
 
 
-class Backbone(Architecture):
+class Backbone(Called, Architecture):
     """Inputs -> embeddings -> blocks -> features -> outputs. Subclasses give `embed`, `features` and
     `output_projection`."""
 
@@ -52,6 +53,13 @@ class Backbone(Architecture):
         """weight (outputs, d_model) and bias (outputs,) or None of the output projection; token models have vocab_size
         outputs. Without a weight the features are the outputs."""
         raise NotImplementedError
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs (..., outputs) of features (..., d_model), on the device of the projection."""
+        weight, bias = self.output_projection()
+        if weight is None:
+            return x
+        return F.linear(x.to(weight.device), weight, None if bias is None else bias.to(weight.device))
 
     def forward(
         self,
@@ -103,7 +111,7 @@ class Backbone(Architecture):
             more = {name: in_one_row(value, indices) for name, value in more.items()}
 
         def in_place(x: torch.Tensor) -> torch.Tensor:
-            x = x.flatten(0, 1)
+            x = x.flatten(0, 1).to(inputs.device)  # blocks may be on several devices
             return x if indices is None else pad_back(x, indices, batch * length)
 
         x = self.embed(inputs, cu_seqlens, **more)
@@ -113,14 +121,13 @@ class Backbone(Architecture):
             x = block(x, cu_seqlens, max_seqlen)
         if streams is not None:
             streams.append(in_place(x).unflatten(0, (batch, length)))
-        x = in_place(x) if lengths is None else self.pool(x.flatten(0, 1), lengths)
+        x = in_place(x) if lengths is None else self.pool(x.flatten(0, 1).to(inputs.device), lengths)
         if select is not None and lengths is None:
             x = x[select]
         x = self.features(x)
-        weight, bias = self.output_projection()
         if readout is not None:
-            return readout(x, weight, bias)
-        outputs = x if weight is None else F.linear(x, weight, bias)
+            return readout(x, *self.output_projection())
+        outputs = self.project(x)
         return outputs if self.per_document or select is not None else outputs.unflatten(0, (batch, length))
 
     @staticmethod

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from matmix.model.calls import Called
 from matmix.model.config import ModelConfig
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers import MIXERS
@@ -74,7 +75,7 @@ class DropPath(nn.Module):
         return y * (kept / (1 - self.rate)).to(y.dtype)
 
 
-class Block(nn.Module):
+class Block(Called):
     """Layer `index` of a model: x (B, L, d_model) -> (B, L, d_model)."""
 
     def __init__(self, config: ModelConfig, index: int):
@@ -120,8 +121,9 @@ class Block(nn.Module):
         """What the mixer adds to the stream x (B, L, d_model), same shape; read in `orders` where they are given, and
         then without cu_seqlens."""
         x = self.norm_mixer(x) if self.pre else x
-        y = self.mixer(x, cu_seqlens, max_seqlen) if orders is None else self.mixer.forward_in_orders(x, orders)
-        return self.scale_mixer(y)
+        if orders is None:
+            return self.scale_mixer(self.mixer(x, cu_seqlens, max_seqlen))
+        return self.scale_mixer(self.mixer(x, orders, method="forward_in_orders"))
 
     def after_mixer(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP half."""
@@ -134,9 +136,10 @@ class Block(nn.Module):
         x = x + self.drop_path(self.dropout(y))
         return x if self.pre else norm(x)
 
-    def initial_state(self, batch_size: int) -> Any:
-        """The mixer's state before the first token; None for a layer without a mixer."""
-        return None if self.mixer is None else self.mixer.initial_state(batch_size)
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> Any:
+        """The mixer's state before the first token; None for a layer without a mixer. device: None = that of the
+        weights."""
+        return None if self.mixer is None else self.mixer.initial_state(batch_size, device)
 
     def step(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         """One token: x (B, d_model)."""
@@ -145,7 +148,7 @@ class Block(nn.Module):
     def step_in_place(self, x: torch.Tensor, state: Any) -> torch.Tensor:
         """`step` whose new state takes the memory of the given one."""
         if self.mixer is not None:
-            y = self.mixer.step_in_place(self.norm_mixer(x) if self.pre else x, state)
+            y = self.mixer(self.norm_mixer(x) if self.pre else x, state, method="step_in_place")
             x = self.add(x, self.scale_mixer(y), self.norm_mixer)
         return self.after_mixer(x)
 
@@ -155,6 +158,6 @@ class Block(nn.Module):
 
     def _with_state(self, x: torch.Tensor, state: Any, method: str) -> tuple[torch.Tensor, Any]:
         if self.mixer is not None:
-            y, state = getattr(self.mixer, method)(self.norm_mixer(x) if self.pre else x, state)
+            y, state = self.mixer(self.norm_mixer(x) if self.pre else x, state, method=method)
             x = self.add(x, self.scale_mixer(y), self.norm_mixer)
         return self.after_mixer(x), state

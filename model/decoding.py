@@ -54,7 +54,7 @@ def decode(
     for length in sorted({len(prompt) for prompt in prompts}):
         numbers = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
         ids = torch.tensor([list(prompts[number]) for number in numbers], device=device)
-        batches.append(kind(model, numbers, *model.prefill(ids)))
+        batches.append(kind(model, numbers, *model(ids, method="prefill")))
     batches = [kind.joined(members) for members in _alike(batches)]
     for step in range(max_new_tokens):
         found = [[draw(n, row) for n, row in zip(x.numbers, x.logits.cpu(), strict=True)] for x in batches]
@@ -93,7 +93,7 @@ class _Rows:
         if len(stay) < len(tokens):
             self.leave(stay)
         token_ids = torch.tensor([tokens[at] for at in stay], device=self.logits.device)
-        self.logits, self.state = self.model.step(token_ids, self.state)
+        self.logits, self.state = self.model(token_ids, self.state, method="step")
 
     def leave(self, stay: list[int]) -> None:
         """Only the rows `stay` are left."""

@@ -14,14 +14,16 @@ import torch
 
 from matmix.kernels.checks import values_wanted
 from matmix.model.architectures.language_model import LanguageModel
+from matmix.model.calls import is_hooked
 from matmix.model.interop.export.generation_state import map_state
 from matmix.model.mixers.base import Mixer, overwrite
 
 
 def has_static_step(model: LanguageModel) -> bool:
     """Whether a step of the model keeps all shapes and reads nothing back from the device: layers of attention, whose
-    states grow, do not, and MATMIX_CHECK_VALUES=1 reads all values."""
-    return all(mixer.static_step for mixer in _mixers(model)) and not values_wanted()
+    states grow, do not, and MATMIX_CHECK_VALUES=1 reads all values. Nor may anything wait for calls of its modules,
+    which a graph does not replay."""
+    return all(mixer.static_step for mixer in _mixers(model)) and not values_wanted() and not is_hooked(model)
 
 
 class StaticStep:
@@ -64,7 +66,7 @@ class StaticStep:
 
     def advance(self) -> None:
         """What the graph holds: from the buffers of tokens and states to those of logits and states."""
-        logits = self.model.step_in_place(self.token_ids, self.state)
+        logits = self.model(self.token_ids, self.state, method="step_in_place")
         watched = [x for mixer in _mixers(self.model) if (x := mixer.watched()) is not None]
         self.logits = _kept(self.logits, logits)
         if watched:

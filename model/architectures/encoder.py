@@ -11,6 +11,7 @@ from torch import nn
 from matmix.model.architecture import register_architecture
 from matmix.model.architectures.encoder_trunk import EncoderTrunk
 from matmix.model.blocks import activate
+from matmix.model.calls import weight_of, without_adapter
 from matmix.model.config import ModelConfig
 
 
@@ -52,4 +53,5 @@ class Encoder(EncoderTrunk):
         return self.head(self.norm(x))
 
     def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return (self.embeddings.word if self.config.tie_embeddings else self.output).weight, self.head.bias
+        weights = without_adapter(self.embeddings.word) if self.config.tie_embeddings else self.output
+        return weight_of(weights), weight_of(self.head, "bias")

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from matmix.model.architecture import register_architecture
 from matmix.model.architectures.classifier_head import ClassifierHead, classifier_flops
 from matmix.model.architectures.image_trunk import ImageTrunk
+from matmix.model.calls import weights_of
 from matmix.model.config import ModelConfig
 
 
@@ -61,8 +61,7 @@ class ImageClassifier(ImageTrunk):
         if cu_seqlens is not None or attention_mask is not None:
             raise ValueError("an image_classifier reads whole images: give it no cu_seqlens and no attention_mask")
         x = self.features(self.pooled(self.stream(inputs, streams)))
-        weight, bias = self.output_projection()
-        return F.linear(x, weight, bias) if readout is None else readout(x, weight, bias)
+        return self.project(x) if readout is None else readout(x, *self.output_projection())
 
     def pooled(self, x: torch.Tensor) -> torch.Tensor:
         """The stream (B, L, d_model) after the final norm -> one vector for each image, (B, d_model). The mean is over
@@ -83,4 +82,4 @@ class ImageClassifier(ImageTrunk):
         return self.classifier(x)
 
     def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return self.classifier.output.weight, self.classifier.output.bias
+        return weights_of(self.classifier.output, "weight", "bias")

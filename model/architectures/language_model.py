@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.backbone import Backbone, final_norm
+from matmix.model.calls import weight_of, without_adapter
 from matmix.model.config import ModelConfig
 
 
@@ -44,38 +45,58 @@ class LanguageModel(Backbone):
         return self.norm(x)
 
     def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return (self.embedding if self.config.tie_embeddings else self.output).weight, None
+        return weight_of(without_adapter(self.embedding) if self.config.tie_embeddings else self.output), None
 
-    def initial_state(self, batch_size: int) -> list[Any]:
-        """The state before the first token: one entry per layer (None for layers without a mixer)."""
-        return [block.initial_state(batch_size) for block in self.blocks]
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> list[Any]:
+        """The state before the first token: one entry per layer (None for layers without a mixer). device: where it is
+        made; None = where the weights of each layer are."""
+        return [block.initial_state(batch_size, device) for block in self.blocks]
 
     def step(self, token_ids: torch.Tensor, state: list[Any]) -> tuple[torch.Tensor, list[Any]]:
         """Next-token logits (B, vocab_size) and new state after one more token each, token_ids (B,)."""
-        x, new_state = self.embed(token_ids), []
-        for block, block_state in zip(self.blocks, state, strict=True):
-            x, block_state = block.step(x, block_state)
-            new_state.append(block_state)
-        weight, bias = self.output_projection()
-        return F.linear(self.features(x), weight, bias), new_state
+        x, new_state = self.carry(self.embed(token_ids), state, "step")
+        return self.project(self.features(x)), new_state
 
     def step_in_place(self, token_ids: torch.Tensor, state: list[Any]) -> torch.Tensor:
         """`step` whose new state takes the memory of the given one; states that overflow are not refused."""
         x = self.embed(token_ids)
         for block, block_state in zip(self.blocks, state, strict=True):
-            x = block.step_in_place(x, block_state)
-        weight, bias = self.output_projection()
-        return F.linear(self.features(x), weight, bias)
+            x = block(x, block_state, method="step_in_place")
+        return self.project(self.features(x))
 
     def prefill(self, input_ids: torch.Tensor, state: list[Any] | None = None) -> tuple[torch.Tensor, list[Any]]:
         """Logits (B, vocab_size) after the last of input_ids (B, L), L >= 1, and the state there, in parallel
         form."""
         if input_ids.shape[1] == 0:
             raise ValueError("prefill needs at least one token")
-        state = self.initial_state(input_ids.shape[0]) if state is None else state
-        x, new_state = self.embed(input_ids), []
+        state = self.initial_state(input_ids.shape[0], input_ids.device) if state is None else state
+        return self.read(input_ids, state, lambda x: x[:, -1])
+
+    def read(
+        self,
+        inputs: torch.Tensor,
+        state: list[Any],
+        take: Callable[[torch.Tensor], torch.Tensor],
+        streams: list[torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """Logits (..., vocab_size) of what `take` takes (..., d_model) of the stream (B, L, d_model) behind the last
+        block, and the new state, in parallel form.
+
+        Args: inputs (B, L), L >= 1, token ids, or embeddings (B, L, d_model); streams: as of `Backbone.forward`.
+        """
+        x, new_state = self.carry(self.embed(inputs), state, "forward_with_state", streams)
+        return self.project(self.features(take(x))), new_state
+
+    def carry(
+        self, x: torch.Tensor, state: list[Any], method: str, streams: list[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """The residual stream x behind the last block, and the new state, by a method of all blocks."""
+        new_state = []
         for block, block_state in zip(self.blocks, state, strict=True):
-            x, block_state = block.forward_with_state(x, block_state)
+            if streams is not None:
+                streams.append(x)
+            x, block_state = block(x, block_state, method=method)
             new_state.append(block_state)
-        weight, bias = self.output_projection()
-        return F.linear(self.features(x[:, -1]), weight, bias), new_state
+        if streams is not None:
+            streams.append(x)
+        return x, new_state

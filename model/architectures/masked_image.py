@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.architectures.image_trunk import ImageTrunk
+from matmix.model.calls import weights_of
 from matmix.model.config import ModelConfig
 from matmix.model.images.patches import patch_grid
 
@@ -66,8 +66,7 @@ class MaskedImage(ImageTrunk):
         if select is not None:
             x = x.flatten(0, 1)[select]
         x = self.features(x)
-        weight, bias = self.output_projection()
-        return F.linear(x, weight, bias) if readout is None else readout(x, weight, bias)
+        return self.project(x) if readout is None else readout(x, *self.output_projection())
 
     def _of_patches(self, masked: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
         """bool (B, rows, columns) of patches. Raises ValueError (one line) where the squares are no whole patches."""
@@ -85,4 +84,4 @@ class MaskedImage(ImageTrunk):
         return self.norm(x)
 
     def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return self.decoder.weight, self.decoder.bias
+        return weights_of(self.decoder, "weight", "bias")

@@ -9,6 +9,7 @@ import torch
 from matmix.model.architecture import register_architecture
 from matmix.model.architectures.classifier_head import ClassifierHead, classifier_flops
 from matmix.model.architectures.text_embedder import TextEmbedder
+from matmix.model.calls import weights_of
 from matmix.model.config import ModelConfig
 
 
@@ -31,4 +32,4 @@ class SequenceClassifier(TextEmbedder):
         return self.classifier(x)
 
     def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return self.classifier.output.weight, self.classifier.output.bias
+        return weights_of(self.classifier.output, "weight", "bias")

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
+from matmix.model.calls import Called
 from matmix.model.mixers.orders import ScanOrders
 from matmix.model.parameter_rules import ParameterRule
 
 
-class Mixer(nn.Module):
+class Mixer(Called):
     """A sequence mixer Y = combine(M(x) f(x), x), with M (L x L) per head (arXiv 2407.09941, section 2).
 
     `forward` is the fast algorithm. `matrix`, `values` and `combine` are the definition it must agree with:
     forward(x) == combine(mix(matrix(x), values(x)), x), in O(L^2) and without packing.
 
     A mixer is one file with a frozen config dataclass and a subclass of this, and one line in
-    `mixers/__init__.py`.
+    `mixers/__init__.py`. Blocks call it for all that they want of it, `forward`, `step` and the others (see `Called`).
     """
 
     name: ClassVar[str] = ""
@@ -153,7 +153,7 @@ class Mixer(nn.Module):
         outputs, indices = [], []
         for length, starts in places.items():
             index = torch.tensor(starts, device=x.device).unsqueeze(1) + torch.arange(length, device=x.device)
-            outputs.append(self.forward(x[0, index]).flatten(0, 1))
+            outputs.append(type(self).forward(self, x[0, index]).flatten(0, 1))
             indices.append(index.flatten())
         y, index = torch.cat(outputs), torch.cat(indices)
         return y[index.argsort()].unsqueeze(0)
@@ -163,7 +163,7 @@ class Mixer(nn.Module):
         output is that of its own position."""
         assert orders.outside is None, f"{self.name} has no position outside of its scan"
         outputs = [
-            self.forward(x[:, places])[:, inverse]
+            type(self).forward(self, x[:, places])[:, inverse]
             for places, inverse in zip(orders.places, orders.inverse(), strict=True)
         ]
         return outputs[0] if len(outputs) == 1 else sum(outputs) / len(outputs)
@@ -204,8 +204,8 @@ class Mixer(nn.Module):
         none."""
         return ""
 
-    def initial_state(self, batch_size: int) -> Any:
-        """The state before the first token (causal forms)."""
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> Any:
+        """The state before the first token (causal forms). device: None = that of the weights."""
         raise NotImplementedError
 
     def step(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:

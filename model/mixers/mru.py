@@ -27,6 +27,7 @@ from matmix.kernels.mru.constructions import (
 )
 from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
 from matmix.kernels.precision import working
+from matmix.model.calls import weights_of
 from matmix.model.initialization import InitRule, constant_init, normal_init
 from matmix.model.mixers.base import Mixer, overwrite
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
@@ -283,14 +284,17 @@ class MRU(Mixer):
     def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Computes outputs (..., d_model) from states (..., H, order, order)."""
         states = mixed.to(x.dtype)
-        if self.gate_proj is not None or self.state_size > self.d_model:
+        # An adapter or a quantised layer is more than its weight.
+        foldable = self.gate_proj is None and self.state_size <= self.d_model and type(self.out_proj) is nn.Linear
+        if not foldable:
             read_out = self.read_out().to(x.dtype)
             return self.finish(project(states, read_out) if states.dim() == 5 else states @ read_out, x)
         # Both maps are linear: folded into one, the tokens see a single large product instead of many tiny
         # ones.
-        out = self.out_proj.weight.unflatten(1, (self.nheads, self.order, -1))
+        weight, bias = weights_of(self.out_proj, "weight", "bias")
+        out = weight.unflatten(1, (self.nheads, self.order, -1))
         folded = torch.einsum("hjc,dhic->dhij", self.read_out(), out)
-        return F.linear(states.flatten(-3), folded.flatten(1), self.out_proj.bias)
+        return F.linear(states.flatten(-3), folded.flatten(1), bias)
 
     def finish(self, read: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Gate and output projection of what was read from the states, (..., H, order, d_chunk)."""
@@ -342,12 +346,13 @@ class MRU(Mixer):
             return {}
         return {"log_norm_max": self.log_norms[0], "log_norm_mean": self.log_norms[1]}
 
-    def initial_state(self, batch_size: int) -> State:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> State:
         """The identity, (batch_size, H, order, order) float32; with `shift` beside it the token before, zeros
         (batch_size, d_model)."""
         weight = self.state_down
-        states = torch.eye(self.order, device=weight.device).expand(batch_size, self.nheads, -1, -1).contiguous()
-        return self.joined(states, weight.new_zeros(batch_size, self.d_model))
+        device = weight.device if device is None else device
+        states = torch.eye(self.order, device=device).expand(batch_size, self.nheads, -1, -1).contiguous()
+        return self.joined(states, weight.new_zeros(batch_size, self.d_model, device=device))
 
     def joined(self, states: torch.Tensor, last: torch.Tensor) -> State:
         """Packs the state of generation: the matrices, and with `shift` also the token before."""

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels.precision import outside_autocast
+from matmix.model.calls import weights_of
 from matmix.model.initialization import constant_init
 
 
@@ -39,11 +40,20 @@ class RMSNormWeight(nn.Module):
         self.init_rules = {"weight": constant_init(1.0)}
 
 
+def conv_weights(conv: nn.Conv1d) -> tuple[Tensor, Tensor | None]:
+    """Weight (channels, taps) and bias of a depthwise convolution that an operation of `kernels` computes."""
+    weight, bias = weights_of(conv, "weight", "bias")
+    return weight.squeeze(1), bias
+
+
 @outside_autocast
-def exact_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def exact_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """x W^T + b in float32 at least, also under autocast: what the logits of gates need."""
     exact = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(exact), weight.to(exact), bias.to(exact))
+    if type(layer) is not nn.Linear:  # an adapter or quantised, and more than its weight
+        return layer(x.to(exact)).to(exact)
+    weight, bias = weights_of(layer, "weight", "bias")
+    return F.linear(x.to(exact), weight.to(exact), None if bias is None else bias.to(exact))
 
 
 def gate_sums(log_gate: Tensor, length: int) -> Tensor:

@@ -21,9 +21,9 @@ SMOOTHING_COUNTS = "num_items_in_batch" in signature(LabelSmoother.__call__).par
 """Whether this version of transformers divides smoothed losses as others; it takes the labels from the model."""
 
 
-def run_block(block: nn.Module, checkpoint: Callable[..., Any], *inputs: Any) -> Any:
+def run_block(block: nn.Module, checkpoint: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """The output of a block, which in training keeps its inputs only and computes the rest again for the gradients."""
-    forward = partial(type(block).forward, block)
+    forward = partial(type(block).forward, block, **options)
     return checkpoint(forward, *inputs) if block.training else forward(*inputs)
 
 
@@ -34,6 +34,8 @@ class MatmixPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
     _no_split_modules: ClassVar[list[str]] = ["Block"]
+    # Added to in place, which a copy on another device would not be.
+    _skip_keys_device_placement: ClassVar[list[str]] = ["streams"]
     one_text_a_row: ClassVar[bool] = False
     """What it gives is one answer for each row."""
 
@@ -116,10 +118,14 @@ class MatmixPreTrainedModel(PreTrainedModel):
         """What transformers calls to switch it on and off: every n-th block then runs under the given function."""
         self.gradient_checkpointing = enable
         for index, block in enumerate(self.model.blocks):
-            block.__dict__.pop("forward", None)
+            # The forward pass itself is called so where the hooks of accelerate stand in `forward`.
+            place = "_old_forward" if hasattr(block, "_hf_hook") else "forward"
+            block.__dict__.pop(place, None)
             if enable and index % every_n_layers == 0:
                 # A partial function, which a copy of the model copies with it.
-                block.forward = partial(run_block, block, gradient_checkpointing_func)
+                setattr(block, place, partial(run_block, block, gradient_checkpointing_func))
+            elif place == "_old_forward":
+                block._old_forward = partial(type(block).forward, block)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initial values for what is not loaded, by the rules that training from scratch uses."""

@@ -10,10 +10,10 @@ the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.interop.export.inputs import Columns, take_columns
@@ -24,6 +24,11 @@ def map_state(function: Callable[..., torch.Tensor], *states: Any) -> Any:
     if isinstance(states[0], list | tuple):
         return type(states[0])(map_state(function, *parts) for parts in zip(*states, strict=True))
     return None if states[0] is None else function(*states)
+
+
+def picked_rows(state: Any, rows: torch.Tensor) -> Any:
+    """The state of some rows (n,) int64 of a batch; layers, and so their states, may be on several devices."""
+    return map_state(lambda tensor: tensor[rows.to(tensor.device)], state)
 
 
 def state_shapes(state: Any) -> tuple:
@@ -67,8 +72,7 @@ class CarriedState:
             source = place[beam_idx]
             new_rows = (source >= 0).nonzero().squeeze(1)
             if new_rows.numel():
-                picked = source[new_rows]
-                groups.append((new_rows, map_state(lambda tensor, picked=picked: tensor[picked], state)))
+                groups.append((new_rows, picked_rows(state, source[new_rows])))
         self.groups = groups
 
     batch_select_indices = reorder_cache
@@ -125,18 +129,12 @@ def advance(
     """Logits (n, kept, vocab_size) of the columns of inputs (n, length), token ids or embeddings (n, length, d_model),
     and the new state. streams: as of `Backbone.forward`."""
     if inputs.shape[1] == 1 and streams is None:
-        logits, state = model.step(inputs[:, 0], state)
-        return take_columns(logits.unsqueeze(1), columns), state
-    x, new_state = model.embed(inputs), []
-    for block, block_state in zip(model.blocks, state, strict=True):
-        if streams is not None:
-            streams.append(x)
-        x, block_state = block.forward_with_state(x, block_state)
-        new_state.append(block_state)
-    if streams is not None:
-        streams.append(x)
-    weight, bias = model.output_projection()
-    return F.linear(model.features(take_columns(x, columns)), weight, bias), new_state
+        logits, state = model(inputs[:, 0], state, method="step")
+        logits = take_columns(logits.unsqueeze(1), columns)
+    else:
+        take = partial(take_columns, columns=columns)
+        logits, state = model(inputs, state, take, streams=streams, method="read")
+    return logits.to(inputs.device), state
 
 
 def read_prompt(
@@ -171,7 +169,8 @@ def read_prompt(
         places = (rows.unsqueeze(1), tokens_first[rows, :count])
         found: list[torch.Tensor] | None = None if streams is None else []
         of_group = slice(count - 1 if last_only else 0, count)
-        part, state = advance(model, inputs[places], model.initial_state(rows.numel()), of_group, found)
+        state = model.initial_state(rows.numel(), inputs.device)
+        part, state = advance(model, inputs[places], state, of_group, found)
         put_streams(streams, found, places, mask.shape)
         if not last_only:
             part = part.take_along_dim(wanted[rows].unsqueeze(-1), dim=1)
@@ -195,7 +194,7 @@ def put_streams(
     if not streams:
         streams += [part.new_zeros(*shape, part.shape[-1]) for part in found]
     for index, part in enumerate(found):
-        streams[index] = streams[index].index_put(places, part)
+        streams[index] = streams[index].index_put(tuple(place.to(part.device) for place in places), part)
 
 
 def join_groups(groups: list[tuple[torch.Tensor, Any]]) -> list[tuple[torch.Tensor, Any]]:

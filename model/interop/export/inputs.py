@@ -123,6 +123,7 @@ def columns_to_keep(logits_to_keep: int | torch.Tensor | None, shape: tuple[int,
 
 def take_columns(x: torch.Tensor, columns: Columns) -> torch.Tensor:
     """(B, L, ...) -> (B, n, ...)"""
+    columns = columns if isinstance(columns, slice) else columns.to(x.device)
     if isinstance(columns, slice) or columns.dim() == 1:
         return x[:, columns]
     return x[torch.arange(x.shape[0], device=x.device).unsqueeze(1), columns]

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import semiseparable_scan, semiseparable_step
+from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule, normal_init
 from matmix.model.mixers.attention.masks import (
     decay_mask,
@@ -119,8 +120,9 @@ class MaskedAttention(Mixer):
 
     def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         exact = torch.promote_types(mixed.dtype, torch.float32)
-        y = F.rms_norm(mixed.to(exact), mixed.shape[-1:], eps=self.norm.eps).flatten(-2) * self.norm.weight
-        return self.out_proj(y.to(self.out_proj.weight.dtype))
+        weight = weight_of(self.norm)
+        y = F.rms_norm(mixed.to(exact), mixed.shape[-1:], eps=self.norm.eps).flatten(-2) * weight
+        return self.out_proj(y.to(weight.dtype))
 
 
 class SmaCausal(MaskedAttention):
@@ -152,11 +154,11 @@ class SmaCausal(MaskedAttention):
         q, k, v = self.project(x)
         return semiseparable_scan(v, q, k, self.log_gates(x), cu_seqlens=cu_seqlens)
 
-    def initial_state(self, batch_size: int) -> torch.Tensor:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
         """Zero: (batch_size, H, headdim, headdim), the sum of k v^T, in float32 at least."""
         weight, headdim = self.k_proj.weight, self.config.headdim
         exact = torch.promote_types(weight.dtype, torch.float32)
-        return weight.new_zeros(batch_size, self.nheads, headdim, headdim, dtype=exact)
+        return weight.new_zeros(batch_size, self.nheads, headdim, headdim, dtype=exact, device=device)
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.project(x)
@@ -202,7 +204,7 @@ class SmaSemiseparable(SmaCausal):
         return super().flops_per_token(d_model, config, seqlen, causal) + gates
 
     def log_gates(self, x: torch.Tensor) -> torch.Tensor:
-        return F.logsigmoid(exact_linear(x, self.gate_proj.weight, self.gate_proj.bias))
+        return F.logsigmoid(exact_linear(x, self.gate_proj))
 
 
 class SmaToeplitz(MaskedAttention):

@@ -91,12 +91,12 @@ class Attention(Mixer):
         y = packed_attention(q, k, v, causal=self.causal, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, dropout=dropout)
         return self.out_proj(y.flatten(-2))
 
-    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """No keys and no values yet: two tensors (batch_size, 0, H, channels)."""
         weight = self.k_proj.weight
         return (
-            weight.new_empty(batch_size, 0, self.nheads, self.config.headdim),
-            weight.new_empty(batch_size, 0, self.nheads, self.value_headdim),
+            weight.new_empty(batch_size, 0, self.nheads, self.config.headdim, device=device),
+            weight.new_empty(batch_size, 0, self.nheads, self.value_headdim, device=device),
         )
 
     def forward_with_state(

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import short_conv, short_conv_step
@@ -21,6 +20,7 @@ from matmix.model.mixers.convolutions.long import (
     long_convolution_flops,
     packed_convolution,
 )
+from matmix.model.mixers.shared import conv_weights, exact_linear
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -93,8 +93,8 @@ class ImplicitFilter(nn.Module):
         offsets = offsets.to(exact) / self.max_seqlen
         h, freq = self.features(offsets), self.freq.to(exact)
         for layer in self.layers:
-            h = torch.sin(freq * F.linear(h, layer.weight.to(exact), layer.bias.to(exact)))
-        return (F.linear(h, self.out.weight.to(exact)) * self.window(offsets)).T
+            h = torch.sin(freq * exact_linear(h, layer))
+        return (exact_linear(h, self.out) * self.window(offsets)).T
 
 
 class Hyena(Mixer):
@@ -157,7 +157,7 @@ class Hyena(Mixer):
         self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x0, x1 and v (B, L, d_model) from in_proj's output."""
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         x0, x1, v = short_conv(projected, weight, bias, causal=self.causal, cu_seqlens=cu_seqlens).chunk(3, -1)
         return x0, x1, v
 
@@ -199,20 +199,20 @@ class Hyena(Mixer):
     def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return self.out_proj(mixed.squeeze(-1))
 
-    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The state before the first token: the last inputs of the short convolution, zeros (batch_size, 3 d_model,
         d_conv - 1), and the products x1 v of all tokens so far, empty (batch_size, 0, d_model)."""
         weight = self.in_proj.weight
         return (
-            weight.new_zeros(batch_size, 3 * self.d_model, self.config.d_conv - 1),
-            weight.new_empty(batch_size, 0, self.d_model),
+            weight.new_zeros(batch_size, 3 * self.d_model, self.config.d_conv - 1, device=device),
+            weight.new_empty(batch_size, 0, self.d_model, device=device),
         )
 
     def forward_with_state(
         self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         window, products = state
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         carried = {"initial_state": window, "return_final_state": True}
         convolved, window = short_conv(self.in_proj(x), weight, bias, causal=True, **carried)
         x0, x1, v = convolved.chunk(3, -1)
@@ -223,7 +223,7 @@ class Hyena(Mixer):
         self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         window, products = state
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         convolved, window = short_conv_step(self.in_proj(x), window, weight, bias)
         x0, x1, v = convolved.unsqueeze(1).chunk(3, -1)
         u = torch.cat([products.to(v.dtype), x1 * v], 1)

@@ -172,9 +172,11 @@ class S4D(Mixer):
     def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return self.finish(mixed.squeeze(-1), x)
 
-    def initial_state(self, batch_size: int) -> torch.Tensor:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
         """Zeros, (batch_size, d_model, d_state / 2) complex64 (complex128 with float64 weights)."""
-        return torch.zeros_like(self.rates()).detach().expand(batch_size, -1, -1).contiguous()
+        exact = torch.promote_types(self.log_dt.dtype, torch.float32)
+        shape = (batch_size, self.d_model, self.config.d_state // 2)
+        return self.log_dt.new_zeros(shape, dtype=exact.to_complex(), device=device)
 
     @outside_autocast
     def continued(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from matmix.kernels import gated_norm, short_conv, short_conv_step
+from matmix.model.calls import weight_of
 from matmix.model.initialization import normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import RMSNormWeight
+from matmix.model.mixers.shared import RMSNormWeight, conv_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,12 +87,12 @@ class Convolution(Mixer):
     def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The gate z and the convolution's outputs v, both (B, L, d_inner)."""
         z, inputs = self.in_proj(x).chunk(2, -1)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         return z, short_conv(inputs, weight, bias, causal=self.causal, activation="silu", cu_seqlens=cu_seqlens)
 
     def finish(self, v: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Gated norm and output projection: (..., d_inner) each -> (..., d_model)."""
-        return self.out_proj(gated_norm(v.to(z.dtype), self.norm.weight, z, eps=self.norm.eps))
+        return self.out_proj(gated_norm(v.to(z.dtype), weight_of(self.norm), z, eps=self.norm.eps))
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
@@ -99,20 +100,20 @@ class Convolution(Mixer):
         z, v = self.parts(x, cu_seqlens)
         return self.finish(v, z)
 
-    def initial_state(self, batch_size: int) -> torch.Tensor:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
         """The last inputs of the convolution, zeros (batch_size, d_inner, d_conv - 1)."""
-        return self.in_proj.weight.new_zeros(batch_size, self.d_inner, self.d_conv - 1)
+        return self.in_proj.weight.new_zeros(batch_size, self.d_inner, self.d_conv - 1, device=device)
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         z, inputs = self.in_proj(x).chunk(2, -1)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         carried = {"initial_state": state, "return_final_state": True}
         v, state = short_conv(inputs, weight, bias, causal=True, activation="silu", **carried)
         return self.finish(v, z), state
 
     def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         z, inputs = self.in_proj(x).chunk(2, -1)
-        v, state = short_conv_step(inputs, state, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu")
+        v, state = short_conv_step(inputs, state, *conv_weights(self.conv1d), activation="silu")
         return self.finish(v, z), state
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,9 @@ import torch
 import torch.nn.functional as F
 
 from matmix.kernels import gated_norm, quasiseparable_scan, short_conv
+from matmix.model.calls import weight_of
 from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock
+from matmix.model.mixers.shared import conv_weights
 
 
 class BidirectionalAdd(BidirectionalScanBlock):
@@ -47,7 +49,7 @@ class BidirectionalAdd(BidirectionalScanBlock):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
         """As `parts`, from in_proj's output."""
         z, vbc, dt = projected.split([self.d_inner, self.conv_dim, 2 * self.nheads], -1)
-        vbc = short_conv(vbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", cu_seqlens=cu_seqlens)
+        vbc = short_conv(vbc, *conv_weights(self.conv1d), activation="silu", cu_seqlens=cu_seqlens)
         v, *vectors = vbc.split([self.d_inner, *4 * [self.d_group]], -1)
         # Step sizes and decays in float32: bfloat16 would round the decay of long memories to 1.
         exact = torch.promote_types(dt.dtype, torch.float32)
@@ -76,7 +78,7 @@ class BidirectionalAdd(BidirectionalScanBlock):
         return self.finish(y, z)
 
     def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return self.out_proj(gated_norm(y.flatten(-2), self.norm.weight, z, eps=self.norm.eps))
+        return self.out_proj(gated_norm(y.flatten(-2), weight_of(self.norm), z, eps=self.norm.eps))
 
 
 class BidirectionalAddDiagonal(BidirectionalAdd):

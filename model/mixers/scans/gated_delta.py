@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import gated_norm, short_conv, short_conv_step
+from matmix.model.calls import weight_of
 from matmix.model.initialization import normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, gated_delta_rule, transition_matrix, unit_vectors
 from matmix.model.mixers.scans.scan_block import check_initial_steps, dt_bias_init, log_of_uniform_init
-from matmix.model.mixers.shared import RMSNormWeight
+from matmix.model.mixers.shared import RMSNormWeight, conv_weights
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -131,7 +132,7 @@ class GatedDelta(Mixer):
     def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> DeltaParts:
         """Computes all inputs of the recurrence from x (B, L, d_model)."""
         z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         convolved = short_conv(qkv, weight, bias, causal=True, activation="silu", cu_seqlens=cu_seqlens)
         return self.split_heads(convolved, z, *scalars)
 
@@ -160,7 +161,7 @@ class GatedDelta(Mixer):
     def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Norm, gate and output projection of y (..., heads, headdim)."""
         y = y.flatten(-2).to(z.dtype)
-        return self.out_proj(gated_norm(y, self.norm.weight, z, eps=self.norm.eps, group_size=self.config.headdim))
+        return self.out_proj(gated_norm(y, weight_of(self.norm), z, eps=self.norm.eps, group_size=self.config.headdim))
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         """M[t, s] = beta_s q_t^T A_t ... A_{s+1} k_s with A_t = alpha_t (I - beta_t k_t k_t^T), (B, H, L, L)."""
@@ -176,21 +177,21 @@ class GatedDelta(Mixer):
     def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return self.finish(mixed, self.parts(x).z)
 
-    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeros: the last inputs of the convolution (batch_size, its width, d_conv - 1), and the recurrence's state
         (batch_size, H, qk_dim, headdim)."""
         weight, config = self.in_proj.weight, self.config
         exact = torch.promote_types(weight.dtype, torch.float32)
         return (
-            weight.new_zeros(batch_size, self.sections[1], config.d_conv - 1),
-            weight.new_zeros(batch_size, self.nheads, config.qk_dim, config.headdim, dtype=exact),
+            weight.new_zeros(batch_size, self.sections[1], config.d_conv - 1, device=device),
+            weight.new_zeros(batch_size, self.nheads, config.qk_dim, config.headdim, dtype=exact, device=device),
         )
 
     def forward_with_state(
         self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         carried = {"initial_state": state[0], "return_final_state": True}
         convolved, window = short_conv(qkv, weight, bias, causal=True, activation="silu", **carried)
         parts = self.split_heads(convolved, z, *scalars)
@@ -201,7 +202,7 @@ class GatedDelta(Mixer):
         self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         convolved, window = short_conv_step(qkv, state[0], weight, bias, activation="silu")
         q, k, v, beta, log_decay, _ = self.split_heads(convolved, z, *scalars)
         alpha, written = log_decay.exp().unsqueeze(-1), beta.unsqueeze(-1) * k

@@ -15,8 +15,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from matmix.kernels import gated_norm, quasiseparable_scan, short_conv
 from matmix.kernels.checks import transformed
+from matmix.model.calls import weight_of
 from matmix.model.mixers.scans.hydra_functions import StepSizes, ValuesAndVectors
 from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock, ScanBlockConfig
+from matmix.model.mixers.shared import conv_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +78,14 @@ class Hydra(BidirectionalScanBlock):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
         """As `parts`, from in_proj's output."""
         z, vbc, dt = projected.split([self.d_inner, self.conv_dim, 2 * self.nheads], -1)
-        vbc = short_conv(vbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", cu_seqlens=cu_seqlens)
-        v, *vectors, diagonal = ValuesAndVectors.apply(vbc, self.fc_D.weight, self.D, self.d_group)
+        vbc = short_conv(vbc, *conv_weights(self.conv1d), activation="silu", cu_seqlens=cu_seqlens)
+        if type(self.fc_D) is nn.Linear:
+            v, *vectors, diagonal = ValuesAndVectors.apply(vbc, weight_of(self.fc_D), self.D, self.d_group)
+        else:  # an adapter or quantised, and more than its weight
+            v, *vectors = vbc.split([self.d_inner, *4 * [self.d_group]], -1)
+            diagonal = self.fc_D(v)
+            exact = torch.promote_types(diagonal.dtype, torch.float32)
+            diagonal = diagonal.to(exact) + self.D.to(exact)
         # Step sizes and decays in float32: bfloat16 would round the decay of long memories to 1.
         dt, log_decay = StepSizes.apply(dt, self.dt_bias, self.A_log, *self.dt_limits)
         return z, self.arguments(v, tuple(vectors), dt, log_decay, diagonal)
@@ -135,7 +143,7 @@ class Hydra(BidirectionalScanBlock):
         return self.finish(y.to(z.dtype), z)
 
     def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return self.out_proj(gated_norm(y.flatten(-2), self.norm.weight, z, eps=self.norm.eps))
+        return self.out_proj(gated_norm(y.flatten(-2), weight_of(self.norm), z, eps=self.norm.eps))
 
 
 def save_scan_only(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -127,11 +127,13 @@ class LinearAttention(Mixer):
         y = semiseparable_scan(*self.widened(q, k, v), None, cu_seqlens=cu_seqlens)
         return self.out_proj(self.divided(y, v.dtype).flatten(-2))
 
-    def initial_state(self, batch_size: int) -> torch.Tensor:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
         """Zeros (batch_size, H, headdim, headdim), and with the normaliser a column more; float32 at least."""
         weight, headdim = self.k_proj.weight, self.config.headdim
         exact = torch.promote_types(weight.dtype, torch.float32)
-        return weight.new_zeros(batch_size, self.nheads, headdim, headdim + self.config.normalize, dtype=exact)
+        return weight.new_zeros(
+            batch_size, self.nheads, headdim, headdim + self.config.normalize, dtype=exact, device=device
+        )
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.project(x)

@@ -374,5 +374,4 @@ class LionS(LionLit):
 
     def gate_logits(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, which: int = 0) -> torch.Tensor:
         """a_i(x) (B, L, H), in float32 at least: bfloat16 would round open gates to 1."""
-        gates = self.a2_i if which else self.a_i
-        return exact_linear(x, gates.weight, gates.bias)
+        return exact_linear(x, self.a2_i if which else self.a_i)

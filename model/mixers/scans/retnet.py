@@ -114,14 +114,16 @@ class RetNet(Mixer):
             y = quasiseparable_scan(v, q, k, q, k, decay, decay, shift=False, self_term="mean", cu_seqlens=cu_seqlens)
         return self.finish(y, x)
 
-    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """How many tokens each row has seen (batch_size,), none, and zeros (batch_size, H, headdim, value_headdim),
         float32 at least."""
         weight = self.k_proj.weight
         exact = torch.promote_types(weight.dtype, torch.float32)
         return (
-            torch.zeros(batch_size, dtype=torch.int64, device=weight.device),
-            weight.new_zeros(batch_size, self.nheads, self.config.headdim, self.value_headdim, dtype=exact),
+            weight.new_zeros(batch_size, dtype=torch.int64, device=device),
+            weight.new_zeros(
+                batch_size, self.nheads, self.config.headdim, self.value_headdim, dtype=exact, device=device
+            ),
         )
 
     def forward_with_state(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels.documents import shift_right
+from matmix.model.calls import weights_of
 from matmix.model.initialization import InitRule, constant_init, normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, diagonal_delta_rule, transition_matrix, unit_vectors
@@ -160,7 +161,7 @@ class RWKV7(Mixer):
 
     def finish(self, y: torch.Tensor, parts: RWKV7Parts) -> torch.Tensor:
         """Norm per head, bonus, gate and output projection of y (B, L, H, headdim)."""
-        weight, bias = self.ln_x.weight.to(y.dtype), self.ln_x.bias.to(y.dtype)
+        weight, bias = (part.to(y.dtype) for part in weights_of(self.ln_x, "weight", "bias"))
         normed = F.group_norm(y.flatten(0, 1).flatten(1), self.nheads, weight, bias, self.ln_x.eps)
         normed = normed.unflatten(0, y.shape[:2])
         bonus = (parts.r * self.by_head(self.r_k) * parts.k).sum(-1, keepdim=True) * parts.v
@@ -177,14 +178,14 @@ class RWKV7(Mixer):
     def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return self.finish(mixed, self.parts(x, shift_right(x, None)))
 
-    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeros: the token before (batch_size, d_model), and the recurrence's state (batch_size, H, headdim, headdim),
         keys by values."""
         weight, width = self.key.weight, self.config.headdim
         exact = torch.promote_types(weight.dtype, torch.float32)
         return (
-            weight.new_zeros(batch_size, self.d_model),
-            weight.new_zeros(batch_size, self.nheads, width, width, dtype=exact),
+            weight.new_zeros(batch_size, self.d_model, device=device),
+            weight.new_zeros(batch_size, self.nheads, width, width, dtype=exact, device=device),
         )
 
     def forward_with_state(

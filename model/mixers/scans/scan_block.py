@@ -16,9 +16,10 @@ from torch import nn
 
 from matmix.kernels import scan_layer, scan_layer_is_fused
 from matmix.kernels.checks import CHUNK_SIZES
+from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import RMSNormWeight
+from matmix.model.mixers.shared import RMSNormWeight, conv_weights
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -163,6 +164,8 @@ class ScanBlock(Mixer):
 
     def is_fused(self, projected: torch.Tensor) -> bool:
         """Whether `fused` takes in_proj's output here; it then gives what the parts give, to rounding."""
+        if self.diagonal == "projected" and type(self.fc_D) is not nn.Linear:
+            return False  # an adapter or quantised, and more than its weight
         return scan_layer_is_fused(projected, self.config.d_state, self.config.headdim)
 
     def layer_options(self) -> dict[str, Any]:
@@ -174,17 +177,16 @@ class ScanBlock(Mixer):
         input of out_proj (B, L, d_inner)."""
         return scan_layer(
             projected,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
+            *conv_weights(self.conv1d),
             self.dt_bias,
             self.A_log,
-            self.norm.weight,
+            weight_of(self.norm),
             nheads=self.nheads,
             ngroups=self.config.ngroups,
             d_state=self.config.d_state,
             directions=self.directions,
             D=None if self.diagonal == "none" else self.D,
-            diagonal_weight=self.fc_D.weight if self.diagonal == "projected" else None,
+            diagonal_weight=weight_of(self.fc_D) if self.diagonal == "projected" else None,
             eps=self.norm.eps,
             cu_seqlens=cu_seqlens,
             chunk_size=self.config.chunk_size or None,

@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 
 from matmix.kernels import gated_norm, semiseparable_scan, semiseparable_step, short_conv, short_conv_step
+from matmix.model.calls import weight_of
 from matmix.model.mixers.scans.scan_block import (
     ScanBlock,
     ScanBlockConfig,
     log_of_uniform_init,
     semiseparable_matrix,
 )
+from matmix.model.mixers.shared import conv_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +71,7 @@ class Semiseparable(ScanBlock):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """As `parts`, from in_proj's output."""
         z, vbc, dt = self.split(projected)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         mixed = short_conv(vbc, weight, bias, causal=True, activation="silu", cu_seqlens=cu_seqlens)
         return z, self.arguments(mixed, dt)
 
@@ -93,12 +95,12 @@ class Semiseparable(ScanBlock):
         """Gate, norm and output projection: y (..., d_inner) and z alike -> (..., d_model)."""
         groups = self.config.ngroups
         if self.config.norm_before_gate:
-            y = gated_norm(y, self.norm.weight, z, eps=self.norm.eps, group_size=self.d_inner // groups)
+            y = gated_norm(y, weight_of(self.norm), z, eps=self.norm.eps, group_size=self.d_inner // groups)
         else:
             exact = torch.promote_types(y.dtype, torch.float32)
             gated = (y.to(exact) * F.silu(z.to(exact))).unflatten(-1, (groups, -1))
             scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.norm.eps)
-            y = ((gated * scale).flatten(-2) * self.norm.weight).to(y.dtype)
+            y = ((gated * scale).flatten(-2) * weight_of(self.norm)).to(y.dtype)
         return self.out_proj(y)
 
     def layer_options(self) -> dict[str, Any]:
@@ -115,21 +117,21 @@ class Semiseparable(ScanBlock):
         y = semiseparable_scan(**arguments, cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size or None)
         return self.finish(y.flatten(-2), z)
 
-    def initial_state(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeros: the last inputs of the convolution (batch_size, conv_dim, d_conv - 1), and the state (batch_size, H,
         N, P), float32 at least."""
         weight, config = self.in_proj.weight, self.config
         exact = torch.promote_types(weight.dtype, torch.float32)
         return (
-            weight.new_zeros(batch_size, self.conv_dim, config.d_conv - 1),
-            weight.new_zeros(batch_size, self.nheads, config.d_state, config.headdim, dtype=exact),
+            weight.new_zeros(batch_size, self.conv_dim, config.d_conv - 1, device=device),
+            weight.new_zeros(batch_size, self.nheads, config.d_state, config.headdim, dtype=exact, device=device),
         )
 
     def forward_with_state(
         self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         z, vbc, dt = self.project(x)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         carried = {"initial_state": state[0], "return_final_state": True}
         mixed, window = short_conv(vbc, weight, bias, causal=True, activation="silu", **carried)
         carried |= {"initial_state": state[1], "chunk_size": self.config.chunk_size or None}
@@ -140,7 +142,7 @@ class Semiseparable(ScanBlock):
         self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor], in_place: bool = False
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         z, vbc, dt = self.project(x)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         mixed, window = short_conv_step(vbc, state[0], weight, bias, activation="silu", in_place=in_place)
         y, last = semiseparable_step(**self.arguments(mixed, dt), state=state[1], in_place=in_place)
         return self.finish(y.flatten(-2), z), (window, last)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, normal_init
 from matmix.model.mixers.structured.matrix_mixer import MatrixMixer, MixingParameters, SharedBlockConfig
 
@@ -59,16 +60,17 @@ class Monarch(MatrixMixer):
         position = torch.arange(v.shape[1], device=v.device)
         row, column = position // columns, position % columns
         to_row, to_column, of_row, of_column = row[:, None], column[:, None], row[None], column[None]
-        first = self.matrix_mixer.blkdiag1[:, of_row, to_column, of_column]
-        second = self.matrix_mixer.blkdiag2[:, to_column, to_row, of_row]
+        first, second = weights_of(self.matrix_mixer, "blkdiag1", "blkdiag2")
+        first, second = first[:, of_row, to_column, of_column], second[:, to_column, to_row, of_row]
         return (second * first).unsqueeze(0)
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
         rows, columns = self.grid(self.max_seqlen)
         length = v.shape[1]
         v = F.pad(v, (0, 0, 0, 0, 0, rows * columns - length)).unflatten(1, (rows, columns))
-        v = torch.einsum("hred,brdhp->brehp", self.matrix_mixer.blkdiag1, v)
-        v = torch.einsum("hesr,brehp->bsehp", self.matrix_mixer.blkdiag2, v)
+        first, second = weights_of(self.matrix_mixer, "blkdiag1", "blkdiag2")
+        v = torch.einsum("hred,brdhp->brehp", first, v)
+        v = torch.einsum("hesr,brehp->bsehp", second, v)
         return v.flatten(1, 2)[:, :length]
 
 
@@ -102,16 +104,16 @@ class Butterfly(MatrixMixer):
         # From token j to token i leads one way: factor s turns bit s of the position from that of j into that of i.
         to = torch.arange(v.shape[1], device=v.device).unsqueeze(1)
         of = torch.arange(v.shape[1], device=v.device).unsqueeze(0)
-        product = 1.0
+        twiddle, product = weight_of(self.matrix_mixer, "twiddle"), 1.0
         for s in range(self.factor_count(self.max_seqlen)):
             pair = ((of >> (s + 1)) << s) + (to & ((1 << s) - 1))
-            product = product * self.matrix_mixer.twiddle[:, s, pair, (to >> s) & 1, (of >> s) & 1]
+            product = product * twiddle[:, s, pair, (to >> s) & 1, (of >> s) & 1]
         return product.unsqueeze(0)
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
         factors, length = self.factor_count(self.max_seqlen), v.shape[1]
         v = F.pad(v, (0, 0, 0, 0, 0, 2**factors - length))
-        for s, blocks in enumerate(self.matrix_mixer.twiddle.to(v.dtype).unbind(1)):
+        for s, blocks in enumerate(weight_of(self.matrix_mixer, "twiddle").to(v.dtype).unbind(1)):
             v = v.unflatten(1, (-1, 2, 2**s))  # (B, blocks of 2^(s+1) tokens, bit s, lower bits, H, P)
             # (1, blocks, bit s of the output, bit s of the input, lower bits, H, 1)
             weights = blocks.unflatten(1, (-1, 2**s)).permute(1, 3, 4, 2, 0)[None, ..., None]

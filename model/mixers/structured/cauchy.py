@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule, constant_init
 from matmix.model.mixers.structured.matrix_mixer import MixingParameters, QueryKeyConfig, QueryKeyMixer
 from matmix.model.mixers.structured.row_blocks import mix_in_row_blocks
@@ -83,7 +84,7 @@ class CauchyDD(Cauchy):
 
     def summands(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = super().summands(inputs)
-        bias = self.matrix_mixer.bias.to(q.dtype)
+        bias = weight_of(self.matrix_mixer, "bias").to(q.dtype)
         return q + bias, k + bias
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule
 from matmix.model.mixers.structured.matrix_mixer import (
     MatrixMixer,
@@ -38,7 +39,7 @@ class Dense(MatrixMixer):
         return 2.0 * seqlen * d_inner
 
     def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return self.matrix_mixer.M.unsqueeze(0) * self.max_seqlen**-0.5
+        return weight_of(self.matrix_mixer, "M").unsqueeze(0) * self.max_seqlen**-0.5
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
-        return torch.einsum("hts,bshp->bthp", self.matrix_mixer.M, v) * self.max_seqlen**-0.5
+        return torch.einsum("hts,bshp->bthp", weight_of(self.matrix_mixer, "M"), v) * self.max_seqlen**-0.5

@@ -16,9 +16,10 @@ from torch import nn
 
 from matmix.kernels import gated_norm, short_conv
 from matmix.kernels.precision import outside_autocast
+from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import RMSNormWeight
+from matmix.model.mixers.shared import RMSNormWeight, conv_weights
 
 WIDEST_SHORT_CONV = 9
 """Taps of the widest convolution that the op knows, which respects document boundaries."""
@@ -171,7 +172,7 @@ class MatrixMixer(Mixer):
         """The gate z (B, L, d_inner), v (B, L, H, P) and the inputs of the matrix (B, L, width) each; what
         `direct_width` asks for is the last of them."""
         z, mixed, direct = self.in_proj(x).split([self.d_inner, self.conv_dim, self.direct], -1)
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_weights(self.conv1d)
         if self.activated_inputs or not self.input_sizes:
             mixed = centred_conv(mixed, weight, bias, activation="silu", cu_seqlens=cu_seqlens)
             v, *inputs = mixed.split([self.d_inner, *self.input_sizes], -1)
@@ -200,7 +201,7 @@ class MatrixMixer(Mixer):
 
     def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """Gated norm and output projection of y (B, L, H, P)."""
-        return self.out_proj(gated_norm(y.flatten(-2).to(z.dtype), self.norm.weight, z, eps=self.norm.eps))
+        return self.out_proj(gated_norm(y.flatten(-2).to(z.dtype), weight_of(self.norm), z, eps=self.norm.eps))
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         if self.fixed_length:
@@ -240,7 +241,8 @@ class QueryKeyMixer(MatrixMixer):
         if self.data_dependent:
             q, k = (part.unflatten(-1, (self.nheads, -1)) for part in inputs)
             return q, k
-        return self.matrix_mixer.q_matrix.unsqueeze(0), self.matrix_mixer.k_matrix.unsqueeze(0)
+        q, k = weights_of(self.matrix_mixer, "q_matrix", "k_matrix")
+        return q.unsqueeze(0), k.unsqueeze(0)
 
 
 def centred_conv(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from matmix.model.calls import weight_of
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
 
@@ -71,7 +72,7 @@ class MLPMixer(Mixer):
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         """M (B, d_model, L, L)."""
-        return (self.down.weight * self.weights(x).unsqueeze(-2)) @ self.up.weight
+        return (weight_of(self.down) * self.weights(x).unsqueeze(-2)) @ weight_of(self.up)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(-1)
@@ -80,4 +81,4 @@ class MLPMixer(Mixer):
         mixed = mixed.squeeze(-1)
         if not self.config.bias:
             return mixed
-        return mixed + self.down(self.weights(x) * self.up.bias).mT
+        return mixed + self.down(self.weights(x) * weight_of(self.up, "bias")).mT

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import quasiseparable_scan
+from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, constant_init
 from matmix.model.mixers.scans.hydra_functions import StepSizes
 from matmix.model.mixers.scans.scan_block import check_initial_steps, dt_bias_init
@@ -92,7 +93,7 @@ class Quasiseparable(MatrixMixer):
         """D of every token and head, (B, L, H) in float32 at least."""
         product = self.matrix_mixer.fc_D(v.flatten(-2))
         exact = torch.promote_types(product.dtype, torch.float32)
-        return product.to(exact) + self.matrix_mixer.D.to(exact)
+        return product.to(exact) + weight_of(self.matrix_mixer, "D").to(exact)
 
     def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         B, C, dt, log_decay = self.vectors_and_steps(v, inputs)
@@ -138,10 +139,11 @@ class QuasiseparableDI(Quasiseparable):
 
     def vectors_and_steps(self, v, inputs):
         batch, length = v.shape[:2]
-        B, C = self.matrix_mixer.BC.expand(batch, -1, -1).chunk(2, -1)
+        BC, dt_bias, A_log = weights_of(self.matrix_mixer, "BC", "dt_bias", "A_log")
+        B, C = BC.expand(batch, -1, -1).chunk(2, -1)
         exact = torch.promote_types(v.dtype, torch.float32)
-        dt = F.softplus(self.matrix_mixer.dt_bias.to(exact))
-        log_decay = dt * -self.matrix_mixer.A_log.to(exact).exp()
+        dt = F.softplus(dt_bias.to(exact))
+        log_decay = dt * -A_log.to(exact).exp()
         return B, C, *(part.expand(batch, length, 2, -1) for part in (dt, log_decay))
 
 
@@ -160,6 +162,5 @@ class QuasiseparableDD(Quasiseparable):
 
     def vectors_and_steps(self, v, inputs):
         B, C, dt = inputs
-        parameters = self.matrix_mixer
-        dt, log_decay = StepSizes.apply(dt, parameters.dt_bias, parameters.A_log, 0.0, float("inf"))
+        dt, log_decay = StepSizes.apply(dt, *weights_of(self.matrix_mixer, "dt_bias", "A_log"), 0.0, float("inf"))
         return B, C, dt, log_decay

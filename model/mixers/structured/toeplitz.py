@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule
 from matmix.model.mixers.fourier import fast_length, real_transform_flops, toeplitz_product
 from matmix.model.mixers.structured.matrix_mixer import (
@@ -83,7 +84,7 @@ class ToeplitzDI(Toeplitz):
         return MixingParameters(conv_params=shape), {"conv_params": draw_xavier_normal}
 
     def kernels(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        m, zero = self.matrix_mixer.conv_params.t().unsqueeze(0), self.max_seqlen - 1
+        m, zero = weight_of(self.matrix_mixer, "conv_params").t().unsqueeze(0), self.max_seqlen - 1
         return m[:, : zero + 1].flip(1), m[:, zero:]
 
 

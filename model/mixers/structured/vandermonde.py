@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from matmix.model.calls import weights_of
 from matmix.model.initialization import InitRule
 from matmix.model.mixers.structured.matrix_mixer import MixingParameters, QueryKeyConfig, QueryKeyMixer
 from matmix.model.mixers.structured.row_blocks import mix_in_row_blocks
@@ -68,7 +69,8 @@ class VandermondeDI(Vandermonde):
         return dict.fromkeys(["matrix_mixer.q_bias", "matrix_mixer.k_bias"], NOT_DECAYED)
 
     def queries_and_keys(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = (part.permute(2, 0, 1).unsqueeze(0) for part in (self.matrix_mixer.q_bias, self.matrix_mixer.k_bias))
+        parts = weights_of(self.matrix_mixer, "q_bias", "k_bias")
+        q, k = (part.permute(2, 0, 1).unsqueeze(0) for part in parts)
         return q, k
 
 

@@ -1,0 +1,163 @@
+"""Hooks see all that is done with blocks and mixers, and what is offloaded or adapted gives right outputs."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
+from mixer_cases import CASES, D_MODEL
+from torch import nn
+
+from matmix.model import HeadConfig, ImageConfig, ModelConfig, build_model
+from matmix.model.calls import weights_of
+from matmix.model.decoding import decode
+from matmix.model.static_step import has_static_step
+
+VOCABULARY = 29
+
+
+@pytest.fixture
+def make(randomize):
+    """A model with random weights and no state that overflows."""
+
+    def build(config):
+        return randomize(build_model(config), std=0.1).eval()
+
+    return build
+
+
+def _greedy(model, prompts):
+    return list(decode(model, prompts, lambda number, logits: int(logits.argmax()), max_new_tokens=4))
+
+
+def _offloaded(model):
+    """A copy whose weights are fetched for each call."""
+    other = cpu_offload(copy.deepcopy(model), execution_device="cpu")
+    assert all(parameter.is_meta for parameter in other.parameters())
+    return other
+
+
+@pytest.mark.parametrize("layers", [None, ("mru", "semiseparable", "none")])
+def test_hooks_run_for_each_token(make, layers):
+    """None: every mixer."""
+    config = language_model_of_all()
+    model = make(config if layers is None else dataclasses.replace(config, layers=layers, n_layers=len(layers)))
+    assert has_static_step(model) is (layers is not None)
+    counts = {}
+    for module in (model, *model.blocks, *(block.mixer for block in model.blocks if block.mixer is not None)):
+        counts[module] = 0
+        module.register_forward_hook(lambda module, *_: counts.update({module: counts[module] + 1}))
+    assert not has_static_step(model)  # a graph replays no hooks
+    with torch.no_grad():
+        model(torch.randint(VOCABULARY, (2, 5)))
+    assert set(counts.values()) == {1}
+    _greedy(model, [[3, 4, 5], [6, 7, 8]])
+    # Once for both prompts, and for each token but the last, which nothing follows.
+    assert set(counts.values()) == {1 + 1 + 3}
+
+
+@pytest.mark.parametrize("config", [encoder_of_all, language_model_of_all])
+def test_offloaded_models_give_the_same(make, config):
+    """Every mixer, in the parallel form."""
+    model = make(config())
+    ids = torch.randint(VOCABULARY, (2, SEQLEN))
+    with torch.no_grad():
+        assert torch.equal(_offloaded(model)(ids), model(ids))
+
+
+def test_offloaded_models_generate_the_same(make):
+    model = make(language_model_of_all())
+    other, prompts = _offloaded(model), [[3, 4, 5], [6, 7, 8, 9]]
+    assert _greedy(other, prompts) == _greedy(model, prompts)
+    ids = torch.randint(VOCABULARY, (2, 6))
+    with torch.no_grad():
+        expected, state = model.prefill(ids)
+        found, other_state = other.prefill(ids)
+        assert torch.equal(found, expected)
+        assert torch.equal(other.step(ids[:, 0], other_state)[0], model.step(ids[:, 0], state)[0])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not CASES[name].kind.fixed_length])
+def test_offloaded_mixers_read_documents_and_orders(randomize, name):
+    mixer = randomize(CASES[name].build())
+    other = _offloaded(mixer)
+    x = torch.randn(1, 9, D_MODEL)
+    documents = torch.tensor([0, 2, 5, 9], dtype=torch.int32)
+    with torch.no_grad():
+        assert torch.equal(other(x, documents, 4), mixer(x, documents, 4))
+
+
+def test_offloaded_models_of_images(make):
+    config = ModelConfig(
+        architecture="image_classifier",
+        layers=("lion_s", "hydra"),
+        n_layers=2,
+        d_model=16,
+        mixers=encoder_of_all().mixers,
+        image=ImageConfig(size=16, patch=4, scan="both", class_token="none"),
+        head=HeadConfig(outputs=5),
+    )
+    model, images = make(config), torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(_offloaded(model)(images), model(images))
+
+
+class Adapter(nn.Module):
+    """A low-rank addition to a linear layer, as PEFT's layers stand in the place of the original."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer = layer
+        self.down = nn.Parameter(torch.randn(2, layer.in_features) * 0.3)
+        self.up = nn.Parameter(torch.randn(layer.out_features, 2) * 0.3)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_of_all_linear_layers_count(randomize, name):
+    """The same as with what they add in the weights."""
+    adapted = randomize(CASES[name].build(), dtype=torch.float64)
+    merged = copy.deepcopy(adapted)
+    for path, layer in list(merged.named_modules()):
+        if isinstance(layer, nn.Linear):
+            parent, _, child = path.rpartition(".")
+            adapter = Adapter(adapted.get_submodule(path)).double()
+            setattr(adapted.get_submodule(parent), child, adapter)
+            with torch.no_grad():
+                layer.weight += adapter.up @ adapter.down
+    x = torch.randn(2, 8, D_MODEL, dtype=torch.float64)
+    torch.testing.assert_close(adapted(x), merged(x), rtol=1e-6, atol=1e-9)
+
+
+def test_an_adapter_that_would_count_for_nothing_is_refused(randomize):
+    mixer = randomize(CASES["hydra"].build())
+    mixer.conv1d = nn.Sequential(mixer.conv1d)
+    mixer.conv1d.base_layer = mixer.conv1d[0]
+    with pytest.raises(ValueError, match=r"an adapter \(Sequential\) .* leave this layer out of target_modules$"):
+        mixer(torch.randn(1, 4, D_MODEL))
+
+
+def test_weights_that_no_hook_brings_are_refused():
+    class Hook:
+        def pre_forward(self, module):
+            pass
+
+        def post_forward(self, module, output):
+            pass
+
+    layer = nn.Linear(2, 2, device="meta")
+    layer._hf_hook = Hook()
+    with pytest.raises(ValueError, match=r"^Linear.weight is offloaded, .* in the device_map$"):
+        weights_of(layer, "weight")
