@@ -14,12 +14,13 @@ from torch.nn import functional as F
 
 from matmix.data.loading.batch import Batch
 from matmix.model import build_model, initialize
+from matmix.model.calls import Called
 from matmix.train.evaluators.ablation import image_losses, mixing_metrics
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
 
 
-class Constant(nn.Module):
+class Constant(Called):
     def __init__(self, value):
         super().__init__()
         self.value = value
