@@ -202,3 +202,10 @@ def check_states(model, ids: torch.Tensor) -> None:
             assert name in refusal(lambda given=given: model(ids[:, 5:], **given)), name
         packed = torch.cat((torch.arange(5), torch.arange(ids.shape[1] - 5))).unsqueeze(0)
         assert "a row of its own" in refusal(lambda: model(ids[:1], position_ids=packed, use_cache=True))
+        options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        expected, positions = model.generate(ids, **options), torch.arange(ids.shape[1]).expand(ids.shape)
+        for cached in (True, False):
+            more = {"use_cache": cached, **options}
+            assert torch.equal(model.generate(ids, position_ids=positions, **more), expected)
+            words = refusal(lambda more=more: model.generate(ids, position_ids=positions + 1, **more))
+            assert "position_ids" in words, words

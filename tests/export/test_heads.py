@@ -40,6 +40,13 @@ def test_losses_are_those_of_transformers(problem, outputs, labels):
         torch.testing.assert_close(classification_loss(logits, labels, None), expected)
 
 
+def test_values_that_are_not_counted_are_refused():
+    labels = torch.tensor([0.5, -100.0])
+    assert torch.isfinite(classification_loss(torch.zeros(2, 1), labels, "regression"))
+    with pytest.raises(ValueError, match="the value -100, which Trainer does not count"):
+        classification_loss(torch.zeros(2, 1), labels, "regression", count=1)
+
+
 def test_answers_that_were_cut_off_do_not_count():
     start, end = torch.randn(4, 12), torch.randn(4, 12)
     starts, ends = torch.tensor([3, 0, 5, 11]), torch.tensor([4, 2, 99, 12])

@@ -166,7 +166,13 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
             input_ids, inputs_embeds = input_ids[:, input_ids.shape[1] - new :], None
         elif inputs_embeds is not None:
             input_ids = None
+        # Those of a prompt, which are looked at; with each token they go on as the state does.
+        position_ids = kwargs.get("position_ids") if past_key_values is None else None
+        given = inputs_embeds if input_ids is None else input_ids
+        if position_ids is not None and position_ids.shape[1] != given.shape[1]:
+            position_ids = None
         return {
+            "position_ids": position_ids,
             "input_ids": input_ids,
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,

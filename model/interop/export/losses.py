@@ -49,7 +49,7 @@ def classification_loss(
 
     problem: "regression", labels (B,) or (B, num_labels) values; "single_label_classification", labels (B,) classes;
     "multi_label_classification", labels (B, num_labels) 0 or 1; None = regression with one label, else by the type of
-    the labels.
+    the labels. Raises ValueError (one line) for values of -100 where there is a count, which leaves them out.
     """
     if problem is None and logits.shape[-1] == 1:
         problem = "regression"
@@ -59,6 +59,8 @@ def classification_loss(
         return class_loss(logits, labels, count)
     logits, targets = logits.float(), labels.to(logits.device, torch.float32)
     if problem == "regression":
+        if count is not None and bool((targets == -100).any()):
+            raise ValueError("labels hold the value -100, which Trainer does not count as a target: scale the values")
         return reduced(F.mse_loss, logits.flatten(), targets.flatten(), count)
     return reduced(F.binary_cross_entropy_with_logits, logits, targets, count)
 
