@@ -17,12 +17,14 @@ from matmix.data.storage.files import write_atomic
 from matmix.launch.finetune import finetuning_config, on_examples, planned_config, read_task
 from matmix.launch.lab.compare.config import FINETUNED, Comparison
 from matmix.launch.lab.compare.finetuned import Finetuned, ScoreColumn, Scores, as_begun, check_alike
+from matmix.launch.many.finetunings import Scores as OwnScores
 from matmix.launch.many.finetunings import read_scores
 from matmix.launch.many.task import Task
 from matmix.train.config import RunConfig
 from matmix.train.recipe_files import find_recipe
 from matmix.train.run.directory import RunDirectory
 from matmix.train.tasks.base import Metric
+from matmix.train.tasks.metrics import control_words
 
 _RECIPE = "recipe.toml"
 
@@ -59,7 +61,10 @@ class FinetunedRecipe(Finetuned):
     def words(self, pretrained: Sequence[Task]) -> list[str]:
         best = self.values.get("evaluation", {}).get("best", "")
         which = f"best evaluation by {best}" if best else "last evaluation"
-        return [f"{self.name}: {self.metric.title} of the fine-tuned runs in their {which}."]
+        said = f"{self.name}: {self.metric.title} of the fine-tuned runs in their {which}"
+        evaluations = [found for task in pretrained for found in self._read(task).evaluations]
+        control = control_words(self.metric, evaluations[0]) if evaluations else ""
+        return [f"{said}; control without a model {control}." if control else f"{said}."]
 
     def plan_words(self) -> str:
         return f"{self.name} ({self.metric.title})"
@@ -84,13 +89,17 @@ class FinetunedRecipe(Finetuned):
         return found
 
     def scores(self, pretrained: Task) -> Scores:
+        found = self._read(pretrained)
+        return {self._key(metric.name): found.values(metric.name) for metric in found.known}
+
+    def _read(self, pretrained: Task) -> OwnScores:
+        """Those of the fine-tuning of a run; without any where it is not finished."""
         run = RunDirectory(self.folder_of(pretrained))
         try:
             config = dataclasses.replace(run.read_config(), run_dir=str(run.path))
         except (FileNotFoundError, ValueError):
-            return {}
-        found = read_scores([Task(entry=pretrained.entry, seed=pretrained.seed, config=config)])
-        return {self._key(metric.name): found.values(metric.name) for metric in found.known}
+            return read_scores([])
+        return read_scores([Task(entry=pretrained.entry, seed=pretrained.seed, config=config)])
 
     def check(self, comparison: Comparison, word: str) -> None:
         """Raises FileNotFoundError or ValueError (one line) where the encoders of a comparison cannot be fine-tuned on

@@ -82,7 +82,7 @@ def scored(recipe, task, tmp_path):
     for pretrained in tasks_of(comparison):
         finish(pretrained, {"loss": 2.0, "masked_accuracy": 0.25})
         base = 0.5 if pretrained.entry == "attention" else 0.75
-        _score(topic, pretrained, {"accuracy": base + pretrained.seed / 8, "f1": 0.1})
+        _score(topic, pretrained, {"accuracy": base + pretrained.seed / 8, "f1": 0.1, "control_accuracy": 0.4})
         if (pretrained.entry, pretrained.seed) != ("no mixer", 1):
             _score(likeness, pretrained, {"pearson": base, "spearman": 0.2})
     return comparison
@@ -101,7 +101,8 @@ def test_the_table_has_a_column_for_each_task_and_one_for_their_mean(scored, cap
     assert rows["no mixer (control)"]["mean over tasks (%)"] == "75.0"  # of the seed that has both
     assert "Not fine-tuned on likeness: no mixer seed 1." in text
     assert "topic: accuracy of the fine-tuned runs in their last evaluation." not in text
-    assert "topic: accuracy of the fine-tuned runs in their best evaluation by accuracy." in text
+    best = "topic: accuracy of the fine-tuned runs in their best evaluation by accuracy"
+    assert f"{best}; control without a model 40.0% (the most frequent class)." in text
     assert "likeness: Pearson correlation of the fine-tuned runs in their last evaluation." in text
     assert "Also in" not in text  # their folders are none of the comparison's entries
     row = csv_rows(scored.home)["attention"]
