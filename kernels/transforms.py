@@ -40,9 +40,11 @@ def _replace_autograd(operation: CustomOpDef) -> None:
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             *args, keyset = args
-            # Its own level must not follow what runs in here, but the levels around it must.
-            outer = torch._C._are_functorch_transforms_active()
-            with torch.set_grad_enabled(outer), forward_ad._set_fwd_grad_enabled(outer):
+            if torch._C._are_functorch_transforms_active():
+                # This level must not follow what runs in here, but the levels around it must.
+                with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                    output = below(keyset, args)
+            else:
                 output = below(keyset, args)
             if operation._setup_context_fn is not None:
                 with torch._C._AutoDispatchBelowAutograd():
@@ -69,6 +71,8 @@ def _replace_autograd(operation: CustomOpDef) -> None:
         followed = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
         if not followed and forward_ad._current_level < 0:
             return below(keyset, args)
+        if not torch._C._are_functorch_transforms_active():
+            return Differentiable.apply(*args, keyset)
         with enable_single_level_autograd_function():
             return Differentiable.apply(*args, keyset)
 
