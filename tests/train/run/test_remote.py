@@ -18,9 +18,11 @@ from object_store import running_store
 from runs import losses, run_recipe
 from saved_weights import read_weights
 
+from matmix.train import loop
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.run import lease, remote, remote_checkpoints
 from matmix.train.run.outcome import local_folder
+from matmix.train.run.place import MovedError
 from matmix.train.run.remote import fetch_run, local_outline
 from matmix.train.run.sync import RunSync
 
@@ -122,6 +124,24 @@ def test_a_failed_upload_costs_one_line_and_no_checkpoint(store, url, dataset, t
     elsewhere(tmp_path)
     assert run_recipe("debug_mru", dataset, url, *STEPS).finished
     assert losses(local_folder(url)) == losses(straight)
+
+
+def test_a_node_whose_folder_is_moved_uploads_what_it_has_and_ends(store, url, dataset, tmp_path, monkeypatch):
+    true = loop.Trainer.compute_step
+
+    def step(trainer, batches):
+        if trainer.state.step == 5:
+            local_folder(url).rename(tmp_path / "moved")
+        true(trainer, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "compute_step", step)
+        with pytest.raises(MovedError, match=f"^this node's folder of {url} was moved to {tmp_path / 'moved'} while"):
+            run_recipe("debug_mru", dataset, url, *STEPS)
+    assert steps_at(store)[-1] == "step-00000006"
+    assert store.get("runs/a/metrics.jsonl") == (tmp_path / "moved" / "metrics.jsonl").read_bytes()
+    assert not local_folder(url).exists()
+    assert run_recipe("debug_mru", dataset, url, *STEPS).steps_done == 6
 
 
 @pytest.mark.slow
