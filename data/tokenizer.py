@@ -195,9 +195,9 @@ class FastTokenizer(Tokenizer):
                 }
                 special = {token["content"] for token in added if token.get("special")}
                 special |= {name for name in roles.values() if name is not None}
-                new = make_unspelled(file, special)
+                new, changed = make_unspelled(file, special)
                 self.backend = tokenizers.Tokenizer.from_buffer(
-                    json.dumps(file, ensure_ascii=False).encode() if new else raw
+                    json.dumps(file, ensure_ascii=False).encode() if changed else raw
                 )
                 unknown = unknown_piece(file)
         except Exception as error:  # the library raises plain Exception

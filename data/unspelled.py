@@ -23,11 +23,11 @@ _EXPORTS_MARK = "(?#special tokens)"
 _CUT = {"type": "Split", "pattern": {"Regex": "<(?=0x[0-9A-F]{2}>)"}, "behavior": "Isolated", "invert": False}
 
 
-def make_unspelled(file: dict[str, Any], special: Collection[str]) -> dict[str, str]:
+def make_unspelled(file: dict[str, Any], special: Collection[str]) -> tuple[dict[str, str], bool]:
     """Change the contents of a tokenizer.json so that no text gives its special tokens; ids stay as they are.
 
-    special: the names of these tokens. Returns the new names of those that needed one. Raises KeyError, TypeError,
-    ValueError or AttributeError where `file` is no tokenizer.json.
+    special: the names of these tokens. Returns the new names of those that needed one, and whether anything was to
+    be changed. Raises KeyError, TypeError, ValueError or AttributeError where `file` is no tokenizer.json.
     """
     model, added = file["model"], file.get("added_tokens") or []
     pieces = pieces_of(model)
@@ -50,18 +50,22 @@ def make_unspelled(file: dict[str, Any], special: Collection[str]) -> dict[str, 
     for token in added:
         token["content"] = new.get(token["content"], token["content"])
     bytes_spelled = _BYTES & pieces if model.get("byte_fallback") else set()
+    changed = bool(new)
     if "merges" in model:
         skipped = len(model.get("continuing_subword_prefix") or "")
         pairs = [(merge, merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
-        model["merges"] = [
+        kept = [
             merge
             for merge, (left, right) in pairs
             if not {left, right, left + right[skipped:]} & new.keys() and left + right[skipped:] not in bytes_spelled
         ]
+        changed |= len(kept) < len(pairs)
+        model["merges"] = kept
     if bytes_spelled and (model.get("ignore_merges") or "merges" not in model):
+        changed = True
         steps = [file["pre_tokenizer"]] if file.get("pre_tokenizer") else []
         file["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*steps, _CUT]}
-    return new
+    return new, changed
 
 
 def pieces_of(model: dict[str, Any]) -> set[str]:

@@ -8,9 +8,9 @@ import json
 import pytest
 import sentencepiece
 from hypothesis import given, settings
-from tokenizer_kinds import FRAGMENTS, KINDS, LETTERS, OTHERS, SPECIAL, TEXTS, built, specials
+from tokenizer_kinds import BYTES, FRAGMENTS, KINDS, LETTERS, OTHERS, SPECIAL, TEXTS, built, numbered, specials
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from tokenizers import decoders, models
 
 from matmix.data.tokenizer import Tokenizer
 
@@ -74,6 +74,20 @@ def test_merges_that_are_strings(load, tmp_path):
     file["model"]["merges"] = [" ".join(merge) for merge in file["model"]["merges"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(file))
     assert Tokenizer.load(tmp_path).encode_batch(FRAGMENTS) == load(name).encode_batch(FRAGMENTS)
+
+
+def test_names_of_bytes_are_text_where_no_special_token_is_a_piece(tmp_path):
+    unigram = models.Unigram([("?", 0.0), *((name, 0.0) for name in BYTES), ("a", -1.0)], unk_id=0, byte_fallback=True)
+    merges = [("<", "0"), ("<0", "x"), ("<0x", "4"), ("<0x4", "1"), ("<0x41", ">")]
+    vocabulary = numbered("?", *BYTES, *"<0x41>a", *("".join(merge) for merge in merges))
+    bpe = models.BPE(vocabulary, merges, unk_token="?", byte_fallback=True)
+    for model in (unigram, bpe):
+        backend = Backend(model)
+        backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        backend.add_special_tokens(["</s>"])
+        backend.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = Tokenizer.load(tmp_path)
+        assert tokenizer.decode(tokenizer.encode("a<0x41>é</s>")) == "a<0x41>é</s>"
 
 
 def test_an_unknown_token_that_is_also_special_stays_out_of_text(tmp_path):
