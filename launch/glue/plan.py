@@ -57,7 +57,7 @@ class Plan:
 
         Raises FileNotFoundError or ValueError (one line) for a source, examples or options that cannot be used.
         """
-        words = [*task.overrides(self.folder), *overrides(self.settings, task.name), *self.others]
+        words = [*task.overrides(self.folder), *overrides(self.settings, task.name, self.others)]
         return counted(finetuning_config(self.source, task.recipe, words))
 
     def runs(self) -> list[GlueRun]:

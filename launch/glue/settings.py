@@ -7,6 +7,7 @@ MosaicBERT was. "lion" are Hydra's with the learning rate 1e-5 on every task (ar
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 Column = Literal["hydra", "bert", "lion"]
@@ -35,12 +36,14 @@ BERT = {
 LION_LR = 1e-5
 
 
-def overrides(column: Column, task: str) -> list[str]:
-    """Options for the recipe of a task; [] where the recipe has them."""
+def overrides(column: Column, task: str, given: Sequence[str] = ()) -> list[str]:
+    """Options for the recipe of a task, where the recipe does not have them, and after them those that are `given`."""
     if column == "hydra":
-        return []
+        return [*given]
     if column == "lion":
-        return ["--optimizer.lr", repr(LION_LR)]
+        return ["--optimizer.lr", repr(LION_LR), *given]
     own = BERT[task]
     rates = ["--optimizer.lr", repr(own.lr), "--optimizer.weight-decay", repr(own.weight_decay)]
-    return [*rates, "--epochs", str(own.epochs), "--global-batch-size", str(own.batch)]
+    by_steps = any(word.partition("=")[0] == "--steps" for word in given)
+    epochs = [] if by_steps else ["--epochs", str(own.epochs)]
+    return [*rates, *epochs, "--global-batch-size", str(own.batch), *given]

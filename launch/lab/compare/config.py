@@ -187,6 +187,8 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
         values["run_dir"] = recipe  # it goes on where it lies, wherever it began
     given = given_values(overrides)
     require(("seed",) not in given, f"--seed: {_NOT_AN_ENTRYS['seed']}")
+    if ("steps",) in given and ("epochs",) not in given:
+        given[("epochs",)] = 0.0  # they stand in place of a recipe's
     for key, value in given.items():
         put(values, key, value)
         for row in rows:  # of entries and of variants

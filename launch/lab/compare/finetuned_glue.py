@@ -63,7 +63,7 @@ class GlueSettings:
 
     def overrides(self, task: GlueTask) -> list[str]:
         """The options of the recipe of a task that say its settings."""
-        return [*overrides(self.settings, task.name), *self.options]
+        return overrides(self.settings, task.name, self.options)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,3 +63,10 @@ def test_without_a_run_on_mnli_all_begin_with_the_source(encoder, glue, tmp_path
     assert [run.config.run_dir for run in runs] == [
         f"{tmp_path}/{name}/seed-0" for name in ("RTE-without-MNLI", "CoLA")
     ]
+
+
+@pytest.mark.parametrize("column", PUBLISHED)
+def test_steps_that_are_given_stand_in_place_of_the_published_epochs(column, encoder, glue, tmp_path):
+    own = plan(encoder, glue, tmp_path, [TASKS["RTE"]], seeds=[0], settings=column, others=["--steps", "7"])
+    config = own.config(TASKS["RTE"])
+    assert (config.steps, config.epochs) == (7, 0)
