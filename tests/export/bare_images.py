@@ -20,6 +20,9 @@ else:
 for missing in ("matmix", "torchvision", "timm"):
     assert importlib.util.find_spec(missing) is None, f"{missing} must not be importable here"
 
+import copy
+
+import numpy as np
 import torch
 import transformers
 from bare_arguments import check_signature
@@ -52,6 +55,9 @@ def check(folder: Path) -> None:
     assert found.pooler_output.shape == (1, model.config.hidden_size)
     names = [model.config.id2label[index] for index in range(logits.shape[1])]
     assert names == ["cat", "dog", "hen"]
+    check_pictures(processor, picture)
+    half = copy.deepcopy(model).bfloat16()
+    assert largest(half(**inputs).logits, logits) <= 0.2, "half precision takes the processor's float32"
     guess = pipeline("image-classification", model=model, image_processor=processor)(picture, top_k=1)[0]
     assert guess["label"] == names[logits.argmax()]
     assert abs(guess["score"] - logits.softmax(1).max().item()) < 1e-4
@@ -75,6 +81,41 @@ def check(folder: Path) -> None:
         assert torch.equal(again(**inputs).logits, model.eval()(**inputs).logits)
     other, _ = load(AutoModelForImageClassification, path, num_labels=5, ignore_mismatched_sizes=True)
     assert other(**inputs).logits.shape == (1, 5)
+
+
+def check_pictures(processor, picture: Image.Image) -> None:
+    """Arrays are the picture in either order of their dimensions, alone and several; what has no known range and
+    options that would be lost are refused."""
+    expected = processor(picture)["pixel_values"]
+    array = np.asarray(picture)
+    for same in (array, array.transpose(2, 0, 1), torch.tensor(array).permute(2, 0, 1), array[None]):
+        assert np.array_equal(processor(same)["pixel_values"], expected), f"an array of {same.shape}"
+    narrow = torch.tensor(array[:, :3]).permute(2, 0, 1)
+    cut = processor(picture.crop((0, 0, 3, picture.height)))["pixel_values"]
+    assert np.array_equal(processor(narrow)["pixel_values"], cut), "three columns are no channels"
+    grey = picture.convert("L")
+    levels, expected = np.asarray(grey), processor(grey)["pixel_values"]
+    for same in (levels, levels[None], levels[..., None], Image.fromarray(levels.astype(np.uint16) * 257)):
+        assert np.array_equal(processor(same)["pixel_values"], expected)
+    wrong = {
+        "mode I": lambda: processor(grey.convert("I")),
+        "mode F": lambda: processor(grey.convert("F")),
+        "image of float64": lambda: processor(array / 255),
+        "image of shape (34, 45, 2)": lambda: processor(array[..., :2]),
+        "image is a str": lambda: processor("picture.png"),
+        "no use for do_rescale = False": lambda: processor(picture, do_rescale=False),
+        "no use for size": lambda: processor(picture, size={"height": 8, "width": 8}),
+        "no use for do_normalize": lambda: type(processor)(do_normalize=False),
+        "size = {'shortest_edge': 8}": lambda: type(processor)(size={"shortest_edge": 8}),
+    }
+    for words, call in wrong.items():
+        message = ""
+        try:
+            call()
+        except ValueError as error:
+            message = str(error)
+        assert words in message, f"{words}: {message}"
+        assert "\n" not in message
 
 
 if __name__ == "__main__":

@@ -26,6 +26,10 @@ class MatmixImageBase(MatmixPreTrainedModel):
         self.model = ImageClassifier(self.matmix_config())
         self.post_init()
 
+    def in_own_type(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """The images in the type of the weights: processors give float32, whatever type the model is loaded in."""
+        return pixel_values.to(self.dtype) if pixel_values.is_floating_point() else pixel_values
+
 
 class MatmixImageModel(MatmixImageBase):
     """The residual stream after the last layer, and one vector for each image."""
@@ -39,7 +43,7 @@ class MatmixImageModel(MatmixImageBase):
         """last_hidden_state (B, L, d_model), pooler_output (B, d_model) and hidden states of pixel_values
         (B, channels, H, W)."""
         streams = self.streams(keywords)
-        x = self.model.stream(pixel_values, streams)
+        x = self.model.stream(self.in_own_type(pixel_values), streams)
         return BaseModelOutputWithPooling(
             last_hidden_state=self.model.norm(x),
             pooler_output=self.model.pooled(x),
@@ -60,7 +64,7 @@ class MatmixForImageClassification(MatmixImageBase):
     ) -> ImageClassifierOutput | tuple:
         """Logits (B, num_labels) of pixel_values (B, channels, H, W); labels as for `classification_loss`, by
         config.problem_type."""
-        logits, hidden = self.run(pixel_values, keywords)
+        logits, hidden = self.run(self.in_own_type(pixel_values), keywords)
         problem = self.config.problem_type
         loss = self.loss(classification_loss, logits, labels, problem=problem, count=num_items_in_batch)
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)

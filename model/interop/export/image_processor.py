@@ -11,6 +11,9 @@ from PIL import Image, ImageOps
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
+# What every picture goes through: transformers' processors may be told to leave it out, this one may not.
+_STEPS = ("do_convert_rgb", "do_resize", "do_center_crop", "do_rescale", "do_normalize")
+
 
 class MatmixImageProcessor(BaseImageProcessor):
     """Resizes the short side to size / crop, cuts out the middle, and normalises, as the evaluation of the training.
@@ -29,6 +32,9 @@ class MatmixImageProcessor(BaseImageProcessor):
         interpolation: str = "bicubic",
         **kwargs: Any,
     ):
+        refuse_options({name: value for name, value in kwargs.items() if name in _STEPS})
+        if not isinstance(size, int):
+            raise ValueError(f"size = {size!r}: give the pixels of a side as one number")
         super().__init__(**kwargs)
         self.mean, self.std = list(mean), list(std)
         self.crop, self.size, self.interpolation = crop, size, interpolation
@@ -37,20 +43,23 @@ class MatmixImageProcessor(BaseImageProcessor):
         return self.preprocess(images, **kwargs)
 
     def preprocess(self, images: Any, return_tensors: str | None = None, **kwargs: Any) -> BatchFeature:
-        """One picture or a list of them (of Pillow, or arrays (height, width, channels) or (height, width) of 8 bits)
-        -> {"pixel_values": (B, channels, size, size)}."""
-        several = images if isinstance(images, list | tuple) else [images]
+        """One picture or several -> {"pixel_values": (B, channels, size, size)}.
+
+        images: a picture of Pillow, or one of 8 bits as an array (height, width), (height, width, channels) or, as
+        tensors mostly are, (channels, height, width); a list of them, or one array more of several. Raises ValueError
+        (one line) for others, and for options of transformers' own processors that would change the result.
+        """
+        refuse_options(kwargs)
+        several = list(images) if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4 else [images]
         values = np.stack([self.pixels(image) for image in several])
         return BatchFeature({"pixel_values": values}, tensor_type=return_tensors)
 
     def pixels(self, image: Any) -> np.ndarray:
         """float32 (channels, size, size) of one picture."""
-        if isinstance(image, torch.Tensor):
-            image = image.numpy()
-        if isinstance(image, np.ndarray):
-            if image.dtype != np.uint8:
-                raise ValueError(f"an image of {image.dtype}: give arrays of 8 bits (uint8), or images of Pillow")
-            image = Image.fromarray(image)
+        if isinstance(image, np.ndarray | torch.Tensor):
+            image = from_array(image)
+        if not isinstance(image, Image.Image):
+            raise ValueError(f"an image is a {type(image).__name__}: give images of Pillow, or arrays of 8 bits")
         image = with_three_or_one(ImageOps.exif_transpose(image), len(self.mean))
         short = int(self.size / self.crop)
         scale = short / min(image.size)
@@ -63,9 +72,34 @@ class MatmixImageProcessor(BaseImageProcessor):
         return ((values - mean) / std).transpose(2, 0, 1)
 
 
+def refuse_options(options: dict[str, Any]) -> None:
+    """Raises ValueError (one line) for the first that asks for something else than what is done anyway."""
+    for name, value in options.items():
+        if value is not None and not (name in _STEPS and value is True):
+            raise ValueError(f"the image processor has no use for {name} = {value!r}: leave it out")
+
+
+def from_array(values: np.ndarray | torch.Tensor) -> Image.Image:
+    """A picture of 8 bits. Where both ends could be the channels, those of a tensor come first, of an array last."""
+    first = isinstance(values, torch.Tensor)
+    values = np.asarray(values.cpu() if first else values)
+    if values.dtype != np.uint8:
+        raise ValueError(f"an image of {values.dtype}: give arrays of 8 bits (uint8), or images of Pillow")
+    if values.ndim == 3:
+        ends = (values.shape[0] in (1, 3, 4), values.shape[2] in (1, 3, 4))
+        if ends[0] and (first or not ends[1]):
+            values = values.transpose(1, 2, 0)
+        if values.shape[2] == 1:
+            values = values[..., 0]
+    if values.ndim not in (2, 3) or (values.ndim == 3 and values.shape[2] not in (3, 4)) or not values.size:
+        raise ValueError(f"an image of shape {values.shape}: give (height, width), with 1, 3 or 4 channels or without")
+    return Image.fromarray(np.ascontiguousarray(values))
+
+
 def with_three_or_one(image: Image.Image, channels: int) -> Image.Image:
     """An image of red, green and blue, or of brightness; white shows behind transparent pixels, and 16 bits of grey
-    become 8."""
+    become 8. Raises ValueError (one line) for what has no known range (floats, 32 bits) or colours (LAB, HSV), as the
+    data of the training does."""
     if image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.uint32)
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
@@ -73,4 +107,6 @@ def with_three_or_one(image: Image.Image, channels: int) -> Image.Image:
         base = Image.new("RGBA", image.size, (255, 255, 255, 255))
         base.alpha_composite(image.convert("RGBA"))
         image = base.convert("RGB")
+    elif image.mode not in ("1", "L", "P", "RGB", "CMYK", "YCbCr"):
+        raise ValueError(f"an image of mode {image.mode}, whose range or colours are not known: convert it to 8 bits")
     return image.convert("RGB" if channels == 3 else "L")
