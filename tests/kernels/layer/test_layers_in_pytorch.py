@@ -93,6 +93,22 @@ def test_activation_checkpointing(interpreter, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_each_sample(interpreter, name):
+    """By vmap over grad, with parameters that the samples share."""
+    op, tensors = samples(interpreter)[name]
+    first = next(iter(tensors))
+    values = {name: tensor.detach() for name, tensor in tensors.items()}
+    rows = torch.stack((values[first], 0.9 * values[first]))
+    dims = {name: 0 if name == first else None for name in values}
+    each = torch.func.vmap(torch.func.grad(lambda given: op(**given).square().sum()), (dims,))(values | {first: rows})
+    for number, row in enumerate(rows):
+        given = tensors | {first: row.clone().requires_grad_()}
+        wanted = torch.autograd.grad(op(**given).square().sum(), list(given.values()))
+        for gradients, expected in zip(each.values(), wanted, strict=True):
+            assert torch.equal(gradients[number], expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_forward_mode_is_refused(interpreter, name):
     op, tensors = samples(interpreter)[name]
     first, x = next(iter(tensors.items()))
