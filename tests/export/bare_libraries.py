@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from bare_loading import largest, load
+from bare_offloading import check_offloading
 from bare_steps import check_every_kind
 from transformers import (
     AutoModel,
@@ -61,6 +62,7 @@ def check_libraries(exports: Path, heads: Path, work: Path) -> list[str]:
     checks = {
         "accelerate": lambda: (
             check_every_kind(exports / "mru" / "export", exports / "hydra" / "export"),
+            check_offloading(exports),
             [check_trainer(heads, name, work / name) for name in TRAINED],
         ),
         "sentence_transformers": lambda: check_sentence_transformer(heads / "embedder"),

@@ -3,16 +3,20 @@
 import copy
 import dataclasses
 
+import accelerate.hooks
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, dispatch_model
 from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
 from mixer_cases import CASES, D_MODEL
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from matmix.model import HeadConfig, ImageConfig, ModelConfig, build_model
 from matmix.model.calls import weights_of
 from matmix.model.decoding import decode
+from matmix.model.interop.export.generation_state import advance, picked_rows
+from matmix.model.mixers.mru import MRU
 from matmix.model.static_step import has_static_step
 
 VOCABULARY = 29
@@ -102,6 +106,42 @@ def test_offloaded_models_of_images(make):
     model, images = make(config), torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         assert torch.equal(_offloaded(model)(images), model(images))
+
+
+def _put(module, name, device, **_):
+    """What accelerate does with a weight, for fake tensors, which it cannot copy."""
+    *path, name = name.split(".")
+    module = module.get_submodule(".".join(path))
+    weight = getattr(module, name)
+    setattr(module, name, nn.Parameter(weight.detach().to(device), requires_grad=weight.requires_grad))
+
+
+@pytest.mark.parametrize("config", [encoder_of_all, language_model_of_all])
+def test_layers_on_two_devices(config, monkeypatch):
+    """With tensors that have a device and no numbers: as on GPUs, operations refuse those of two devices."""
+    config, second = config(), torch.device("cuda", 1)
+    monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", _put)
+    # It reads a number, of which there are none.
+    monkeypatch.setattr(MRU, "refuse_overflow", lambda self: None)
+    with FakeTensorMode(), torch.no_grad():
+        model = build_model(config).eval()
+        places = dict.fromkeys((name for name, _ in model.named_children() if name != "blocks"), second)
+        places["embedding" if config.causal else "embeddings"] = torch.device("cuda", 0)
+        places |= {f"blocks.{index}": torch.device("cuda", index % 2) for index in range(config.n_layers)}
+        dispatch_model(model, places, main_device=torch.device("cuda", 0))
+        for index, block in enumerate(model.blocks):
+            assert {weight.device.index for weight in block.parameters()} <= {index % 2}
+        ids = torch.zeros(2, SEQLEN, dtype=torch.int64, device="cuda:0")
+        streams = []
+        assert model(ids, streams=streams).shape == (2, SEQLEN, VOCABULARY)
+        assert model(ids, select=ids[0, :3]).shape == (3, VOCABULARY)
+        if config.causal:
+            logits, state = model(ids, method="prefill")
+            logits, state = model(ids[:, 0], state, method="step")
+            logits, state = advance(model, ids, state, slice(-2, None), streams)
+            assert logits.device == ids.device
+            for block_state in state:
+                picked_rows(block_state, ids[:, 0])
 
 
 class Adapter(nn.Module):
