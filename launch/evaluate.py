@@ -39,7 +39,7 @@ class Evaluate:
     text_documents: TextDocuments = "file"
     """What is a document in .txt files."""
     window: int = 0
-    """Tokens that the model reads at a time; 0 = as many as in training (of an export: model.max_seqlen)."""
+    """Tokens that the model reads at a time; 0 = as many as in training."""
     stride: int = 0
     """Tokens by which the window moves on: each is predicted from at least window - stride others of its document, but
     for the first ones; 0 = half a window."""

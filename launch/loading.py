@@ -13,7 +13,7 @@ from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.model.config import ModelConfig
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
-from matmix.model.interop.importing.exported import load_weights, read_export, read_export_config
+from matmix.model.interop.importing.exported import load_weights, read_export, read_export_config, read_length
 from matmix.model.interop.importing.foreign import read_object
 from matmix.train.checkpoint.steps import step_of
 from matmix.train.config import RunConfig
@@ -51,7 +51,7 @@ class Source:
     start: int | None
     """What a generated text starts from when there is no prompt."""
     seqlen: int
-    """Tokens of a sequence in training; of an export, what its configuration has as the longest document."""
+    """Tokens of a sequence in training; of an export, what its configuration says to keep to."""
     device: torch.device
     step: int | None = None
     """The step of a run's checkpoint, None for an export."""
@@ -114,7 +114,8 @@ def _load_export(path: Path, device: str | None) -> Source:
     reader = TextReader(tokenizer, *_put_around(fast))
     defaults = path / "generation_config.json"
     start = read_object(defaults).get("bos_token_id") if defaults.is_file() else None
-    return _ready(path, model, fast, reader, start, device)
+    ready = _ready(path, model, fast, reader, start, device)
+    return dataclasses.replace(ready, seqlen=read_length(path) or ready.seqlen)
 
 
 def reader_of(config: RunConfig, tokenizer: Tokenizer, fast: FastTokenizer) -> TextReader:

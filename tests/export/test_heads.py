@@ -10,9 +10,17 @@ import torch
 from bare_libraries import TRAINED, check_sentence_transformer, check_trainer
 from safetensors.torch import load_file
 from small_models import HEADS, with_head
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
 
+from matmix.data.examples.encoding import Encoder
 from matmix.model import build_model
 from matmix.model.interop import read_export
 from matmix.model.interop.export.directory import export_model
@@ -52,6 +60,37 @@ def test_answers_that_were_cut_off_do_not_count():
     starts, ends = torch.tensor([3, 0, 5, 11]), torch.tensor([4, 2, 99, 12])
     expected = ForQuestionAnsweringLoss(start, end, starts, ends)
     torch.testing.assert_close((span_loss(start, starts) + span_loss(end, ends)) / 2, expected)
+
+
+def test_words_with_their_spaces_are_read_as_in_training(head_exports, tokenizer):
+    """As the page on exports and the card of the model write it."""
+    words = ["the", "king", "of", "naïve", "rivers,", "x"]
+    export = head_exports / "tokens" / "export"
+    spaced = [words[0], *(f" {word}" for word in words[1:])]
+    found = AutoTokenizer.from_pretrained(export)(spaced, is_split_into_words=True)
+    special = tokenizer.special["cls"], tokenizer.special["sep"]
+    pieces = Encoder(tokenizer=tokenizer, prefix=special[0], suffix=special[1], max_length=99, truncate=False).words(
+        words
+    )
+    assert found["input_ids"] == [special[0], *(token for piece in pieces for token in piece), special[1]]
+    numbers = [number for number, piece in enumerate(pieces) for _ in piece]
+    assert found.word_ids() == [None, *numbers, None]
+    assert 'spaced = [words[0], *(f" {word}" for word in words[1:])]' in (export / "README.md").read_text()
+
+
+def test_the_configuration_says_what_the_weights_are(exports):
+    """Embeddings that are not those of the weights are refused; what computes attention makes no difference."""
+    path = exports / "mixed" / "export"
+    ids = torch.arange(8, 20)[None]
+    logits = []
+    for name in ("sdpa", "eager"):
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, attn_implementation=name)
+        logits.append(model.eval()(ids).logits)
+    assert torch.equal(*logits)
+    for name, tied in (("mixed", True), ("mru", False), ("hydra", False)):
+        auto_class = AutoModelForMaskedLM if name == "hydra" else AutoModelForCausalLM
+        with pytest.raises(ValueError, match=f"tie_word_embeddings = {tied}: the model has {not tied}"):
+            auto_class.from_pretrained(exports / name / "export", trust_remote_code=True, tie_word_embeddings=tied)
 
 
 def test_an_export_says_what_its_outputs_are(head_exports):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -29,6 +30,7 @@ from matmix.launch.generate import generate
 from matmix.launch.loading import load_source
 from matmix.launch.sampling import Sampling
 from matmix.model import count_parameters
+from matmix.model.interop.export.directory import longest_text
 from matmix.train.run.directory import RunDirectory
 
 GREEDY = Sampling(temperature=0.0)
@@ -158,6 +160,10 @@ def test_the_tokenizer_cuts_texts_at_the_length_of_the_training(encoder, tmp_pat
     out = export_run(encoder, tmp_path / "out")
     assert AutoTokenizer.from_pretrained(out).model_max_length == config.data.seqlen
     assert json.loads((out / "sentence_bert_config.json").read_text())["max_seq_length"] == config.data.seqlen
+    assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == config.data.seqlen
+    assert load_source(out).seqlen == load_source(encoder).seqlen == config.data.seqlen
+    positions = dataclasses.replace(config.model, position_embeddings=True)
+    assert longest_text(positions, config.data.seqlen) == config.model.max_seqlen
 
 
 def test_exports_put_the_special_tokens_of_the_training_around_text(language_model, encoder, tmp_path):

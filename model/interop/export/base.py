@@ -33,6 +33,8 @@ class MatmixPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
+    # Attention is PyTorch's scaled_dot_product_attention, which is also what "eager" gets.
+    _supports_sdpa = True
     _no_split_modules: ClassVar[list[str]] = ["Block"]
     # Added to in place, which a copy on another device would not be.
     _skip_keys_device_placement: ClassVar[list[str]] = ["streams"]
@@ -40,7 +42,11 @@ class MatmixPreTrainedModel(PreTrainedModel):
     """What it gives is one answer for each row."""
 
     def matmix_config(self) -> ModelConfig:
-        """The configuration the model is built from."""
+        """The configuration the model is built from. Raises ValueError (one line) where it would not be what
+        tie_word_embeddings says."""
+        tied, wanted = self.config.matmix.get("tie_embeddings", True), self.config.tie_word_embeddings
+        if wanted != tied:
+            raise ValueError(f"tie_word_embeddings = {wanted}: the model has {tied} in its weights; leave it at that")
         return model_config_from_dict(self.config.matmix, vocab_size=self.config.vocab_size)
 
     def run(

@@ -11,15 +11,24 @@ class MatmixConfig(PretrainedConfig):
     """Configuration of an exported language model.
 
     `matmix` is the whole `ModelConfig` as nested plain values; it is what the model is built from, except for
-    `vocab_size`, which `resize_token_embeddings` may change.
+    `vocab_size`, which `resize_token_embeddings` may change. `max_position_embeddings` is where other tools cut texts:
+    the length of the training, or of what bounds a text.
     """
 
     model_type = "matmix"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
-    def __init__(self, matmix: dict[str, Any] | None = None, vocab_size: int | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        matmix: dict[str, Any] | None = None,
+        vocab_size: int | None = None,
+        max_position_embeddings: int | None = None,
+        **kwargs: Any,
+    ):
         self.matmix = dict(matmix or {})
         self.vocab_size = self.matmix.get("vocab_size", 0) if vocab_size is None else vocab_size
+        longest = self.matmix.get("max_seqlen", 0)
+        self.max_position_embeddings = longest if max_position_embeddings is None else max_position_embeddings
         kwargs.setdefault("tie_word_embeddings", self.matmix.get("tie_embeddings", True))
         super().__init__(**kwargs)
 
@@ -30,10 +39,6 @@ class MatmixConfig(PretrainedConfig):
     @property
     def num_hidden_layers(self) -> int:
         return self.matmix.get("n_layers", 0)
-
-    @property
-    def max_position_embeddings(self) -> int:
-        return self.matmix.get("max_seqlen", 0)
 
 
 class MatmixEncoderConfig(MatmixConfig):

@@ -113,7 +113,7 @@ def export_model(
             (temporary / "LICENSE").write_text(license_of_the_code(), encoding="utf-8")
         if images is not None:
             write_image_processor(temporary, config, images)
-        _write_json(temporary / "config.json", config_file(config, special, dtype, outputs))
+        _write_json(temporary / "config.json", config_file(config, special, dtype, outputs, max_length))
         if config.causal and config.model_class.tokens:
             # Where documents start with no token of their own, what is generated from nothing starts as after
             # the end of one.
@@ -192,7 +192,9 @@ def check_target(out_dir: Path) -> None:
         raise ValueError(f"{out_dir} exists and is not an empty directory; choose another one, or remove it")
 
 
-def config_file(config: ModelConfig, special: Mapping[str, int | None], dtype: str, outputs: Outputs) -> dict[str, Any]:
+def config_file(
+    config: ModelConfig, special: Mapping[str, int | None], dtype: str, outputs: Outputs, max_length: int
+) -> dict[str, Any]:
     """The content of config.json."""
     for_transformers = {}
     if form := FORMS.get(config.architecture):
@@ -209,9 +211,16 @@ def config_file(config: ModelConfig, special: Mapping[str, int | None], dtype: s
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype,
+        **({"max_position_embeddings": longest_text(config, max_length)} if config.model_class.tokens else {}),
         **_token_ids(special),
         "matmix": model_config_to_dict(config),
     }
+
+
+def longest_text(config: ModelConfig, max_length: int) -> int:
+    """Tokens of a text that tools shall not go beyond: those of the training, or of what the model has parameters
+    for."""
+    return config.max_seqlen if config.position_embeddings or config.fixed_length_mixers() else max_length
 
 
 def write_code(directory: Path, config: ModelConfig) -> None:

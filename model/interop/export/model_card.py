@@ -122,6 +122,14 @@ def _loading(config: ModelConfig, has_tokenizer: bool, has_processor: bool, outp
             'image = Image.open("photo.jpg")',
             'logits = model(**processor(image, return_tensors="pt")).logits',
         ]
+    if has_tokenizer and main == "AutoModelForTokenClassification":
+        code += [
+            "",
+            "# Words, the label of each of which is that of its first token. All but the first have their space.",
+            'words = ["Words", "with", "labels"]',
+            'spaced = [words[0], *(f" {word}" for word in words[1:])]',
+            'logits = model(**tokenizer(spaced, is_split_into_words=True, return_tensors="pt")).logits',
+        ]
     if has_tokenizer and takes_layout(config):
         code += [
             "",

@@ -45,6 +45,15 @@ def read_export_config(directory: Path) -> ModelConfig:
         raise ValueError(f"{path} does not describe a model ({ascii(error)[:300]})") from None
 
 
+def read_length(directory: Path) -> int | None:
+    """Tokens of a text that an export says to keep to; None where it does not. Raises ValueError (one line)."""
+    path = directory / "config.json"
+    length = read_object(path).get("max_position_embeddings")
+    if length is not None and (type(length) is not int or length < 1):
+        raise ValueError(f"{path}: max_position_embeddings is a number of tokens, from 1 on")
+    return length
+
+
 def read_labels(directory: Path) -> tuple[str, ...]:
     """The names of an exported classifier's classes, in the order of its outputs; () where it has none, or where they
     are transformers' own, LABEL_0 and so on. Raises ValueError (one line)."""
