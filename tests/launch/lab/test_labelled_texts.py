@@ -109,7 +109,7 @@ def test_tagged_texts_are_in_one_split_as_a_whole(tmp_path):
     assert len(everything) == 40 * 3, "pieces of ten sentences of 25"
 
 
-@pytest.mark.parametrize(("name", "labels"), [("authors", 2), ("genres", 3), ("verse", 2)])
+@pytest.mark.parametrize(("name", "labels"), [("authors", 2), ("genres", 3), ("marks", 3), ("verse", 2)])
 def test_texts_of_our_own_corpora_need_no_package(name, labels, tmp_path):
     assert main([name, "--out", str(tmp_path)]) == 0
     found = splits(tmp_path)
@@ -120,7 +120,7 @@ def test_texts_of_our_own_corpora_need_no_package(name, labels, tmp_path):
     assert set(counts.values()) == {3000 // labels}, "a label is as frequent as another"
     texts = [row["text"] for split in found.values() for row in split]
     assert len(set(texts)) == len(texts)
-    assert all(12 <= len(text.split()) <= 40 for text in texts)
+    assert all(6 <= len(text.split()) <= 40 for text in texts)
 
 
 def test_verse_is_what_begins_its_lines_with_capitals(monkeypatch):
