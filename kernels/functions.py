@@ -1,32 +1,38 @@
-"""What torch.vmap does with operations and functions whose gradients are written by hand: a call for each sample, as
-each may have weights, and gradients of them, of its own."""
+"""Functions whose gradients are written by hand, as torch.func's transforms see them.
+
+torch.vmap calls them, as it calls registered operations, once for each sample: each may have weights, and gradients of
+them, of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from matmix.kernels.checks import transformed
 
 
 def call_each(function: Callable, samples: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
     """The outputs of all samples, stacked, and their dimensions of samples, as a rule of torch.vmap returns them.
 
     Args:
-        function: returns a tensor or several.
+        function: returns a tensor, or several tensors or None.
         samples: how many.
-        in_dims: the dimension of each argument along which samples lie, None for those that all share.
+        in_dims: the dimension of each argument along which samples lie, anything but a number for those that all share.
         args: the arguments.
     """
     outputs = []
     for sample in range(samples):
-        one = (a if dim is None else a.select(dim, sample) for a, dim in zip(args, in_dims, strict=True))
+        one = (a.select(dim, sample) if isinstance(dim, int) else a for a, dim in zip(args, in_dims, strict=True))
         outputs.append(function(*one))
     if isinstance(outputs[0], Tensor):
         return torch.stack(outputs), 0
-    stacked = tuple(map(torch.stack, zip(*outputs, strict=True)))
-    return stacked, (0,) * len(stacked)
+    stacked = tuple(None if of_all[0] is None else torch.stack(of_all) for of_all in zip(*outputs, strict=True))
+    return stacked, tuple(None if output is None else 0 for output in stacked)
 
 
 class Function(torch.autograd.Function):
@@ -36,3 +42,26 @@ class Function(torch.autograd.Function):
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
         return call_each(cls.apply, info.batch_size, in_dims, args)
+
+
+class Gradient(Function):
+    """`gradient(*arguments)`, which has no derivative."""
+
+    @staticmethod
+    def forward(gradient: Callable, *arguments: Any) -> tuple[Tensor | None, ...]:
+        return gradient(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.of = inputs[0].__name__
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
+        raise ValueError(f"{ctx.of}: a derivative of this gradient is asked for, and there is none")
+
+
+def gradient_of(gradient: Callable, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """`gradient(*arguments)` in a `backward`: several tensors or None, whose own derivatives are errors."""
+    if transformed():
+        return Gradient.apply(gradient, *arguments)
+    return once_differentiable(lambda _, *given: gradient(*given))(None, *arguments)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from matmix.kernels.cache_blocks import cache_blocks
+from matmix.kernels.functions import Function, gradient_of
 from matmix.kernels.precision import outside_autocast
 
 
@@ -56,17 +56,20 @@ def norm_backward(
     return dx.view(x.shape), dweight.to(weight.dtype), dgate.view(gate.shape)
 
 
-class GatedNormFunction(torch.autograd.Function):
+class GatedNormFunction(Function):
     @staticmethod
-    def forward(ctx, x, weight, gate, eps, group_size):
-        ctx.save_for_backward(x, weight, gate)
-        ctx.options = eps, group_size
+    def forward(x, weight, gate, eps, group_size):
         return norm_forward(x, weight, gate, eps, group_size)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs, output):
+        *tensors, eps, group_size = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.options = eps, group_size
+
+    @staticmethod
     def backward(ctx, dy):
-        return *norm_backward(dy, *ctx.saved_tensors, *ctx.options), None, None
+        return *gradient_of(norm_backward, dy, *ctx.saved_tensors, *ctx.options), None, None
 
 
 def gated_norm_torch(

@@ -19,29 +19,29 @@ both second passes run the recurrence in all chunks at once, and only each chunk
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from matmix.kernels.functions import Function, gradient_of
 from matmix.kernels.matrix_product.backward import product_backward
 from matmix.kernels.matrix_product.forward import product_forward
 
 
-class MatrixProductFunction(torch.autograd.Function):
+class MatrixProductFunction(Function):
     @staticmethod
-    def forward(ctx, x, initial_state, cu_seqlens, chunk_size):
-        h, final, products = product_forward(x, initial_state, cu_seqlens, chunk_size)
-        ctx.save_for_backward(x, h, products, initial_state, cu_seqlens)
-        ctx.chunk_size = chunk_size
-        ctx.set_materialize_grads(False)
-        return h, final
+    def forward(x, initial_state, cu_seqlens, chunk_size):
+        return product_forward(x, initial_state, cu_seqlens, chunk_size)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dh, dfinal):
-        x, h, products, initial_state, cu_seqlens = ctx.saved_tensors
-        grads = product_backward(dh, dfinal, x, h, products, initial_state, cu_seqlens, ctx.chunk_size)
-        return *grads, None, None
+    def setup_context(ctx, inputs, output):
+        x, initial_state, cu_seqlens, ctx.chunk_size = inputs
+        h, _, products = output
+        ctx.save_for_backward(x, h, products, initial_state, cu_seqlens)
+        ctx.mark_non_differentiable(products)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dh, dfinal, _):
+        return *gradient_of(product_backward, dh, dfinal, *ctx.saved_tensors, ctx.chunk_size), None, None
 
 
 def matrix_product_chunked(
@@ -55,7 +55,7 @@ def matrix_product_chunked(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`matrix_product_scan` in PyTorch, without argument checks; see there."""
     x, initial_state, cu_seqlens = reverse_products(x, initial_state, cu_seqlens, reverse)
-    h, final = MatrixProductFunction.apply(x, initial_state, cu_seqlens, chunk_size)
+    h, final, _ = MatrixProductFunction.apply(x, initial_state, cu_seqlens, chunk_size)
     if reverse:
         h = h.flip(1)
         final = final if cu_seqlens is None else final.flip(0)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d, pad, silu
 
 from matmix.kernels.cache_blocks import cache_blocks
 from matmix.kernels.documents import document_ids
+from matmix.kernels.functions import Function, gradient_of
 from matmix.kernels.precision import outside_autocast, working
 
 
@@ -130,18 +130,20 @@ def silu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dy * (s * (1 + x * (1 - s)))
 
 
-class ShortConvFunction(torch.autograd.Function):
+class ShortConvFunction(Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, causal, activation, cu_seqlens):
-        ctx.save_for_backward(x, weight, bias, cu_seqlens)
-        ctx.options = causal, activation
+    def forward(x, weight, bias, causal, activation, cu_seqlens):
         return conv_forward(x, weight, bias, causal, activation, cu_seqlens)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx, inputs, output):
+        x, weight, bias, *ctx.options, cu_seqlens = inputs
+        ctx.save_for_backward(x, weight, bias, cu_seqlens)
+
+    @staticmethod
     def backward(ctx, dy):
         x, weight, bias, cu_seqlens = ctx.saved_tensors
-        return *conv_backward(dy, x, weight, bias, *ctx.options, cu_seqlens), None, None, None
+        return *gradient_of(conv_backward, dy, x, weight, bias, *ctx.options, cu_seqlens), None, None, None
 
 
 def after_state(state: Tensor, x: Tensor) -> Tensor:

@@ -90,6 +90,22 @@ def check_pickled(model, ids: torch.Tensor) -> None:
     assert difference == 0, f"pickling changes logits by {difference}"
 
 
+def check_gradients_of_rows(model, ids: torch.Tensor) -> None:
+    """By vmap over grad, as by backward() for each row."""
+    parameters = dict(model.named_parameters())
+
+    def loss(given: dict, row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, given, (row.unsqueeze(0),)).logits.square().mean()
+
+    detached = {name: value.detach() for name, value in parameters.items()}
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(detached, ids[:2])
+    for number, row in enumerate(ids[:2]):
+        wanted = torch.autograd.grad(loss(parameters, row), list(parameters.values()), materialize_grads=True)
+        for (name, gradients), expected in zip(found.items(), wanted, strict=True):
+            error = largest(gradients[number], expected)
+            assert error <= 1e-4 * expected.abs().max() + 1e-7, f"the gradient of {name} differs by {error}"
+
+
 def check_tied(model) -> None:
     into, out = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert model.config.tie_word_embeddings == (into.data_ptr() == out.data_ptr()), "tied weights came apart"
@@ -193,6 +209,7 @@ def check_language_model(folder: Path, saved: Path, tokenizer) -> None:
     assert difference <= TOLERANCE, f"logits differ by {difference}"
     check_tied(model)
     check_pickled(model, ids)
+    check_gradients_of_rows(model, ids)
     with torch.no_grad():
         check_padding(model, ids, pad)
         check_generation(model, ids, pad)
@@ -227,6 +244,7 @@ def check_encoder(folder: Path, saved: Path, tokenizer) -> None:
     assert difference <= TOLERANCE, f"logits differ by {difference}"
     check_tied(model)
     check_pickled(model, ids)
+    check_gradients_of_rows(model, ids)
     with torch.no_grad():
         check_padding(model, ids, tokenizer.pad_token_id)
     batch = tokenizer(["one <mask> three", "a longer row of text, <mask> it"], padding=True, return_tensors="pt")

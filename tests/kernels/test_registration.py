@@ -21,9 +21,11 @@ from matmix.kernels import (
     semiseparable_scan,
     short_conv,
 )
+from matmix.kernels.gated_norm.chunked import gated_norm_torch
 from matmix.kernels.gated_norm.definition import gated_norm_definition
 from matmix.kernels.matrix_product.chunked import matrix_product_chunked
 from matmix.kernels.semiseparable.chunked import quasiseparable_chunked, semiseparable_chunked
+from matmix.kernels.short_conv.chunked import short_conv_torch
 
 
 def draw(*shape, device="cpu"):
@@ -167,6 +169,35 @@ def test_transforms_of_torch_func(name):
     rows = torch.func.jacrev(lambda x: first(op(*values[:-1], x)).flatten()[::100])(values[-1])
     for row, out in zip(rows, first(op(*tensors)).flatten()[::100], strict=True):
         assert torch.equal(row, torch.autograd.grad(out, tensors[-1], retain_graph=True)[0])
+
+
+IN_PYTORCH = {
+    "semiseparable": semiseparable_chunked,
+    "with states": partial(semiseparable_chunked, return_final_state=True),
+    "quasiseparable": quasiseparable_chunked,
+    "row sums": partial(quasiseparable_chunked, shift=False, self_term="mean", normalize="row_sum", gate_offset=1),
+    "matrix product": partial(matrix_product_chunked, return_final_state=True),
+    "short conv": partial(short_conv_torch, activation="silu"),
+    "gated norm": gated_norm_torch,
+}
+
+
+@pytest.mark.parametrize("name", IN_PYTORCH)
+def test_transforms_of_torch_func_without_operations(name):
+    """What exports run where this package is not installed."""
+    op, tensors = IN_PYTORCH[name], tuple(x.detach().requires_grad_() for x in samples()[name][1])
+    values = tuple(x.detach() for x in tensors)
+    wanted = torch.autograd.grad(scalar(op)(*tensors), tensors)
+    gradients = torch.func.grad(scalar(op), tuple(range(len(values))))
+    dims = (0, *[None] * (len(values) - 1))
+    each = torch.func.vmap(gradients, dims)(values[0].expand(2, *values[0].shape), *values[1:])
+    for a, b, c in zip(gradients(*values), each, wanted, strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(b, torch.stack((c, c)))
+    with pytest.raises(ValueError, match="a derivative of this gradient is asked for, and there is none"):
+        torch.func.grad(lambda *t: gradients(*t)[0].sum())(*values)
+    with pytest.raises(NotImplementedError):
+        torch.func.jvp(op, values, values)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "mru step"])  # plain PyTorch, which has it

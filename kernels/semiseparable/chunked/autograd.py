@@ -14,57 +14,74 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from matmix.kernels.functions import Function, gradient_of
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.combined import combined_backward, move_gates
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 
 
-class SemiseparableFunction(torch.autograd.Function):
+class SemiseparableFunction(Function):
     @staticmethod
-    def forward(ctx, v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, final_state, chunk_size):
-        ctx.save_for_backward(v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens)
-        ctx.chunk_size = chunk_size
-        ctx.set_materialize_grads(False)
+    def forward(v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, final_state, chunk_size):
         side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
         y, _, final, _ = scan_forward(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size, final_state)
         return y, final
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, dfinal):
-        v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens = ctx.saved_tensors
-        dy = torch.zeros_like(v) if dy is None else dy
-        side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-        dv, (dside,), ddiagonal = scan_backward(
-            dy, None, dfinal, v, (side,), diagonal, ScanForm(), cu_seqlens, ctx.chunk_size
-        )
-        tensors = (dv, dside.q, dside.k, dside.log_decay, dside.input_scale, ddiagonal, dside.initial_state)
-        return *tensors, None, None, None
+    def setup_context(ctx, inputs, output):
+        *tensors, _, ctx.chunk_size = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
 
-
-class QuasiseparableFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, form, chunk_size):
+    def backward(ctx, dy, dfinal):
+        gradients = gradient_of(semiseparable_gradient, dy, dfinal, *ctx.saved_tensors, ctx.chunk_size)
+        return *gradients, None, None, None
+
+
+def semiseparable_gradient(
+    dy, dfinal, v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, chunk_size
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the tensors from v to initial_state."""
+    dy = torch.zeros_like(v) if dy is None else dy
+    side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
+    dv, (dside,), ddiagonal = scan_backward(dy, None, dfinal, v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size)
+    return dv, dside.q, dside.k, dside.log_decay, dside.input_scale, ddiagonal, dside.initial_state
+
+
+class QuasiseparableFunction(Function):
+    @staticmethod
+    def forward(v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, form, chunk_size):
         sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
         y, row_sum, _, rest = scan_forward(v, sides, diagonal, form, cu_seqlens, chunk_size, False)
-        given = v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens
-        ctx.save_for_backward(*given, y if form.normalize else None, row_sum, rest)
-        ctx.options = form, chunk_size
-        return y
+        return y, row_sum, rest
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, *normal = ctx.saved_tensors
-        sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
-        dv, (f, b), ddiagonal = combined_backward(
-            scan_forward, scan_backward, dy, *normal, v, sides, diagonal, ctx.options[0], cu_seqlens, ctx.options[1]
-        )
-        scans = (f.q, f.k, b.q, b.k, f.log_decay, b.log_decay, f.input_scale, b.input_scale)
-        return dv, *scans, ddiagonal, f.initial_state, b.initial_state, None, None, None
+    def setup_context(ctx, inputs, output):
+        *tensors, form, chunk_size = inputs
+        y, *sums = output
+        ctx.save_for_backward(y if form.normalize else None, *sums, *tensors)
+        ctx.mark_non_differentiable(*(x for x in sums if x is not None))
+        ctx.options = form, chunk_size
+
+    @staticmethod
+    def backward(ctx, dy, *_):
+        gradients = gradient_of(quasiseparable_gradient, dy, *ctx.saved_tensors, *ctx.options)
+        return *gradients, None, None, None
+
+
+def quasiseparable_gradient(
+    dy, y, row_sum, rest, v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, form, chunk_size
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the tensors from v to hb."""
+    sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
+    dv, (f, b), ddiagonal = combined_backward(
+        scan_forward, scan_backward, dy, y, row_sum, rest, v, sides, diagonal, form, cu_seqlens, chunk_size
+    )
+    scans = (f.q, f.k, b.q, b.k, f.log_decay, b.log_decay, f.input_scale, b.input_scale)
+    return dv, *scans, ddiagonal, f.initial_state, b.initial_state
 
 
 def semiseparable_chunked(
@@ -111,7 +128,7 @@ def quasiseparable_chunked(
     chunk_size: int | None = None,
 ) -> Tensor:
     """`quasiseparable_scan` in PyTorch, without argument checks; see there."""
-    return QuasiseparableFunction.apply(
+    y, *_ = QuasiseparableFunction.apply(
         v,
         q_forward,
         k_forward,
@@ -128,3 +145,4 @@ def quasiseparable_chunked(
         ScanForm(shift, combine, self_term, normalize is not None, eps),
         chunk_size,
     )
+    return y
