@@ -42,14 +42,15 @@ def weights_of(module: nn.Module, *names: str) -> tuple[torch.Tensor | None, ...
     ValueError (one line) where it brings none, and where an adapter (LoRA) stands around the module: its part would be
     missing.
     """
-    if hasattr(module, "base_layer"):
+    # Asked of the dictionaries, as a module takes long to say that it has no such attribute.
+    if "base_layer" in module._modules:
         raise ValueError(
             f"an adapter ({type(module).__name__}) stands around a layer whose {' and '.join(names)} an operation "
             "takes without calling it, so that it would have no effect; leave this layer out of target_modules"
         )
-    hook = getattr(module, "_hf_hook", None)
+    hook = vars(module).get("_hf_hook")
     if hook is None:
-        return tuple(getattr(module, name) for name in names)
+        return tuple([getattr(module, name) for name in names])
     hook.pre_forward(module)
     found = tuple(getattr(module, name) for name in names)
     hook.post_forward(module, None)

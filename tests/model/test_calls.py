@@ -108,6 +108,14 @@ def test_offloaded_models_of_images(make):
         assert torch.equal(_offloaded(model)(images), model(images))
 
 
+@pytest.mark.parametrize("name", ["hydra", "mru-ldu", "semiseparable", "monarch"])
+def test_mixers_that_ask_for_weights_are_compiled_whole(randomize, name):
+    mixer, x = randomize(CASES[name].build()), torch.randn(2, 8, D_MODEL)
+    torch._dynamo.reset()
+    compiled = torch.compile(mixer.forward, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), mixer(x))
+
+
 def _put(module, name, device, **_):
     """What accelerate does with a weight, for fake tensors, which it cannot copy."""
     *path, name = name.split(".")
