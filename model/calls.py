@@ -68,9 +68,13 @@ def weight_of(module: nn.Module, name: str = "weight") -> torch.Tensor:
     return weights_of(module, name)[0]
 
 
-def without_adapter(module: nn.Module) -> nn.Module:
-    """The embedding itself: an adapter around it changes look-ups, not an output projection that is tied to it."""
-    return getattr(module, "base_layer", module)
+def matrix_of(embedding: nn.Module) -> torch.Tensor:
+    """The matrix (rows, width) that an embedding looks rows up in, for an output projection that is tied to it. Where
+    an adapter stands around it, or in its place, that is with what the adapter makes of it."""
+    if isinstance(embedding, nn.Embedding):
+        return weight_of(embedding)
+    weight = embedding.weight
+    return embedding.forward(torch.arange(weight.shape[0], device=weight.device))
 
 
 def is_hooked(module: nn.Module) -> bool:

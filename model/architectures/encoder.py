@@ -11,7 +11,7 @@ from torch import nn
 from matmix.model.architecture import register_architecture
 from matmix.model.architectures.encoder_trunk import EncoderTrunk
 from matmix.model.blocks import activate
-from matmix.model.calls import weight_of, without_adapter
+from matmix.model.calls import matrix_of, weight_of
 from matmix.model.config import ModelConfig
 
 
@@ -53,5 +53,5 @@ class Encoder(EncoderTrunk):
         return self.head(self.norm(x))
 
     def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        weights = without_adapter(self.embeddings.word) if self.config.tie_embeddings else self.output
-        return weight_of(weights), weight_of(self.head, "bias")
+        weight = matrix_of(self.embeddings.word) if self.config.tie_embeddings else weight_of(self.output)
+        return weight, weight_of(self.head, "bias")

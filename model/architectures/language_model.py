@@ -11,7 +11,7 @@ from torch import nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.backbone import Backbone, final_norm
-from matmix.model.calls import weight_of, without_adapter
+from matmix.model.calls import matrix_of, weight_of
 from matmix.model.config import ModelConfig
 
 
@@ -45,7 +45,7 @@ class LanguageModel(Backbone):
         return self.norm(x)
 
     def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return weight_of(without_adapter(self.embedding) if self.config.tie_embeddings else self.output), None
+        return matrix_of(self.embedding) if self.config.tie_embeddings else weight_of(self.output), None
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> list[Any]:
         """The state before the first token: one entry per layer (None for layers without a mixer). device: where it is

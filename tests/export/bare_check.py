@@ -165,6 +165,12 @@ def check_continued(model, ids: torch.Tensor, options: dict) -> None:
     several, three = copy.deepcopy(state), ids[:1].expand(3, -1)
     several.batch_repeat_interleave(3)
     assert torch.equal(model.generate(three, past_key_values=several, **options), expected.expand(3, -1))
+    # Vectors that an adapter of PEFT puts before the text are in the state, and not among the columns.
+    vectors = model.get_input_embeddings()(ids[:1, :9])
+    state_of_more = model(inputs_embeds=torch.cat((vectors[:, :4], vectors[:, :8]), 1), use_cache=True).past_key_values
+    for step in ({"next_sequence_length": 1}, {"cache_position": torch.tensor([8])}):
+        inputs = {"past_key_values": state_of_more, "attention_mask": torch.ones(1, 9), **step}
+        assert torch.equal(model.prepare_inputs_for_generation(ids[:1, :9], **inputs)["input_ids"], ids[:1, 8:9])
     wrong = {
         "1 rows and the batch has 3": lambda: model(three[:, 8:], past_key_values=state),
         "1 rows and the batch has 2": lambda: model.generate(

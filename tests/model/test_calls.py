@@ -189,6 +189,33 @@ def test_adapters_of_all_linear_layers_count(randomize, name):
     torch.testing.assert_close(adapted(x), merged(x), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("architecture", ["language_model", "encoder"])
+def test_an_adapter_of_embeddings_counts_in_the_output_that_is_tied_to_them(make, architecture):
+    """As it does when it is merged into the one matrix of both."""
+
+    class OfRows(Adapter):
+        def forward(self, ids):
+            return self.base_layer(ids) + self.down.T[ids] @ self.up.T
+
+    config = ModelConfig(
+        architecture=architecture, vocab_size=VOCABULARY, d_model=D_MODEL, n_layers=1, layers=("none",)
+    )
+    adapted = make(config)
+    merged = copy.deepcopy(adapted)
+    of = (lambda model: model) if config.causal else (lambda model: model.embeddings)
+    name = "embedding" if config.causal else "word"
+    embedding = getattr(of(adapted), name)
+    embedding.in_features, embedding.out_features = embedding.weight.shape
+    adapter = OfRows(embedding)
+    setattr(of(adapted), name, adapter)
+    with torch.no_grad():
+        getattr(of(merged), name).weight += adapter.down.T @ adapter.up.T
+    ids = torch.arange(SEQLEN)[None] % VOCABULARY
+    torch.testing.assert_close(adapted(ids), merged(ids))
+    adapted(ids).square().sum().backward()
+    assert adapter.down.grad[:, SEQLEN:].any(), "rows that are not looked up stand in the output, too"
+
+
 def test_an_adapter_that_would_count_for_nothing_is_refused(randomize):
     mixer = randomize(CASES["hydra"].build())
     mixer.conv1d = nn.Sequential(mixer.conv1d)

@@ -162,6 +162,10 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
             # Of a prompt of vectors input_ids has no columns, but the mask has.
             columns = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
             new = columns - past_key_values.get_seq_length()
+            if new < 1:
+                # The state has read more than there are columns: vectors that an adapter puts before the text.
+                position = kwargs.get("cache_position")
+                new = kwargs.get("next_sequence_length") or (0 if position is None else position.numel())
             check_state(past_key_values, input_ids.shape[0], new)
             input_ids, inputs_embeds = input_ids[:, input_ids.shape[1] - new :], None
         elif inputs_embeds is not None:
