@@ -540,7 +540,18 @@ def test_values_are_looked_at_on_request(monkeypatch):
 
 
 def test_decays_above_the_bound_never_overflow_where_nobody_looks():
-    """Traced by torch.compile the values are not known: they are taken as the bound."""
+    """Traced by torch.compile, or under torch.vmap, the values are not known: they are taken as the bound."""
     v, q, k, high = torch.randn(1, 300, 2, 4), *torch.randn(2, 1, 300, 1, 4).unbind(0), torch.full((2,), 5.0)
     compiled = torch.compile(semiseparable_scan, fullgraph=True, backend="aot_eager")
-    assert rmse_ratio(compiled(v, q, k, high), semiseparable_scan(v, q, k, torch.full((2,), 0.01))) < 1e-5
+    bound = semiseparable_scan(v, q, k, torch.full((2,), 0.01))
+    assert rmse_ratio(compiled(v, q, k, high), bound) < 1e-5
+    each = torch.func.vmap(semiseparable_scan, (None, None, None, 0))(v, q, k, high.expand(3, 2))
+    assert torch.equal(each, bound.expand(3, *bound.shape))
+
+
+def test_vmap_over_boundaries_of_documents():
+    v, q = torch.randn(1, 6, 2, 4), torch.randn(1, 6, 1, 3)
+    bounds = torch.stack((packed([2, 4]), packed([5, 1])))
+    each = torch.func.vmap(lambda cu_seqlens: semiseparable_scan(v, q, q, None, cu_seqlens=cu_seqlens))(bounds)
+    for y, cu_seqlens in zip(each, bounds, strict=True):
+        assert torch.equal(y, semiseparable_scan(v, q, q, None, cu_seqlens=cu_seqlens))
