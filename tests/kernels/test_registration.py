@@ -546,7 +546,7 @@ def test_decays_above_the_bound_never_overflow_where_nobody_looks():
     bound = semiseparable_scan(v, q, k, torch.full((2,), 0.01))
     assert rmse_ratio(compiled(v, q, k, high), bound) < 1e-5
     each = torch.func.vmap(semiseparable_scan, (None, None, None, 0))(v, q, k, high.expand(3, 2))
-    assert torch.equal(each, bound.expand(3, *bound.shape))
+    assert rmse_ratio(each, bound.expand(3, *bound.shape)) < 1e-5
 
 
 def test_vmap_over_boundaries_of_documents():
