@@ -46,6 +46,15 @@ def conv_weights(conv: nn.Conv1d) -> tuple[Tensor, Tensor | None]:
     return weight.squeeze(1), bias
 
 
+def state_like(layer: nn.Module, device: torch.device | None) -> Tensor:
+    """An empty tensor to make states like, of the type of the weights of `layer` and on `device`; None = on theirs.
+    float32 where they are quantised, and have no type that numbers could be computed in."""
+    weight = layer.weight
+    if not (isinstance(weight, Tensor) and weight.is_floating_point()):
+        return torch.empty(0, device=device)
+    return weight.new_empty(0, device=device)
+
+
 @outside_autocast
 def exact_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """x W^T + b in float32 at least, also under autocast: what the logits of gates need."""

@@ -216,6 +216,20 @@ def test_an_adapter_of_embeddings_counts_in_the_output_that_is_tied_to_them(make
     assert adapter.down.grad[:, SEQLEN:].any(), "rows that are not looked up stand in the output, too"
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].causal])
+def test_quantised_linear_layers_carry_states(randomize, name):
+    """PyTorch's own for CPUs, whose weights are no tensors."""
+    mixer = torch.ao.quantization.quantize_dynamic(randomize(CASES[name].build()), {nn.Linear})
+    x = torch.randn(2, 5, D_MODEL)
+    with torch.no_grad():
+        expected = mixer(x)
+        found, state = mixer.forward_with_state(x, mixer.initial_state(2))
+        mixer.step(x[:, 0], state)
+    # What goes into a layer is rounded to 8 bits; where sums differ in their last bit, some of it to the next number.
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
 def test_an_adapter_that_would_count_for_nothing_is_refused(randomize):
     mixer = randomize(CASES["hydra"].build())
     mixer.conv1d = nn.Sequential(mixer.conv1d)

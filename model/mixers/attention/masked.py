@@ -31,7 +31,7 @@ from matmix.model.mixers.attention.masks import (
 )
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.fourier import cosine_transform
-from matmix.model.mixers.shared import RMSNormWeight, check_heads, exact_linear, head_count
+from matmix.model.mixers.shared import RMSNormWeight, check_heads, exact_linear, head_count, state_like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +156,9 @@ class SmaCausal(MaskedAttention):
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
         """Zero: (batch_size, H, headdim, headdim), the sum of k v^T, in float32 at least."""
-        weight, headdim = self.k_proj.weight, self.config.headdim
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        return weight.new_zeros(batch_size, self.nheads, headdim, headdim, dtype=exact, device=device)
+        like, headdim = state_like(self.k_proj, device), self.config.headdim
+        exact = torch.promote_types(like.dtype, torch.float32)
+        return like.new_zeros(batch_size, self.nheads, headdim, headdim, dtype=exact)
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.project(x)

@@ -12,7 +12,7 @@ from torch import nn
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.attention.packed_attention import attend, packed_attention
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import check_heads, head_count
+from matmix.model.mixers.shared import check_heads, head_count, state_like
 from matmix.model.positions import apply_rotary, document_positions
 
 
@@ -93,10 +93,10 @@ class Attention(Mixer):
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """No keys and no values yet: two tensors (batch_size, 0, H, channels)."""
-        weight = self.k_proj.weight
+        like = state_like(self.k_proj, device)
         return (
-            weight.new_empty(batch_size, 0, self.nheads, self.config.headdim, device=device),
-            weight.new_empty(batch_size, 0, self.nheads, self.value_headdim, device=device),
+            like.new_empty(batch_size, 0, self.nheads, self.config.headdim),
+            like.new_empty(batch_size, 0, self.nheads, self.value_headdim),
         )
 
     def forward_with_state(

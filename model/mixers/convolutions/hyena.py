@@ -20,7 +20,7 @@ from matmix.model.mixers.convolutions.long import (
     long_convolution_flops,
     packed_convolution,
 )
-from matmix.model.mixers.shared import conv_weights, exact_linear
+from matmix.model.mixers.shared import conv_weights, exact_linear, state_like
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -202,10 +202,10 @@ class Hyena(Mixer):
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The state before the first token: the last inputs of the short convolution, zeros (batch_size, 3 d_model,
         d_conv - 1), and the products x1 v of all tokens so far, empty (batch_size, 0, d_model)."""
-        weight = self.in_proj.weight
+        like = state_like(self.in_proj, device)
         return (
-            weight.new_zeros(batch_size, 3 * self.d_model, self.config.d_conv - 1, device=device),
-            weight.new_empty(batch_size, 0, self.d_model, device=device),
+            like.new_zeros(batch_size, 3 * self.d_model, self.config.d_conv - 1),
+            like.new_empty(batch_size, 0, self.d_model),
         )
 
     def forward_with_state(

@@ -15,7 +15,7 @@ from matmix.kernels import gated_norm, short_conv, short_conv_step
 from matmix.model.calls import weight_of
 from matmix.model.initialization import normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import RMSNormWeight, conv_weights
+from matmix.model.mixers.shared import RMSNormWeight, conv_weights, state_like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ class Convolution(Mixer):
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
         """The last inputs of the convolution, zeros (batch_size, d_inner, d_conv - 1)."""
-        return self.in_proj.weight.new_zeros(batch_size, self.d_inner, self.d_conv - 1, device=device)
+        return state_like(self.in_proj, device).new_zeros(batch_size, self.d_inner, self.d_conv - 1)
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         z, inputs = self.in_proj(x).chunk(2, -1)

@@ -16,7 +16,7 @@ from matmix.model.initialization import normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, gated_delta_rule, transition_matrix, unit_vectors
 from matmix.model.mixers.scans.scan_block import check_initial_steps, dt_bias_init, log_of_uniform_init
-from matmix.model.mixers.shared import RMSNormWeight, conv_weights
+from matmix.model.mixers.shared import RMSNormWeight, conv_weights, state_like
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -180,11 +180,11 @@ class GatedDelta(Mixer):
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeros: the last inputs of the convolution (batch_size, its width, d_conv - 1), and the recurrence's state
         (batch_size, H, qk_dim, headdim)."""
-        weight, config = self.in_proj.weight, self.config
-        exact = torch.promote_types(weight.dtype, torch.float32)
+        like, config = state_like(self.in_proj, device), self.config
+        exact = torch.promote_types(like.dtype, torch.float32)
         return (
-            weight.new_zeros(batch_size, self.sections[1], config.d_conv - 1, device=device),
-            weight.new_zeros(batch_size, self.nheads, config.qk_dim, config.headdim, dtype=exact, device=device),
+            like.new_zeros(batch_size, self.sections[1], config.d_conv - 1),
+            like.new_zeros(batch_size, self.nheads, config.qk_dim, config.headdim, dtype=exact),
         )
 
     def forward_with_state(

@@ -13,7 +13,7 @@ from torch import nn
 from matmix.kernels import semiseparable_scan, semiseparable_step
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import check_heads, head_count
+from matmix.model.mixers.shared import check_heads, head_count, state_like
 
 FEATURE_MAPS = ("elu", "silu", "none")
 
@@ -129,11 +129,9 @@ class LinearAttention(Mixer):
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
         """Zeros (batch_size, H, headdim, headdim), and with the normaliser a column more; float32 at least."""
-        weight, headdim = self.k_proj.weight, self.config.headdim
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        return weight.new_zeros(
-            batch_size, self.nheads, headdim, headdim + self.config.normalize, dtype=exact, device=device
-        )
+        like, headdim = state_like(self.k_proj, device), self.config.headdim
+        exact = torch.promote_types(like.dtype, torch.float32)
+        return like.new_zeros(batch_size, self.nheads, headdim, headdim + self.config.normalize, dtype=exact)
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = self.project(x)

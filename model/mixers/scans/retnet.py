@@ -14,7 +14,7 @@ from torch import nn
 from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan, semiseparable_step
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import check_heads, head_count
+from matmix.model.mixers.shared import check_heads, head_count, state_like
 from matmix.model.positions import apply_rotary, document_positions
 
 
@@ -117,13 +117,11 @@ class RetNet(Mixer):
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """How many tokens each row has seen (batch_size,), none, and zeros (batch_size, H, headdim, value_headdim),
         float32 at least."""
-        weight = self.k_proj.weight
-        exact = torch.promote_types(weight.dtype, torch.float32)
+        like = state_like(self.k_proj, device)
+        exact = torch.promote_types(like.dtype, torch.float32)
         return (
-            weight.new_zeros(batch_size, dtype=torch.int64, device=device),
-            weight.new_zeros(
-                batch_size, self.nheads, self.config.headdim, self.value_headdim, dtype=exact, device=device
-            ),
+            like.new_zeros(batch_size, dtype=torch.int64),
+            like.new_zeros(batch_size, self.nheads, self.config.headdim, self.value_headdim, dtype=exact),
         )
 
     def forward_with_state(

@@ -20,6 +20,7 @@ from matmix.model.calls import weights_of
 from matmix.model.initialization import InitRule, constant_init, normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, diagonal_delta_rule, transition_matrix, unit_vectors
+from matmix.model.mixers.shared import state_like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,11 +182,11 @@ class RWKV7(Mixer):
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeros: the token before (batch_size, d_model), and the recurrence's state (batch_size, H, headdim, headdim),
         keys by values."""
-        weight, width = self.key.weight, self.config.headdim
-        exact = torch.promote_types(weight.dtype, torch.float32)
+        like, width = state_like(self.key, device), self.config.headdim
+        exact = torch.promote_types(like.dtype, torch.float32)
         return (
-            weight.new_zeros(batch_size, self.d_model, device=device),
-            weight.new_zeros(batch_size, self.nheads, width, width, dtype=exact, device=device),
+            like.new_zeros(batch_size, self.d_model),
+            like.new_zeros(batch_size, self.nheads, width, width, dtype=exact),
         )
 
     def forward_with_state(

@@ -19,7 +19,7 @@ from matmix.model.mixers.scans.scan_block import (
     log_of_uniform_init,
     semiseparable_matrix,
 )
-from matmix.model.mixers.shared import conv_weights
+from matmix.model.mixers.shared import conv_weights, state_like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,11 +120,11 @@ class Semiseparable(ScanBlock):
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeros: the last inputs of the convolution (batch_size, conv_dim, d_conv - 1), and the state (batch_size, H,
         N, P), float32 at least."""
-        weight, config = self.in_proj.weight, self.config
-        exact = torch.promote_types(weight.dtype, torch.float32)
+        like, config = state_like(self.in_proj, device), self.config
+        exact = torch.promote_types(like.dtype, torch.float32)
         return (
-            weight.new_zeros(batch_size, self.conv_dim, config.d_conv - 1, device=device),
-            weight.new_zeros(batch_size, self.nheads, config.d_state, config.headdim, dtype=exact, device=device),
+            like.new_zeros(batch_size, self.conv_dim, config.d_conv - 1),
+            like.new_zeros(batch_size, self.nheads, config.d_state, config.headdim, dtype=exact),
         )
 
     def forward_with_state(
