@@ -31,6 +31,7 @@ from bare_arguments import check_kept_columns, check_packing, check_signature, c
 from bare_heads import check_head, check_new_heads
 from bare_libraries import check_libraries
 from bare_loading import (
+    check_compiled,
     check_embeddings,
     check_hidden_states,
     check_no_attentions,
@@ -233,6 +234,7 @@ def check_language_model(folder: Path, saved: Path, tokenizer) -> None:
             check_packing(own, ids)
         check_kept_columns(model, ids)
         check_states(model, ids)
+        check_compiled(model, input_ids=ids, labels=ids)
     if folder.name != "without_mixers":
         check_recomputing(model, input_ids=ids, labels=ids)
     fine_tune(model, "next tokens", input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
@@ -271,6 +273,8 @@ def check_encoder(folder: Path, saved: Path, tokenizer) -> None:
     check_saved(model, AutoModelForMaskedLM, ids, saved)
     check_tied(model)
     if folder.name == "hydra":  # heads are the same on all encoders
+        padded = {"attention_mask": (torch.arange(ids.shape[1]) < torch.tensor([[5], [99]])).long()}
+        check_compiled(model, input_ids=ids, labels=ids, **padded)
         for own in (model, backbone):
             check_signature(own, input_ids=ids)
             check_packing(own, ids)

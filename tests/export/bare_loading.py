@@ -105,6 +105,15 @@ def check_recomputing(model, **batch) -> None:
     model.eval()
 
 
+def check_compiled(model, **batch) -> None:
+    """torch.compile changes no gradient."""
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(**batch).loss, parameters)
+    torch._dynamo.reset()
+    found = torch.autograd.grad(torch.compile(model, backend="eager")(**batch).loss, parameters)
+    assert all(largest(a, b) <= 1e-6 for a, b in zip(found, expected, strict=True)), "compiled gradients differ"
+
+
 def check_hidden_states(model, backbone, ids: torch.Tensor, tolerance: float) -> None:
     """One stream before the first layer and one after each, the last of which makes the outputs; the same from both
     classes, and none where nobody asks. ids (B, L), of which a model that compares choices gets two for each text."""

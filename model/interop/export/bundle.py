@@ -55,6 +55,14 @@ def _installed_kernels():
     return {kernels}
 
 
+def _outside_graphs(function):
+    """torch.compile stops before `function` and goes on behind it: the gradients that it makes of functions whose
+    gradients are written by hand were zero without a word (torch 2.11)."""
+    import torch
+
+    return torch.compiler.disable(function)
+
+
 _KERNELS = _installed_kernels()
 '''
 
@@ -198,7 +206,9 @@ class _Collector:
     def _kernel_choice(self, version: str) -> str:
         series = ".".join(version.split(".")[:2])
         lines = [_PREFER_INSTALLED.format(project=PROJECT, series=series, kernels=KERNELS).strip()]
-        lines += [f'{op} = getattr(_KERNELS, "{op}", {form})' for op, form in sorted(self.ops.items())]
+        for op, form in sorted(self.ops.items()):
+            own = form if op.endswith("_is_fused") else f"_outside_graphs({form})"
+            lines.append(f'{op} = getattr(_KERNELS, "{op}", {own})')
         return "\n".join(lines)
 
     def _import_block(self) -> str:
