@@ -11,7 +11,7 @@ from torch import nn
 
 from matmix.model.architecture import Architecture
 from matmix.model.blocks import Block
-from matmix.model.calls import Called
+from matmix.model.calls import Called, is_quantised
 from matmix.model.config import ModelConfig
 from matmix.model.positions import in_one_row, pad_back, unpad_indices
 
@@ -54,8 +54,15 @@ class Backbone(Called, Architecture):
         outputs. Without a weight the features are the outputs."""
         raise NotImplementedError
 
+    def output_layer(self) -> nn.Module | None:
+        """The layer whose weight and bias `output_projection` gives; None where these are of other layers, too."""
+        return None
+
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs (..., outputs) of features (..., d_model), on the device of the projection."""
+        layer = self.output_layer()
+        if layer is not None and is_quantised(layer):
+            return layer(x)
         weight, bias = self.output_projection()
         if weight is None:
             return x

@@ -77,6 +77,13 @@ def matrix_of(embedding: nn.Module) -> torch.Tensor:
     return embedding.forward(torch.arange(weight.shape[0], device=weight.device))
 
 
+def is_quantised(layer: nn.Module) -> bool:
+    """Whether a layer has no weight of a type that could be computed in, so that it has to be called: bytes, or as
+    PyTorch's own quantised layers no tensor at all. (Some libraries give their weights the type they stand for.)"""
+    weight = layer.weight
+    return not (isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1)
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether anything waits for calls of the module or of one within it."""
     return any(hasattr(part, "_hf_hook") or part._forward_hooks or part._forward_pre_hooks for part in module.modules())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.architectures.classifier_head import ClassifierHead, classifier_flops
@@ -80,6 +81,9 @@ class ImageClassifier(ImageTrunk):
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return self.classifier(x)
+
+    def output_layer(self) -> nn.Module:
+        return self.classifier.output
 
     def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return weights_of(self.classifier.output, "weight", "bias")

@@ -44,6 +44,9 @@ class LanguageModel(Backbone):
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x)
 
+    def output_layer(self) -> nn.Module | None:
+        return None if self.config.tie_embeddings else self.output
+
     def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return matrix_of(self.embedding) if self.config.tie_embeddings else weight_of(self.output), None
 

@@ -83,5 +83,8 @@ class MaskedImage(ImageTrunk):
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x)
 
+    def output_layer(self) -> nn.Module:
+        return self.decoder
+
     def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return weights_of(self.decoder, "weight", "bias")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.architectures.classifier_head import ClassifierHead, classifier_flops
@@ -30,6 +31,9 @@ class TokenClassifier(EncoderTrunk):
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return self.classifier(super().features(x))
+
+    def output_layer(self) -> nn.Module:
+        return self.classifier.output
 
     def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return weights_of(self.classifier.output, "weight", "bias")

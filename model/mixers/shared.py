@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from matmix.kernels.precision import outside_autocast
-from matmix.model.calls import weights_of
+from matmix.model.calls import is_quantised, weights_of
 from matmix.model.initialization import constant_init
 
 
@@ -48,11 +49,12 @@ def conv_weights(conv: nn.Conv1d) -> tuple[Tensor, Tensor | None]:
 
 def state_like(layer: nn.Module, device: torch.device | None) -> Tensor:
     """An empty tensor to make states like, of the type of the weights of `layer` and on `device`; None = on theirs.
-    float32 where they are quantised, and have no type that numbers could be computed in."""
-    weight = layer.weight
-    if not (isinstance(weight, Tensor) and weight.is_floating_point()):
+    float32 where they are quantised, and have no type that numbers could be computed in. A plain one where they are of
+    a class of their own, which may make no others."""
+    if is_quantised(layer):
         return torch.empty(0, device=device)
-    return weight.new_empty(0, device=device)
+    weight = layer.weight
+    return torch.empty(0, dtype=weight.dtype, device=weight.device if device is None else device)
 
 
 @outside_autocast
@@ -60,7 +62,8 @@ def exact_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """x W^T + b in float32 at least, also under autocast: what the logits of gates need."""
     exact = torch.promote_types(x.dtype, torch.float32)
     if type(layer) is not nn.Linear:  # an adapter or quantised, and more than its weight
-        return layer(x.to(exact)).to(exact)
+        wide = {name: w.to(exact) for name, w in layer.named_parameters() if w.is_floating_point()}
+        return functional_call(layer, wide, (x.to(exact),)).to(exact)
     weight, bias = weights_of(layer, "weight", "bias")
     return F.linear(x.to(exact), weight.to(exact), None if bias is None else bias.to(exact))
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from matmix.model import HeadConfig, ImageConfig, ModelConfig, build_model
 from matmix.model.calls import weights_of
 from matmix.model.decoding import decode
-from matmix.model.interop.export.generation_state import advance, picked_rows
+from matmix.model.interop.export.generation_state import advance, map_state, picked_rows
 from matmix.model.mixers.mru import MRU
 from matmix.model.static_step import has_static_step
 
@@ -174,6 +174,21 @@ class Adapter(nn.Module):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_adapters_in_half_precision(randomize, name):
+    """They and their layers compute in the type that the layer alone computes in, float32 where that is."""
+    adapted = randomize(CASES[name].build(), dtype=torch.bfloat16)
+    alone = copy.deepcopy(adapted)
+    for path, layer in list(adapted.named_modules()):
+        if isinstance(layer, nn.Linear):
+            parent, _, child = path.rpartition(".")
+            adapter = Adapter(layer).bfloat16()
+            nn.init.zeros_(adapter.up)
+            setattr(adapted.get_submodule(parent), child, adapter)
+    x = torch.randn(2, 8, D_MODEL, dtype=torch.bfloat16)
+    torch.testing.assert_close(adapted(x), alone(x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_adapters_of_all_linear_layers_count(randomize, name):
     """The same as with what they add in the weights."""
     adapted = randomize(CASES[name].build(), dtype=torch.float64)
@@ -187,6 +202,46 @@ def test_adapters_of_all_linear_layers_count(randomize, name):
                 layer.weight += adapter.up @ adapter.down
     x = torch.randn(2, 8, D_MODEL, dtype=torch.float64)
     torch.testing.assert_close(adapted(x), merged(x), rtol=1e-6, atol=1e-9)
+
+
+class Quantised(nn.Module):
+    """A linear layer as PyTorch's quantised ones are: no parameters, and methods where these would be."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = (layer,)  # not a part of it
+
+    def weight(self):
+        raise AssertionError("of a quantised layer the weight has no use")
+
+    bias = weight
+
+    def forward(self, x):
+        return self.layer[0](x.to(self.layer[0].weight.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [encoder_of_all, language_model_of_all])
+def test_quantised_linear_layers_are_called(make, config, dtype):
+    """In every mixer, also for states, which have the type that the rest computes in."""
+    model = make(dataclasses.replace(config(), tie_embeddings=not config().causal)).to(dtype)
+    quantised = copy.deepcopy(model)
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            parent, _, child = path.rpartition(".")
+            setattr(quantised.get_submodule(parent), child, Quantised(layer))
+    ids = torch.randint(VOCABULARY, (2, SEQLEN))
+    with torch.no_grad():
+        tolerance = {} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+        torch.testing.assert_close(quantised(ids), model(ids), **tolerance)
+        if model.config.causal:
+            types, logits = ([], []), []
+            for one, found in zip((quantised, model), types, strict=True):
+                state = one.prefill(ids)[1]
+                map_state(lambda part, found=found: found.append(part.dtype), state)
+                logits.append(one.step(ids[:, 0], state)[0])
+            assert types[0] == types[1]
+            torch.testing.assert_close(*logits, **tolerance)
 
 
 @pytest.mark.parametrize("architecture", ["language_model", "encoder"])

@@ -202,7 +202,7 @@ class Hyena(Mixer):
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The state before the first token: the last inputs of the short convolution, zeros (batch_size, 3 d_model,
         d_conv - 1), and the products x1 v of all tokens so far, empty (batch_size, 0, d_model)."""
-        like = state_like(self.in_proj, device)
+        like = state_like(self.conv1d, device)
         return (
             like.new_zeros(batch_size, 3 * self.d_model, self.config.d_conv - 1),
             like.new_empty(batch_size, 0, self.d_model),

@@ -102,7 +102,7 @@ class Convolution(Mixer):
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
         """The last inputs of the convolution, zeros (batch_size, d_inner, d_conv - 1)."""
-        return state_like(self.in_proj, device).new_zeros(batch_size, self.d_inner, self.d_conv - 1)
+        return state_like(self.conv1d, device).new_zeros(batch_size, self.d_inner, self.d_conv - 1)
 
     def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         z, inputs = self.in_proj(x).chunk(2, -1)

@@ -180,7 +180,7 @@ class GatedDelta(Mixer):
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeros: the last inputs of the convolution (batch_size, its width, d_conv - 1), and the recurrence's state
         (batch_size, H, qk_dim, headdim)."""
-        like, config = state_like(self.in_proj, device), self.config
+        like, config = state_like(self.conv1d, device), self.config
         exact = torch.promote_types(like.dtype, torch.float32)
         return (
             like.new_zeros(batch_size, self.sections[1], config.d_conv - 1),

@@ -29,7 +29,7 @@ from matmix.model.mixers.scans.lion_forms import (
     lion_sums,
     lion_weights,
 )
-from matmix.model.mixers.shared import check_heads, exact_linear, head_count
+from matmix.model.mixers.shared import check_heads, exact_linear, head_count, state_like
 
 _QUADRATIC_UP_TO = 64
 """Tokens up to which `auto` makes all scores, on a CPU in half the time of chunks."""
@@ -288,7 +288,7 @@ class LionLit(Mixer):
     def direction_state(self, batch_size: int) -> LionState:
         """The initial state of one direction of the recurrent form."""
         headdim = self.config.headdim
-        return empty_lion_state(batch_size, self.nheads, headdim, headdim, self.proj.weight)
+        return empty_lion_state(batch_size, self.nheads, headdim, headdim, state_like(self.proj, None))
 
     def direction_step(
         self, x: torch.Tensor, state: LionState, *, backward: bool
@@ -309,7 +309,7 @@ class LionLit(Mixer):
     ) -> torch.Tensor:
         """The output (..., d_model) from the y (..., H, headdim) and c (..., H) of both directions."""
         y = lion_merge(*forward, *backward, self.config.eps)
-        return self.proj(y.flatten(-2).to(self.proj.weight.dtype))
+        return self.proj(y.flatten(-2).to(state_like(self.proj, None).dtype))
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         q, k, _ = self.project(x)

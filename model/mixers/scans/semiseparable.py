@@ -120,7 +120,7 @@ class Semiseparable(ScanBlock):
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Zeros: the last inputs of the convolution (batch_size, conv_dim, d_conv - 1), and the state (batch_size, H,
         N, P), float32 at least."""
-        like, config = state_like(self.in_proj, device), self.config
+        like, config = state_like(self.conv1d, device), self.config
         exact = torch.promote_types(like.dtype, torch.float32)
         return (
             like.new_zeros(batch_size, self.conv_dim, config.d_conv - 1),
