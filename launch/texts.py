@@ -46,4 +46,5 @@ def read_texts(files: Sequence[str], *, text_field: str, text_documents: TextDoc
 def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
     """The lines of a stream of UTF-8, such as standard input. Raises ValueError (one line) at other bytes."""
     for number, line in enumerate(file, 1):
-        yield decode(line, name, number).rstrip("\r\n")
+        text = decode(line, name, number).rstrip("\r\n")
+        yield text.removeprefix("\ufeff") if number == 1 else text

@@ -65,7 +65,7 @@ def read_remote_toml(url: str) -> dict[str, Any]:
 
 def _parse_toml(raw: bytes, where: str) -> dict[str, Any]:
     try:
-        values = tomllib.loads(raw.decode("utf-8"))
+        values = tomllib.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 (byte {error.start})") from None
     except RecursionError:

@@ -78,7 +78,7 @@ def _text_of_bytes(raw: bytes, chunk: Chunk, options: ReadOptions, line: int) ->
 
 def _text_of_json(text: str, field: str, line: int) -> str | Malformed:
     try:
-        value = json.loads(text)
+        value = json.loads(text.removeprefix("\ufeff"))  # a byte order mark inside: files put together by `cat`
     except (ValueError, RecursionError) as error:
         return Malformed(line, f"not JSON ({error})")
     if not isinstance(value, dict):

@@ -24,10 +24,14 @@ def check_malformed(met: Progress, most: float) -> None:
     """Raises MalformedError if more than the share `most` of the records is malformed."""
     if met.malformed > most * met.records:
         shown = "; ".join(f"{e['file']}, line {e['line']}: {e['reason']}" for e in met.examples[:3])
-        lacking = any(e["reason"].startswith("no field") for e in met.examples[:3])
-        field = "name the field of the text with --text-field, " if lacking else ""
+        reasons = [e["reason"] for e in met.examples[:3]]
+        advice = ""
+        if any(reason.startswith("no field") for reason in reasons):
+            advice = "name the field of the text with --text-field, "
+        elif met.malformed == met.records and any(reason.startswith("not ") for reason in reasons):
+            advice = "give one object a line (jq -c '.[]' FILE makes them of a JSON array), "
         raise MalformedError(
-            f"{met.malformed:,} of {met.records:,} lines are malformed ({shown}); {field}mend them, or allow a larger "
+            f"{met.malformed:,} of {met.records:,} lines are malformed ({shown}); {advice}mend them, or allow a larger "
             f"share with --max-malformed"
         )
 

@@ -28,8 +28,9 @@ _DIGESTED = 1 << 16
 _BLOCK = 1 << 20
 # At once, of compressed bytes: one of zstd makes up to 32 KiB, of .xz some 7, of gzip 1, so this bounds the memory.
 _COMPRESSED_BLOCK = 1 << 11
-# For the window of an .xz file: those of `xz -9e` need 65 MiB.
-_XZ_MEMORY = 1 << 29
+# For the window of a file, the largest that `zstd --long=31` and `xz --lzma2=dict=1536MiB` ask for (`xz -9e` needs 65
+# MiB). Pages of it that hold no text yet take no memory.
+_WINDOW_MEMORY = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +167,8 @@ def _decompressed(raw: io.BufferedReader, compression: str, offset: int) -> io.B
 
 _DECODERS: dict[str, tuple[Callable[[], Any], bytes]] = {
     ".gz": (lambda: zlib.decompressobj(16 + zlib.MAX_WBITS), b"\0"),
-    ".xz": (lambda: lzma.LZMADecompressor(memlimit=_XZ_MEMORY), b"\0"),
-    ".zst": (lambda: zstandard.ZstdDecompressor().decompressobj(), b""),
+    ".xz": (lambda: lzma.LZMADecompressor(memlimit=_WINDOW_MEMORY), b"\0"),
+    ".zst": (lambda: zstandard.ZstdDecompressor(max_window_size=_WINDOW_MEMORY).decompressobj(), b""),
 }
 """Suffix -> what decompresses one frame, and the bytes that may stand between frames."""
 

@@ -63,7 +63,7 @@ def find_run_dir(arguments: Sequence[str]) -> str:
     if recipe.is_file():
         # Where it cannot be read, `matmix train` says what is wrong.
         with contextlib.suppress(ValueError, OSError, RecursionError):
-            named = tomllib.loads(recipe.read_text(encoding="utf-8")).get("run_dir")
+            named = tomllib.loads(recipe.read_text(encoding="utf-8-sig")).get("run_dir")
             if isinstance(named, str) and named:
                 return named
     return f"runs/{recipe.stem}"

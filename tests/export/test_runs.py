@@ -399,7 +399,7 @@ def test_the_end_token_is_told_beside_the_text(language_model, monkeypatch, caps
 
 def test_texts_as_json(language_model, encoder, monkeypatch, capsys):
     """One object a line, for prompts that come by standard input."""
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("thé\n\n king\r\n".encode())))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\ufeffthé\n\n king\r\n".encode())))
     assert main(["generate", str(language_model), "--prompt-file", "-", "--max-new-tokens", "7", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["prompt"] for one in found] == ["thé", " king"]

@@ -27,6 +27,10 @@ def test_bundled_recipes_are_valid_and_survive_a_round_trip(name, tmp_path):
     assert load_config(str(tmp_path / "config.toml")) == config
 
 
+def test_a_byte_order_mark_is_no_part_of_a_recipe(recipe):
+    assert load_config(recipe("\ufeffsteps = 7\r\n")).steps == 7
+
+
 def test_command_line_wins_over_recipe_and_recipe_over_defaults(recipe):
     path = recipe("steps = 7\n[optimizer]\nlr = 0.5\nweight_decay = 0\n")
     config = load_config(path, ["--optimizer.lr", "3e-4", "--data.mixture", "a", "1", "b", "2.5"])

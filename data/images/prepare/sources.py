@@ -135,7 +135,7 @@ def _names_in(file: str) -> list[str]:
     if not path.is_file():
         raise FileNotFoundError(f"the file of classes {path} does not exist")
     try:
-        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text ({error})") from None
     if not names or len(set(names)) != len(names):

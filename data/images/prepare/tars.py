@@ -87,7 +87,7 @@ class TarFile(Source):
             value = value.get(self.label_field) if isinstance(value, dict) else value
         else:
             try:
-                value = raw.decode().strip()
+                value = raw.decode("utf-8-sig").strip()
             except UnicodeDecodeError:
                 raise ValueError(f"{where} is no text") from None
         if value is None or value == "" or isinstance(value, bool | float | dict | list):

@@ -36,7 +36,9 @@ def everything(given=SAMPLES):
 
 
 def tree(folder):
-    return write_tree(folder / "tree", SAMPLES), {}
+    names = folder / "classes.txt"
+    names.write_text("\ufeff" + "\r\n".join(CLASSES), encoding="utf-8")  # as editors on Windows write it
+    return write_tree(folder / "tree", SAMPLES), {"classes": str(names)}
 
 
 def tar_of_numbers(folder):
@@ -44,7 +46,11 @@ def tar_of_numbers(folder):
     for part in range(2):
         members = []
         for name, label, data in order[part::2]:
-            members += [(f"a/{name}.png", data), (f"a/{name}.cls", str(label).encode()), (f"a/{name}.txt", b"else")]
+            members += [
+                (f"a/{name}.png", data),
+                (f"a/{name}.cls", f"\ufeff{label}\r\n".encode()),
+                (f"a/{name}.txt", b"else"),
+            ]
         write_tar(folder / f"part-{part}.tar", members)
     return folder / "part-*.tar", {}
 

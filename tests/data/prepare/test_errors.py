@@ -104,6 +104,12 @@ def test_malformed_lines(tmp_path, corpus, capfd):
     assert sum(s.documents for s in manifest.splits.values()) == 198
 
 
+def test_one_json_array(tmp_path, corpus):
+    for indent in (None, 1):
+        (tmp_path / "in.jsonl").write_text(json.dumps([{"text": text} for text in TEXTS], indent=indent))
+        fails(options(tmp_path), r"lines are malformed .*; give one object a line \(jq -c '\.\[\]' FILE")
+
+
 def test_missing_text_field(tmp_path, corpus, monkeypatch):
     message = "200 of 200 lines are malformed .*line 1: no field 'content' .its fields: text.*; name .* --text-field"
     fails(options(tmp_path, text_field="content"), message)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import zlib
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -163,6 +164,29 @@ def test_damaged_files(tmp_path, suffix):
         path.write_bytes(raw)
         with pytest.raises(ValueError, match=r"a\.jsonl\.\w+ is damaged"):
             documents([path])
+
+
+def test_windows_as_large_as_the_compressors_make_them(tmp_path):
+    raw = jsonl(DOCUMENTS)
+    long = zstandard.ZstdCompressionParameters(window_log=31)
+    stream = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(stream.compress(raw) + stream.flush())
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 0}]
+    small = bytearray(lzma.compress(raw, lzma.FORMAT_XZ, lzma.CHECK_NONE, filters=filters))
+    # The size of the dictionary stands in the block's header: 36 is 1 GiB, with which to compress would take ten.
+    at = small.index(b"\x21\x01", 12) + 2
+    small[at] = 36
+    end = 12 + 4 * (small[12] + 1) - 4
+    small[end : end + 4] = zlib.crc32(small[12:end]).to_bytes(4, "little")
+    (tmp_path / "b.jsonl.xz").write_bytes(small)
+    for name in ("a.jsonl.zst", "b.jsonl.xz"):
+        assert documents([tmp_path / name]) == DOCUMENTS
+
+
+def test_byte_order_marks_within_a_file(tmp_path):
+    """As `cat` leaves them."""
+    (tmp_path / "a.jsonl").write_bytes(b"".join(b"\xef\xbb\xbf" + jsonl([d]) for d in DOCUMENTS))
+    assert documents([tmp_path / "a.jsonl"]) == DOCUMENTS
 
 
 def test_parquet_that_cannot_be_used(tmp_path):

@@ -73,7 +73,7 @@ def test_every_default_is_described():
 
 def test_the_run_directory_is_found_as_training_finds_it(tmp_path):
     recipe = tmp_path / "mine.toml"
-    recipe.write_text('run_dir = "runs/from-recipe"\n')
+    recipe.write_text('\ufeffrun_dir = "runs/from-recipe"\n')
     assert find_run_dir([str(recipe)]) == "runs/from-recipe"
     assert find_run_dir([str(recipe), "--steps", "3", "--run-dir", "other"]) == "other"
     assert find_run_dir([str(recipe), "--run_dir=other"]) == "other"
