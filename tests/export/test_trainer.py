@@ -27,6 +27,7 @@ def test_micro_batches_make_the_step_of_the_whole_batch(exports, kind):
     bare_steps.check_steps(lambda: bare_steps.make_model(kind, path), rows, kind)
 
 
+@pytest.mark.filterwarnings("ignore:num_items_in_batch without labels")
 def test_smoothed_labels_are_the_next_tokens(exports):
     kind = "next tokens"
     path = texts_and_encoder(kind, exports)

@@ -34,6 +34,7 @@ def refused(path: Path, match: str = ".") -> None:
     assert str(raised.value).isprintable()
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_pickle_is_not_run(tmp_path):
     planted = tmp_path / "planted"
     for zipped in (True, False):
@@ -44,6 +45,7 @@ def test_a_pickle_is_not_run(tmp_path):
     assert not planted.exists()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     "content",
     [

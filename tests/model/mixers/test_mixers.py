@@ -366,6 +366,7 @@ def test_attention_dropout_is_off_in_eval_mode(randomize):
     assert torch.equal(attention(x, cu_seqlens), attention(x, cu_seqlens))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", CASES)
 def test_transforms_of_torch_func_follow_a_layer(make, name):
     """Gradients of each sample by vmap over grad, and a row of the Jacobian, as call by call."""

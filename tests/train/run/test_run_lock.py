@@ -76,6 +76,7 @@ def test_a_requeued_job_waits_until_its_last_attempt_is_gone(holder, tmp_path, m
     assert "4711.0" in told[0]
 
 
+@pytest.mark.filterwarnings("ignore:flock not supported")
 def test_a_file_system_without_locks_costs_one_warning(dataset, tmp_path, monkeypatch, capsys):
     def flock(handle, operation):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
