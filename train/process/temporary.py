@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from matmix.data.storage.private import private_folder
+from matmix.data.storage.private import private_folder, standard_folder
 from matmix.train.process.caches import NODE_VARIABLE, node_folder
 
 _SEMAPHORES = Path("/dev/shm")
@@ -39,14 +39,17 @@ _own: Path | None = None
 def use_own_folder() -> None:
     """Leads the libraries of this process to a folder of its own. Raises as `make_own_folder`.
 
-    Where its name would be too long for a socket, $TMPDIR stays as it is.
+    Where $TMPDIR is too long for sockets, the folder lies elsewhere and is for them alone: $TMPDIR stays as it is.
     """
     os.environ[NODE_VARIABLE] = str(node_folder())  # for processes that find another $TMPDIR in their environment
     folder = make_own_folder()
     _note_agent(folder)
-    if len(os.fsencode(folder)) <= _LONGEST:
+    config = multiprocessing_process.current_process()._config
+    if folder.is_relative_to(node_folder()):
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    multiprocessing_process.current_process()._config["semprefix"] = f"/mp-{folder.name}"
+    else:
+        config["tempdir"] = str(folder)
+    config["semprefix"] = f"/mp-{folder.name}"
 
 
 def make_own_folder() -> Path:
@@ -56,9 +59,7 @@ def make_own_folder() -> Path:
     """
     global _own
     if _own is None:
-        # Nodes may share the folder, but not the locks in it: each looks after its own.
-        node = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
-        root = private_folder(node_folder() / f"t-{node}")
+        root = private_folder(_root())
         remove_left(root)
         name, lock = _new_name(root)
         _own = root / name
@@ -66,6 +67,22 @@ def make_own_folder() -> Path:
         # After multiprocessing itself has removed what it made; not in forked children.
         multiprocessing_util.Finalize(None, _remove_own, args=(lock,), exitpriority=-200)
     return _own
+
+
+def _root() -> Path:
+    """Where the folders of processes lie: on this node's own disk, or below /tmp where that name is too long."""
+    # Nodes may share the folder, but not the locks in it: each looks after its own.
+    name = f"t-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]}"
+    root = node_folder() / name
+    if len(os.fsencode(root / "12345678")) <= _LONGEST:
+        return root
+    try:
+        return standard_folder(Path("/tmp") / f"matmix-{os.getuid()}") / name
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{root.parent} is too long a name for the sockets below it, and there is none in /tmp ({error}); set "
+            "TMPDIR to a shorter path"
+        ) from None
 
 
 def remove_left(root: Path) -> None:

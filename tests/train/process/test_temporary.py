@@ -135,13 +135,14 @@ def test_reports_of_a_torchrun_that_is_dead_go_with_its_ranks(start, folder):
     assert not reports.exists()
 
 
-def test_a_long_name_leaves_tmpdir_as_it_is(tmp_path):
-    """Sockets below it could not be made."""
-    deep = tmp_path / ("x" * 60)
+def test_a_long_tmpdir_is_not_for_sockets(tmp_path):
+    """multiprocessing could make none there, and reading processes would wait for ever."""
+    deep = tmp_path / ("x" * 120)
     deep.mkdir()
     code = (
-        "import os; from matmix.train.process.begin import begin_training; assert begin_training() == 0; "
-        "print(os.environ['TMPDIR'])"
+        "import os; from multiprocessing.connection import Listener; "
+        "from matmix.train.process.begin import begin_training; assert begin_training() == 0; "
+        "socket = Listener(); assert socket.address.startswith('/tmp/matmix-'); print(os.environ['TMPDIR'])"
     )
     environment = {**os.environ, "TMPDIR": str(deep), "SLURM_TMPDIR": ""}
     environment.pop("MATMIX_NODE_FOLDER", None)
