@@ -49,6 +49,7 @@ def check_signature(model, **inputs: torch.Tensor) -> None:
     causal, shape = "CausalLM" in type(model).__name__, tuple(next(iter(inputs.values())).shape)
     positions = torch.arange(shape[-1]).expand(shape)
     same: dict[str, Any] = {"num_items_in_batch": 5, "output_hidden_states": False, "is_causal": model.model.causal}
+    same["skip_logits"] = True  # which Trainer adds in evaluations
     if texts:
         same |= {"attention_mask": torch.ones(shape, dtype=torch.long), "position_ids": positions}
     if type(model).__name__ not in ("MatmixForCausalLM", "MatmixModel") and texts:
@@ -57,7 +58,7 @@ def check_signature(model, **inputs: torch.Tensor) -> None:
         same |= {"use_cache": True, "logits_to_keep": shape[-1], "cache_position": positions[0]}
     with torch.no_grad():
         expected = model(**inputs).to_tuple()[0]
-        names = set(inspect.get_annotations(TransformersKwargs)) | {"return_dict", "attention_maks"}
+        names = set(inspect.get_annotations(TransformersKwargs)) | {"return_dict", "attention_maks", "skip_logits"}
         for theirs in THEIRS[type(model).__name__]:
             names |= set(inspect.signature(getattr(transformers, theirs).forward).parameters)
         handled = {"output_attentions", "past_key_values", "cache", "return_dict"} & names if causal else set()

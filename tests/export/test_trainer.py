@@ -14,6 +14,9 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 
 import bare_steps
 from test_round_trip import OTHER_PYTHON
+from transformers import Trainer, TrainingArguments
+
+from matmix.model.parameter_rules import stated_rules
 
 
 def texts_and_encoder(kind: str, exports: Path) -> Path:
@@ -25,6 +28,20 @@ def test_micro_batches_make_the_step_of_the_whole_batch(exports, kind):
     path = texts_and_encoder(kind, exports)
     rows = bare_steps.KINDS[kind][2]()
     bare_steps.check_steps(lambda: bare_steps.make_model(kind, path), rows, kind)
+
+
+def test_what_is_not_decayed_is_named(exports, tmp_path):
+    """As the optimizers here have it, where Trainer alone would decay more."""
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    for kind in bare_steps.KINDS:
+        model = bare_steps.make_model(kind, texts_and_encoder(kind, exports))
+        spared = model.no_weight_decay()
+        rules = stated_rules(model.model, 12)
+        for name, parameter in model.named_parameters():
+            rule = rules.get(name.removeprefix("model."), ("", None))[1]
+            decayed = parameter.dim() > 1 and (rule is None or rule.weight_decay != 0)
+            assert decayed == (name not in spared), name
+        assert spared & set(Trainer(model=model, args=arguments).get_decay_parameter_names(model)), kind
 
 
 @pytest.mark.filterwarnings("ignore:num_items_in_batch without labels")

@@ -16,6 +16,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from matmix.model.config import ModelConfig, model_config_from_dict
 from matmix.model.initialization import default_init_rule
 from matmix.model.interop.export.inputs import documents, refuse_others, tokens_or_embeddings
+from matmix.model.parameter_rules import stated_rules
 
 SMOOTHING_COUNTS = "num_items_in_batch" in signature(LabelSmoother.__call__).parameters
 """Whether this version of transformers divides smoothed losses as others; it takes the labels from the model."""
@@ -87,19 +88,28 @@ class MatmixPreTrainedModel(PreTrainedModel):
             )
         return None
 
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that training in matmix does not decay: vectors, and rates, frequencies and the like,
+        smaller values of which are another layer and not a simpler one. (As timm's models name theirs.)"""
+        rules = stated_rules(self, self.config.matmix.get("max_seqlen", 1))
+        named = {name for name, (_, rule) in rules.items() if rule.weight_decay == 0}
+        return named | {name for name, parameter in self.named_parameters() if parameter.dim() < 2}
+
     def streams(self, keywords: dict[str, Any]) -> list[torch.Tensor] | None:
         """An empty list for the residual streams where hidden states are asked for, else None.
 
         keywords: the arguments of `forward` that no class has a use of its own for: output_hidden_states and
         output_attentions (None = as the configuration says), is_causal, as the model is, and num_items_in_batch, which
-        only losses need. Raises ValueError (one line) for others.
+        only losses need. skip_logits, with which Trainer allows models to leave them out, changes nothing. Raises
+        ValueError (one line) for others.
         """
         asked = keywords.pop("output_hidden_states", None), keywords.pop("output_attentions", None)
         output_hidden_states, output_attentions = asked
         is_causal = keywords.pop("is_causal", None)
         if is_causal is not None and bool(is_causal) != self.model.causal:
             raise ValueError(f"is_causal = {is_causal}: {type(self).__name__} is what its mixers make it; leave it out")
-        keywords.pop("num_items_in_batch", None)
+        for without_effect in ("num_items_in_batch", "skip_logits"):
+            keywords.pop(without_effect, None)
         refuse_others(keywords, type(self).__name__)
         if self.config.output_attentions if output_attentions is None else output_attentions:
             warnings.warn(
