@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -51,6 +52,19 @@ def artifact_path(root: str | Path, name: object, where: object, *, nested: bool
         if path.is_symlink():
             raise ValueError(f"{where} names {_shown(name)}, but {path} is a link: put the file itself there")
     return path
+
+
+def check_utf8(text: str, what: str, advice: str) -> None:
+    """Raises ValueError (one line) for a text that Python made of bytes which are no UTF-8: a file's name or a word of
+    a command line. No file that we write could hold it.
+
+    what: how to call it; in place of "{}" comes the text itself. advice: what to do.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        shown = ascii(os.fsencode(text))[2:-1] if "{}" in what else ""
+        raise ValueError(f"{what.format(shown)} is not UTF-8 (character {error.start + 1}); {advice}") from None
 
 
 def parse_json(text: str | bytes, where: object) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 
+from matmix.data.artifacts import check_utf8
 from matmix.data.storage.urls import refuse_secrets
 from matmix.launch.tree import Branch, CommandTree
 from matmix.train.process.console import begin_process, guarded
@@ -77,6 +78,8 @@ def _run(words: list[str], *, own: bool) -> int:
     pairs = zip(["", *words], words, strict=False)
     shown = [word for before, word in pairs if before not in _TEXTS and word.partition("=")[0] not in _TEXTS]
     refuse_secrets(shown, "matmix")
+    for word in shown:
+        check_utf8(word, "{}", "rename the file or folder")
     try:
         verb, rest = TREE.read(words)
     except SystemExit:

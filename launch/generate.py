@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tyro
 
+from matmix.data.artifacts import check_utf8
 from matmix.launch.continuation import Continuation, continue_texts
 from matmix.launch.filling import fill_masks
 from matmix.launch.loading import Source, load_source
@@ -124,9 +125,9 @@ def generate(
     if not all(stop):
         raise ValueError("--stop is empty; give the string that ends a text")
     for text in prompts:
-        _check_text(text, "--prompt", ", or give it as a file by --prompt-file")
+        check_utf8(text, "--prompt", "convert it, or give it as a file by --prompt-file")
     for text in stop:
-        _check_text(text, "--stop")
+        check_utf8(text, "--stop", "convert it")
     write = write or _write_now
     loaded = load_source(source, step=step, device=device)
     if loaded.model.takes_head:
@@ -182,11 +183,3 @@ def _tell_end(one: Continuation, which: str) -> None:
 def _write_now(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _check_text(text: str, flag: str, instead: str = "") -> None:
-    """Raises ValueError (one line) for a text whose bytes on the command line were no UTF-8."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{flag} is not UTF-8 (character {error.start + 1}); convert it{instead}") from None

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+from matmix.data.artifacts import check_utf8
 from matmix.train.arguments import Recipe, read_verb
 from matmix.train.process import stop
 from matmix.train.process.begin import begin_training
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
 
     def train() -> int:
+        for word in words:
+            check_utf8(word, "{}", "rename the file or folder")
         try:
             verb, rest = read_verb(Train, words, prog=_PROG)
         except SystemExit:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import zstandard
 
+from matmix.data.artifacts import check_utf8
 from matmix.data.corpora import bundled_path
 
 SUFFIXES: dict[str, Literal["txt", "jsonl", "parquet"]] = {
@@ -101,7 +102,7 @@ def find_sources(inputs: Sequence[str]) -> tuple[list[Source], list[str]]:
     list holds the files of folders and globs that were passed over for their suffix.
 
     Raises FileNotFoundError for a path or pattern without a file, ValueError for a suffix that cannot be
-    read.
+    read and a name that is no UTF-8.
     """
     sources: dict[str, Source] = {}
     ignored: list[str] = []
@@ -114,6 +115,7 @@ def find_sources(inputs: Sequence[str]) -> tuple[list[Source], list[str]]:
             raise ValueError(f"{item} {what}; give .txt or .jsonl files (also .gz, .xz, .zst) or .parquet files")
         for path, kind in kinds.items():
             if kind is not None:
+                check_utf8(str(path), "the file name {}", "rename it")
                 name = item if item.startswith("bundled:") else str(path)
                 sources.setdefault(str(path.resolve()), Source(name, str(path), *kind, path.stat().st_size))
     return list(sources.values()), ignored

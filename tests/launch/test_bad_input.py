@@ -160,6 +160,20 @@ def test_a_prompt_that_is_no_text(dataset, tmp_path, capsys):
     _fails(capsys, ["generate", str(tmp_path / "run"), "--prompt", "caf\udce9"], "--prompt is not UTF-8 (character 4)")
 
 
+def test_names_that_are_no_text(tmp_path, capsys):
+    """Files of another system: no manifest and no config could hold their names."""
+    told = r"caf\xe9.txt is not UTF-8"
+    _fails(capsys, ["prepare", f"{tmp_path}/caf\udce9.txt", "--out", str(tmp_path / "out")], told, "rename")
+    _fails(capsys, ["train", "debug_mru", "--run-dir", "runs/caf\udce9.txt"], told, "rename")
+    (tmp_path / "caf\udce9.txt").write_text("to be")
+    _fails(capsys, ["prepare", str(tmp_path), "--out", str(tmp_path / "out")], told, "rename")
+    (tmp_path / "a" / "b\udce9").mkdir(parents=True)
+    (tmp_path / "a" / "b\udce9" / "x.png").write_bytes(b"")
+    _fails(
+        capsys, ["prepare-images", str(tmp_path / "a"), "--out", str(tmp_path / "out")], r"b\xe9/x.png is not", "rename"
+    )
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
 def test_a_device_that_is_not_there(device, tmp_path, capsys):
     _fails(capsys, ["generate", str(tmp_path), "--prompt", "to be", "--device", device], f"--device {device} cannot")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from matmix.data.artifacts import artifact_name, errors_in_one_line, parse_json
+from matmix.data.artifacts import artifact_name, check_utf8, errors_in_one_line, parse_json
 from matmix.data.images.decode import UnreadablePicture
 from matmix.data.images.prepare.base import SUFFIXES, Item, Label, Source
 
@@ -112,7 +112,9 @@ def _walk(folder: Path) -> Iterator[Path]:
     """Files below a folder, in a fixed order, none of them hidden."""
     for root, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(root) / name for name in sorted(files) if not name.startswith("."))
+        for path in (Path(root) / name for name in sorted(files) if not name.startswith(".")):
+            check_utf8(str(path), "the file name {}", "rename it")
+            yield path
 
 
 def _is_picture(path: Path) -> bool:
