@@ -62,6 +62,17 @@ def test_answers_that_were_cut_off_do_not_count():
     torch.testing.assert_close((span_loss(start, starts) + span_loss(end, ends)) / 2, expected)
 
 
+@pytest.mark.parametrize("name", ["classes", "tokens", "spans"])
+def test_the_output_layer_can_be_trained_alone(head_exports, name):
+    """As the page on exports says."""
+    model = TRAINED[name][0].from_pretrained(head_exports / name / "export", trust_remote_code=True)
+    model.requires_grad_(False)
+    model.model.classifier.requires_grad_(True)
+    sum(output.sum() for output in model(torch.arange(8, 20)[None]).to_tuple()).backward()
+    reached = {part for part, parameter in model.named_parameters() if parameter.grad is not None}
+    assert reached == {f"model.classifier.{part}" for part, _ in model.model.classifier.named_parameters()}
+
+
 def test_words_with_their_spaces_are_read_as_in_training(head_exports, tokenizer):
     """As the page on exports and the card of the model write it."""
     words = ["the", "king", "of", "naïve", "rivers,", "x"]
