@@ -89,6 +89,16 @@ def test_words_with_their_spaces_are_read_as_in_training(head_exports, tokenizer
     assert 'spaced = [words[0], *(f" {word}" for word in words[1:])]' in (export / "README.md").read_text()
 
 
+def test_masks_that_would_be_added_to_scores_are_refused(head_exports):
+    """Their zeros are the tokens."""
+    export = head_exports / "classes" / "export"
+    model = AutoModelForSequenceClassification.from_pretrained(export, trust_remote_code=True).eval()
+    ids, mask = torch.arange(8, 32).view(2, 12), torch.tensor([[1.0] * 12, [1.0] * 7 + [0.0] * 5])
+    assert torch.equal(model(ids, attention_mask=mask).logits, model(ids, attention_mask=mask.long()).logits)
+    with pytest.raises(ValueError, match=r"^attention_mask has values below 0, .*: give 1 at tokens, 0 at padding$"):
+        model(ids, attention_mask=(1 - mask) * torch.finfo(torch.float32).min)
+
+
 def test_the_configuration_says_what_the_weights_are(exports):
     """Embeddings that are not those of the weights are refused; what computes attention makes no difference."""
     path = exports / "mixed" / "export"

@@ -46,6 +46,8 @@ def documents(
         keywords.pop(f"max_length_{side}", None)
     if attention_mask is not None and tuple(attention_mask.shape) != shape:
         raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)} for inputs of {shape}: give that")
+    if attention_mask is not None and attention_mask.is_floating_point() and bool((attention_mask < 0).any()):
+        raise ValueError("attention_mask has values below 0, as sums of scores take: give 1 at tokens, 0 at padding")
     padded = attention_mask is not None and (position_ids is not None or given is not None) and not attention_mask.all()
     boundaries = None
     if position_ids is not None:
