@@ -18,10 +18,11 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import queues, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from matmix.data.artifacts import one_line
 from matmix.data.parent_process import end_with, follow_parent
 
 _IGNORED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
@@ -55,6 +56,13 @@ def _begin(_worker: int, parent: int | None) -> None:
     if parent is not None and not end_with(parent, signal.SIGKILL):
         os._exit(1)
     threading.Thread(target=follow_parent, daemon=True).start()
+    queues.Queue._on_queue_feeder_error = staticmethod(_cannot_send)
+
+
+def _cannot_send(error: Exception, _batch: object) -> None:
+    """Ends the process, as a full /dev/shm: multiprocessing would drop the batch, and training wait for it for ever."""
+    os.write(2, f"matmix: a reading process could not hand on its batch: {one_line(error)}\n".encode())
+    os._exit(1)
 
 
 def _start(popen: Callable[[BaseProcess], Any], process: BaseProcess) -> Any:

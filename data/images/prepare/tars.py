@@ -60,7 +60,9 @@ class TarFile(Source):
             folder, _, base = member.name.rpartition("/")
             key, _, suffix = base.partition(".")
             if key:  # hidden files have none
-                samples.setdefault(f"{folder}/{key}" if folder else key, {})[suffix.lower()] = member
+                parts = samples.setdefault(f"{folder}/{key}" if folder else key, {})
+                if parts.setdefault(suffix.lower(), member) is not member:
+                    raise ValueError(f"{self.name} holds {member.name} twice: two samples have one name")
         items = []
         with self.path.open("rb") as file:
             for key, parts in samples.items():

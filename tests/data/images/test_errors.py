@@ -47,6 +47,10 @@ def label_out_of_range(folder):
     return write_tar(folder / "a.tar", members), {"classes": str(folder / "classes.txt")}
 
 
+def one_name_twice(folder):
+    return write_tar(folder / "a.tar", [("1.png", PNG), ("1.cls", b"0"), ("1.png", PNG), ("1.cls", b"1")])
+
+
 def negative_label(folder):
     table = pyarrow.table({"image": [PNG, PNG], "label": [0, -1]})
     parquet.write_table(table, folder / "a.parquet")
@@ -96,6 +100,7 @@ CASES = {
     no_tar: "no uncompressed .tar file",
     empty_class: "class folder .*newt is empty",
     no_classes: "--labels",
+    one_name_twice: r"a\.tar holds 1\.png twice",
     label_out_of_range: r"a\.tar: 2: label 7 is out of range: .*classes 0 to 1",
     negative_label: "label -1",
     unknown_class: "'owl' is no class of .*classes.txt",

@@ -8,7 +8,10 @@ import time
 
 import psutil
 import pytest
+import torch
 from nightly import nightly
+
+from matmix.data.loading.reading_processes import reading_context, worker_beginning
 
 PROGRAM = """
 import sys, time
@@ -117,3 +120,24 @@ def test_a_reader_that_hangs_does_not_hold_up_the_end(data, tmp_path):
     del readers
     loader.close()
     assert worker.wait(timeout=60) in (0, None)
+
+
+class _CannotBeSent(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return lambda: index  # no pickle can hold it
+
+
+def test_a_batch_that_cannot_be_handed_on_ends_its_process():
+    """As where /dev/shm is full; multiprocessing drops such a batch and waits for it for ever."""
+    loader = torch.utils.data.DataLoader(
+        _CannotBeSent(),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context=reading_context("fork"),
+        worker_init_fn=worker_beginning("fork"),
+    )
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        next(iter(loader))
