@@ -68,6 +68,7 @@ class TarFile(Source):
             for key, parts in samples.items():
                 pictures = [suffix for suffix in parts if suffix in SUFFIXES]
                 labels = [suffix for suffix in _LABELS if suffix in parts]
+                self._refuse_dots(key, parts, bool(pictures or labels))
                 if not pictures and not labels:
                     continue
                 if len(pictures) != 1 or not labels:
@@ -77,6 +78,17 @@ class TarFile(Source):
                 label = self._label(file, parts[labels[0]], labels[0], key)
                 items.append(_item(parts[pictures[0]], key, label))
         return items
+
+    def _refuse_dots(self, key: str, parts: dict[str, tarfile.TarInfo], known: bool) -> None:
+        """Raises ValueError where members are a sample with a dot in its name, whose picture would be passed over; one
+        more picture of a sample, as in KEY.depth.png, is none."""
+        for suffix, member in parts.items():
+            middle, dot, kind = suffix.rpartition(".")
+            if dot and kind in SUFFIXES and (not known or any(f"{middle}.{label}" in parts for label in _LABELS)):
+                raise ValueError(
+                    f"{self.name}: {member.name} would be a part of sample {key}, whose name ends at the first dot; "
+                    "rename the members so that the names of samples have no dots"
+                )
 
     def _label(self, file: Any, member: tarfile.TarInfo, kind: str, key: str) -> Label:
         where = f"{self.name}: member {member.name}"

@@ -7,6 +7,8 @@ import pytest
 from pictures import encoded, pixels, prepare, samples, write_tar, write_tree
 from pyarrow import parquet
 
+from matmix.data.manifest import Manifest
+
 PNG = encoded(pixels(0))
 
 
@@ -49,6 +51,14 @@ def label_out_of_range(folder):
 
 def one_name_twice(folder):
     return write_tar(folder / "a.tar", [("1.png", PNG), ("1.cls", b"0"), ("1.png", PNG), ("1.cls", b"1")])
+
+
+def dots_in_all_names(folder):
+    return write_tar(folder / "a.tar", [("cat.1.png", PNG), ("cat.1.cls", b"0")])
+
+
+def dots_in_some_names(folder):
+    return write_tar(folder / "a.tar", [("1.png", PNG), ("1.cls", b"0"), ("1.b.png", PNG), ("1.b.json", b"1")])
 
 
 def negative_label(folder):
@@ -101,6 +111,8 @@ CASES = {
     empty_class: "class folder .*newt is empty",
     no_classes: "--labels",
     one_name_twice: r"a\.tar holds 1\.png twice",
+    dots_in_all_names: r"cat\.1\.png .*no dots",
+    dots_in_some_names: r"1\.b\.png .*no dots",
     label_out_of_range: r"a\.tar: 2: label 7 is out of range: .*classes 0 to 1",
     negative_label: "label -1",
     unknown_class: "'owl' is no class of .*classes.txt",
@@ -121,6 +133,12 @@ def test_one_line(tmp_path, make):
         prepare(source, tmp_path / "out", **options)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_further_pictures_of_a_sample_are_passed_over(tmp_path):
+    members = [("1.png", PNG), ("1.cls", b"0"), ("1.depth.png", PNG), ("2.png", PNG), ("2.cls", b"1")]
+    out = prepare(write_tar(tmp_path / "a.tar", members), tmp_path / "out")
+    assert Manifest.load(out).splits["train"].documents == 2
 
 
 def test_a_set_that_no_package_has(tmp_path):
