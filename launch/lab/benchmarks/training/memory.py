@@ -50,8 +50,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 
 
-_IMPORTED_LATE = ("torch._dynamo", "torch.distributed.tensor", "torch._inductor.compile_fx")
-"""What torch and DeepSpeed import once a model is prepared or recomputed: some 100 MB that are not the model's."""
+_IMPORTED_LATE = ("torch._dynamo", "torch.distributed.tensor")
+"""What torch imports once a model is prepared or recomputed: some 100 MB that are not the model's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
