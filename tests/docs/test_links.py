@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from failures import Failures
 from paths import ROOT
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob(".github/**/*.md"))]
@@ -73,11 +74,14 @@ def _dead(document: Path, text: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(document):
-    text = document.read_text(encoding="utf-8")
-    assert not _dead(document, text)
-    assert not [name for name in _TEST.findall(text) if not (ROOT / "tests" / name.removeprefix("tests/")).is_file()]
+def test_links_lead_somewhere():
+    with Failures() as failures:
+        for document in DOCUMENTS:
+            with failures.of(str(document.relative_to(ROOT))):
+                text = document.read_text(encoding="utf-8")
+                tests = [ROOT / "tests" / name.removeprefix("tests/") for name in _TEST.findall(text)]
+                wrong = [*_dead(document, text), *(f"there is no {test}" for test in tests if not test.is_file())]
+                assert not wrong, wrong
 
 
 def test_all_documents_are_looked_at():
@@ -85,21 +89,22 @@ def test_all_documents_are_looked_at():
     assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/index.md", "docs/api/model.md"} <= names
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("[a](nowhere.md)", 1),
-        ("![a](pictures/nowhere.png)", 1),
-        ('<img src="pictures/nowhere.png">', 1),
-        ("[a](training.md#no-such-heading)", 2),
-        ("[a](../README.md)", 1),
-        ("[a](../../elsewhere.md)", 1),
-        ("[a](#below)\n\n## Below\n", 0),
-        ("[a](#a-b)\n\n## `A` B\n", 0),
-        ("[a](#x_y)\n\n## X / Y\n", 2),
-        ("[a](https://example.com/x) `[a](nowhere.md)`\n```\n[a](nowhere.md)\n```\n", 0),
-        ("[a](training.md) [b](index.md)", 0),
-    ],
-)
-def test_dead_links_are_found(text, count):
-    assert len(_dead(ROOT / "docs" / "page.md", text)) == count
+DEAD_LINKS = [
+    ("[a](nowhere.md)", 1),
+    ("![a](pictures/nowhere.png)", 1),
+    ('<img src="pictures/nowhere.png">', 1),
+    ("[a](training.md#no-such-heading)", 2),
+    ("[a](../README.md)", 1),
+    ("[a](../../elsewhere.md)", 1),
+    ("[a](#below)\n\n## Below\n", 0),
+    ("[a](#a-b)\n\n## `A` B\n", 0),
+    ("[a](#x_y)\n\n## X / Y\n", 2),
+    ("[a](https://example.com/x) `[a](nowhere.md)`\n```\n[a](nowhere.md)\n```\n", 0),
+    ("[a](training.md) [b](index.md)", 0),
+]
+"""Texts of a page, and how many dead links each has."""
+
+
+def test_dead_links_are_found():
+    for text, count in DEAD_LINKS:
+        assert len(_dead(ROOT / "docs" / "page.md", text)) == count, text

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-import pytest
+from failures import Failures
 from paths import ROOT
 
 from matmix.launch.recipes import grouped
@@ -34,9 +34,11 @@ def test_recipes_stand_below_the_verb_that_takes_them():
         assert rows == set(found), command
 
 
-@pytest.mark.parametrize("name", [name for name in grouped()["matmix train NAME"] if name in ROWS])
-def test_sizes_are_true(name):
-    model = load_config(name).model
-    if not model.vocab_size and model.model_class.tokens:
-        model = dataclasses.replace(model, vocab_size=VOCABULARY.get(name, 2048))
-    assert ROWS[name].split(" | ")[1] == f"{count_parameters(model) / 1e6:.2f}M"
+def test_sizes_are_true():
+    with Failures() as failures:
+        for name in grouped()["matmix train NAME"]:
+            with failures.of(name):
+                model = load_config(name).model
+                if not model.vocab_size and model.model_class.tokens:
+                    model = dataclasses.replace(model, vocab_size=VOCABULARY.get(name, 2048))
+                assert ROWS[name].split(" | ")[1] == f"{count_parameters(model) / 1e6:.2f}M"

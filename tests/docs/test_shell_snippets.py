@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import CommandLine, command_lines
+from failures import Failures
 from pages import snippets, spans
 from paths import ROOT
 
@@ -34,8 +35,7 @@ COMMANDS = [command for snippet in SHELL if not snippet.not_run for command in c
 MENTIONED = [command for span in spans("matmix ") for command in command_lines(span)]
 
 
-def ids(commands: Sequence[CommandLine]) -> list[str]:
-    return [f"{command.where} {' '.join(command.words[:3])}" for command in commands]
+PAGES = sorted({command.page for command in (*COMMANDS, *MENTIONED)})
 
 
 def test_there_are_reasons_where_commands_are_not_read():
@@ -44,8 +44,24 @@ def test_there_are_reasons_where_commands_are_not_read():
     assert all(len(reason.split()) >= 4 for reason in left_out.values()), left_out
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=ids(COMMANDS))
-def test_a_command_is_read(command, monkeypatch):
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_are_read(page):
+    with Failures() as failures:
+        for command in COMMANDS:
+            if command.page == page:
+                with (
+                    failures.of(f"{command.where} {command.words[1:4]}"),
+                    pytest.MonkeyPatch.context() as patch,
+                ):
+                    read(command, patch)
+        for command in MENTIONED:
+            if command.page == page:
+                with failures.of(f"{command.where} {command.words[1:4]}"):
+                    look_up(command)
+
+
+def read(command: CommandLine, monkeypatch) -> None:
+    """Reads a command of a block as its program does. Raises what the program would say, where it is none."""
     words = list(command.words[1:])
     match command.program:
         case "matmix":
@@ -62,8 +78,8 @@ def test_a_command_is_read(command, monkeypatch):
             assert words[0] in targets
 
 
-@pytest.mark.parametrize("command", MENTIONED, ids=ids(MENTIONED))
-def test_verbs_and_options_in_running_text_exist(command):
+def look_up(command: CommandLine) -> None:
+    """Checks that the verb and the options of a command in running text exist."""
     known, rest = VERBS, list(command.words[1:])
     if rest[0] == "VERB" or rest[0].startswith("--"):
         return

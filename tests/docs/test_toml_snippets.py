@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from failures import Failures
 from pages import snippets
 
 from matmix.launch.jobs.slurm.options import from_layers, load_profile
@@ -17,6 +18,7 @@ from matmix.model.config import model_config_from_dict
 from matmix.train.recipe import find_recipe, load_phases, merged, read_toml
 
 SNIPPETS = snippets("toml")
+PAGES = sorted({snippet.page for snippet in SNIPPETS if not snippet.not_run})
 # Table of a snippet -> the recipe that it is put into.
 BASES = {
     "comparison": "bidirectional",
@@ -48,11 +50,19 @@ def test_there_are_reasons_where_snippets_are_not_read():
     assert all(len(reason.split()) >= 4 for reason in left_out.values()), left_out
 
 
-@pytest.mark.parametrize("snippet", [s for s in SNIPPETS if not s.not_run], ids=lambda s: s.where)
-def test_a_snippet_is_read(snippet, tmp_path, monkeypatch):
-    values = tomllib.loads(snippet.code)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_snippets_of_a_page_are_read(page, tmp_path, monkeypatch):
+    with Failures() as failures:
+        for snippet in SNIPPETS:
+            if snippet.page == page and not snippet.not_run:
+                with failures.of(snippet.where):
+                    read(tomllib.loads(snippet.code), snippet.code, tmp_path, monkeypatch)
+
+
+def read(values: dict[str, Any], code: str, tmp_path, monkeypatch) -> None:
+    """Reads a snippet as the part of a file that it is. Raises what the reader of that file says."""
     if "default" in values:
-        (tmp_path / "clusters.toml").write_text(snippet.code)
+        (tmp_path / "clusters.toml").write_text(code)
         monkeypatch.setenv("MATMIX_CLUSTERS", str(tmp_path / "clusters.toml"))
         assert from_layers(load_profile(None), {})
         return

@@ -24,6 +24,11 @@ class CommandLine:
     words: tuple[str, ...]
 
     @property
+    def page(self) -> str:
+        """The path of its page from the root."""
+        return self.where.rpartition(":")[0]
+
+    @property
     def program(self) -> str:
         """Its name without the folder."""
         return self.words[0].rpartition("/")[2]
