@@ -183,3 +183,8 @@ def test_modules_that_docs_run_are_not_imported_by_their_package():
     check = "import sys; [__import__(name.rpartition('.')[0]) for name in sys.argv[1:]]; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", check, *modules], capture_output=True, text=True, check=True)
     assert not modules & set(done.stdout.split())
+
+
+def test_rooms_below_launch_name_no_scheduler():
+    rooms = [path for room in ("kernels", "model", "data", "train") for path in (ROOT / room).rglob("*.py")]
+    assert [str(path) for path in rooms if re.search(r"slurm|scontrol", path.read_text(encoding="utf-8"), re.I)] == []

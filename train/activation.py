@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from matmix.train.process.caches import use_caches
+from matmix.train.process.node_folders import use_caches
 
 _ATEN = torch.ops.aten
 # What is worth its memory: outputs of matrix products of weights and of attention, and of this project's own

@@ -14,9 +14,8 @@ from matmix.data.artifacts import panics_as_errors, read_json_lines
 from matmix.data.shell import shell_line
 from matmix.train.config import RunConfig
 from matmix.train.errors import RunFailure
-from matmix.train.process.agree import agree
 from matmix.train.process.console import exit_code, guarded, is_expected, one_line
-from matmix.train.process.distributed import Distributed, rank_and_world_size
+from matmix.train.process.distributed import Distributed, agree, rank_and_world_size
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from matmix.train.recipe import load_phases
 from matmix.train.run.directory import RunDirectory

@@ -38,8 +38,7 @@ from matmix.train.meters.stragglers import Stragglers
 from matmix.train.optim.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.optim.schedule import rate_share
 from matmix.train.process import logs, stop
-from matmix.train.process.agree import agree
-from matmix.train.process.distributed import Distributed, FolderGroup, barrier, from_rank_zero, gather_objects
+from matmix.train.process.distributed import Distributed, FolderGroup, agree, barrier, from_rank_zero, gather_objects
 from matmix.train.process.health import tell_health
 from matmix.train.recipe import config_to_dict
 from matmix.train.run.directory import LOG, Change, RunDirectory, check_tokenizer

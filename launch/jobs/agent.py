@@ -13,11 +13,11 @@ import sys
 
 from matmix.launch.jobs.processes import say_failure
 from matmix.train.errors import RunFailure
-from matmix.train.process import launcher
+from matmix.train.process import launched
 from matmix.train.process.console import begin_process, guarded, report
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK
-from matmix.train.process.ranks import SECRET_VARIABLE
-from matmix.train.process.temporary import use_own_folder
+from matmix.train.process.launched import SECRET_VARIABLE
+from matmix.train.process.node_folders import use_own_folder
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
     if before is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     options = parse_args(sys.argv[1:])
-    os.environ[launcher.VARIABLE] = str(os.getpid())  # of the ranks
+    os.environ[launched.LAUNCHER_VARIABLE] = str(os.getpid())  # of the ranks
     if secret := os.environ.get(SECRET_VARIABLE):  # beside the name of the start, which everybody can see
         options.rdzv_id = f"{options.rdzv_id}.{secret}"
     try:

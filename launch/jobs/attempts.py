@@ -35,7 +35,7 @@ from typing import Any
 from matmix.data.artifacts import read_json_lines
 from matmix.launch.jobs.records import append_line, read_url
 from matmix.train.process.exits import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
-from matmix.train.run.outcome import Outcome, local_folder, newest_saved, read_last_step, read_outcomes
+from matmix.train.run.outcome import Outcome, job_of, local_folder, newest_saved, read_last_step, read_outcomes
 
 # Exit codes of this command; anything else means that it failed itself.
 AGAIN, FINISHED, ENOUGH = 0, 10, 11
@@ -182,11 +182,6 @@ def _telling(outcomes: dict[int, Outcome]) -> tuple[int, Outcome]:
         return 0, outcomes[0]
     # A mistake of the user is found by all ranks; what one rank alone has met, such as a full disk, explains the rest.
     return min(outcomes.items(), key=lambda item: (item[1].code != EXIT_USER, item[1].time))
-
-
-def job_of(attempt: str) -> str:
-    """The job (or local launch) that an attempt belongs to: 123 of 123.0, 123_4 of 123_4.2."""
-    return attempt.rpartition(".")[0] or attempt
 
 
 def mark_cancelled(run: Path, job: str) -> None:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 
 from matmix.data.cores import cores
-from matmix.train.process.caches import cache_variables
+from matmix.train.process.node_folders import cache_variables
 
 _EVERYWHERE = {
     # Sequences of many lengths fragment the memory of a GPU; growing segments keep it whole.

@@ -18,7 +18,7 @@ from matmix.launch.jobs.processes import StopRequests, check_counts, environment
 from matmix.launch.jobs.records import Job, add_job, launch_home, note_url
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED
-from matmix.train.process.temporary import make_own_folder
+from matmix.train.process.node_folders import make_own_folder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Ranks are told to stop directly, with SIGUSR2, on which they save and leave: an agent that is told to end would kill its
 workers 30 s later, whatever they are writing. What is left when all have ended is killed, and when this process dies,
-however it does, they end with it (`matmix.train.process.launcher`).
+however it does, they end with it (`matmix.train.process.launched`).
 
 On one host the ranks need no agent, and no store that listens on a network: they meet in a file that only their user
 can open.
@@ -23,10 +23,10 @@ from pathlib import Path
 import psutil
 
 from matmix.launch.jobs.environment import threads_of_each
-from matmix.train.process import launcher
+from matmix.train.process import launched
 from matmix.train.process.exits import EXIT_STOPPED
-from matmix.train.process.ranks import SECRET_VARIABLE, STORE_VARIABLE
-from matmix.train.process.temporary import make_own_folder
+from matmix.train.process.launched import SECRET_VARIABLE, STORE_VARIABLE
+from matmix.train.process.node_folders import make_own_folder
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _RANK = "matmix.launch.jobs.rank"
@@ -154,10 +154,10 @@ def _run(
     environments: by the name that a failure is reported by, "" = not reported. find_ranks: the ranks among, or below,
     the children that run. Every rank is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a second
     Ctrl-C. When this process dies, however it does, its children and their ranks end, too
-    (`matmix.train.process.launcher`).
+    (`matmix.train.process.launched`).
     """
     mark = _new_name()
-    own = {launcher.VARIABLE: str(os.getpid()), MARK: mark}
+    own = {launched.LAUNCHER_VARIABLE: str(os.getpid()), MARK: mark}
     told: set[int] = set()
     failed, since = 0, 0.0
     running: dict[str, subprocess.Popen] = {}

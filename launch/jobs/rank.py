@@ -15,38 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matmix.launch.jobs.environment import defaults
+from matmix.launch.jobs.slurm.rank import rank_variables
 from matmix.train.process import console, once
 from matmix.train.process.begin import begin_training
-from matmix.train.process.ranks import tasks_per_node
 from matmix.train.run.outcome import local_folder
-
-_FROM_SLURM = {
-    "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_NTASKS",
-    "LOCAL_RANK": "SLURM_LOCALID",
-    "GROUP_RANK": "SLURM_NODEID",
-}
-
-
-def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables for this process, {} where they are set or there is one process only.
-
-    Under `srun` they follow from Slurm's; MASTER_ADDR and MASTER_PORT come from the batch script. A step's own counts
-    are used, so that a step smaller than the job is whole by itself. Raises ValueError where Slurm's are incomplete.
-    """
-    if "RANK" in environment or "SLURM_PROCID" not in environment:
-        return {}
-    step_tasks = environment.get("SLURM_STEP_NUM_TASKS")
-    merged = {**environment, **({"SLURM_NTASKS": step_tasks} if step_tasks else {})}
-    missing = [name for name in _FROM_SLURM.values() if name not in merged]
-    if missing:
-        raise ValueError(f"SLURM_PROCID is set but {', '.join(missing)} is not: start the ranks with srun")
-    variables = {name: merged[source] for name, source in _FROM_SLURM.items()}
-    if variables["WORLD_SIZE"] == "1":
-        return {}
-    counts = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"])
-    variables["LOCAL_WORLD_SIZE"] = str(counts[int(variables["GROUP_RANK"])])
-    return variables
 
 
 def find_run_dir(arguments: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from matmix.launch.jobs.environment import way_to
 from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_agent, run_here
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.errors import RendezvousError
-from matmix.train.process.network import wait_for_port
+from matmix.train.process.launched import wait_for_port
 from matmix.train.run.outcome import attempt_id
 
 DEFAULT_PORT = 29400

@@ -16,7 +16,7 @@ import torch
 
 from matmix.data.cores import cores
 from matmix.launch.jobs.environment import threads_of_each
-from matmix.train.process import launcher, stop
+from matmix.train.process import launched, stop
 
 
 def say(text: str) -> None:
@@ -65,7 +65,7 @@ def start(module: str, argument: Path, *, parallel: int = 1, device: str = "", *
 
     device: the GPU, as CUDA_VISIBLE_DEVICES names it.
     """
-    own = {"OMP_NUM_THREADS": str(threads(parallel)), launcher.VARIABLE: str(os.getpid())}
+    own = {"OMP_NUM_THREADS": str(threads(parallel)), launched.LAUNCHER_VARIABLE: str(os.getpid())}
     if device:
         own["CUDA_VISIBLE_DEVICES"] = device
     return subprocess.Popen(

@@ -12,7 +12,7 @@ from matmix.train.process.distributed import Distributed
 
 def check(folder: str) -> dict[str, str]:
     rank = int(os.environ["RANK"])
-    os.environ["SLURMD_NODENAME"] = f"gpu{rank + 1:02d}"
+    os.environ["MATMIX_NODE"] = f"gpu{rank + 1:02d}"
     distributed, found = Distributed.from_environment("cpu"), {}
     sound = health.check_health(distributed, Path(folder))
     found["sound"] = str(sound)

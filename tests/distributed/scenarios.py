@@ -25,8 +25,7 @@ from matmix.train.checkpoint import generators
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import Engine, EngineConfig, build_engine
 from matmix.train.optim.adamw import AdamW
-from matmix.train.process.agree import agree, complaint
-from matmix.train.process.distributed import Distributed, from_rank_zero, gather_objects
+from matmix.train.process.distributed import Distributed, agree, complaint, from_rank_zero, gather_objects
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH = 33, 10, 6, 8
 

@@ -9,8 +9,15 @@ import torch
 from harness import run_distributed
 
 from matmix.train.checkpoint import generators
-from matmix.train.process.agree import agree, complaint
-from matmix.train.process.distributed import Distributed, choose_device, ensure_group, from_rank_zero, gather_objects
+from matmix.train.process.distributed import (
+    Distributed,
+    agree,
+    choose_device,
+    complaint,
+    ensure_group,
+    from_rank_zero,
+    gather_objects,
+)
 
 
 def test_one_process_without_torchrun(monkeypatch):

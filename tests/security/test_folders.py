@@ -62,7 +62,7 @@ def shared(tmp_path) -> Path:
 def test_compilers_do_not_use_what_another_user_made(take, shared, told):
     taken = shared / f"matmix-{os.getuid()}"
     take(taken)
-    first, second = (defaults({"SLURM_TMPDIR": str(shared)}) for _ in range(2))
+    first, second = (defaults({"MATMIX_NODE_DISK": str(shared)}) for _ in range(2))
     for name in _CACHES:
         cache = Path(first[name])
         assert not cache.resolve().is_relative_to(taken.resolve())
@@ -75,7 +75,7 @@ def test_compilers_do_not_use_what_another_user_made(take, shared, told):
 
 
 def test_own_folders_are_used_without_a_word(shared, capsys):
-    first, second = (defaults({"SLURM_TMPDIR": str(shared)}) for _ in range(2))
+    first, second = (defaults({"MATMIX_NODE_DISK": str(shared)}) for _ in range(2))
     assert first == second
     assert Path(first["TRITON_CACHE_DIR"]) == shared / f"matmix-{os.getuid()}" / "triton"
     assert mode(shared / f"matmix-{os.getuid()}") == 0o700
@@ -90,7 +90,7 @@ def test_every_start_sets_the_caches_before_torch_would_choose_them(shared):
         "assert 'torch' not in sys.modules"
     )
     environment = {name: value for name, value in os.environ.items() if name not in _CACHES}
-    environment |= {"TMPDIR": str(shared), "SLURM_TMPDIR": ""}
+    environment |= {"TMPDIR": str(shared), "MATMIX_NODE_DISK": ""}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for path in done.stdout.split():
@@ -100,7 +100,7 @@ def test_every_start_sets_the_caches_before_torch_would_choose_them(shared):
 def test_a_named_cache_that_everybody_may_write_to_is_refused(shared):
     (shared / "cache").mkdir()
     (shared / "cache").chmod(0o777)
-    named = {"SLURM_TMPDIR": str(shared), "TORCHINDUCTOR_CACHE_DIR": str(shared / "cache")}
+    named = {"MATMIX_NODE_DISK": str(shared), "TORCHINDUCTOR_CACHE_DIR": str(shared / "cache")}
     with pytest.raises(ValueError, match=r"TORCHINDUCTOR_CACHE_DIR = .*cannot be trusted: every user may write to"):
         defaults(named)
     (shared / "cache").chmod(0o770)  # a team's: the user has named it

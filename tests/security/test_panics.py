@@ -17,8 +17,8 @@ from matmix.data.prepare import pool
 from matmix.data.storage.remote import RemoteError, persist
 from matmix.data.tokenizer import Tokenizer
 from matmix.train.callbacks.base import Callbacks
-from matmix.train.process.agree import agree
 from matmix.train.process.console import guarded
+from matmix.train.process.distributed import agree
 from matmix.train.process.exits import EXIT_USER
 
 # Backtracks without an end where no end of the text follows the letters.

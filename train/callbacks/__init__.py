@@ -15,7 +15,7 @@ from matmix.train.callbacks.trackers import TRACKERS
 from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.config import RunConfig
 from matmix.train.plugins import find_part, read_options
-from matmix.train.process.launcher import followed
+from matmix.train.process.launched import followed
 
 __all__ = ["Callback", "Callbacks", "Rewind", "RunView", "StepRecord", "make_callbacks"]
 

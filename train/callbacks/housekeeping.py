@@ -6,7 +6,7 @@ import gc
 import logging
 
 from matmix.train.callbacks.base import Callback, RunView, StepRecord
-from matmix.train.process import launcher, stop
+from matmix.train.process import launched, stop
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class LauncherGone(Callback):
     def on_step(self, run: RunView) -> None:
         if not self.asked:  # now there is a step to lose
             self.asked = True
-            launcher.save_when_it_ends()
+            launched.save_when_it_ends()
         if self._tells():
             stop.request()
 
@@ -56,7 +56,7 @@ class LauncherGone(Callback):
 
     def _tells(self) -> bool:
         """Whether the launcher is seen to be gone for the first time, which is then told."""
-        if self.told or not launcher.is_gone():
+        if self.told or not launched.is_gone():
             return False
         self.told = True
         logger.info("the launcher of this run is gone: the run saves and stops")

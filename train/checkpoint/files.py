@@ -22,8 +22,7 @@ from matmix.data.artifacts import artifact_name, artifact_path, parse_json
 from matmix.data.storage.files import open_durable
 from matmix.train.checkpoint.steps import MANIFEST, step_of
 from matmix.train.engine.kinds import files_of, open_full, weight_files
-from matmix.train.process.agree import agree
-from matmix.train.process.distributed import rank_and_world_size
+from matmix.train.process.distributed import agree, rank_and_world_size
 from matmix.train.process.heartbeat import beat
 
 GENERATORS = "generators"

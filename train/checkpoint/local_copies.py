@@ -35,8 +35,14 @@ from matmix.train.checkpoint.room import free_bytes
 from matmix.train.checkpoint.save import RankState, write_checkpoint
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.base import Engine
-from matmix.train.process.agree import agree, complaint
-from matmix.train.process.distributed import FolderGroup, from_rank_zero, gather_objects, rank_and_world_size
+from matmix.train.process.distributed import (
+    FolderGroup,
+    agree,
+    complaint,
+    from_rank_zero,
+    gather_objects,
+    rank_and_world_size,
+)
 
 logger = logging.getLogger(__name__)
 

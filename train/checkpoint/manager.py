@@ -28,9 +28,9 @@ from matmix.train.engine.base import Engine
 from matmix.train.engine.full_tensors import KIND as FULL_TENSORS
 from matmix.train.engine.kinds import KINDS, open_full
 from matmix.train.failures import is_out_of_memory
-from matmix.train.process.agree import complaint
 from matmix.train.process.distributed import (
     FolderGroup,
+    complaint,
     from_rank_zero,
     gather_objects,
     make_side_group,

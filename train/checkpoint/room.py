@@ -38,7 +38,7 @@ def is_in_memory(folder: Path) -> bool:
 
 
 def _left_of_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What each limit on the memory of this process's group, or of one above it, leaves (as Slurm sets for a job)."""
+    """Yields what each limit on the memory of this process's group, or of one above it, leaves (schedulers set one)."""
     try:
         lines = groups.read_text().splitlines()
     except OSError:

@@ -20,8 +20,7 @@ from matmix.train.checkpoint import generators
 from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, write_manifest
 from matmix.train.engine.base import Engine
 from matmix.train.engine.snapshot import Snapshot
-from matmix.train.process.agree import agree
-from matmix.train.process.distributed import FolderGroup, rank_and_world_size
+from matmix.train.process.distributed import FolderGroup, agree, rank_and_world_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

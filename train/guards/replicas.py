@@ -9,8 +9,6 @@ gradients (`engine.clipping`), the checksums of checkpoints, and no more.
 
 from __future__ import annotations
 
-import os
-import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +20,7 @@ from matmix.train.engine.base import Engine
 from matmix.train.errors import ReplicaError
 from matmix.train.guards.rewind import RewindableRun, go_back
 from matmix.train.process.distributed import gather_objects
-from matmix.train.process.ranks import as_ranges
+from matmix.train.process.launched import as_ranges, node_name
 
 _PIECE = 1 << 24  # bytes that are summed up at a time
 _FACTOR = -0x61C8864680B583EB  # odd; the golden ratio in 64 bits
@@ -96,8 +94,7 @@ class Replicas:
         parts = {f"{engine.shard_of(engine.rank)}.{name}": tensor for name, tensor in engine.copied_tensors()}
         parts |= {f"all.{name}": tensor for name, tensor in engine.common_tensors()}
         mine = {name: tuple(fingerprint([tensor], engine.device).tolist()) for name, tensor in parts.items()}
-        node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        reports = gather_objects((node, mine))
+        reports = gather_objects((node_name(), mine))
         return describe([fingerprints for _, fingerprints in reports], [node for node, _ in reports])
 
     def go_back(self, run: RewindableRun, batches: Iterator[Any], difference: str) -> Iterator[Any]:

@@ -20,8 +20,7 @@ from matmix.train.config import InitConfig
 from matmix.train.engine.full_state import MODEL, Entry, FullState
 from matmix.train.engine.full_tensors import TensorFiles
 from matmix.train.engine.kinds import open_weights
-from matmix.train.process.agree import agree
-from matmix.train.process.distributed import FolderGroup
+from matmix.train.process.distributed import FolderGroup, agree
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.remote import fetch_run
 from matmix.train.run.trained import Trained, find_trained

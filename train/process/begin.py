@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from matmix.train.process import caches, stop, temporary
+from matmix.train.process import node_folders, stop
 from matmix.train.process.console import begin_process, guarded
 
 
@@ -19,8 +19,8 @@ def begin_training(prepare: Callable[[], object] | None = None) -> int:
     def begin() -> int:
         if prepare is not None:
             prepare()
-        caches.use_caches()
-        temporary.use_own_folder()
+        node_folders.use_caches()
+        node_folders.use_own_folder()
         return 0
 
     return guarded(begin)

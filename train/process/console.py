@@ -16,7 +16,7 @@ from typing import TextIO
 from matmix.data.artifacts import panics_as_errors
 from matmix.train.errors import PeerError, RunFailure
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER
-from matmix.train.process.launcher import follow_launcher
+from matmix.train.process.launched import follow_launcher
 from matmix.train.process.logs import LEVEL_VARIABLE, shown
 from matmix.train.process.once import is_first
 

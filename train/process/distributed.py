@@ -1,4 +1,4 @@
-"""Processes, ranks and devices: one process, or many under torchrun or Slurm.
+"""Knows the processes, ranks and devices of a run: one process, or many that a launcher started.
 
 Everything outside this file asks `Distributed` for its rank and device, and the functions at the bottom for
 the few agreements between ranks that are not about tensors. All of them do nothing in a single process.
@@ -10,15 +10,20 @@ import dataclasses
 import datetime
 import gc
 import os
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from matmix.data.artifacts import panics_as_errors
 from matmix.data.shell import shell_line
 from matmix.train.errors import RendezvousError
+from matmix.train.process.heartbeat import beat, others_at_work
 from matmix.train.process.rendezvous import Meeting, meet, patience
+
+Result = TypeVar("Result")
 
 _waiting: datetime.timedelta | None = None  # what `wait_for_ranks` has set; None = torch's default
 
@@ -184,3 +189,46 @@ def from_rank_zero(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 def barrier() -> None:
     """Waits until every rank is here."""
     gather_objects(None)
+
+
+# -- work that all ranks do together ---------------------------------------------------------------------------------
+
+
+def agree(
+    action: Callable[[], Result], *, here: bool = True, group: dist.ProcessGroup | None = None
+) -> list[Result | None]:
+    """Runs `action` on the ranks that say `here`; an error on one rank is raised on all.
+
+    Called on all ranks. Returns the results in order of rank, on every rank, None where it did not run.
+
+    An OSError or ValueError, which says what is wrong with the storage or with what the user gave, is raised on every
+    rank: that of the first rank which failed, noted with its number. Any other error is a mistake in the program: it is
+    raised as it is where it happened, and as RuntimeError on the other ranks. group: what the ranks agree over, as for
+    `gather_objects`.
+    """
+    rank, world_size = rank_and_world_size()
+    result, error, told = None, None, None
+    beat("work on the storage")
+    try:
+        with panics_as_errors():
+            result = action() if here else None
+    except (OSError, ValueError) as raised:
+        error = told = raised
+        if world_size > 1 and "(rank " not in complaint(error):
+            error.add_note(f"(rank {rank})")
+    except Exception as raised:
+        error, told = raised, RuntimeError(f"rank {rank} failed: {raised!r}")
+    with others_at_work("work on the storage that is done here"):
+        outcomes = gather_objects((result, told), group)
+    if error is not told:
+        raise error
+    for number, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise error if number == rank else failure
+    return [value for value, _ in outcomes]
+
+
+def complaint(error: OSError | ValueError) -> str:
+    """Returns the text of an error, with the number of the rank that `agree` noted."""
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join([text, *getattr(error, "__notes__", [])[:1]])

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from matmix.train.process.distributed import is_distributed
-from matmix.train.process.ranks import as_ranges
+from matmix.train.process.launched import as_ranges
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

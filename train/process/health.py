@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import shutil
-import socket
 import statistics
 import tempfile
 import time
@@ -22,7 +20,7 @@ import torch.distributed as dist
 
 from matmix.train.errors import HealthError
 from matmix.train.process.distributed import Distributed, barrier, gather_objects, is_distributed
-from matmix.train.process.ranks import as_ranges
+from matmix.train.process.launched import as_ranges, node_name
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +64,7 @@ class Health:
 
 def check_health(distributed: Distributed, run_path: Path) -> Health:
     """Checks all nodes, on all ranks together. Raises HealthError on every rank, naming nodes that are not fit."""
-    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-    mine = NodeReport(distributed.rank, node, problem=_find_problem(distributed.device))
+    mine = NodeReport(distributed.rank, node_name(), problem=_find_problem(distributed.device))
     # Problems are told before anything collective touches the devices: a dead one would leave the others waiting.
     _raise_problems(gather_objects(mine))
     free = shutil.disk_usage(_nearest_existing(run_path)).free

@@ -3,7 +3,7 @@
 Ranks that fail do not wait for one another, and the store that they met in may be gone with rank 0. So the one that
 first makes a file, named by the error, in a folder that they share, speaks; nothing but the file system is asked. What
 launchers give: torch's agent a folder of reports for each node and attempt, ours on one host the folder of the store,
-and under Slurm it is that of the ranks' logs.
+and a scheduler's ranks that of their logs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from matmix.train.process import stop
-from matmix.train.process.ranks import STORE_VARIABLE
+from matmix.train.process.launched import STORE_VARIABLE
 
 _LOOK_SECONDS = 0.05
 _handle = -1

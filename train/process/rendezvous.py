@@ -15,7 +15,6 @@ import dataclasses
 import datetime
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,8 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from matmix.train.errors import RendezvousError
-from matmix.train.process.network import wait_for_port
-from matmix.train.process.ranks import SECRET_VARIABLE, STORE_VARIABLE, as_ranges, tasks_per_node
+from matmix.train.process.launched import SECRET_VARIABLE, STORE_VARIABLE, as_ranges, node_name, nodes_of, wait_for_port
 
 DEFAULT_SECONDS = 45.0
 _VARIABLE = "MATMIX_RENDEZVOUS_SECONDS"
@@ -104,8 +102,7 @@ def meet(meeting: Meeting, seconds: float) -> dist.Store:
             f"another process is rank {meeting.rank} at {meeting.address}: a second start uses the same address, or "
             f"processes of an earlier one still live (end them, or take another port)"
         )
-    # The node's own name, not an address: what a person finds in the scheduler's list.
-    store.set(f"arrived/{meeting.rank}", os.environ.get("SLURMD_NODENAME", here))
+    store.set(f"arrived/{meeting.rank}", node_name())
     if meeting.rank == 0:
         missing = _wait_for_all(store, meeting.world_size, deadline)
         store.set("verdict", "go" if not missing else _describe_missing(missing, meeting.world_size, seconds))
@@ -200,30 +197,13 @@ def _wait_until_heard(store: dist.Store, ranks: list[int]) -> None:
 
 
 def _describe_missing(missing: list[int], world_size: int, seconds: float) -> str:
-    nodes = _nodes_of(missing)
+    nodes = nodes_of(missing)
     where = f" of node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)}" if nodes else ""
     return (
         f"{len(missing)} of {world_size} ranks did not arrive within {seconds:.0f} s: "
         f"rank{'s' if len(missing) > 1 else ''} {as_ranges(missing)}{where}; look at the logs of these ranks, "
         f"and exclude the node if it stays away ({_VARIABLE} sets how long to wait)"
     )
-
-
-def _nodes_of(ranks: list[int]) -> list[str]:
-    """Names of the nodes of `ranks`, where Slurm says how they are laid out; else []."""
-    names, sizes = os.environ.get("SLURM_STEP_NODELIST"), os.environ.get("SLURM_STEP_TASKS_PER_NODE")
-    if not names or not sizes:
-        return []
-    try:
-        hosts = subprocess.run(
-            ["scontrol", "show", "hostnames", names], capture_output=True, text=True, timeout=10, check=True
-        ).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return []  # only a nicer message is lost
-    places: list[str] = []
-    for host, count in zip(hosts, tasks_per_node(sizes), strict=False):
-        places += [host] * count
-    return sorted({places[rank] for rank in ranks if rank < len(places)})
 
 
 def _first(error: BaseException) -> str:

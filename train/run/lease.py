@@ -4,7 +4,7 @@
 
 An object store knows no locks that end with their holder, so a lease is held as long as its number of renewals goes
 up. Who wants a run that is held watches the lease: a new renewal means that the owner lives; none for a minute, that it
-is gone. No clocks are compared. An owner that is known to be gone, because it was an earlier attempt of the same Slurm
+is gone. No clocks are compared. An owner that is known to be gone, because it was an earlier attempt of the same
 job or a process of this host that is not there any more, is not waited for.
 
 Each start has a lease of its own, which the store lets only one job create, and the newest lease counts. So an owner

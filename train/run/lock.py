@@ -18,7 +18,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from matmix.train.run.outcome import attempt_id
+from matmix.train.run.outcome import attempt_id, job_of
 
 logger = logging.getLogger(__name__)
 
@@ -93,26 +93,24 @@ def this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "job": os.environ.get("SLURM_JOB_ID"),
         "attempt": attempt_id(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
 def is_earlier_attempt(owner: dict[str, Any]) -> bool:
-    """Whether the owner is an earlier start of this same job, requeued after its node died: gone, but not yet for the
-    file server."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return job is not None and owner.get("job") == job and owner.get("attempt") != attempt_id()
+    """Returns True where the owner is an earlier start of this same job, requeued after its node died: it is gone, but
+    the file server does not know yet."""
+    attempt = str(owner.get("attempt") or "")
+    return attempt != attempt_id() and job_of(attempt) == job_of(attempt_id())
 
 
 def describe_owner(owner: dict[str, Any]) -> str:
     """The owner in a few words, from what it wrote."""
     if not owner:
         return "owner unknown"
-    job = f", Slurm job {owner['job']}" if owner.get("job") else ""
     return (
-        f"host {owner.get('host')}, process {owner.get('pid')}{job}, attempt {owner.get('attempt')}, "
+        f"host {owner.get('host')}, process {owner.get('pid')}, attempt {owner.get('attempt')}, "
         f"since {owner.get('since')}"
     )
 

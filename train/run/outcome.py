@@ -59,6 +59,11 @@ def attempt_id() -> str:
     return name
 
 
+def job_of(attempt: str) -> str:
+    """Returns the job, or the local launch, that an attempt belongs to: 123 of 123.0, 123_4 of 123_4.2."""
+    return attempt.rpartition(".")[0] or attempt
+
+
 def adopt_attempt(name: str) -> None:
     """Takes rank 0's name for the attempt; the launchers of other nodes have given their ranks other ones."""
     global _made_up

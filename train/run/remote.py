@@ -17,8 +17,7 @@ from matmix.data.storage.urls import refuse_secrets
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_of
 from matmix.train.config import CheckpointConfig, RunConfig
-from matmix.train.process.agree import agree
-from matmix.train.process.distributed import FolderGroup, from_rank_zero, rank_and_world_size
+from matmix.train.process.distributed import FolderGroup, agree, from_rank_zero, rank_and_world_size
 from matmix.train.process.logs import EVERY_RANK
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.lease import LeaseLostError

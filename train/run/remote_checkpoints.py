@@ -11,8 +11,7 @@ import torch.distributed as dist
 from matmix.train.checkpoint.files import matches, read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.steps import list_steps
-from matmix.train.process.agree import agree, complaint
-from matmix.train.process.distributed import FolderGroup, gather_objects, rank_and_world_size
+from matmix.train.process.distributed import FolderGroup, agree, complaint, gather_objects, rank_and_world_size
 from matmix.train.run.sync import CHECKPOINTS, RunSync
 
 logger = logging.getLogger(__name__)

@@ -52,7 +52,7 @@ def test_what_is_set_wins():
 
 
 def test_caches_lie_on_the_node(tmp_path):
-    found = defaults({"SLURM_TMPDIR": str(tmp_path)})
+    found = defaults({"MATMIX_NODE_DISK": str(tmp_path)})
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         assert found[name].startswith(f"{tmp_path}/matmix-")
 
@@ -84,7 +84,7 @@ def test_the_run_directory_is_found_as_training_finds_it(tmp_path):
 
 
 def test_logs():
-    environment = {"RANK": "3", "MATMIX_ATTEMPT": "17.1", "SLURM_TMPDIR": "/local"}
+    environment = {"RANK": "3", "MATMIX_ATTEMPT": "17.1", "MATMIX_NODE_DISK": "/local"}
     assert log_path("runs/a", environment) == Path("runs/a/logs/17.1/rank-00003.log")
     node = local_folder("s3://bucket/runs/a", 1)
     assert log_path("s3://bucket/runs/a", {**environment, "GROUP_RANK": "1"}) == node / "logs/17.1/rank-00003.log"

@@ -19,7 +19,7 @@ from matmix.train.errors import RendezvousError
 # command line.
 RANK = """
 import pathlib, signal, sys, time
-from matmix.train.process.launcher import follow_launcher
+from matmix.train.process.launched import follow_launcher
 follow_launcher()
 folder, number = pathlib.Path(sys.argv[2]), sys.argv[3]
 told = []
@@ -35,7 +35,7 @@ sys.exit(75)
 # Starts two ranks, each in a session of its own as torch does, and ends with the worst of their codes.
 AGENT = f"""
 import os, pathlib, signal, subprocess, sys
-from matmix.train.process.launcher import follow_launcher
+from matmix.train.process.launched import follow_launcher
 follow_launcher()
 os.environ["MATMIX_LAUNCHER"] = str(os.getpid())
 folder = pathlib.Path(sys.argv[1])

@@ -17,7 +17,7 @@ def test_one_process(tmp_path):
 
 
 def test_a_device_that_is_gone_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURMD_NODENAME", "gpu17")
+    monkeypatch.setenv("MATMIX_NODE", "gpu17")
 
     def fail(*_args, **_kwargs):
         raise RuntimeError("CUDA error: device unavailable\nmore lines")

@@ -1,7 +1,7 @@
 """A rank that waits for another's part of a save is not taken to hang; one that does its own part is watched."""
 
-from matmix.train.process import agree as agreement
-from matmix.train.process.agree import agree
+from matmix.train.process import distributed as agreement
+from matmix.train.process.distributed import agree
 from matmix.train.process.heartbeat import beat, last_beat
 
 

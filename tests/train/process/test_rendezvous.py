@@ -1,7 +1,6 @@
 """All ranks come together within a short time, or every one of them says why not."""
 
 import socket
-import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +8,7 @@ import psutil
 import pytest
 
 from matmix.train.errors import RendezvousError
-from matmix.train.process.ranks import as_ranges, tasks_per_node
+from matmix.train.process.launched import as_ranges
 from matmix.train.process.rendezvous import Meeting, meet, patience
 
 
@@ -61,13 +60,9 @@ def test_every_rank_hears_who_is_missing():
     assert time.monotonic() - began < 60
 
 
-def test_missing_nodes_are_named_under_slurm(tmp_path, monkeypatch):
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text("#!/bin/sh\necho gpu07; echo gpu08; echo gpu11\n")
-    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[07-08,11]")
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x3)")
+def test_missing_nodes_are_named_where_the_launcher_names_nodes(monkeypatch):
+    monkeypatch.setenv("MATMIX_NODES", "gpu07,gpu08,gpu11")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     port = free_port()
     found = outcomes([meeting(rank, 6, port) for rank in (0, 1, 4, 5)], 1.0)
     assert "ranks 2-3 of node gpu08;" in found[0]
@@ -179,8 +174,6 @@ def test_patience(monkeypatch):
             patience()
 
 
-def test_ranges_and_counts():
+def test_ranges():
     assert as_ranges([5, 0, 1, 2, 9, 8]) == "0-2, 5, 8-9"
     assert as_ranges([3]) == "3"
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert tasks_per_node("4") == [4]

@@ -113,7 +113,6 @@ def test_owners_that_are_known_to_be_gone_are_not_waited_for(folder, store, monk
     second.acquire()
     second.release()
     edit(store, owner={"host": "node-7", "space": "elsewhere", "job": "4711", "attempt": "4711.0"})
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("MATMIX_ATTEMPT", "4711.1")
     third = Lease(folder)
     third.acquire()

@@ -28,7 +28,7 @@ from matmix.launch.lab.benchmarks.peers.packages import Missing
 from matmix.model import initialize
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.scans.hydra import Hydra
-from matmix.train.process.caches import use_caches
+from matmix.train.process.node_folders import use_caches
 
 LENGTHS = "128,512,2048,8192,32768,131072"
 NormFunction = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -13,25 +13,25 @@ from pathlib import Path
 
 import pytest
 
-from matmix.train.process import temporary
+from matmix.train.process import node_folders
 
 # Leaves what multiprocessing leaves: a folder, a named semaphore (without the tracker that would remove it), and, as
 # torchrun does, a folder of reports beside. Then waits to be killed; a forked child waits with it where asked to.
 PROCESS = """
 import multiprocessing, multiprocessing.util, os, sys, tempfile, time
-from matmix.train.process import temporary
+from matmix.train.process import node_folders
 from matmix.train.process.begin import begin_training
 assert begin_training() == 0
 from multiprocessing import resource_tracker
 resource_tracker.register = resource_tracker.unregister = lambda *_: None
 kept = multiprocessing.get_context("spawn").Semaphore(1)
 folder = multiprocessing.util.get_temp_dir()
-assert os.path.dirname(folder) == str(temporary._own) == tempfile.gettempdir(), folder
+assert os.path.dirname(folder) == str(node_folders._own) == tempfile.gettempdir(), folder
 tempfile.mkdtemp(prefix="other-")
 if "fork" in sys.argv:
     if os.fork() == 0:
         time.sleep(600)
-print(temporary._own, kept._semlock.name, flush=True)
+print(node_folders._own, kept._semlock.name, flush=True)
 if "end" not in sys.argv:
     time.sleep(600)
 """
@@ -39,7 +39,7 @@ if "end" not in sys.argv:
 
 class Process:
     def __init__(self, folder: Path, *words: str, **variables: str) -> None:
-        environment = {**os.environ, "TMPDIR": str(folder), "SLURM_TMPDIR": "", **variables}
+        environment = {**os.environ, "TMPDIR": str(folder), "MATMIX_NODE_DISK": "", **variables}
         environment.pop("MATMIX_NODE_FOLDER", None)
         command = [sys.executable, "-P", "-c", PROCESS, *words]
         self.process = subprocess.Popen(
@@ -144,7 +144,7 @@ def test_a_long_tmpdir_is_not_for_sockets(tmp_path):
         "from matmix.train.process.begin import begin_training; assert begin_training() == 0; "
         "socket = Listener(); assert socket.address.startswith('/tmp/matmix-'); print(os.environ['TMPDIR'])"
     )
-    environment = {**os.environ, "TMPDIR": str(deep), "SLURM_TMPDIR": ""}
+    environment = {**os.environ, "TMPDIR": str(deep), "MATMIX_NODE_DISK": ""}
     environment.pop("MATMIX_NODE_FOLDER", None)
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == str(deep), done.stderr
@@ -155,11 +155,11 @@ def test_without_locks_nothing_of_others_is_removed(folder, monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setenv("MATMIX_NODE_FOLDER", str(folder / "node"))
-    monkeypatch.setattr(temporary, "_own", None)
-    monkeypatch.setattr(temporary.multiprocessing_util, "Finalize", lambda *_, **__: None)
-    monkeypatch.setattr(temporary.fcntl, "flock", flock)
-    first = temporary.make_own_folder()
-    monkeypatch.setattr(temporary, "_own", None)
-    second = temporary.make_own_folder()
+    monkeypatch.setattr(node_folders, "_own", None)
+    monkeypatch.setattr(node_folders.multiprocessing_util, "Finalize", lambda *_, **__: None)
+    monkeypatch.setattr(node_folders.fcntl, "flock", flock)
+    first = node_folders.make_own_folder()
+    monkeypatch.setattr(node_folders, "_own", None)
+    second = node_folders.make_own_folder()
     assert first != second
     assert first.is_dir()

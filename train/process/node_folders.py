@@ -1,5 +1,8 @@
-"""Gives each process its own folder for temporary files of libraries, so that killed processes leave nothing behind.
+"""Chooses this user's folders on the disk of this node: for compiled kernels, and for temporary files.
 
+Compiled kernels lie on this node and are this user's alone, because whoever can write there can run code.
+
+Each process has a folder of its own for temporary files of libraries, so that killed processes leave nothing behind.
 Sockets and folders of multiprocessing (pymp-*), torchrun's reports (torchelastic_*) and compilers' files are removed by
 the process that made them, unless it is killed. So each process has a folder of its own, whose lock it and the children
 that it forked hold for as long as they live; the next start of any run of this user on this node removes the folders
@@ -17,6 +20,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+from collections.abc import Mapping, MutableMapping
 from multiprocessing import process as multiprocessing_process
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
@@ -24,8 +28,13 @@ from typing import Any
 
 import psutil
 
-from matmix.data.storage.private import private_folder, standard_folder
-from matmix.train.process.caches import NODE_VARIABLE, node_folder
+from matmix.data.storage.private import check_named, private_folder, standard_folder
+
+FOLDER_VARIABLE = "MATMIX_NODE_FOLDER"
+"""This user's folder on this node."""
+DISK_VARIABLE = "MATMIX_NODE_DISK"
+"""A folder on this node's own disk that the scheduler made for the job; without it, TMPDIR."""
+_CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 _SEMAPHORES = Path("/dev/shm")
 _REPORTS = "torchelastic_"
@@ -36,12 +45,49 @@ _AGENT = "agent.json"
 _own: Path | None = None
 
 
+def node_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Returns this user's folder on this node's own disk: MATMIX_NODE_FOLDER, or one below the job's disk or TMPDIR.
+
+    Raises as `private_folder` and `standard_folder`.
+    """
+    if given := environment.get(FOLDER_VARIABLE):
+        return private_folder(given)
+    base = environment.get(DISK_VARIABLE) or tempfile.gettempdir()
+    return standard_folder(Path(base) / f"matmix-{os.getuid()}")
+
+
+# -- compiled kernels ---------------------------------------------------------------------------------------------
+
+
+def cache_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables of compilers with their folders on this node. What the user has set stays, once it has been
+    looked at.
+
+    Raises ValueError where the user's own folder cannot be trusted, and as `node_folder`.
+    """
+    chosen = {}
+    for name, folder in _CACHES.items():
+        if environment.get(name):
+            check_named(environment[name], name)
+        else:
+            chosen[name] = str(private_folder(node_folder(environment) / folder))
+    return chosen
+
+
+def use_caches(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets these variables. Raises as `cache_variables`."""
+    environment.update(cache_variables(environment))
+
+
+# -- temporary files ----------------------------------------------------------------------------------------------
+
+
 def use_own_folder() -> None:
     """Leads the libraries of this process to a folder of its own. Raises as `make_own_folder`.
 
     Where $TMPDIR is too long for sockets, the folder lies elsewhere and is for them alone: $TMPDIR stays as it is.
     """
-    os.environ[NODE_VARIABLE] = str(node_folder())  # for processes that find another $TMPDIR in their environment
+    os.environ[FOLDER_VARIABLE] = str(node_folder())  # for processes that find another $TMPDIR in their environment
     folder = make_own_folder()
     _note_agent(folder)
     config = multiprocessing_process.current_process()._config

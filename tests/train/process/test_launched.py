@@ -8,7 +8,7 @@ import time
 import pytest
 
 from matmix.train.callbacks.housekeeping import LauncherGone
-from matmix.train.process import launcher
+from matmix.train.process import launched
 
 # Waits until its parent is gone, then begins as every process of ours does.
 RANK = (
@@ -52,7 +52,7 @@ def test_a_process_that_a_person_starts_may_outlive_the_shell():
 def test_a_launcher_that_dies_while_ranks_agree_to_stop_is_told_of_once(monkeypatch, told):
     """The kernel's signal may end the run before the callback's next step."""
     gone = LauncherGone()
-    monkeypatch.setattr(launcher, "is_gone", lambda: True)
+    monkeypatch.setattr(launched, "is_gone", lambda: True)
     gone.on_end(run=None)
     gone.on_end(run=None)
     assert told == ["the launcher of this run is gone: the run saves and stops"]

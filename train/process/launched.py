@@ -1,0 +1,133 @@
+"""Holds what a launcher tells each process that it starts, and ends the process when the launcher dies.
+
+Launchers speak through environment variables, so that training knows no scheduler. (Standard library only, for
+launchers themselves.)
+
+A rank that outlived its launcher would train unattended, meet the ranks of the next start in its store, and stand in
+their way. So the kernel kills it as soon as its launcher dies. From its first step on it saves and stops instead, since
+it has something to lose. Our own launchers give their number in MATMIX_LAUNCHER. torchrun gives none: a rank that it
+started looks at its parent, and knows by the libraries in that process's memory whether it is an agent or somebody who
+adopts orphans.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable
+
+from matmix.data.parent_process import end_with
+from matmix.train.process import stop
+from matmix.train.process.exits import EXIT_FAILED
+
+LAUNCHER_VARIABLE = "MATMIX_LAUNCHER"
+"""The number of the launcher's process."""
+STORE_VARIABLE = "MATMIX_STORE"
+"""A file of this host in which ranks meet; without it they meet at MASTER_ADDR and MASTER_PORT."""
+SECRET_VARIABLE = "MATMIX_SECRET"
+"""A word that the processes of one start have in common, and those of no other know."""
+NODE_VARIABLE = "MATMIX_NODE"
+"""The name by which people know this node; without it the host's name."""
+NODES_VARIABLE = "MATMIX_NODES"
+"""The names of all nodes in order of their ranks, with commas between them."""
+
+_launcher: int | None = None
+
+
+def node_name() -> str:
+    """Returns the name of this node that a person finds in the scheduler's list."""
+    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
+
+
+def nodes_of(ranks: Iterable[int]) -> list[str]:
+    """Returns the sorted names of the nodes that hold `ranks`, or [] where the launcher has not said."""
+    names, per_node = os.environ.get(NODES_VARIABLE), int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+    if not names or not per_node:
+        return []
+    nodes = names.split(",")
+    return sorted({nodes[rank // per_node] for rank in ranks if rank // per_node < len(nodes)})
+
+
+def as_ranges(numbers: Iterable[int]) -> str:
+    """Writes numbers for people: [0, 1, 2, 5] -> "0-2, 5"."""
+    pieces: list[list[int]] = []
+    for number in sorted(numbers):
+        if pieces and number == pieces[-1][1] + 1:
+            pieces[-1][1] = number
+        else:
+            pieces.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in pieces)
+
+
+def wait_for_port(host: str, port: int, seconds: float) -> None:
+    """Returns when somebody answers at this port.
+
+    A plain socket tries: torch's clients log pages of C++ frames for each failed try. Raises socket.gaierror at once
+    where the name does not resolve, TimeoutError (its text is the last reason) after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=2).close()
+            return
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN:  # a name server that is busy may yet answer
+                raise
+            reason = f"the name {host} does not resolve here ({error.strerror})"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise TimeoutError(reason)
+        time.sleep(0.2)
+
+
+# -- the launcher's life ------------------------------------------------------------------------------------------
+
+
+def follow_launcher() -> None:
+    """Has this process killed when its launcher dies, and ends it at once if that is dead already.
+
+    Called before anything else. Without a launcher, as where a person starts the process in a shell, it does nothing.
+    """
+    global _launcher
+    given = os.environ.pop(LAUNCHER_VARIABLE, "")  # what this process starts has another parent
+    if given:
+        _launcher = int(given)
+    elif "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
+        _launcher = os.getppid()
+    else:
+        return
+    if not end_with(_launcher, signal.SIGKILL) or not (given or _is_of_torchrun(_launcher)):
+        os.write(2, b"matmix: the launcher of this process is gone\n")
+        os._exit(EXIT_FAILED)
+
+
+def followed() -> bool:
+    """Returns True in a process that has a launcher."""
+    return _launcher is not None
+
+
+def save_when_it_ends() -> None:
+    """Has the run in this process save and stop, from now on, when the launcher dies."""
+    assert _launcher is not None
+    if not end_with(_launcher, signal.SIGTERM):
+        stop.request()
+
+
+def is_gone() -> bool:
+    """Returns True once the launcher has died."""
+    return _launcher is not None and os.getppid() != _launcher
+
+
+def _is_of_torchrun(process: int) -> bool:
+    """Returns True for torchrun's agent, and for what that has started (a script or container around the rank)."""
+    try:
+        with open(f"/proc/{process}/maps", "rb") as file:
+            agent = any(b"libtorch" in line for line in file)
+        with open(f"/proc/{process}/environ", "rb") as file:
+            return agent or b"TORCHELASTIC_RUN_ID=" in file.read()
+    except OSError:
+        # Not Linux, or not for us to read. The first process of all is where orphans go.
+        return process != 1
