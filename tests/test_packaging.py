@@ -131,16 +131,16 @@ def test_an_unknown_verb_is_one_line(tmp_path):
     assert "trian" in run.stderr
 
 
-_NAMED = re.compile(rf"(?<![.\w])matmix\.(?:{'|'.join(ROOMS)})(?:\.[A-Za-z_][A-Za-z0-9_]*)*")
-_HEIGHT = {"kernels": 0, "model": 1, "data": 1, "train": 2, "launch": 3}
+_HEIGHT = {"kernels": 0, "model": 1, "data": 1, "train": 2, "launch": 3, "benchmarks": 4, "studies": 5}
+_NAMED = re.compile(rf"(?<![.\w])matmix\.(?:{'|'.join(_HEIGHT)})(?:\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
 def _named_modules() -> list[tuple[str, str]]:
-    """(file, name) for every matmix.x.y in the code, strings, comments and templates of the rooms."""
+    """(file, name) for every matmix.x.y in the code, strings, comments and templates of the rooms, and beside them."""
     return sorted(
         {
             (str(path.relative_to(ROOT)), name)
-            for room in ROOMS
+            for room in _HEIGHT
             for path in (ROOT / room).rglob("*")
             if path.suffix in (".py", ".sbatch", ".toml")
             for name in _NAMED.findall(path.read_text())

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from command_lines import CommandLine, command_lines
+from example_scripts import example_script
 from failures import Failures
 from pages import snippets, spans
 from paths import ROOT
@@ -181,12 +182,15 @@ def read_python(words: list[str], monkeypatch) -> None:
     if words[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in words[2:] if word.startswith("tests/"))
         return
-    if words[0] != "-m":
+    if words[0] == "-m":
+        name, rest = words[1], words[2:]
+        is_package = importlib.util.find_spec(name).submodule_search_locations is not None
+        module = importlib.import_module(f"{name}.__main__" if is_package else name)
+    elif words[0].startswith("docs/examples/"):
+        module, rest = example_script(Path(words[0]).stem), words[1:]
+    else:
         assert (ROOT / words[0]).exists() or words[0].startswith("my_")
         return
-    name, rest = words[1], words[2:]
-    is_package = importlib.util.find_spec(name).submodule_search_locations is not None
-    module = importlib.import_module(f"{name}.__main__" if is_package else name)
     parse = argparse.ArgumentParser.parse_known_args
 
     def understood(found):
@@ -200,7 +204,7 @@ def read_python(words: list[str], monkeypatch) -> None:
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
     if hasattr(module, "COMMANDS"):
         inner, _, _ = module.COMMANDS[rest[0]].partition(":")
-        module = importlib.import_module(f"matmix.launch.lab.benchmarks.{inner}")
+        module = importlib.import_module(f"matmix.benchmarks.{inner}")
         rest = rest[1:]
     if hasattr(module, "parse_arguments"):
         given = module.parse_arguments

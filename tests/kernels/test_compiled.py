@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from nightly import nightly
 
+from matmix.benchmarks.compiling import HARDWARE, Resources, amdgcn_report, compilation, compiled, problem, ptxas_report
+from matmix.benchmarks.kernels.resources import NOT_ON_AMD
 from matmix.kernels.backend import _TRITON_FORMS
-from matmix.kernels.compiling import HARDWARE, Resources, amdgcn_report, compilation, compiled, problem, ptxas_report
 from matmix.kernels.launching import blackwell_is_right, launch, record_launches, safe_on
-from matmix.launch.lab.benchmarks.kernels.resources import NOT_ON_AMD
 
 OTHERS = [target for target in HARDWARE if target != "sm_90"]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -40,7 +40,7 @@ def resources_of(tmp_path: Path, op: str, *options: str) -> list[dict]:
     """What `resources` of the kernels' benchmarks finds out about one op's kernels, if all of it is well."""
     out = tmp_path / "resources.json"
     options = ("--only", f"{op}: ", *options, "--workers", "2", "--json", str(out))
-    done = run("-m", "matmix.launch.lab.benchmarks", "resources", *options)
+    done = run("-m", "matmix.benchmarks", "resources", *options)
     assert out.exists(), done.stdout + done.stderr
     found = json.loads(out.read_text())
     faults = [f"{x['kernel']} on {x['target']}, {x['dtype']}: {fault}" for x in found if (fault := fault_of(x))]

@@ -24,10 +24,8 @@ import torch
 
 from matmix.data.loading.batch import Batch
 from matmix.data.storage.files import write_atomic
-from matmix.launch.lab.benchmarks.measuring.environment import environment
-from matmix.launch.lab.benchmarks.measuring.timing import peak_memory
-from matmix.launch.lab.benchmarks.training.memory import prepare, random_batch
 from matmix.launch.lab.compare.config import Comparison, Entry
+from matmix.launch.lab.measuring import environment, peak_memory, prepare, random_batch
 from matmix.launch.many.processes import start, threads
 from matmix.train.config import RunConfig
 from matmix.train.engine import build_engine

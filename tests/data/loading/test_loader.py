@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from matmix.benchmarks.__main__ import main as benchmark
 from matmix.data.config import DataConfig
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader, build_loader
 from matmix.data.loading.masking import MaskingConfig
 from matmix.data.prepare.command import PrepareConfig, prepare
-from matmix.launch.lab.benchmarks.__main__ import main as benchmark
 
 GLOBAL = 16
 

@@ -3,9 +3,9 @@
 import pytest
 from pictures import encoded, pixels, samples, write_tar, write_tree
 
+from matmix.benchmarks.__main__ import main as benchmark
 from matmix.data.manifest import Manifest
 from matmix.launch.cli import main
-from matmix.launch.lab.benchmarks.__main__ import main as benchmark
 
 
 def test_from_a_folder_to_a_dataset(tmp_path, capfd):

@@ -9,7 +9,7 @@ import torch
 from mixer_cases import small_config
 from storages import Storages
 
-from matmix.launch.lab.benchmarks.training.memory import ENGINES, MODES, compare
+from matmix.benchmarks.training.memory import ENGINES, MODES, compare
 from matmix.model import build_model
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.scans.hydra import HydraConfig

@@ -1,0 +1,66 @@
+"""Measures speed and memory: `python -P -m matmix.benchmarks NAME`, each with its own --help.
+
+On a GPU (or, to try them out, with --device cpu and small sizes), against the published ways:
+  scan       the bidirectional scan at sequence lengths 128 to 131,072, against mamba-ssm, flash-linear-attention,
+             flash attention and torch.compile
+  conv       the short convolution
+  norm       the gated norm
+  mru        the matrix recurrent unit: its scan, and its mixer from elements to outputs, against the public scans
+  layer      a whole Hydra layer
+  encoder    a training step of Hydra and BERT encoders
+  language_model
+             a training step of an MRU language model and of a GPT of its size
+  gpu-session
+             half an hour on a GPU: whether the kernels are right, their fastest tiles, what each takes, and the peers
+
+Anywhere:
+  cpu        all operations against their peers, with peak memory
+  cpu_memory peak bytes of one candidate of one case of `cpu`, in this process
+  counts     warp-instructions and bytes per token of the main calls' kernels, in code compiled for sm_90
+  resources  registers, spills and shared memory of every kernel, compiled for GPUs that need not be there
+  costs      what the loop, evaluations, comparisons of replicas and data cost beside the training steps of a recipe
+  memory     the memory that training takes, against what a dry run estimates
+  saving     what a checkpoint costs against the size of the model; also under torchrun
+  reading    tokens per second that a prepared dataset is read with
+  images     pictures per second that a prepared dataset is read, augmented and mixed with, against decoding alone
+  packing    what fine-tuning saves by unpadded batches, against padded ones
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from matmix.train.process.console import begin_process, guarded
+
+COMMANDS = {
+    **{name: f"kernels.{name}:main" for name in ("scan", "conv", "norm", "mru", "cpu", "resources", "counts")},
+    "gpu-session": "gpu_session.command:main",
+    "cpu_memory": "kernels.cpu:memory_main",
+    **{
+        name: f"training.{name}:main"
+        for name in ("layer", "encoder", "language_model", "costs", "memory", "saving", "reading", "images", "packing")
+    },
+}
+"""Name -> module in this package and function, imported when asked for."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run a benchmark; returns the exit status, 2 with one line on stderr for what cannot be run."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+
+    def run() -> int:
+        name, *rest = arguments
+        if name not in COMMANDS:
+            raise ValueError(f'unknown benchmark "{name}"; one of {", ".join(COMMANDS)}')
+        module, _, function = COMMANDS[name].partition(":")
+        return getattr(importlib.import_module(f"matmix.benchmarks.{module}"), function)(rest) or 0
+
+    return guarded(run)
+
+
+if __name__ == "__main__":
+    begin_process()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,20 @@
+"""What the trainer's benchmark measures of a recipe."""
+
+import pytest
+
+from matmix.benchmarks.training.costs import measure_context, measure_replicas
+from matmix.train.recipe import load_config
+
+
+@pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])
+def test_what_the_context_costs_is_measured_where_it_is_asked_for(dataset, recipe):
+    arguments = ["--data.path", dataset, "--device", "cpu"]
+    measured = measure_context(load_config(recipe, arguments))
+    assert measured["context_seconds"] > 0
+    assert measured["evaluation_seconds"] > 0
+    assert measure_context(load_config(recipe, [*arguments, "--evaluation.ablation-batches", "0"])) == {}
+
+
+def test_what_a_comparison_of_copies_costs_is_measured(dataset):
+    measured = measure_replicas(load_config("debug_mru", ["--data.path", dataset, "--device", "cpu"]))
+    assert 0 < measured["replica_check_seconds"] < 5
