@@ -11,7 +11,7 @@ from typing import Literal
 
 from matmix.data.examples.config import ExamplesConfig
 from matmix.data.images.config import ImagesConfig
-from matmix.data.storage.urls import refuse_secrets
+from matmix.data.storage.remote import refuse_secrets
 from matmix.data.synthetic import SyntheticConfig, make_task
 
 

@@ -103,7 +103,7 @@ class Manifest:
     options: dict[str, Any] = field(default_factory=dict)
     """The options that decide the contents; asking again with the same ones changes nothing."""
     files: dict[str, str] = field(default_factory=dict)
-    """Hex digests of the small files (histogram, lengths, indices), by their paths; empty in older datasets."""
+    """Hex digests of the small files (histogram, lengths, indices), by their paths."""
 
     def to_json(self) -> str:
         """The text of the file, with a digest over all that it says."""
@@ -152,7 +152,7 @@ class Manifest:
             )
         digest = values.pop("digest", None)
         try:
-            if digest is not None and digest != _digest(values):
+            if digest != _digest(values):
                 raise ValueError("it was changed after it was written: its digest is another")
             manifest = cls.from_dict(values)
             _check(manifest)

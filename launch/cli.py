@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import version
 
 from matmix.data.artifacts import check_utf8
-from matmix.data.storage.urls import refuse_secrets
+from matmix.data.storage.remote import refuse_secrets
 from matmix.launch.tree import Branch, CommandTree
 from matmix.train.process.console import begin_process, guarded
 from matmix.train.process.exits import EXIT_OK, EXIT_USER

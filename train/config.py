@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from matmix.data.config import DataConfig
-from matmix.data.storage.urls import refuse_secrets
+from matmix.data.storage.remote import refuse_secrets
 from matmix.data.synthetic import TASKS
 from matmix.model.config import ModelConfig
 from matmix.train.engine.config import EngineConfig

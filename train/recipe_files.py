@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.artifacts import one_line
-from matmix.data.storage.remote import RemoteFolder
-from matmix.data.storage.urls import refuse_secrets
+from matmix.data.storage.remote import RemoteFolder, refuse_secrets
 
 _DEEPEST = 50
 """Tables in tables; no recipe has more than a few, and what walks them recurses."""

@@ -16,7 +16,7 @@ from typing import Annotated
 import tyro
 
 from matmix.data.config import DataConfig
-from matmix.data.formats.pictures import unpack
+from matmix.data.formats.base import unpack
 from matmix.data.images.config import ImagesConfig
 from matmix.data.images.decode import decode
 from matmix.data.loading.images import build_image_loader

@@ -1,4 +1,9 @@
-"""What a format of shards is: how the documents of a shard are laid out in a file, and how that file is read again."""
+"""The base class of shard formats, which lay the documents of a shard out in a file and read that file again.
+
+A document is an array of one axis: tokens, or (where the dtype of a dataset is uint8) a picture. A picture is the bytes
+of its file, then the number of its class as int64 (little-endian); its length counts both. MDS lays out a sample with
+the columns `image` and `label` in the same way, so that a document is a view of the shard there.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,43 @@ from matmix.data.artifacts import artifact_name, is_count, is_digest, require
 LARGEST_SHARD = (1 << 32) - 1
 """Bytes of a shard without compression: offsets inside an MDS shard are 32-bit, and no format is given more."""
 
-# Bytes beside the tokens, at most: of a document (headers of the tar member with its long name, and of the array;
-# offset and size in MDS), and of a shard (the end of a tar file, the configuration in MDS).
+PICTURES = np.dtype("uint8")
+LABEL_BYTES = 8
+_KINDS = (
+    (b"\xff\xd8\xff", "jpg"),
+    (b"\x89PNG\r\n\x1a\n", "png"),
+    (b"GIF8", "gif"),
+    (b"BM", "bmp"),
+    (b"II*\0", "tif"),
+    (b"MM\0*", "tif"),
+)
+# Most bytes beside the tokens: in a document (headers of the tar member with its long name, and of the array; offset
+# and size in MDS), and in a shard (the end of a tar file, the configuration in MDS).
 _DOCUMENT_OVERHEAD = 4096
 _SHARD_OVERHEAD = 1 << 20
 
 
+def pack(picture: bytes, label: int) -> np.ndarray:
+    """Returns the document of an encoded picture and its class, uint8 (n,)."""
+    return np.frombuffer(picture + int(label).to_bytes(LABEL_BYTES, "little", signed=True), PICTURES)
+
+
+def unpack(document: np.ndarray) -> tuple[memoryview, int]:
+    """Returns the encoded picture and its class. document: uint8 (n,), n >= 8."""
+    data = memoryview(np.ascontiguousarray(document)).cast("B")
+    return data[:-LABEL_BYTES], int.from_bytes(data[-LABEL_BYTES:], "little", signed=True)
+
+
+def suffix_of(picture: bytes | memoryview) -> str:
+    """Returns the suffix of a file with these bytes, without a dot; "img" where it is none of the usual kinds."""
+    head = bytes(picture[:12])
+    if head[:4] == b"RIFF" and head[8:] == b"WEBP":
+        return "webp"
+    return next((suffix for magic, suffix in _KINDS if head.startswith(magic)), "img")
+
+
 class DamagedShard(ValueError):
-    """A shard whose bytes are not what the manifest promises; `where` names it.
+    """The bytes of a shard are not what the manifest promises; `where` names it.
 
     Errors that say nothing of the data (no network, a full disk) are of other kinds.
     """
@@ -35,13 +69,13 @@ class DamagedShard(ValueError):
 
 
 def damaged(where: str, why: str) -> DamagedShard:
-    """The error for a shard whose contents are not what the index promises."""
+    """Returns the error for a shard whose contents are not what the index promises."""
     return DamagedShard(where, f"is damaged: {why}; fetch or prepare the data again")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardInfo:
-    """What the manifest says of a shard file."""
+    """A shard file in the manifest."""
 
     file: str
     """File name inside the split's folder, with the suffix of its compression."""
@@ -51,37 +85,36 @@ class ShardInfo:
     """Size of the file as it lies on the disk."""
     sha256: str
     """Hex digest of the file as it lies on the disk."""
-    raw_bytes: int | None = None
-    """Size without compression; None in older datasets."""
-    raw_sha256: str | None = None
-    """Hex digest of the shard without compression; None in older datasets."""
+    raw_bytes: int
+    """Size without compression."""
+    raw_sha256: str
+    """Hex digest of the shard without compression."""
 
     def check(self, where: str) -> None:
-        """Raises ValueError for a shard that no preparation writes. where: what to call it."""
+        """Raises ValueError for a shard that no preparation writes. where: names it in the message."""
         artifact_name(self.file, "it")
-        for name in ("documents", "tokens", "bytes"):
+        for name in ("documents", "tokens", "bytes", "raw_bytes"):
             require(is_count(getattr(self, name)), f"{where}.{name}", getattr(self, name))
-        require(is_digest(self.sha256), f"{where}.sha256", self.sha256)
-        size, digest = self.raw_bytes, self.raw_sha256
-        require(size is None or (is_count(size) and size <= LARGEST_SHARD), f"{where}.raw_bytes", size)
-        require(digest is None or is_digest(digest), f"{where}.raw_sha256", digest)
+        require(self.raw_bytes <= LARGEST_SHARD, f"{where}.raw_bytes", self.raw_bytes)
+        for name in ("sha256", "raw_sha256"):
+            require(is_digest(getattr(self, name)), f"{where}.{name}", getattr(self, name))
 
     def largest_raw_size(self, dtype: str) -> int:
-        """Bytes that the shard can have without compression, going by its documents and tokens."""
+        """Returns how many bytes its documents and tokens can take without compression."""
         size = self.tokens * np.dtype(dtype).itemsize + self.documents * _DOCUMENT_OVERHEAD + _SHARD_OVERHEAD
         return min(size, LARGEST_SHARD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard(ShardInfo):
-    """A shard file as a preparation has written it."""
+    """A shard file that a preparation has written."""
 
     raw_file: str
     """File name without the suffix of the compression."""
 
     @classmethod
     def checked(cls, raw: dict[str, Any]) -> Shard:
-        """From what a file says. Raises ValueError, TypeError or AttributeError for what no preparation says."""
+        """Returns the shard that a file describes. Raises ValueError, TypeError or AttributeError if it is damaged."""
         shard = cls(**raw)
         shard.check("shard")
         artifact_name(shard.raw_file, "it")
@@ -89,7 +122,7 @@ class Shard(ShardInfo):
 
     @property
     def info(self) -> ShardInfo:
-        """What the manifest says of it."""
+        """The shard as the manifest has it."""
         return ShardInfo(**{key: value for key, value in asdict(self).items() if key != "raw_file"})
 
 
@@ -97,31 +130,31 @@ class OpenShard(ABC):
     """One shard file, open for random access."""
 
     hold: object | None = None
-    """Keeps a cached file from being removed while it is open."""
+    """A lock that keeps a cached file from being removed while it is open."""
 
     @abstractmethod
     def read(self, index: int, length: int) -> np.ndarray:
-        """Tokens of document `index`, a 1-D view or array of the dataset's dtype with `length` elements."""
+        """Returns document `index`: a view or array (length,) of the dataset's dtype."""
 
 
 class ShardFormat(ABC):
-    """How documents are laid out in a file, and what the split's index.json says of the files.
+    """Lays documents out in a file, and describes the files of a split in its index.json.
 
-    An instance writes; shards are opened by the class itself. Everything else (numbering, compression, digests,
-    downloads, the cache) is the same for all formats.
+    An instance writes shards, and the class opens them. Numbering, compression, digests, downloads and the cache are
+    the same for all formats.
     """
 
     suffix: ClassVar[str]
-    """Of a shard's file name, before that of the compression, such as ".mds". In a cache it tells shards from other
-    files."""
+    """End of a shard's file name before the compression's suffix, such as ".mds". It tells shards from other files in a
+    cache."""
     compressed_suffix: ClassVar[str] = ".zst"
-    """Appended to the file name by zstd."""
+    """End of the file name of a shard that is compressed with zstd."""
     reads_index: ClassVar[bool] = False
-    """Whether shards can only be opened with the split's index.json."""
+    """True where shards can only be opened with the split's index.json."""
 
     def __init__(self, *, dtype: str, compression: Literal["zstd"] | None, size_limit: int, prefix: str = "") -> None:
-        """size_limit: bytes of a shard before compression. prefix: what the names of documents begin with, in formats
-        that name them."""
+        """size_limit: bytes of a shard before compression. prefix: begins the names of documents in formats that name
+        them."""
         self.dtype = np.dtype(dtype)
         self.compression = compression
         self.size_limit = size_limit
@@ -129,34 +162,34 @@ class ShardFormat(ABC):
 
     @property
     def shard_overhead(self) -> int:
-        """Bytes of a shard without documents."""
+        """Bytes of an empty shard."""
         return 0
 
     @abstractmethod
     def file_name(self, shard: int) -> str:
-        """Name of a shard before compression; it ends with `suffix`."""
+        """Returns the name of a shard before compression, which ends with `suffix`."""
 
     def packed_name(self, shard: int) -> str:
-        """Name of a shard as it lies on the disk."""
+        """Returns the name of a shard on the disk."""
         return self.file_name(shard) + (self.compressed_suffix if self.compression else "")
 
     @abstractmethod
     def document_bytes(self, tokens: int) -> int:
-        """Bytes that a document of so many tokens adds to a shard, at most."""
+        """Returns how many bytes a document of so many elements adds to a shard at most."""
 
     @abstractmethod
     def encode(self, documents: list[np.ndarray], first: int) -> bytes:
-        """A shard of documents, each (n,) of `self.dtype`; `first`: number of the first in the split."""
+        """Returns the bytes of a shard. documents: each (n,) of `self.dtype`; first: the first's number."""
 
     def index(self, shards: list[Shard]) -> dict[str, Any]:
-        """Contents of the split's index.json."""
+        """Returns the contents of the split's index.json."""
         return {"version": 1, "shards": [asdict(shard) for shard in shards]}
 
     @classmethod
     def read_index(cls, path: Path, where: str) -> Any:
-        """What `open_shard` needs of the split's index.json; asked once in a process, if `reads_index`.
+        """Returns what `open_shard` needs of the split's index.json; called once in a process, if `reads_index`.
 
-        where: the shard that is to be opened, for errors. Raises ValueError if the file is damaged.
+        where: names the shard in errors. Raises ValueError if the file is damaged.
         """
         raise NotImplementedError
 
@@ -165,6 +198,6 @@ class ShardFormat(ABC):
     def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: Any) -> OpenShard:
         """Opens the uncompressed shard at `path`.
 
-        where: names it in errors. index: what `read_index` gave, or None. Raises ValueError (`damaged`) if it does not
-        hold the documents that the manifest promises; nothing in it may be unpickled or run.
+        where: names it in errors. index: what `read_index` returned, or None. Raises ValueError (`damaged`) if it does
+        not hold the documents that the manifest promises; nothing in it may be unpickled or run.
         """

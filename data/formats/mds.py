@@ -13,24 +13,55 @@ Pickled columns are refused before anything is read.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import mmap
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from matmix.data.artifacts import one_line, read_json
-from matmix.data.formats.base import OpenShard, Shard, ShardFormat, ShardInfo, damaged
-from matmix.data.formats.pictures import LABEL_BYTES, PICTURES
-from matmix.data.streaming_library import streaming_module
+from matmix.data.formats.base import LABEL_BYTES, PICTURES, OpenShard, Shard, ShardFormat, ShardInfo, damaged
 
 COLUMN = "tokens"
 _ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError)
 
 
+class _Package(ModuleType):
+    """A package whose own code runs when somebody asks for a name that is not there yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self.__class__ = ModuleType
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def streaming_module(name: str) -> ModuleType:
+    """Returns the module `streaming.base.<name>` of mosaicml-streaming, without what its packages import first.
+
+    `import streaming` imports transformers, scikit-learn and scipy: more than half of what a start of training and each
+    reading process would import. For everybody else the library is whole, loaded when it is used. Raises ImportError
+    where it is not installed.
+    """
+    for package in ("streaming", "streaming.base"):
+        if package not in sys.modules and (spec := importlib.util.find_spec(package)):
+            module = importlib.util.module_from_spec(spec)
+            module.__class__ = _Package
+            sys.modules[package] = module
+            parent, _, child = package.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, module)
+    return importlib.import_module(f"streaming.base.{name}")
+
+
 class Mds(ShardFormat):
-    """One column `tokens`, encoded `ndarray:<dtype>`; for pictures `image` and `label`."""
+    """Shards with one column `tokens`, encoded `ndarray:<dtype>`; for pictures `image` and `label`."""
 
     suffix = ".mds"
     compressed_suffix = ".zstd"
@@ -74,7 +105,7 @@ class Mds(ShardFormat):
 
     @classmethod
     def read_index(cls, path: Path, where: str) -> dict[str, Any]:
-        """The entry of each shard by the name of its uncompressed file."""
+        """Returns the entry of each shard by the name of its uncompressed file."""
         try:
             return {entry["raw_data"]["basename"]: entry for entry in read_json(path)["shards"]}
         except _ERRORS as error:
@@ -108,7 +139,7 @@ class Mds(ShardFormat):
 
 
 def _not_described(where: str, error: Exception) -> ValueError:
-    """No `DamagedShard`: what is wrong with the index is not the shard's, and nothing is skipped for it."""
+    """Returns an error that is no `DamagedShard`: a damaged index must not make a shard be skipped."""
     return ValueError(str(damaged(where, f"index.json does not describe it ({one_line(repr(error))})")))
 
 

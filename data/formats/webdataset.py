@@ -1,5 +1,6 @@
-"""WebDataset: tar files with one member `<number>.npy` for each document, or with two for each picture: `<number>.jpg`
-(.png, .webp, ...) and `<number>.cls`, the number of its class in digits.
+"""WebDataset: tar files with a member `<number>.npy` for each document, or two members for each picture.
+
+Those of a picture are `<number>.jpg` (.png, .webp, ...) and `<number>.cls`, the number of its class in digits.
 
 An uncompressed shard is read by webdataset as it is. Python's tarfile knows no zstd before 3.14, so webdataset reads a
 compressed one through a pipe: ``WebDataset("pipe:zstd -dc DIR/train/shard-00000.tar.zst")``.
@@ -19,8 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from matmix.data.formats.base import OpenShard, ShardFormat, ShardInfo, damaged
-from matmix.data.formats.pictures import LABEL_BYTES, PICTURES, pack, suffix_of, unpack
+from matmix.data.formats.base import (
+    LABEL_BYTES,
+    PICTURES,
+    OpenShard,
+    ShardFormat,
+    ShardInfo,
+    damaged,
+    pack,
+    suffix_of,
+    unpack,
+)
 
 _BLOCK = 512
 _REGULAR = (b"0", b"\0")
@@ -28,9 +38,8 @@ _MAGIC = b"\x93NUMPY"
 
 
 class WebDataset(ShardFormat):
-    """Members are arrays (n,) as written by numpy.save; the number is the document's in the split (in its part of the
-    split, after a `prefix` that names the part).
-    """
+    """Members are arrays (n,) that numpy.save wrote, numbered through the split (or through a part of it, after a
+    `prefix` that names the part)."""
 
     suffix = ".tar"
     shard_overhead = 2 * _BLOCK
@@ -57,7 +66,7 @@ class WebDataset(ShardFormat):
         return buffer.getvalue()
 
     def _members(self, document: np.ndarray) -> list[tuple[str, bytes]]:
-        """Suffix and bytes of each member of a document."""
+        """Returns suffix and bytes of each member of a document."""
         if self.dtype == PICTURES:
             picture, label = unpack(document)
             return [(suffix_of(picture), bytes(picture)), ("cls", str(label).encode())]
@@ -86,8 +95,7 @@ def _token_members(data: memoryview, where: str) -> np.ndarray:
 
 
 def _members(data: memoryview, where: str, magic: bytes) -> np.ndarray:
-    """int64 (n, 2): first and last byte + 1 of each regular member that begins with `magic`, in the order of the
-    file."""
+    """Returns int64 (n, 2): first byte and last byte + 1 of each regular member that begins with `magic`."""
     spans: list[tuple[int, int]] = []
     position = 0
     while position + _BLOCK <= len(data):

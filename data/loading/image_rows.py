@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from matmix.data.formats.base import DamagedShard
-from matmix.data.formats.pictures import unpack
+from matmix.data.formats.base import DamagedShard, unpack
 from matmix.data.images.config import ImagesConfig
 from matmix.data.images.decode import UnreadablePicture, decode
 from matmix.data.images.mixing import Mix, draw_mix, partner_of, soft_target

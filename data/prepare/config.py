@@ -9,7 +9,7 @@ from typing import Literal
 
 from matmix.data.formats import FORMATS
 from matmix.data.prepare.documents import ReadOptions
-from matmix.data.storage.urls import refuse_secrets
+from matmix.data.storage.remote import refuse_secrets
 
 # What `train_sentencepiece` is told of the tokenizer.
 OF_TRAINING = ("vocab_size", "model_type", "byte_fallback", "character_coverage", "normalization")

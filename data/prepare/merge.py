@@ -37,7 +37,7 @@ from matmix.data.prepare.workspace import (
 from matmix.data.shell import shell_line
 from matmix.data.splits.writer import write_indices
 from matmix.data.storage.files import sha256_of, sync_directory, write_atomic
-from matmix.data.storage.urls import refuse_secrets
+from matmix.data.storage.remote import refuse_secrets
 
 logger = logging.getLogger(__name__)
 

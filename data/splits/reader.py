@@ -71,7 +71,7 @@ def open_dataset(
 
 
 def open_pictures(path: str, split: str = "train", *, cache_dir: str = "", **options: Any) -> TokenShards:
-    """Opens one split of a dataset of pictures, whose documents are those of `matmix.data.formats.pictures`.
+    """Opens one split of a dataset of pictures, whose documents are those of `matmix.data.formats.base`.
 
     options: those of `TokenShards`. Raises as `open_dataset`.
     """

@@ -1,8 +1,7 @@
-"""A limit for the folder of downloaded and decompressed shards: the least recently used ones go, unless they are open.
+"""Keeps the folder of downloaded and decompressed shards to a size: removes the least recently used that nobody reads.
 
-Whoever has a cached shard open holds a shared lock on the file itself, for as long as it is open; whoever makes room
-removes a file only if it gets the exclusive lock. So readers of any process and run on the machine are safe from each
-other, and the locks of a killed one are gone with it.
+A process holds a shared lock on a cached shard for as long as it has the file open, and removes a file only where it
+gets the exclusive lock. So all readers on a machine are safe from each other, and a killed process leaves no locks.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from matmix.data.formats.base import ShardInfo
-from matmix.data.storage.files import write_atomic
-
-# What a killed process left of an unfinished download is removed after so long.
+# Age of an unfinished download at which the process that began it must have been killed.
 _STALE_SECONDS = 6 * 3600
 _ATTEMPTS = 20
 _SHARE_OF_DISK = 0.5
@@ -28,7 +24,7 @@ NO_LIMIT = -1
 
 
 class Hold:
-    """A shared lock on a cached file, until the object is gone. Raises FileNotFoundError if there is no such file."""
+    """Holds a shared lock on a cached file until it is deleted. Raises FileNotFoundError if there is no such file."""
 
     def __init__(self, path: Path) -> None:
         self._handle = -1
@@ -37,7 +33,7 @@ class Hold:
             fcntl.flock(self._handle, fcntl.LOCK_SH)
 
     def is_of(self, path: Path) -> bool:
-        """Whether `path` is still the file that is held: it may have been removed before the lock was there."""
+        """Returns False where the held file was removed from `path` before the lock was there."""
         try:
             return os.path.samestat(os.fstat(self._handle), path.stat())
         except FileNotFoundError:
@@ -49,8 +45,7 @@ class Hold:
 
 
 def hold_shard(cache: Path, fetch: Callable[[], Path]) -> tuple[Path, Hold | None]:
-    """The path that `fetch` gives, and what keeps it there if it lies below the folder `cache`. Raises what `fetch`
-    raises."""
+    """Returns the path that `fetch` gives, and a lock on it if it lies below the folder `cache`. Raises as `fetch`."""
     for _ in range(_ATTEMPTS):
         path = fetch()
         if not path.is_relative_to(cache):
@@ -67,47 +62,25 @@ def hold_shard(cache: Path, fetch: Callable[[], Path]) -> tuple[Path, Hold | Non
 
 
 def make_room(root: Path, limit: int, suffixes: Iterable[str]) -> None:
-    """Removes shards that nobody has open, the least recently used first, until all shards in the caches below `root`
-    have at most `limit` bytes (0: half of the disk), or all that are left are open. suffixes: those of shards, without
-    compression."""
+    """Removes unused shards, the least recently used first, until the caches below `root` have at most `limit` bytes.
+
+    limit: 0 = half of the disk, NO_LIMIT = any. suffixes: those of uncompressed shards. Shards that are open stay.
+    """
     if limit == NO_LIMIT:
         return
     try:
         limit = limit or int(shutil.disk_usage(root).total * _SHARE_OF_DISK)
         with FileLock(root / "room.lock", blocking=False):
             _remove_stale(root)
-            found = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _shards(root, suffixes)]
-            total = sum(size for _, size, _ in found)
-            for _, size, path in sorted(found):
+            shards = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _shards(root, suffixes)]
+            total = sum(size for _, size, _ in shards)
+            for _, size, path in sorted(shards):
                 if total <= limit:
                     return
                 if _remove_if_unused(path):
                     total -= size
     except (OSError, NotImplementedError):
-        return  # another process is at it, another user's folder, or no locks: the limit is a courtesy, reading goes on
-
-
-def write_note(copy: Path, shard: ShardInfo, digest: str) -> None:
-    """Notes the digest of a decompressed shard beside it, before `copy` gets its name.
-
-    Older datasets have a digest of the compressed shard only. The note holds that of the decompressed bytes, taken
-    while the verified compressed shard was read, and that of the compressed one, to which it belongs. Damage to the
-    copy or to the note makes them disagree; then the copy is made again.
-    """
-    write_atomic(note_of(copy), f"{digest} {shard.sha256}\n".encode())
-
-
-def read_note(copy: Path, shard: ShardInfo) -> str | None:
-    """The digest that `copy` should have, None where there is no note of this shard."""
-    try:
-        digest, of = note_of(copy).read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return None
-    return digest if of == shard.sha256 else None
-
-
-def note_of(copy: Path) -> Path:
-    return copy.with_name(f"{copy.name}.sha256")
+        return  # another process makes room, or the folder is another user's or has no locks: reading goes on
 
 
 def _shards(root: Path, suffixes: Iterable[str]) -> list[tuple[Path, os.stat_result]]:
@@ -128,7 +101,6 @@ def _remove_if_unused(path: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
-        note_of(path).unlink(missing_ok=True)
     except OSError:
         return False
     else:

@@ -1,9 +1,9 @@
 """Files below a URL that fsspec knows: s3://, gs://, abfs://, hdfs://, file://, memory:// ...
 
-Every operation is tried again, with pauses that grow, after errors that may pass: for at least MATMIX_RETRY_SECONDS
-(60) and four times. Objects of a store appear whole; for folders that are mounted (file://) the same is
-reached by renaming. Credentials and endpoints are the client's business: it takes them from the environment or from
-its own files, and nothing here reads, shows or stores them.
+Every operation is tried again, with growing pauses, after errors that may pass: for at least MATMIX_RETRY_SECONDS (60)
+and four times. Objects of a store appear whole; in mounted folders (file://) a rename does the same. Clients take
+credentials and endpoints from the environment or from their own files; nothing here reads, shows or stores them. A URL
+that holds a password or a key is refused, because URLs are written into configs, job scripts and logs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tenacity
-
 from matmix.data.artifacts import panics_as_errors
 from matmix.data.storage.private import private_folder
-from matmix.data.storage.urls import refuse_secrets
 
 Result = TypeVar("Result")
 
@@ -41,30 +37,57 @@ _LOCAL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _PRECONDITION_FAILED = 412
 _WRITING = ("cannot write", "cannot upload")
 _CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "oci": "ocifs"}
+# scheme://user:secret@..., where a secret may hold slashes, as those of S3 do; in host:8020/a@b the number is a port.
+_SECRET = re.compile(r"://[^/@]*:[^/@]*@|://[^/@]*:(?!\d*(?:/|$))[^@]*@")
+_SECRET_QUERY = re.compile(
+    r"://.*[?&;](?:[^=&;]*(?:token|signature|secret|passw|credential|api[-_]?key|access[-_]?key|account[-_]?key)[^=&;]*"
+    r"|sig|key)=",
+    re.IGNORECASE,
+)
 
 
 class RemoteError(OSError):
-    """A store that did not do what it was asked for, however often."""
+    """A store failed at every attempt."""
 
 
 class FileTooLarge(ValueError):
-    """A file of a store that is larger than what is expected there."""
+    """A file of a store is larger than it may be."""
 
 
 class RemotePermissionError(RemoteError, PermissionError):
-    """A store that does not let these credentials do it."""
+    """A store refused these credentials."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is for fsspec, and not of the local file system."""
+    """Returns True for a path that fsspec opens, False for one of the local file system."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
 
 
-def scratch_folder(kind: str, url: str) -> Path:
-    """This machine's folder for what belongs to a URL: below MATMIX_SCRATCH, or in the user's cache folder.
+def has_secret(text: str) -> bool:
+    """Returns True where a text holds a URL with a password, a key or a signature."""
+    return "://" in text and (_SECRET.search(text) is not None or _SECRET_QUERY.search(text) is not None)
 
-    kind: its use, the name of a folder. The result is the same in every process and need not exist; the folder above it
-    is made, for this user alone. Raises ValueError (one line) where others may write there.
+
+def refuse_secrets(value: Any, what: str) -> None:
+    """Raises ValueError (one line, without the secret) where a text in nested values holds a URL with a password.
+
+    what: names the option or the file in the message.
+    """
+    if isinstance(value, str) and has_secret(value):
+        raise ValueError(
+            f"{what}: a URL may not hold a password, key or signature, as URLs are written into runs, job scripts and "
+            "logs: give it by the environment or the client's own files"
+        )
+    inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+    for item in inner if isinstance(inner, list | tuple) else ():
+        refuse_secrets(item, what)
+
+
+def scratch_folder(kind: str, url: str) -> Path:
+    """Returns this machine's folder for files of a URL, below MATMIX_SCRATCH or the user's cache folder.
+
+    kind: name of the folder above it, which is made for this user alone. The result is the same in every process and
+    need not exist. Raises ValueError (one line) where others may write there.
     """
     base = os.environ.get(SCRATCH_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "matmix"
     url = url.rstrip("/")
@@ -77,19 +100,20 @@ def scratch_folder(kind: str, url: str) -> Path:
 
 
 def first_line(error: BaseException) -> str:
-    """One line for the user, with the kind of error where its text alone would not tell."""
+    """Returns the first line of an error's text, with the kind of error unless it is a RemoteError."""
     text = (str(error).strip() or "no reason given").splitlines()[0]
     return text if isinstance(error, RemoteError) else f"{type(error).__name__}: {text}"
 
 
 def persist(action: Callable[[], Result], what: str, *, patient: bool = True) -> Result:
-    """Does `action`, again and again while it fails for a reason that may pass.
+    """Returns what `action` returns, and repeats it while it fails for a reason that may pass.
 
-    what: the beginning of the message, as in "cannot download s3://bucket/file"; patient: False = only one attempt.
+    what: begins the message, as in "cannot download s3://bucket/file"; patient: False = only one attempt.
     Raises FileNotFoundError, FileExistsError, RemotePermissionError and the OSError of a full disk at once, and
-    RemoteError (one line) after the last attempt. An error that is no failure of the store, such as TypeError, is a
-    mistake in the program and raised as it is.
+    RemoteError (one line) after the last attempt. A mistake in the program, such as a TypeError, is raised unchanged.
     """
+    import tenacity
+
     seconds = float(os.environ.get(RETRY_VARIABLE) or 60)
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception(lambda error: patient and _may_pass(error)),
@@ -125,17 +149,17 @@ def _is_local_disk(error: BaseException) -> bool:
 class RemoteFolder:
     """The files below one URL, by their names relative to it. Usable from threads and after a fork.
 
-    Raises ValueError where the URL's client is not installed, or where the URL has a password in it.
+    patient: False = failed operations are not tried again. Raises ValueError where the URL's client is not installed,
+    or where the URL has a password in it.
     """
 
     def __init__(self, url: str, *, patient: bool = True) -> None:
-        """patient: False = operations that fail are not tried again."""
         refuse_secrets(url, "a folder's URL")
         self.url, self.patient = url.rstrip("/"), patient
         self._connect()
 
     def _connect(self) -> tuple[Any, str]:
-        """The client and the folder's path in its words. Cheap: fsspec keeps the clients of a process."""
+        """Returns the client and the folder's path as the client spells it; fsspec keeps the clients of a process."""
         import fsspec
 
         scheme = self.url.partition("://")[0]
@@ -161,9 +185,9 @@ class RemoteFolder:
     # -- reading -----------------------------------------------------------------------------------------
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Name -> bytes of every file, or of those below the folder `prefix`; empty where there is nothing.
+        """Returns name -> bytes of every file, or of every file below the folder `prefix`; {} where there is nothing.
 
-        Names that climb, as keys of a store may ("../.bashrc"), are left out: names become paths of this machine.
+        Keys of a store that climb ("../.bashrc") are left out, because names become paths of this machine.
         """
 
         def look(client: Any, path: str) -> dict[str, int]:
@@ -177,7 +201,7 @@ class RemoteFolder:
         return {}
 
     def read(self, name: str) -> bytes | None:
-        """A small file's content; None where there is no such file."""
+        """Returns the content of a small file, None where there is no such file."""
         with contextlib.suppress(FileNotFoundError):
             return self._do("read", name, lambda client, path: client.cat_file(path))
         return None
@@ -185,8 +209,8 @@ class RemoteFolder:
     def download(self, name: str, target: Path, largest: int | None = None) -> None:
         """Fetches a file; `target` appears whole or not at all.
 
-        largest: bytes that it may have. Raises FileNotFoundError, RemoteError, and FileTooLarge before anything of a
-        file is fetched of which the store says that it is larger.
+        largest: bytes that the file may have. Raises FileNotFoundError, RemoteError, and FileTooLarge (before anything
+        is fetched) where the store says that the file is larger.
         """
         part = target.with_name(f".{target.name}.part-{os.getpid()}-{threading.get_ident()}")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +236,7 @@ class RemoteFolder:
         self._put("write", name, lambda client, path: client.pipe_file(path, content))
 
     def upload(self, source: Path, name: str) -> None:
-        """Sends a file; at the URL it appears whole or not at all. Raises RemoteError."""
+        """Uploads a file, which appears whole or not at all. Raises RemoteError."""
         self._put("upload", name, lambda client, path: client.put_file(str(source), path))
 
     def _put(self, what: str, name: str, action: Callable[[Any, str], object]) -> None:
@@ -226,8 +250,10 @@ class RemoteFolder:
         self._do(what, name, put)
 
     def create(self, name: str, content: bytes) -> None:
-        """Writes a small file unless it is there: of several who try, one succeeds. Raises FileExistsError for the
-        others, and RemoteError. A client or store that knows no such condition overwrites the file."""
+        """Writes a small file that does not exist yet: of several processes that try, one succeeds.
+
+        Raises FileExistsError in the others, and RemoteError. A client or store without this condition overwrites.
+        """
 
         def put(client: Any, path: str) -> None:
             if _is_local(client):
@@ -242,7 +268,7 @@ class RemoteFolder:
         self._do("write", name, put)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files, in the order given; those that are not there are passed over."""
+        """Removes files in the order given, and passes over missing ones."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 self._do("remove", name, lambda client, path: client.rm_file(path))
@@ -252,12 +278,12 @@ class RemoteFolder:
     def download_all(self, names: Iterable[str], target: Path, done: Callable[[str], object] = str) -> None:
         """Fetches files into a folder, several at a time. Raises as `download`, for the first that fails.
 
-        done: called with the name of each file that is here, in any thread.
+        done: called in any thread with the name of each file that has arrived.
         """
         _each(names, lambda name: self.download(name, target / name), done)
 
     def upload_all(self, source: Path, names: Iterable[str], done: Callable[[str], object] = str) -> None:
-        """Sends files of a folder, several at a time. Raises as `upload`, for the first that fails; done: as above."""
+        """Uploads files of a folder, several at a time. Raises as `upload` for the first that fails; done: as above."""
         _each(names, lambda name: self.upload(source / name, name), done)
 
 
@@ -266,7 +292,7 @@ def _stays_below(name: str) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status with which the store answered, where the client tells it (botocore's errors, gcsfs)."""
+    """Returns the store's HTTP status, None where the client does not tell it (botocore and gcsfs do)."""
     answer = getattr(error.__cause__, "response", None) or {}
     return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") or getattr(error, "code", None)
 
@@ -276,8 +302,8 @@ def _is_local(client: Any) -> bool:
 
 
 def _each(names: Iterable[str], action: Callable[[str], object], done: Callable[[str], object]) -> None:
-    """Does it for every name, several at a time. After the first failure nothing more begins: retries of the others
-    would only make the caller wait."""
+    """Calls `action` and `done` for every name, several at a time, and starts nothing more after the first failure."""
+    from concurrent.futures import ThreadPoolExecutor
 
     def one(name: str) -> None:
         action(name)

@@ -9,6 +9,9 @@ import pytest
 import zstandard
 from tokenizers import AddedToken, Tokenizer, models
 
+from matmix.data.formats.base import ShardInfo
+from matmix.data.manifest import Manifest, SplitInfo, TokenizerInfo
+
 SPECIALS = {
     "pad": "<pad>",
     "unk": "<unk>",
@@ -66,47 +69,55 @@ def write_dataset(
         if name == "train":
             for d in docs:
                 np.add.at(histogram, d[d < vocab_size], 1)
-        shards = [
-            {
-                "file": file,
-                "documents": len(group),
-                "tokens": sum(map(len, group)),
-                "bytes": (folder / file).stat().st_size,
-                "sha256": hashlib.sha256((folder / file).read_bytes()).hexdigest(),
-            }
-            for file, group in zip(files, groups, strict=True)
-        ]
+        shards = []
+        for (file, raw), group in zip(files, groups, strict=True):
+            stored = (folder / file).read_bytes()
+            shards.append(
+                ShardInfo(
+                    file=file,
+                    documents=len(group),
+                    tokens=sum(map(len, group)),
+                    bytes=len(stored),
+                    sha256=hashlib.sha256(stored).hexdigest(),
+                    raw_bytes=len(raw),
+                    raw_sha256=hashlib.sha256(raw).hexdigest(),
+                )
+            )
         tokens = sum(map(len, docs))
-        splits[name] = {"documents": len(docs), "tokens": tokens, "bytes": 3 * tokens, "shards": shards}
+        splits[name] = SplitInfo(documents=len(docs), tokens=tokens, bytes=3 * tokens, shards=tuple(shards))
     np.save(path / "token_histogram.npy", histogram)
-    manifest = {
-        "version": 1,
-        "format": format,
-        "compression": compression,
-        "dtype": dtype,
-        "tokenizer": {
-            "kind": "tokenizers",
-            "file": "tokenizer/tokenizer.json",
-            "sha256": hashlib.sha256((path / "tokenizer" / "tokenizer.json").read_bytes()).hexdigest(),
-            "vocab_size": vocab_size,
-            "special": special,
-        },
-        "splits": splits,
-        "token_histogram": "token_histogram.npy",
-        "unigram_entropy": 1.0,
-        "sources": [],
-        "malformed": {},
-        "empty_documents": 0,
-    }
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    manifest = Manifest(
+        format=format,
+        compression=compression,
+        dtype=dtype,
+        tokenizer=TokenizerInfo(
+            kind="tokenizers",
+            file="tokenizer/tokenizer.json",
+            sha256=hashlib.sha256((path / "tokenizer" / "tokenizer.json").read_bytes()).hexdigest(),
+            vocab_size=vocab_size,
+            special=special,
+        ),
+        splits=splits,
+        token_histogram="token_histogram.npy",
+        unigram_entropy=1.0,
+        sources=(),
+        malformed={},
+        empty_documents=0,
+    )
+    (path / "manifest.json").write_text(manifest.to_json())
     return path
 
 
-def write_mds(folder: Path, groups: list[list[np.ndarray]], compression: str | None, dtype: str) -> list[str]:
-    """One shard a group, each written by MDSWriter on its own, and the index.json over all of them."""
+def write_mds(
+    folder: Path, groups: list[list[np.ndarray]], compression: str | None, dtype: str
+) -> list[tuple[str, bytes]]:
+    """One shard a group, each written by MDSWriter on its own, and the index.json over all of them.
+
+    Returns the name of each file and its bytes before compression.
+    """
     from streaming import MDSWriter
 
-    entries = []
+    entries, files = [], []
     for number, group in enumerate(groups):
         part = folder / f"part{number}"
         with MDSWriter(columns={"tokens": f"ndarray:{dtype}"}, out=str(part), compression=compression) as writer:
@@ -122,25 +133,31 @@ def write_mds(folder: Path, groups: list[list[np.ndarray]], compression: str | N
         (part / "index.json").unlink()
         part.rmdir()
         entries.append(entry)
+        name = (entry["zip_data"] or entry["raw_data"])["basename"]
+        stored = (folder / name).read_bytes()
+        files.append((name, zstandard.ZstdDecompressor().stream_reader(stored).read() if compression else stored))
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
-    return [(e["zip_data"] or e["raw_data"])["basename"] for e in entries]
+    return files
 
 
-def write_webdataset(folder: Path, groups: list[list[np.ndarray]], compression: str | None, dtype: str) -> list[str]:
+def write_webdataset(
+    folder: Path, groups: list[list[np.ndarray]], compression: str | None, dtype: str
+) -> list[tuple[str, bytes]]:
     import webdataset
 
-    names = []
+    files = []
     for number, group in enumerate(groups):
         file = folder / f"shard-{number:05}.tar"
         with webdataset.TarWriter(str(file)) as writer:
             for i, tokens in enumerate(group):
                 writer.write({"__key__": f"{number:05}{i:07}", "npy": tokens})
+        raw = file.read_bytes()
         if compression:
-            raw, file = file, file.with_suffix(".tar.zst")
-            file.write_bytes(zstandard.ZstdCompressor().compress(raw.read_bytes()))
-            raw.unlink()
-        names.append(file.name)
-    return names
+            file.unlink()
+            file = file.with_suffix(".tar.zst")
+            file.write_bytes(zstandard.ZstdCompressor().compress(raw))
+        files.append((file.name, raw))
+    return files
 
 
 class Datasets:

@@ -8,8 +8,7 @@ from matmix.data.config import DataConfig
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.merge import merge
 from matmix.data.splits.reader import open_dataset
-from matmix.data.storage.remote import RemoteFolder
-from matmix.data.storage.urls import has_secret
+from matmix.data.storage.remote import RemoteFolder, has_secret
 from matmix.launch.cli import main
 from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config

@@ -7,6 +7,7 @@ import shutil
 
 import pyarrow
 import pytest
+from hostile_data import signed
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
@@ -44,10 +45,8 @@ def _read(path):
     list(build_image_loader(config, global_batch_size=6, micro_batch_size=6, one_pass=True))
 
 
-def _unsigned(values):
-    if isinstance(values, dict):
-        values = {key: value for key, value in values.items() if key not in ("digest", "files")}
-    return json.dumps(values).encode()
+def _signed(values):
+    return signed({**values, "files": {}} if isinstance(values, dict) else values).encode()
 
 
 @fuzz(80)
@@ -61,11 +60,11 @@ def test_datasets(dataset, tmp_path, data):
     name = data.draw(st.sampled_from(["manifest.json", f"train/{shard}", f"train/{shard}", "train/lengths.npy"]))
     raw = (path / name).read_bytes()
     if name == "manifest.json":
-        (path / name).write_bytes(data.draw(mutated_json(manifest).map(_unsigned)))
+        (path / name).write_bytes(data.draw(mutated_json(manifest).map(_signed)))
     else:
         changes = mutated(raw[:600]).map(lambda head: head + raw[600:])
         (path / name).write_bytes(data.draw(changes))
-        (path / "manifest.json").write_bytes(_unsigned(manifest))
+        (path / "manifest.json").write_bytes(_signed(manifest))
     works_or_is_one_line(lambda: _read(path))
 
 
@@ -74,7 +73,7 @@ def test_datasets(dataset, tmp_path, data):
 def test_manifests(dataset, data):
     values = json.loads((dataset / "manifest.json").read_text())
     values["options"] = {}
-    works_or_is_one_line(lambda: Manifest.parse(data.draw(mutated_json(values).map(_unsigned)), "here"))
+    works_or_is_one_line(lambda: Manifest.parse(data.draw(mutated_json(values).map(_signed)), "here"))
 
 
 @pytest.fixture(scope="module")

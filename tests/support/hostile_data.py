@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from matmix.data.manifest import Manifest
 from matmix.data.prepare.command import prepare
 from matmix.data.prepare.config import PrepareConfig
 
@@ -41,23 +40,17 @@ def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object], *, sig
     """Changes what the manifest says. sign: as someone does who means it, with the digest that fits."""
     file = path / "manifest.json"
     values = json.loads(file.read_text())
-    digest = values.pop("digest")
     change(values)
-    if sign:
-        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-        digest = hashlib.sha256(text.encode()).hexdigest()
-    file.write_text(json.dumps({**values, "digest": digest}))
+    file.write_text(signed(values) if sign else json.dumps(values))
 
 
-def older(path: Path) -> None:
-    """Makes the dataset one of before there were digests of the small files and sizes of what is compressed."""
-    values = json.loads((path / "manifest.json").read_text())
-    del values["digest"], values["files"]
-    for split in values["splits"].values():
-        for shard in split["shards"]:
-            del shard["raw_bytes"], shard["raw_sha256"]
-    (path / "manifest.json").write_text(json.dumps(values))
-    assert Manifest.load(path)
+def signed(values: Any) -> str:
+    """The text of a manifest with these contents, and with the digest that fits them."""
+    if not isinstance(values, dict):
+        return json.dumps(values)
+    values = {key: value for key, value in values.items() if key != "digest"}
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**values, "digest": hashlib.sha256(text.encode()).hexdigest()})
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from matmix.data.storage.remote import RemoteFolder, is_url
-from matmix.data.storage.urls import refuse_secrets
+from matmix.data.storage.remote import RemoteFolder, is_url, refuse_secrets
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_of
 from matmix.train.config import CheckpointConfig, RunConfig

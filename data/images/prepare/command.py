@@ -19,7 +19,7 @@ import numpy as np
 
 from matmix.data.cores import cores
 from matmix.data.formats import make_format
-from matmix.data.formats.pictures import PICTURES
+from matmix.data.formats.base import PICTURES
 from matmix.data.images.prepare.base import Chunk, Source
 from matmix.data.images.prepare.config import PrepareImagesConfig
 from matmix.data.images.prepare.parts import ImageParts, ImageShare, share_of, write_part

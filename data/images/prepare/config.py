@@ -8,7 +8,7 @@ from typing import Any, Literal
 from matmix.data.formats import FORMATS
 from matmix.data.images.decode import MEGAPIXELS
 from matmix.data.prepare.config import read_share
-from matmix.data.storage.urls import refuse_secrets
+from matmix.data.storage.remote import refuse_secrets
 
 # These say how to go about it, not what comes out.
 _WITHOUT_EFFECT_ON_CONTENTS = ("sources", "validation", "out", "labels", "classes", "processes", "max_corrupt", "part")

@@ -20,7 +20,7 @@ import numpy as np
 
 from matmix.data.artifacts import errors_in_one_line, one_line, parse_json
 from matmix.data.formats import make_format
-from matmix.data.formats.pictures import PICTURES
+from matmix.data.formats.base import PICTURES
 from matmix.data.images.prepare.base import Source
 from matmix.data.images.prepare.report import check_corrupt, check_splits, print_summary, write_manifest
 from matmix.data.images.prepare.statistics import Statistics
@@ -37,7 +37,7 @@ from matmix.data.prepare.parts import Parts
 from matmix.data.prepare.sources import Position
 from matmix.data.prepare.workspace import KEPT_EXAMPLES, PART_NAME, Progress, compare_preparations, locked
 from matmix.data.storage.files import write_atomic
-from matmix.data.storage.urls import refuse_secrets
+from matmix.data.storage.remote import refuse_secrets
 
 
 @dataclass(frozen=True, slots=True)

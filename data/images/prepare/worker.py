@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from matmix.data.artifacts import one_line
-from matmix.data.formats.pictures import pack, suffix_of
+from matmix.data.formats.base import pack, suffix_of
 from matmix.data.images.decode import UnreadablePicture, decode
 from matmix.data.images.prepare.base import Chunk
 from matmix.data.images.prepare.config import PrepareImagesConfig

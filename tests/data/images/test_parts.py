@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pictures import encoded, pixels, prepare, samples, write_tar, write_tree
 
-from matmix.data.formats.pictures import unpack
+from matmix.data.formats.base import unpack
 from matmix.data.images.prepare import command
 from matmix.data.images.prepare.parts import merge_images
 from matmix.data.images.prepare.report import CorruptError

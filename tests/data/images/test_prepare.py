@@ -13,7 +13,7 @@ import pytest
 from pictures import CLASSES, encoded, pixels, prepare, samples, write_tar, write_tree
 from pyarrow import parquet
 
-from matmix.data.formats.pictures import unpack
+from matmix.data.formats.base import unpack
 from matmix.data.images.decode import decode
 from matmix.data.images.prepare import command
 from matmix.data.images.prepare.report import CorruptError

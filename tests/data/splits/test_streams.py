@@ -1,5 +1,6 @@
 """Shards of both formats: reading, caches, remote copies, and what is said about damaged ones."""
 
+import hashlib
 import io
 import json
 import multiprocessing
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from hostile_data import edit_manifest
 from manifests import set_value
 
 from matmix.data.formats import webdataset
@@ -26,13 +28,6 @@ def everything(shards) -> list[list[int]]:
 
 def copy(source: Path, target: Path) -> Path:
     return Path(shutil.copytree(source, target))
-
-
-def edit_manifest(path: Path, change) -> None:
-    file = path / "manifest.json"
-    manifest = json.loads(file.read_text())
-    change(manifest)
-    file.write_text(json.dumps(manifest))
 
 
 def test_documents_come_back(any_format, data, tmp_path):
@@ -160,11 +155,11 @@ def flaky(monkeypatch):
 @pytest.mark.parametrize("scheme", ["oci", "sftp", "gs"])
 def test_downloads_by_streaming_are_tried_again(flaky, tmp_path, scheme):
     flaky(2)
-    storage.download(f"{scheme}://bucket/file", tmp_path / "file")
+    storage.download(f"{scheme}://bucket/file", tmp_path / "file", 1 << 20)
     assert (tmp_path / "file").read_text() == "here"
     flaky(100)
     with pytest.raises(RemoteError, match=rf"^cannot download {scheme}://bucket/file: ConnectionError: reset by peer$"):
-        storage.download(f"{scheme}://bucket/file", tmp_path / "file")
+        storage.download(f"{scheme}://bucket/file", tmp_path / "file", 1 << 20)
 
 
 def test_unknown_scheme():
@@ -261,33 +256,28 @@ def test_damaged_shards(any_format, tmp_path):
     assert not list(tmp_path.rglob("*.part-*"))
 
 
-def forge(path: Path, number: int, content: bytes) -> None:
+def forge(path: Path, number: int, content: bytes, raw: bytes) -> None:
     """Puts other bytes into a shard, with manifest entries that agree with them."""
-    shard = stored_shard(path, number)
-    shard.write_bytes(content)
-    import hashlib
-
-    def change(manifest):
-        entry = manifest["splits"]["train"]["shards"][number]
-        entry["bytes"], entry["sha256"] = len(content), hashlib.sha256(content).hexdigest()
-
-    edit_manifest(path, change)
+    stored_shard(path, number).write_bytes(content)
+    digests = {"sha256": hashlib.sha256(content).hexdigest(), "raw_sha256": hashlib.sha256(raw).hexdigest()}
+    entry = {"bytes": len(content), "raw_bytes": len(raw), **digests}
+    edit_manifest(path, lambda manifest: manifest["splits"]["train"]["shards"][number].update(entry))
 
 
 def test_shards_that_are_not_what_the_index_promises(any_format, tmp_path):
     """Checksums do not protect against a bad writer: the readers check what they use."""
     compressed = "zst" in stored_shard(any_format, 0).name
-    names = {"one": b"", "two": b"\xff" * 3000, "three": stored_shard(any_format, 1).read_bytes()}
-    for name, content in names.items():
+    other = stored_shard(any_format, 1).read_bytes()
+    if compressed:
+        other = zstandard.ZstdDecompressor().stream_reader(other).read()
+    for name, raw in {"one": b"", "two": b"\xff" * 3000, "three": other}.items():
         path = copy(any_format, tmp_path / name)
-        if compressed and name != "three":
-            content = zstandard.ZstdCompressor().compress(content)
-        forge(path, 2, content)
+        forge(path, 2, zstandard.ZstdCompressor().compress(raw) if compressed else raw, raw)
         with pytest.raises(ValueError, match=r"shard train/\S+ is damaged|do not"):
             everything(open_dataset(str(path), cache_dir=str(tmp_path / "cache")))
     if compressed:
         path = copy(any_format, tmp_path / "garbage")
-        forge(path, 2, b"not zstd at all")
+        forge(path, 2, b"not zstd at all", b"")
         with pytest.raises(ValueError, match="does not decompress"):
             everything(open_dataset(str(path), cache_dir=str(tmp_path / "cache")))
 
@@ -361,6 +351,6 @@ def test_arrays_of_objects_are_refused(data, tmp_path):
         member = tarfile.TarInfo("0.npy")
         member.size = len(buffer.getvalue())
         tar.addfile(member, io.BytesIO(buffer.getvalue()))
-    forge(path, 0, stored_shard(path, 0).read_bytes())
+    forge(path, 0, *[stored_shard(path, 0).read_bytes()] * 2)
     with pytest.raises(ValueError, match="document 0 is not an npy array of 1 uint16 tokens"):
         open_dataset(str(path)).read(0, 0)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from matmix.data.storage.urls import refuse_secrets
+from matmix.data.storage.remote import refuse_secrets
 from matmix.train.callbacks.base import RunView
 from matmix.train.callbacks.records import Recorder
 from matmix.train.callbacks.trackers.base import check_installed, ended, keep_id, numbers, read_id
