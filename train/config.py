@@ -17,6 +17,7 @@ from matmix.data.synthetic import TASKS
 from matmix.model.config import ModelConfig
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import Weights
+from matmix.train.engine.mesh import MeshShape
 from matmix.train.errors import require
 from matmix.train.optim.config import EmaConfig, OptimizerConfig, ScheduleConfig
 from matmix.train.tasks import ObjectiveConfig, Task, make_task
@@ -317,26 +318,31 @@ class RunConfig:
     def last_step(self) -> int:
         return self.stop_step or self.steps
 
-    def micro_batch(self, world_size: int) -> int:
-        """Sequences per rank and forward pass, at most `micro_batch_size`. Raises ValueError where the global batch
-        does not divide over the ranks."""
-        per_rank, rest = divmod(self.global_batch_size, world_size)
+    def data_size(self, ranks: int) -> int:
+        """Returns how many of so many ranks are given data of their own. Raises ValueError (one line) where the engine
+        cannot lay out that number of ranks."""
+        return MeshShape.of(self.engine, ranks).data_size
+
+    def micro_batch(self, data_size: int) -> int:
+        """Returns the sequences per rank and forward pass, at most `micro_batch_size`; data_size: the number of ranks
+        that are given data of their own. Raises ValueError where the global batch does not divide over them."""
+        per_rank, rest = divmod(self.global_batch_size, data_size)
         if rest or per_rank == 0:
-            low = self.global_batch_size // world_size * world_size
-            allowed = f"{low} or {low + world_size}" if low else f"{world_size}"
+            low = self.global_batch_size // data_size * data_size
+            allowed = f"{low} or {low + data_size}" if low else f"{data_size}"
             raise ValueError(
-                f"global_batch_size = {self.global_batch_size} does not divide over {world_size} ranks; use {allowed}"
+                f"global_batch_size = {self.global_batch_size} does not divide over {data_size} ranks; use {allowed}"
             )
         most = min(self.micro_batch_size or per_rank, per_rank)
         return next(size for size in range(most, 0, -1) if per_rank % size == 0)
 
-    def micro_batch_words(self, world_size: int) -> str:
-        """A line for people where passes have fewer sequences than micro_batch_size, else ""."""
-        micro = self.micro_batch(world_size)
+    def micro_batch_words(self, data_size: int) -> str:
+        """Returns a line for people where passes have fewer sequences than micro_batch_size, else ""."""
+        micro = self.micro_batch(data_size)
         if not self.micro_batch_size or micro == self.micro_batch_size:
             return ""
-        share = self.global_batch_size // world_size
+        share = self.global_batch_size // data_size
         return (
             f"passes have {micro} sequences: the largest number up to micro_batch_size = {self.micro_batch_size} that "
-            f"divides a rank's {share} (global_batch_size {self.global_batch_size} over {world_size} ranks)"
+            f"divides a rank's {share} (global_batch_size {self.global_batch_size} over {data_size} ranks)"
         )

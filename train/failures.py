@@ -71,7 +71,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def memory_advice(text: str, config: RunConfig, world_size: int) -> str:
     """What ran out at which sizes, and what to set, the settings that change no numbers first."""
-    micro, seqlen = config.micro_batch(world_size), config.data.seqlen
+    micro, seqlen = config.micro_batch(config.data_size(world_size)), config.data.seqlen
     where = "on the GPU" if re.search("CUDA|HIP|cuda|hip", text) else "on the CPU"
     tried = _TRIED.search(text)
     happened = f"out of memory {where}{f' (tried to allocate {_size(tried)})' if tried else ''}"

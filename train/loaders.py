@@ -17,11 +17,12 @@ from matmix.train.plugins import find_part
 
 
 def make_loader(
-    config: RunConfig, split: str, rank: int, world_size: int, tokenizer_sha256: str | None = None
+    config: RunConfig, split: str, data_rank: int, data_size: int, tokenizer_sha256: str | None = None
 ) -> Loader:
     """Batches without end of the training split, or one pass over the validation split.
 
-    tokenizer_sha256: what the data must have been prepared with; None = any tokenizer.
+    data_rank, data_size: which of how many ranks with data of their own this is. tokenizer_sha256: what the data must
+    have been prepared with; None = any tokenizer.
     """
     if generated := config.data.synthetic.task:
         TASKS[generated] = find_part(generated, TASKS, "generated task")
@@ -29,9 +30,9 @@ def make_loader(
         config.data,
         split=split,
         global_batch_size=config.global_batch_size,
-        micro_batch_size=config.micro_batch(world_size),
-        rank=rank,
-        world_size=world_size,
+        micro_batch_size=config.micro_batch(data_size),
+        data_rank=data_rank,
+        data_size=data_size,
         seed=config.seed,
         one_pass=split != "train",
         tokenizer_sha256=tokenizer_sha256,

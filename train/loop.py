@@ -18,7 +18,7 @@ from matmix.train.checkpoint import generators
 from matmix.train.checkpoint.files import read_manifest
 from matmix.train.checkpoint.steps import list_steps
 from matmix.train.config import RunConfig
-from matmix.train.engine import Engine, build_engine
+from matmix.train.engine import Engine, build_engine, make_mesh
 from matmix.train.errors import ReplicaError
 from matmix.train.evaluators import evaluate, make_evaluators
 from matmix.train.evaluators.averaged import averaged_metrics
@@ -63,16 +63,19 @@ class Trainer:
         run: RunDirectory | None = None,
     ) -> None:
         rank, world_size = distributed.rank, distributed.world_size
+        self.mesh = make_mesh(config.engine, distributed)
+        data = self.mesh.data_rank, self.mesh.data_size
         self.run = run or RunDirectory(config.run_dir)
         self.attempt = attempt or Attempt(self.run.path, rank)
-        self.loader = make_loader(config, "train", rank, world_size, self.run.tokenizer_sha256())
+        self.loader = make_loader(config, "train", *data, self.run.tokenizer_sha256())
         self.config = config = with_data_facts(config, self.loader)
         self.run.check(config)
         tokenizer, histogram = self.loader.tokenizer, self.loader.token_histogram  # None where there are no tokens
         self.tokenizer_sha256 = None if tokenizer is None else tokenizer.sha256
         # Now, so that what is wrong with it is said before hours of training.
-        self.validation = make_loader(config, "validation", rank, world_size, self.tokenizer_sha256)
+        self.validation = make_loader(config, "validation", *data, self.tokenizer_sha256)
         self.task = config.task()
+        self.task.mesh = self.mesh
         self.evaluators = make_evaluators(config, self.task)
         known = [metric for evaluator, _ in self.evaluators for metric in evaluator.metrics]
         known = [self.task.loss_metric, *self.task.metrics, *known]
@@ -85,7 +88,7 @@ class Trainer:
         model = build_model(config.model, device="meta")
         self.groups = parameter_groups(model, config.optimizer, config.positions)
         self.say_what_begins(distributed)
-        self.engine: Engine = build_engine(config.engine, distributed)
+        self.engine: Engine = build_engine(config.engine, distributed, self.mesh)
         self.engine.prepare(
             model,
             initialize=functools.partial(initialize, seed=config.seed),
@@ -131,7 +134,7 @@ class Trainer:
             f"{self.run.where}: {parameters} parameters, {distributed.device.type}{ranks}, "
             f"{config.engine.words}; {data}; {config.steps} steps, {begins}"
         )
-        if words := config.micro_batch_words(distributed.world_size):
+        if words := config.micro_batch_words(self.mesh.data_size):
             logger.info(words)
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -153,12 +156,14 @@ class Trainer:
         """The step itself, up to what all ranks know of it."""
         config, engine, state = self.config, self.engine, self.state
         with self.speed.waiting_for_data():
-            micro_batches = [next(batches) for _ in range(self.accumulation)]
+            micro_batches = [engine.part_of_batch(next(batches)) for _ in range(self.accumulation)]
         self.goodput.spend("data")
         targets = sum(map(self.task.count_targets, micro_batches))
         tokens = sum(batch.n_tokens for batch in micro_batches)
-        # One reduction carries what all ranks must agree on before the step, such as the divisor.
-        counts = torch.tensor([targets, tokens, *self.damaged_shards.count(micro_batches)], dtype=torch.float64)
+        damaged, news = self.damaged_shards.count(micro_batches)
+        # One reduction carries what all ranks must agree on before the step, such as the divisor. A batch counts once.
+        counts = torch.tensor([targets, tokens, damaged], dtype=torch.float64) * self.mesh.counts
+        counts = torch.cat([counts, torch.tensor([news])])
         targets, tokens, damaged, news = engine.all_reduce_sum(counts.to(engine.device)).tolist()
         if news:
             self.damaged_shards.share()
@@ -178,6 +183,7 @@ class Trainer:
 
         # As late as can be, so that no further step is begun after a signal.
         sums[0] = bool(stop.received()) or self.moved_run() is not None
+        sums[3:] *= self.mesh.counts
         # What one rank sees all ranks act on: behind a condition that ranks see differently, collectives deadlock.
         sums[1], sums[2] = ~torch.isfinite(norm), engine.gradients_differ
         signals, not_finite, differing, loss_sum, *recorded = engine.all_reduce_sum(sums).tolist()

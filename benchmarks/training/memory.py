@@ -77,11 +77,11 @@ def _peak_of_steps(config: RunConfig, distributed: Distributed) -> int:
     (warm @ warm).sum().backward()  # the threads and tables of the libraries are not the model's
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
-    batch = random_batch(config, config.micro_batch(distributed.world_size))
+    batch = random_batch(config, config.micro_batch(engine.mesh.data_size))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = process_bytes("VmRSS")
     prepare(engine, config.model, config.optimizer, config.data.seqlen)
-    accumulation = config.global_batch_size // (len(batch.inputs) * distributed.world_size)
+    accumulation = config.global_batch_size // (len(batch.inputs) * engine.mesh.data_size)
     for step in range(2):
         if step == 1:
             Path("/proc/self/clear_refs").write_text("5")  # the making of the model is not a step

@@ -69,15 +69,15 @@ def build_example_loader(
     split: str = "train",
     global_batch_size: int,
     micro_batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
+    data_rank: int = 0,
+    data_size: int = 1,
     seed: int = 0,
     one_pass: bool = False,
     tokenizer_sha256: str | None = None,
 ) -> Loader:
     """As `build_loader`, for labelled examples of one kind; a sample is an example."""
-    check_batch_sizes(global_batch_size, micro_batch_size, world_size)
-    assert 0 <= rank < world_size
+    check_batch_sizes(global_batch_size, micro_batch_size, data_size)
+    assert 0 <= data_rank < data_size
     examples = open_examples(kind, data, split)
     tokenizer = examples.encoder.tokenizer
     if tokenizer_sha256 not in (None, tokenizer.sha256):
@@ -108,6 +108,6 @@ def build_example_loader(
         fingerprint=fingerprint,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
-        rank=rank,
-        world_size=world_size,
+        data_rank=data_rank,
+        data_size=data_size,
     )

@@ -78,8 +78,8 @@ def build_image_loader(
     split: str = "train",
     global_batch_size: int,
     micro_batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
+    data_rank: int = 0,
+    data_size: int = 1,
     seed: int = 0,
     one_pass: bool = False,
     tokenizer_sha256: str | None = None,
@@ -88,8 +88,8 @@ def build_image_loader(
 
     Raises FileNotFoundError or ValueError (one line) for datasets that are missing or damaged, or do not fit together.
     """
-    check_batch_sizes(global_batch_size, micro_batch_size, world_size)
-    assert 0 <= rank < world_size
+    check_batch_sizes(global_batch_size, micro_batch_size, data_size)
+    assert 0 <= data_rank < data_size
     config, facts, sources = data.images, image_facts(data), data.images.datasets
     first = next(iter(sources))
     if split == "validation" and config.validation_path:
@@ -144,6 +144,6 @@ def build_image_loader(
         fingerprint=fingerprint,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
-        rank=rank,
-        world_size=world_size,
+        data_rank=data_rank,
+        data_size=data_size,
     )

@@ -68,18 +68,18 @@ class _Plan:
     Knows nothing of its loader, so that the two make no cycle of references.
     """
 
-    def __init__(self, limit: int | None, global_batch: int, micro_batch: int, rank: int, world_size: int) -> None:
+    def __init__(self, limit: int | None, global_batch: int, micro_batch: int, data_rank: int, data_size: int) -> None:
         self.start = 0
         self.limit = limit
         self.global_batch = global_batch
         self.micro_batch = micro_batch
-        self.rank_batch = global_batch // world_size
-        self.rank = rank
+        self.rank_batch = global_batch // data_size
+        self.data_rank = data_rank
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self.start
         while self.limit is None or start < self.limit:
-            first = start + self.rank * self.rank_batch
+            first = start + self.data_rank * self.rank_batch
             for begin in range(first, first + self.rank_batch, self.micro_batch):
                 yield list(range(begin, begin + self.micro_batch))
             start += self.global_batch
@@ -110,8 +110,8 @@ class Loader:
         fingerprint: dict[str, Any],
         global_batch_size: int,
         micro_batch_size: int,
-        rank: int,
-        world_size: int,
+        data_rank: int,
+        data_size: int,
     ) -> None:
         self.dataset = dataset
         self.facts = facts
@@ -119,11 +119,11 @@ class Loader:
         self.fingerprint = fingerprint
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.world_size = world_size
+        self.data_rank = data_rank
+        self.data_size = data_size
         self.samples = 0
         self._loaded = False
-        self._plan = _Plan(self.limit, global_batch_size, micro_batch_size, rank, world_size)
+        self._plan = _Plan(self.limit, global_batch_size, micro_batch_size, data_rank, data_size)
         # Holds the DataLoader, out of reach of the garbage collector: if that found it together with a loader
         # in a cycle of references, it would close the queues before asking the workers to end, and wait 5 s.
         self._readers: dict[str, DataLoader] = {}
@@ -141,7 +141,7 @@ class Loader:
     @property
     def micro_batches_per_step(self) -> int:
         """Micro-batches of this rank in one global batch."""
-        return self.global_batch_size // (self.micro_batch_size * self.world_size)
+        return self.global_batch_size // (self.micro_batch_size * self.data_size)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -248,8 +248,8 @@ def build_loader(
     split: str = "train",
     global_batch_size: int,
     micro_batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
+    data_rank: int = 0,
+    data_size: int = 1,
     seed: int = 0,
     masking: MaskingConfig | None = None,
     one_pass: bool = False,
@@ -264,8 +264,8 @@ def build_loader(
     Raises FileNotFoundError where files are missing, ValueError where something is damaged, does not fit
     together, or there are too few tokens for one sequence.
     """
-    check_batch_sizes(global_batch_size, micro_batch_size, world_size)
-    assert 0 <= rank < world_size
+    check_batch_sizes(global_batch_size, micro_batch_size, data_size)
+    assert 0 <= data_rank < data_size
     if config.synthetic.task:
         parts = _generated(config, split, seed, masking is None, one_pass)
     else:
@@ -278,8 +278,8 @@ def build_loader(
         fingerprint=fingerprint,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
-        rank=rank,
-        world_size=world_size,
+        data_rank=data_rank,
+        data_size=data_size,
     )
 
 

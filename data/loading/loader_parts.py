@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from matmix.data.tokenizer import Tokenizer
 
 
-def check_batch_sizes(global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
+def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_size: int) -> None:
     """Raises ValueError unless the global batch is a whole number of micro-batches on every rank."""
     for name, value in (("global batch", global_batch_size), ("micro-batch", micro_batch_size)):
         if value < 1:
             raise ValueError(f"the {name} must hold at least 1 sequence, got {value}")
-    unit = micro_batch_size * world_size
+    unit = micro_batch_size * data_size
     if global_batch_size % unit:
         below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
         nearest = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
             f"a global batch of {global_batch_size} cannot be divided into micro-batches of "
-            f"{micro_batch_size} on {world_size} rank(s): it must be a multiple of {unit}, "
+            f"{micro_batch_size} on {data_size} rank(s): it must be a multiple of {unit}, "
             f"the nearest are {nearest}"
         )
 

@@ -58,7 +58,7 @@ class Torchrun:
         check_counts(self, "nproc", "nnodes")
         host, port = parse_endpoint(self.rdzv)
         config = load_config(self.recipe, rest)
-        if words := config.micro_batch_words(self.nnodes * self.nproc):
+        if words := config.micro_batch_words(config.data_size(self.nnodes * self.nproc)):
             print(words, file=sys.stderr, flush=True)
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank must lie between 0 and {self.nnodes - 1}, got {self.node_rank}")

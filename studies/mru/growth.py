@@ -122,7 +122,7 @@ def documents(data: str, tokenizer_sha256: str) -> list[tuple[Tensor, Tensor]]:
     (1, LENGTH) int64."""
     config = DataConfig(path=data, seqlen=LENGTH, workers=0, prefix="bos")
     loader = build_loader(
-        config, split="validation", global_batch_size=1, micro_batch_size=1, rank=0, world_size=1, seed=0, masking=None,
+        config, split="validation", global_batch_size=1, micro_batch_size=1, seed=0, masking=None,
         one_pass=True, tokenizer_sha256=tokenizer_sha256,
     )  # fmt: skip
     with contextlib.closing(loader):

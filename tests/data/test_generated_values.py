@@ -46,7 +46,7 @@ def registered(monkeypatch):
 def loader_of(*, workers=0, world=1, rank=0, micro=4, seqlen=12, **options):
     synthetic = SyntheticConfig(task=NAME, validation_samples=10)
     config = DataConfig(synthetic=synthetic, seqlen=seqlen, packing="rows", workers=workers)
-    return build_loader(config, global_batch_size=8, micro_batch_size=micro, rank=rank, world_size=world, **options)
+    return build_loader(config, global_batch_size=8, micro_batch_size=micro, data_rank=rank, data_size=world, **options)
 
 
 def take(loader, count):

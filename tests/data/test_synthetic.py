@@ -32,7 +32,7 @@ def config_of(task: str = "mqar", *, seqlen: int = 24, workers: int = 0, **optio
 
 def loader_of(config: DataConfig, *, micro: int = 4, world: int = 1, rank: int = 0, **options) -> Loader:
     sizes = {"global_batch_size": GLOBAL, "micro_batch_size": micro}
-    return build_loader(config, **{**sizes, "world_size": world, "rank": rank, **options})
+    return build_loader(config, **{**sizes, "data_size": world, "data_rank": rank, **options})
 
 
 def take(loader: Loader, count: int) -> list[Batch]:

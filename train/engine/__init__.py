@@ -2,17 +2,26 @@
 
 from matmix.train.engine.base import Engine
 from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.mesh import Mesh, MeshShape, dimensions_of
 from matmix.train.process.distributed import Distributed
 
-__all__ = ["Engine", "EngineConfig", "build_engine"]
+__all__ = ["Engine", "EngineConfig", "Mesh", "MeshShape", "build_engine", "make_mesh"]
 
 
-def build_engine(config: EngineConfig, distributed: Distributed) -> Engine:
-    """The engine that `config.name` asks for. Raises ValueError where its mesh does not fit the ranks."""
+def make_mesh(config: EngineConfig, distributed: Distributed) -> Mesh:
+    """Lays out the ranks of a run, on all of them together. Raises ValueError (one line) where their number does not
+    fit."""
+    return Mesh(dimensions_of(config, distributed.world_size), distributed.rank, distributed.device)
+
+
+def build_engine(config: EngineConfig, distributed: Distributed, mesh: Mesh | None = None) -> Engine:
+    """Returns the engine that `config.name` asks for; mesh: that of the run, None = it is made here. Raises ValueError
+    (one line) where it does not fit the ranks."""
+    mesh = mesh or make_mesh(config, distributed)
     if config.kind == "deepspeed":
         from matmix.train.engine.deepspeed.engine import ZeroEngine
 
-        return ZeroEngine(config, distributed)
+        return ZeroEngine(config, distributed, mesh)
     from matmix.train.engine.fsdp import FsdpEngine
 
-    return FsdpEngine(config, distributed)
+    return FsdpEngine(config, distributed, mesh)

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from matmix.data.loading.batch import Batch
 from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import FullState
 from matmix.train.engine.loading import load_weights
+from matmix.train.engine.mesh import Mesh
 from matmix.train.engine.snapshot import HostMemory, Snapshot
 from matmix.train.optim.base import Optimizer, full_shape
 from matmix.train.process.distributed import Distributed, is_distributed
@@ -42,8 +44,8 @@ class Engine(abc.ABC):
     """Of the last step: whether norms of the same gradients differed between copies as this rank's peers saw them,
     0-dim."""
 
-    def __init__(self, config: EngineConfig, distributed: Distributed) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, distributed: Distributed, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
         self.rank = distributed.rank
         self.world_size = distributed.world_size
         self.device = distributed.device
@@ -165,10 +167,6 @@ class Engine(abc.ABC):
         """Full shape of each parameter and persistent buffer."""
         return {name: list(full_shape(tensor)) for name, tensor in self.named_tensors()}
 
-    def shard_of(self, rank: int) -> int:
-        """Which part of the model a rank holds: ranks with the same number hold copies of it."""
-        return 0
-
     @abc.abstractmethod
     def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor, this rank's part, of all weights and moments that other ranks hold a copy of, as the same
@@ -185,14 +183,25 @@ class Engine(abc.ABC):
     def eval(self) -> None:
         self.module.eval()
 
+    def part_of_batch(self, batch: Batch) -> Batch:
+        """Returns the part of a micro-batch that this rank computes, with counts that add up over the parts: all of it,
+        unless the mesh has a dimension whose ranks compute parts of one batch."""
+        return batch
+
+    def sum_over_batches(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums over all ranks, in place, what each has of the batch, or part of one, that it computed; one that several
+        ranks compute counts once. Returns `tensor`, the same on all ranks."""
+        return self.all_reduce_sum(tensor if self.mesh.counts else tensor.zero_())
+
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place; returns `tensor`."""
+        """Sums over all ranks, in place; returns `tensor`."""
         if is_distributed():
             dist.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's `tensor`, stacked in order of rank, on every rank; NaN and infinity arrive as they are."""
+        """Returns every rank's `tensor`, stacked in order of rank, on every rank; NaN and infinity arrive as they
+        are."""
         if not is_distributed():
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self.world_size * tensor.numel())

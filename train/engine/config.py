@@ -43,10 +43,6 @@ class EngineConfig:
         """Whether ranks share weights, gradients and moments, and do not hold copies of some of them."""
         return self.name == "fsdp2" or (self.name == "deepspeed" and self.zero_stage == 3)
 
-    def copies(self, ranks: int) -> int:
-        """How many copies of the sharded model so many ranks hold."""
-        return ranks if self.name == "ddp" else self.replicate
-
     @property
     def words(self) -> str:
         """The engine and its settings in a few words."""

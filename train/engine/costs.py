@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.mesh import MeshShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ def held_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
     """What `fully_shard` leaves on a rank: its shard, and what is gathered for a while."""
     if ranks == 1:
         return held_whole(sizes)
-    shard = ranks // engine.copies(ranks)
+    shard = MeshShape.of(engine, ranks).parts
     near = sizes.outside + 2 * sizes.block
     return Held(
         sizes.parameters / shard,
@@ -74,8 +75,8 @@ def held_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
 
 def sent_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
     """The shards of a copy gather weights and sum gradients; copies sum the gradients of their shards."""
-    copies = engine.copies(ranks)
-    shard = ranks // copies
+    shape = MeshShape.of(engine, ranks)
+    copies, shard = shape.copies, shape.parts
     found = []
     if shard > 1:
         part = (shard - 1) / shard

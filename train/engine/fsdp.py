@@ -1,6 +1,6 @@
 """Sharded (FSDP2), replicated (DDP) and hybrid (HSDP) training with `torch.distributed.fsdp.fully_shard`.
 
-All three are one mesh (replicate, shard): shard = 1 is DDP, replicate = 1 is FSDP. A single process needs
+All three are one mesh of copies and parts: parts = 1 is DDP, copies = 1 is FSDP. A single process needs
 neither process group nor sharding and runs the plain model. Checkpoints are torch.distributed.checkpoint's
 and keyed by parameter names, so that any of these, with any number of ranks, reads what another one wrote.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits, gradients_by_clip_group, norms_of
@@ -22,6 +22,7 @@ from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState
 from matmix.train.engine.kinds import sharded_files
 from matmix.train.engine.loading import kept_entries, load_moments
+from matmix.train.engine.mesh import Mesh
 from matmix.train.engine.snapshot import Snapshot
 from matmix.train.optim.averaging import swap_average
 from matmix.train.optim.base import Optimizer, is_sharded, local_part
@@ -36,18 +37,10 @@ class FsdpEngine(Engine):
 
     kind = "torch"
 
-    def __init__(self, config: EngineConfig, distributed: Distributed) -> None:
-        super().__init__(config, distributed)
-        self.mesh: DeviceMesh | None = None
-        copies = config.copies(self.world_size)
-        if self.world_size % copies:
-            raise ValueError(
-                f"engine.replicate = {copies} does not divide the {self.world_size} ranks of this run; "
-                f"use a divisor of {self.world_size}"
-            )
-        if self.world_size > 1:
-            shape = (copies, self.world_size // copies)
-            self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    def __init__(self, config: EngineConfig, distributed: Distributed, mesh: Mesh) -> None:
+        super().__init__(config, distributed, mesh)
+        self.spread = mesh.state
+        """The ranks that share weights and sum gradients, (copies, parts); None in a single process."""
 
     def _place(
         self,
@@ -58,8 +51,8 @@ class FsdpEngine(Engine):
         meta = is_on_meta(model)
         if not meta:
             model.to(self.device)
-        if self.mesh is not None:
-            self._shard(model, self.mesh)
+        if self.spread is not None:
+            self._shard(model, self.spread)
         if meta:
             _give_memory(model, self.device)
         initialize(model)
@@ -71,7 +64,7 @@ class FsdpEngine(Engine):
 
         # A 2-D mesh always reduces over both dimensions; without copies the 1-D one saves the second
         # reduction.
-        mesh = mesh["shard"] if mesh["replicate"].size() == 1 else mesh
+        mesh = mesh["parts"] if mesh["copies"].size() == 1 else mesh["copies", "parts"]
         gather_again = self.config.reshard_after_forward and self.config.name != "ddp"
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=gather_again)
@@ -82,14 +75,14 @@ class FsdpEngine(Engine):
             module.set_force_sum_reduction_for_comms(True)
 
     def _sharded_modules(self, model: nn.Module) -> Iterator[FSDPModule]:
-        if self.mesh is None:
+        if self.spread is None:
             return iter(())
         from torch.distributed.fsdp import FSDPModule
 
         return (module for module in model.modules() if isinstance(module, FSDPModule))
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        if self.mesh is not None:
+        if self.spread is not None:
             self.module.set_requires_gradient_sync(last)
             self.module.set_is_last_backward(last)
         loss.backward()
@@ -108,15 +101,15 @@ class FsdpEngine(Engine):
         return norm
 
     def _over_ranks(self, norms: torch.Tensor) -> torch.Tensor:
-        """Norms over all shards from those of this rank's, the same on all copies; copies of a shard count once."""
-        if self.mesh is None:
+        """Returns the norms over all parts from those of this rank's part, the same on all copies."""
+        if self.spread is None:
             return norms
         squares = norms.square()
-        if self.mesh["shard"].size() > 1:
-            dist.all_reduce(squares, group=self.mesh.get_group("shard"))
+        if self.spread["parts"].size() > 1:
+            dist.all_reduce(squares, group=self.spread.get_group("parts"))
         whole = squares.sqrt()
-        if self.mesh["replicate"].size() > 1:
-            whole, self.gradients_differ = agree_on_norms(whole, norms, self.mesh.get_group("replicate"))
+        if self.spread["copies"].size() > 1:
+            whole, self.gradients_differ = agree_on_norms(whole, norms, self.spread.get_group("copies"))
         return whole
 
     def swap_averages(self) -> None:
@@ -125,11 +118,8 @@ class FsdpEngine(Engine):
 
     # -- copies ------------------------------------------------------------------------------------------
 
-    def shard_of(self, rank: int) -> int:
-        return 0 if self.mesh is None else rank % self.mesh["shard"].size()
-
     def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        copied = self.mesh is not None and self.mesh["replicate"].size() > 1
+        copied = self.spread is not None and self.spread["copies"].size() > 1
         for name, tensor in self._state().items():
             if copied and is_sharded(tensor):
                 yield name, tensor.to_local()
@@ -169,25 +159,8 @@ class FsdpEngine(Engine):
     def snapshot(self, *, copy: bool) -> Snapshot:
         sharded_files()  # here and not in the thread that writes, which would be late for the next save
         state = self._state()
-        own = self._own_part(state)
+        own = self.mesh.written_here(state)
         return _ShardedSnapshot(self.host.copy(own) if copy else own)
-
-    def _own_part(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What this rank writes: of what several ranks hold a copy of, each writes its share."""
-        if self.mesh is None:
-            return state
-        copies = self.mesh["replicate"]
-        loads = [0] * copies.size()
-        own = {}
-        for name, tensor in state.items():
-            if is_sharded(tensor):
-                writer = loads.index(min(loads))
-                loads[writer] += tensor.numel()
-                if writer == copies.get_local_rank():
-                    own[name] = tensor
-            elif self.rank == 0:
-                own[name] = tensor
-        return own
 
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
         source = sharded_files().ShardedFiles(directory, layout)

@@ -14,19 +14,24 @@ from matmix.train.optim.base import Optimizer, is_sharded
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, state: FullState, key: str) -> None:
-    """Copies the tensor `key` of `state` into a plain tensor or this rank's part of a DTensor; if that of the state has
-    fewer rows, into the first rows of the whole."""
-    start = 0
+    """Copies the tensor `key` of `state` into a plain tensor or this rank's part of a DTensor, along whichever
+    dimensions that is cut; if that of the state has fewer rows, into the first rows of the whole."""
+    whole, shape, offset = tensor.shape, tensor.shape, (0,) * tensor.dim()
     if is_sharded(tensor):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        assert not any(offset[1:]), "fully_shard splits the first dimension"
-        start = offset[0] * math.prod(tensor.shape[1:])
+        shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
         tensor = tensor.to_local()
-    count = min(tensor.numel(), state.entries[key].numel - start)
-    if count > 0:
-        tensor.view(-1)[:count].copy_(state.read(key, start, start + count))
+    if not shape:
+        tensor.copy_(state.read(key).view(()))
+        return
+    row = math.prod(whole[1:])
+    rows = min(shape[0], state.entries[key].shape[0] - offset[0])
+    if rows > 0 and tensor.numel() > 0:
+        values = state.read(key, offset[0] * row, (offset[0] + rows) * row).view(rows, *whole[1:])
+        for dimension in range(1, len(shape)):
+            values = values.narrow(dimension, offset[dimension], shape[dimension])
+        tensor[:rows].copy_(values)
 
 
 def load_weights(tensors: Iterable[tuple[str, torch.Tensor]], state: FullState) -> None:

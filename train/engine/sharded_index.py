@@ -143,14 +143,29 @@ def _checked(plain: Any, directory: Path, layout: Mapping[str, Any]) -> Metadata
 
 
 def _check_chunks(key: str, shape: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> None:
-    """Whether the chunks, cut along the first dimension, make up the whole: torch leaves alone what none covers."""
-    end, fits = 0, True
-    for offsets, lengths in sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks):
-        begin = offsets[0] if shape else 0
-        fits &= begin == end and not any(offsets[1:]) and lengths[1:] == shape[1:] and len(offsets) == len(shape)
-        end += lengths[0] if shape else 1
-    if not fits or end != (shape[0] if shape else 1):
+    """Raises ValueError unless the chunks make up the whole, as a grid along any dimensions: torch leaves alone what
+    none covers."""
+    if not _make_up(shape, [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]):
         raise ValueError(f"the parts of {key} are not the whole of it")
+
+
+def _make_up(shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Returns whether (offsets, sizes) of chunks are the cells of a grid over `shape`; ranks without a part have empty
+    ones."""
+    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in chunks):
+        return False
+    cells = [tuple(zip(*chunk, strict=True)) for chunk in chunks if math.prod(chunk[1])]
+    expected = 1
+    for dimension, size in enumerate(shape):
+        end, cuts = 0, sorted({cell[dimension] for cell in cells})
+        for begin, length in cuts:
+            if begin != end:
+                return False
+            end += length
+        if end != size:
+            return not math.prod(shape)
+        expected *= len(cuts)
+    return len(cells) == len(set(cells)) == expected
 
 
 def _counts(values: Any) -> tuple[int, ...]:

@@ -153,8 +153,9 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     """
     config = with_vocabulary(config)
     model = build_model(config.model, device="meta")
-    task, micro = config.task(), config.micro_batch(ranks)
-    accumulation = config.global_batch_size // (micro * ranks)
+    task, data_size = config.task(), config.data_size(ranks)
+    micro = config.micro_batch(data_size)
+    accumulation = config.global_batch_size // (micro * data_size)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     block = sum(parameter.numel() for parameter in model.blocks.parameters()) // len(model.blocks)
     sizes = Sizes(

@@ -98,13 +98,13 @@ def mixing_metrics(
             predicting = labelled(batch.labels).nonzero().squeeze(1) if images else _predicting(batch)
             count += predicting.numel()
             loss += losses(engine.model, batch).sum(dtype=torch.float64)
-    sums = engine.all_reduce_sum(torch.cat([outputs.flatten(), count]))
+    sums = engine.sum_over_batches(torch.cat([outputs.flatten(), count]))
     means = (sums[:-1] / sums[-1].clamp(min=1)).view_as(outputs)
 
     with mixing_replaced(blocks, lambda place, mix, x, *documents: means[place].to(x.dtype).expand_as(x)):
         for batch in batches():
             ablated += losses(engine.model, batch).sum(dtype=torch.float64)
-    loss_sum, ablated_sum, targets = engine.all_reduce_sum(torch.cat([loss, ablated, count])).tolist()
+    loss_sum, ablated_sum, targets = engine.sum_over_batches(torch.cat([loss, ablated, count])).tolist()
     if targets == 0:
         return {}
     without = ablated_sum / targets

@@ -15,6 +15,7 @@ from matmix.data.loading.loader import Loader
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.plugins import NoOptions
+from matmix.train.process.distributed import gather_objects
 from matmix.train.process.heartbeat import beat
 from matmix.train.tasks.base import Costs, Metric, Task, words_on
 
@@ -42,12 +43,13 @@ class Evaluation:
         return self.engine.model
 
     def walk(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The micro-batches, unless a signal comes."""
+        """Yields this rank's parts of the micro-batches, unless a signal comes."""
         for batch in batches:
             beat("a batch of the evaluation")
-            if self.sum_over_ranks(torch.tensor(float(self.interrupted()), device=self.engine.device)).item():
+            interrupted = torch.tensor(float(self.interrupted()), device=self.engine.device)
+            if self.engine.all_reduce_sum(interrupted).item():
                 raise Interrupted
-            yield batch
+            yield self.engine.part_of_batch(batch)
 
     def batches(self, limit: int) -> Iterator[Batch]:
         """This rank's micro-batches of the first `limit` global batches, 0 = all, in host memory."""
@@ -58,8 +60,12 @@ class Evaluation:
         return batch.to(self.engine.device, non_blocking=True)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, which are on the engine's device."""
-        return self.engine.all_reduce_sum(tensor)
+        """Returns the sum of what the ranks have of their batches; tensor: on the engine's device."""
+        return self.engine.sum_over_batches(tensor)
+
+    def gather(self, found: list[Any]) -> list[Any]:
+        """Returns what the ranks have found in their batches, one after the other, on every rank."""
+        return [one for part in gather_objects(found if self.engine.mesh.counts else []) for one in part]
 
 
 class Evaluator:

@@ -31,7 +31,7 @@ class AccuracyByLength(Evaluator):
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         metrics = {}
         for multiple in multiples(self.config):
-            longer = _at_multiple(self.config, multiple, evaluation.engine.world_size)
+            longer = _at_multiple(self.config, multiple, evaluation.engine.mesh.data_size)
             accuracy, of_samples = _score(evaluation, longer)
             ending = "" if multiple == 1 else f"_x{multiple}"
             metrics |= {f"accuracy{ending}": accuracy, f"sequence_accuracy{ending}": of_samples}
@@ -63,10 +63,10 @@ def words_on_accuracy(metrics: Mapping[str, float], seqlen: int) -> str:
     return f"Accuracy by tokens in a sample: {listed}; the best constant guess has {metrics['chance_accuracy']:.1%}."
 
 
-def _at_multiple(config: RunConfig, multiple: int, world_size: int) -> RunConfig:
+def _at_multiple(config: RunConfig, multiple: int, data_size: int) -> RunConfig:
     """The run on samples that are so many times as long, in micro-batches of at most as many tokens, if they can be cut
     so far."""
-    micro = config.micro_batch(world_size)
+    micro = config.micro_batch(data_size)
     fitting = [size for size in range(1, micro + 1) if micro % size == 0 and size * multiple <= micro]
     # Reading processes would take longer to start than the samples to make.
     alone = dataclasses.replace(config.data.synthetic, eval_lengths=())  # which are multiples of the length of training
@@ -77,7 +77,7 @@ def _at_multiple(config: RunConfig, multiple: int, world_size: int) -> RunConfig
 def _score(evaluation: Evaluation, config: RunConfig) -> tuple[float, float]:
     """(share of answers, share of samples) that are right."""
     engine = evaluation.engine
-    loader = make_loader(config, "validation", engine.rank, engine.world_size)
+    loader = make_loader(config, "validation", engine.mesh.data_rank, engine.mesh.data_size)
     sums = torch.zeros(4, dtype=torch.float64)
     for batch in dataclasses.replace(evaluation, loader=loader).batches(config.evaluation.batches):
         sums += _counts(engine, batch)

@@ -7,7 +7,6 @@ import numpy as np
 from matmix.data.loading.batch import Batch
 from matmix.train.config import RunConfig
 from matmix.train.evaluators.base import Evaluation, Evaluator
-from matmix.train.process.distributed import gather_objects
 from matmix.train.tasks.base import Costs, Predicted, Task
 from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.train.tasks.metrics import as_controls
@@ -28,7 +27,7 @@ class Scores(Evaluator):
         self.found.append(Predicted(*(values.cpu().numpy() for values in costs.predicted)))
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
-        predicted = in_order([part for parts in gather_objects(self.found) for part in parts])
+        predicted = in_order(evaluation.gather(self.found))
         examples = evaluation.loader.dataset.examples
         return self.task.scores(predicted, examples) | as_controls(self.task.control(predicted, examples))
 

@@ -82,7 +82,7 @@ class Replicas:
         kinds = {"copied": engine.copied_tensors(), "common": engine.common_tensors()}
         mine = [fingerprint((tensor for _, tensor in tensors), engine.device) for tensors in kinds.values()]
         copied, common = engine.all_gather(torch.stack(mine)).transpose(0, 1).tolist()
-        copied = [(engine.shard_of(rank), *value) for rank, value in enumerate(copied)]
+        copied = [(engine.mesh.part_of(rank), *value) for rank, value in enumerate(copied)]
         if len(set(copied)) == len({shard for shard, *_ in copied}) and len(set(map(tuple, common))) == 1:
             self.same_at = step
             return None
@@ -91,7 +91,7 @@ class Replicas:
     def _describe(self) -> str:
         """The ranks whose tensors differ from the majority, in words."""
         engine = self.engine
-        parts = {f"{engine.shard_of(engine.rank)}.{name}": tensor for name, tensor in engine.copied_tensors()}
+        parts = {f"{engine.mesh.part_of(engine.rank)}.{name}": tensor for name, tensor in engine.copied_tensors()}
         parts |= {f"all.{name}": tensor for name, tensor in engine.common_tensors()}
         mine = {name: tuple(fingerprint([tensor], engine.device).tolist()) for name, tensor in parts.items()}
         reports = gather_objects((node_name(), mine))

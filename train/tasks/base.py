@@ -19,6 +19,7 @@ from matmix.data.loading.masking import MaskingConfig
 from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
 from matmix.model.outputs import Outputs
+from matmix.train.engine.mesh import Mesh
 from matmix.train.plugins import NoOptions, read_options
 from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.metrics import Metric, control_lines, words_on
@@ -70,6 +71,10 @@ class Task:
     loss_metric: ClassVar[Metric] = Metric(name="loss", title="loss", unit="nats per target")
     metrics: ClassVar[tuple[Metric, ...]] = ()
     """What else an evaluation finds and shows, the most telling first."""
+
+    mesh: Mesh = Mesh()
+    """The ranks of the run, which the trainer sets; by default a single one. Only losses that compare the examples of
+    several ranks look at it."""
 
     def __init__(self, objective: ObjectiveConfig) -> None:
         """Raises ValueError (one line) for options that it does not have."""

@@ -120,7 +120,7 @@ def checked(config: RunConfig, ranks: int) -> RunConfig:
     Raises ValueError for a global batch that does not divide over the ranks, and for a run directory that belongs to
     another config, as the run itself would.
     """
-    if words := config.micro_batch_words(ranks):
+    if words := config.micro_batch_words(config.data_size(ranks)):
         print(words, file=sys.stderr, flush=True)
     if "://" in config.run_dir:
         return config

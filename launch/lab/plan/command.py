@@ -136,11 +136,11 @@ class PlanRun:
 def _show(options: PlanRun, given: RunConfig, overrides: Sequence[str]) -> int:
     cluster = read_cluster(Path(options.cluster), options.gpu) if options.cluster else find_gpu(options.gpu or "h100")
     config, counted = with_steps_of_epochs(with_vocabulary(given))
-    config = dataclasses.replace(config, micro_batch_size=config.micro_batch(options.gpus))
+    config = dataclasses.replace(config, micro_batch_size=config.micro_batch(config.data_size(options.gpus)))
     efficiency, source = _efficiency(options.mfu, options.measured, cluster)
     one = estimate(config, options.gpus, cluster, efficiency)
     risk = assess(config, one.plan, cluster, one.step_seconds, options.save_stall)
-    lines = [words] if (words := given.micro_batch_words(options.gpus)) else []
+    lines = [words] if (words := given.micro_batch_words(given.data_size(options.gpus))) else []
     lines += _describe(one, cluster, risk, efficiency, source, vocabulary_words(given), counted)
     for warning in find_warnings(one, cluster, risk):
         lines.append(f"warning: {warning}")

@@ -12,6 +12,7 @@ from matmix.data.artifacts import read_json_lines
 from matmix.launch.lab.plan.hardware import GB, Cluster
 from matmix.train.config import RunConfig
 from matmix.train.engine.kinds import KINDS
+from matmix.train.engine.mesh import MeshShape
 from matmix.train.estimate.memory import FLOAT, Mode, checkpointing_mode
 from matmix.train.estimate.plan import Plan, make_plan
 from matmix.train.meters.speed import Arithmetic, arithmetic
@@ -58,10 +59,10 @@ class Risk:
 def assess(config: RunConfig, plan: Plan, cluster: Cluster, step_seconds: float, stall: float | None = None) -> Risk:
     """stall: seconds that a save stops training, as measured; None = the copy of a rank's part to its host."""
     if stall is None:
-        copies = config.engine.copies(plan.ranks)
-        # Weights and moments; every rank of a group of shards copies its own.
+        parts = plan.ranks if config.engine.kind == "deepspeed" else MeshShape.of(config.engine, plan.ranks).parts
+        # Weights and moments; every rank copies its part.
         tensors = 1 + len(optimizer_class(config.optimizer).moments) + bool(config.ema.decay)
-        stall = tensors * FLOAT * plan.parameters / max(1, plan.ranks // copies) / (cluster.host_gb_per_s * GB)
+        stall = tensors * FLOAT * plan.parameters / parts / (cluster.host_gb_per_s * GB)
     mtbf = cluster.mtbf_gpu_hours * 3600 / plan.ranks
     every = config.checkpoint.every or config.steps
     return Risk(

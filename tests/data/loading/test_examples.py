@@ -59,8 +59,8 @@ def test_ranks_workers_and_micro_batches_do_not_change_the_order(data, packing):
                 ClassTexts,
                 data(packing=packing, workers=rank % 2),
                 micro_batch_size=1,
-                rank=rank,
-                world_size=4,
+                data_rank=rank,
+                data_size=4,
                 **options,
             ),
             28,
@@ -100,8 +100,8 @@ def test_evaluation_sees_each_of_a_prime_number_of_examples_once(data, kind, tmp
             split="validation",
             global_batch_size=8,
             micro_batch_size=2,
-            rank=rank,
-            world_size=4,
+            data_rank=rank,
+            data_size=4,
             one_pass=True,
         )
         for rank in range(4)

@@ -57,7 +57,7 @@ def loader_of(
         shuffle_block=2,
         skip_damaged=skip_damaged,
     )
-    sizes = {"global_batch_size": total, "micro_batch_size": micro, "rank": rank, "world_size": world}
+    sizes = {"global_batch_size": total, "micro_batch_size": micro, "data_rank": rank, "data_size": world}
     return build_image_loader(config, **{"seed": 3, **sizes, **options})
 
 

@@ -27,7 +27,9 @@ def loader_of(path, *, workers=0, micro=4, world=1, rank=0, total=GLOBAL, **opti
     given = {name: options.pop(name) for name in arguments if name in options}
     where = {} if path is None else {"path": str(path)}
     config = DataConfig(**{"seqlen": 24, "workers": workers, "shuffle_block": 2, **where, **options})
-    return build_loader(config, global_batch_size=total, micro_batch_size=micro, rank=rank, world_size=world, **given)
+    return build_loader(
+        config, global_batch_size=total, micro_batch_size=micro, data_rank=rank, data_size=world, **given
+    )
 
 
 def take(loader: Loader, count: int) -> list[Batch]:

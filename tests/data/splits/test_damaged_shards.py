@@ -48,7 +48,7 @@ def loader_of(path, *, world=1, rank=0, workers=0, micro=4, masking=None, **opti
         **{"path": str(path), "seqlen": 24, "workers": workers, "shuffle_block": 2, "skip_damaged": True, **options}
     )
     return build_loader(
-        config, global_batch_size=GLOBAL, micro_batch_size=micro, rank=rank, world_size=world, masking=masking
+        config, global_batch_size=GLOBAL, micro_batch_size=micro, data_rank=rank, data_size=world, masking=masking
     )
 
 

@@ -33,7 +33,7 @@ class Constant(Called):
 
 
 def engine_of(model):
-    return SimpleNamespace(module=model, model=model, device=torch.device("cpu"), all_reduce_sum=lambda sums: sums)
+    return SimpleNamespace(module=model, model=model, device=torch.device("cpu"), sum_over_batches=lambda sums: sums)
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def prepared(recipe, dataset, *overrides):
 
 
 def engine_of(model):
-    return SimpleNamespace(module=model, model=model, device=torch.device("cpu"), all_reduce_sum=lambda sums: sums)
+    return SimpleNamespace(module=model, model=model, device=torch.device("cpu"), sum_over_batches=lambda sums: sums)
 
 
 @torch.no_grad()

@@ -72,12 +72,12 @@ def test_masks_are_those_of_the_sample(recipe):
     """For any ranks, micro-batches and reading processes; each image has as many."""
     config = config_of(recipe, "--global-batch-size", "4")
 
-    def batches(split, world_size=1, micro=4, workers=0):
+    def batches(split, ranks=1, micro=4, workers=0):
         own = dataclasses.replace(config, micro_batch_size=micro)
         own = dataclasses.replace(own, data=dataclasses.replace(own.data, workers=workers))
-        loaders = [make_loader(own, split, rank, world_size) for rank in range(world_size)]
+        loaders = [make_loader(own, split, rank, ranks) for rank in range(ranks)]
         streams = [iter(loader) for loader in loaders]
-        per_rank = 4 // (micro * world_size)
+        per_rank = 4 // (micro * ranks)
         found = [next(stream) for _ in range(5) for stream in streams for _ in range(per_rank)]
         for loader in loaders:
             loader.close()
@@ -86,7 +86,7 @@ def test_masks_are_those_of_the_sample(recipe):
     masked, images = batches("train")
     assert masked.flatten(1).sum(1).tolist() == [2] * 20
     assert len({tuple(row.tolist()) for row in masked.flatten(1)}) > 3
-    for options in ({"world_size": 2, "micro": 1}, {"workers": 1, "micro": 2}):
+    for options in ({"ranks": 2, "micro": 1}, {"workers": 1, "micro": 2}):
         again, same = batches("train", **options)
         assert torch.equal(again, masked)
         assert torch.equal(same, images)

@@ -31,6 +31,7 @@ from matmix.train.engine.deepspeed.files import SUBDIRECTORY, ZeroFiles, ZeroSna
 from matmix.train.engine.deepspeed.state import load_partitioned, load_partitioned_weights, swap_partitioned_averages
 from matmix.train.engine.full_state import FullState
 from matmix.train.engine.loading import load_moments
+from matmix.train.engine.mesh import Mesh
 from matmix.train.engine.snapshot import Snapshot
 from matmix.train.optim.averaging import swap_average
 from matmix.train.optim.base import OTHERS, Optimizer
@@ -58,10 +59,10 @@ class ZeroEngine(Engine):
     """The engine behind `name = "deepspeed"`."""
 
     kind = "deepspeed"
-    mesh = None
 
-    def __init__(self, config: EngineConfig, distributed: Distributed) -> None:
-        super().__init__(config, distributed)
+    def __init__(self, config: EngineConfig, distributed: Distributed, mesh: Mesh) -> None:
+        super().__init__(config, distributed, mesh)
+        assert mesh.copies == mesh.data_size == mesh.size, "DeepSpeed cuts by itself what all ranks have copies of"
         self.deepspeed = import_deepspeed(distributed.device)
         # DeepSpeed insists on a process group and on torchrun's variable, also in a single process.
         ensure_group(distributed.device)

@@ -16,6 +16,7 @@ from matmix.data.examples.base import Examples
 from matmix.data.examples.texts import TextPairs
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
+from matmix.train.engine.mesh import Mesh
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.train.tasks.finetuning.regression import correlations
@@ -54,9 +55,10 @@ class Embedding(ExampleTask):
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         vectors = F.normalize(outputs, dim=1)
-        # With gradients the ranks see their second texts together; rank r's own begin at r times their number.
-        others = _Gather.apply(vectors[1::2]) if _several() and vectors.requires_grad else vectors[1::2]
-        first = dist.get_rank() * len(batch.labels) if len(others) > len(batch.labels) else 0
+        others, first = vectors[1::2], 0
+        if self.mesh.data_size > 1 and vectors.requires_grad:
+            # With gradients the ranks see their second texts together, each its own behind those of ranks before it.
+            others, first = _Gather.apply(others, self.mesh), self.mesh.data_rank * len(batch.labels)
         cosines = vectors[::2] @ others.t() / self.options.temperature
         targets = torch.arange(first, first + len(batch.labels), device=outputs.device)
         targets = targets.where(batch.labels != IGNORED, torch.full_like(targets, IGNORED))
@@ -110,22 +112,19 @@ def _both(predicted: Predicted) -> list[np.ndarray]:
     return np.split(predicted.values.astype(np.float64), 2, axis=1)
 
 
-def _several() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
 class _Gather(torch.autograd.Function):
-    """The rows of all ranks, in order of rank; gradients go back to the rank that a row is from."""
+    """The rows of all ranks with data of their own, in order of data rank; gradients go back to the rank that a row is
+    from."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor) -> Tensor:
-        ctx.rows = len(rows)
-        gathered = rows.new_empty(dist.get_world_size() * len(rows), *rows.shape[1:])
-        dist.all_gather_into_tensor(gathered, rows.contiguous())
+    def forward(ctx, rows: Tensor, mesh: Mesh) -> Tensor:
+        ctx.rows, ctx.mesh = len(rows), mesh
+        gathered = rows.new_empty(mesh.data_size * len(rows), *rows.shape[1:])
+        dist.all_gather_into_tensor(gathered, rows.contiguous(), group=mesh.data_group)
         return gathered
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient[dist.get_rank() * ctx.rows :][: ctx.rows]
+        dist.all_reduce(gradient, group=ctx.mesh.data_group)
+        return gradient[ctx.mesh.data_rank * ctx.rows :][: ctx.rows], None

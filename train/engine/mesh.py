@@ -1,0 +1,178 @@
+"""The mesh: the ranks of a run as a grid with named dimensions. It says who is given which data, who holds which part
+of the model, and who sums what with whom.
+
+    replicate   copies of the model; each is given data of its own
+    shard       the ranks that share one copy; each is given data of its own
+
+Ranks are numbered along the last dimension first. A dimension more, such as ranks that share the context of one sample,
+is a line in `dimensions_of` and what the engine does along it; no other file counts ranks to know whose data is whose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from matmix.train.engine.config import EngineConfig
+from matmix.train.optim.base import is_sharded
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dimension:
+    """One dimension of the mesh, and what tells the ranks along it apart."""
+
+    name: str
+    size: int
+    batches: Literal["own", "part", "same"] = "own"
+    """The ranks along it compute batches of their own, each a part of one batch, or all the same batch."""
+    shards: bool = False
+    """They hold different parts of the weights and of what the optimizer keeps, and not copies."""
+
+
+def dimensions_of(config: EngineConfig, ranks: int) -> tuple[Dimension, ...]:
+    """Returns the dimensions of the mesh of so many ranks, outermost first. Dimensions whose ranks talk most belong
+    last: neighbours along them are on one node.
+
+    Raises ValueError (one line) where the ranks cannot be laid out so.
+    """
+    copies = config.replicate if config.name == "fsdp2" else ranks  # DeepSpeed cuts copies by itself
+    if ranks % copies:
+        raise ValueError(
+            f"engine.replicate = {copies} does not divide the {ranks} ranks of this run; use a divisor of {ranks}"
+        )
+    return Dimension("replicate", copies), Dimension("shard", ranks // copies, shards=True)
+
+
+class MeshShape:
+    """The arithmetic of a mesh: needs no process group, so that plans and launchers ask it, too."""
+
+    def __init__(self, dimensions: Iterable[Dimension] = ()) -> None:
+        self.dimensions = tuple(dimensions)
+
+    @classmethod
+    def of(cls, config: EngineConfig, ranks: int) -> MeshShape:
+        """Returns the shape of a run on so many ranks. Raises ValueError as `dimensions_of` does."""
+        return cls(dimensions_of(config, ranks))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return _size(self.dimensions)
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks that are given data of their own: what a global batch is divided by."""
+        return _size(filter(_has_data, self.dimensions))
+
+    @property
+    def parts(self) -> int:
+        """Number of ranks that share one copy of the model."""
+        return _size(filter(_has_part, self.dimensions))
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of each part of the model."""
+        return self.size // self.parts
+
+    def data_rank_of(self, rank: int) -> int:
+        """Returns which of the `data_size` pieces of a global batch a rank is given."""
+        return self._index(rank, _has_data)
+
+    def part_of(self, rank: int) -> int:
+        """Returns which of the `parts` of the model a rank holds: ranks with the same number hold copies of it."""
+        return self._index(rank, _has_part)
+
+    def _index(self, rank: int, belongs: Callable[[Dimension], bool]) -> int:
+        """Returns the place of a rank along the dimensions that belong, as one number."""
+        index, stride = 0, 1
+        for dimension in reversed(self.dimensions):
+            rank, place = divmod(rank, dimension.size)
+            if belongs(dimension):
+                index += stride * place
+                stride *= dimension.size
+        return index
+
+
+class Mesh(MeshShape):
+    """The mesh as one rank sees it, with the groups of ranks that sum and exchange. Made on all ranks together."""
+
+    def __init__(self, dimensions: Iterable[Dimension] = (), rank: int = 0, device: torch.device | None = None) -> None:
+        super().__init__(dimensions)
+        self.rank, self.device = rank, device or torch.device("cpu")
+        self.data_rank = self.data_rank_of(rank)
+        self.counts = self._index(rank, lambda dimension: dimension.batches == "same") == 0
+        """Whether sums over all ranks count what this one computes: of ranks that compute the same, the first does."""
+        self.data_group: dist.ProcessGroup | None = None
+        """The ranks that are given other data and are at this rank's place otherwise, in the order of `data_rank`; None
+        = all ranks."""
+        self._groups: DeviceMesh | None = None
+        if self.data_size < self.size:
+            others = [dimension for dimension in self.dimensions if not _has_data(dimension)]
+            axes = {dimension.name: [dimension] for dimension in others}
+            self._groups = self._device_mesh({"data": list(filter(_has_data, self.dimensions)), **axes})
+            self.data_group = self._groups.get_group("data")
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """Returns the ranks along one dimension whose ranks are given the same data, for what the engine does there."""
+        assert self._groups is not None, f"no rank shares its data with another along {name}"
+        return self._groups.get_group(name)
+
+    def place(self, name: str) -> int:
+        """Returns this rank's place along one dimension."""
+        return self._index(self.rank, lambda dimension: dimension.name == name)
+
+    @functools.cached_property
+    def state(self) -> DeviceMesh | None:
+        """The mesh of weights, gradients and the optimizer's entries, None in a single process: along "parts" they are
+        cut and their norms add up, along "copies" they are the same; gradients are summed over both. Dimensions along
+        which batches are the same follow by their own names. First asked for on all ranks together."""
+        if self.size == 1:
+            return None
+        same = [dimension for dimension in self.dimensions if dimension.batches == "same"]
+        summed = [dimension for dimension in self.dimensions if dimension not in same]
+        copies = [dimension for dimension in summed if not dimension.shards]
+        parts = [dimension for dimension in summed if dimension.shards]
+        return self._device_mesh({"copies": copies, "parts": parts, **{one.name: [one] for one in same}})
+
+    def written_here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns what this rank writes of a state that all ranks hold under the same keys: of sharded tensors each
+        copy writes whole ones, about as many elements as the others, and all others are the first rank's."""
+        if self.state is None:
+            return dict(state)
+        written = [0] * self.state["copies"].size()
+        own = {}
+        for key, tensor in state.items():
+            if is_sharded(tensor):
+                writer = written.index(min(written))
+                written[writer] += tensor.numel()
+                if writer == self.state["copies"].get_local_rank():
+                    own[key] = tensor
+            elif self.rank == 0:
+                own[key] = tensor
+        return own
+
+    def _device_mesh(self, axes: Mapping[str, Sequence[Dimension]]) -> DeviceMesh:
+        """Returns all ranks as a mesh of these axes, each made of some of the dimensions."""
+        ranks = torch.arange(self.size).view([dimension.size for dimension in self.dimensions])
+        order = [self.dimensions.index(dimension) for axis in axes.values() for dimension in axis]
+        ranks = ranks.permute(order).reshape([_size(axis) for axis in axes.values()])
+        return DeviceMesh(self.device.type, ranks, mesh_dim_names=tuple(axes))
+
+
+def _size(dimensions: Iterable[Dimension]) -> int:
+    return math.prod(dimension.size for dimension in dimensions)
+
+
+def _has_data(dimension: Dimension) -> bool:
+    return dimension.batches == "own"
+
+
+def _has_part(dimension: Dimension) -> bool:
+    return dimension.shards
