@@ -42,8 +42,3 @@ def lion_mixer_torch(
     sums = quasiseparable_chunked(v, q, k, q, k, forward, backward, **options)
     y = sums[..., :-1] / (sums[..., -1:] + eps)
     return y.to(qkv.dtype).flatten(-2), sums[..., -1]
-
-
-def never_lion_mixer(*arguments, **options) -> bool:
-    """Stands for `lion_mixer_is_fused` where there are no kernels."""
-    return False

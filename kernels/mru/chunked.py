@@ -142,8 +142,3 @@ def chosen(y: Tensor, final: Tensor, norms: Tensor, with_final: bool, with_norms
     """The requested results; a single one is returned without a tuple."""
     found = (y, *([final] if with_final else []), *([norms] if with_norms else []))
     return found if len(found) > 1 else y
-
-
-def never_fused(*arguments, **options) -> bool:
-    """Stands for `mru_mixer_is_fused` where there are no kernels."""
-    return False

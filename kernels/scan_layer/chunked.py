@@ -71,8 +71,3 @@ def scan_layer_torch(
     gated = (y.to(exact) * F.silu(z.to(exact))).unflatten(-1, (-1, group_size or y.shape[-1]))
     scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
     return ((gated * scale).flatten(-2) * norm_weight).to(y.dtype)
-
-
-def never_one_layer(*arguments, **options) -> bool:
-    """Stands for `scan_layer_is_fused` where there are no kernels."""
-    return False
