@@ -37,7 +37,8 @@ def run_distributed(
     context.set_forkserver_preload(
         [
             *("torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo"),
-            *("matmix.train.command", "matmix.train.loop", "deepspeed", "streaming", "transformers"),
+            *("matmix.train.command", "matmix.train.loop", "streaming", "transformers"),
+            "deepspeed.runtime.zero.muon.muon_optimizer",  # imports the compiler, when an engine is made
         ]
     )
     results: Any = context.Queue()
