@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from failures import each
 from mixer_cases import CASES, D_MODEL
 from paths import ROOT
 from series_model import SeriesModel
@@ -40,7 +41,7 @@ def test_the_page_shows_the_file_that_is_tested() -> None:
     assert (ROOT / "tests/support/series_model.py").read_text(encoding="utf-8").endswith(f"\n\n{code}")
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_a_regression_with_any_mixer_gives_every_parameter_a_gradient(name, randomize) -> None:
     case = CASES[name]
     config = series_config(case.mixer, causal=case.causal, mixers=MixerOptions(**{case.mixer: case.config}))
@@ -53,7 +54,7 @@ def test_a_regression_with_any_mixer_gives_every_parameter_a_gradient(name, rand
     assert model.embedding.weight.grad.abs().max() > 0
 
 
-@pytest.mark.parametrize("name", PACKED)
+@each("name", PACKED)
 def test_packed_series_equal_those_alone(name, randomize) -> None:
     case = CASES[name]
     config = series_config(case.mixer, causal=case.causal, mixers=MixerOptions(**{case.mixer: case.config}))
@@ -104,8 +105,8 @@ def test_an_export_is_read_back_as_the_same_model(tmp_path) -> None:
     assert "transformers" not in card
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
+@each(
+    "fields, words",
     [
         (
             {"options": {"chanels": 3}},

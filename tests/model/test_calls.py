@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
+from failures import each
 from mixer_cases import CASES, D_MODEL
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -83,7 +84,7 @@ def test_offloaded_models_generate_the_same(make):
         assert torch.equal(other.step(ids[:, 0], other_state)[0], model.step(ids[:, 0], state)[0])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if not CASES[name].kind.fixed_length])
+@each("name", [name for name in CASES if not CASES[name].kind.fixed_length])
 def test_offloaded_mixers_read_documents_and_orders(randomize, name):
     mixer = randomize(CASES[name].build())
     other = _offloaded(mixer)
@@ -173,7 +174,7 @@ class Adapter(nn.Module):
         return self.base_layer(x) + x @ self.down.T @ self.up.T
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_adapters_in_half_precision(randomize, name):
     """They and their layers compute in the type that the layer alone computes in, float32 where that is."""
     adapted = randomize(CASES[name].build(), dtype=torch.bfloat16)
@@ -188,7 +189,7 @@ def test_adapters_in_half_precision(randomize, name):
     torch.testing.assert_close(adapted(x), alone(x), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_adapters_of_all_linear_layers_count(randomize, name):
     """The same as with what they add in the weights."""
     adapted = randomize(CASES[name].build(), dtype=torch.float64)
@@ -220,8 +221,8 @@ class Quantised(nn.Module):
         return self.layer[0](x.to(self.layer[0].weight.dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [encoder_of_all, language_model_of_all])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("config", [encoder_of_all, language_model_of_all])
 def test_quantised_linear_layers_are_called(make, config, dtype):
     """In every mixer, also for states, which have the type that the rest computes in."""
     model = make(dataclasses.replace(config(), tie_embeddings=not config().causal)).to(dtype)
@@ -272,7 +273,7 @@ def test_an_adapter_of_embeddings_counts_in_the_output_that_is_tied_to_them(make
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].causal])
+@each("name", [name for name in CASES if CASES[name].causal])
 def test_quantised_linear_layers_carry_states(randomize, name):
     """PyTorch's own for CPUs, whose weights are no tensors."""
     mixer = torch.ao.quantization.quantize_dynamic(randomize(CASES[name].build()), {nn.Linear})

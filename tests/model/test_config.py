@@ -2,6 +2,7 @@ import dataclasses
 import json
 
 import pytest
+from failures import each
 
 from matmix.model import HeadConfig, ImageConfig, MixerOptions, ModelConfig, count_parameters
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
@@ -70,8 +71,8 @@ def test_a_config_survives_json():
     assert ModelConfig(**(plain | parts)) == config
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
+@each(
+    "fields, words",
     [
         ({"layers": ("atention",)}, ["'atention'", "did you mean 'attention'"]),
         ({"layers": ()}, ["model.layers is empty"]),

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from failures import each
 from torch.utils.flop_counter import FlopCounterMode
 
 from matmix.model import HeadConfig, ModelConfig, build_model, count_parameters, flops_per_token, initialize
@@ -51,8 +52,8 @@ def layouts(model, documents, head):
         yield padded if per_document else padded[mask.bool()]
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("head", HEADS)
+@each("layers", LAYERS)
+@each("head", HEADS)
 def test_outputs_and_gradients_do_not_depend_on_the_layout(small_model, head, layers):
     architecture, options = HEADS[head]
     model = small_model(architecture, LAYERS[layers], head=options, d_model=64, n_layers=2, norm_bias=True)
@@ -96,7 +97,7 @@ def test_a_readout_gets_one_row_for_each_document(small_model):
     assert weight is bias is None
 
 
-@pytest.mark.parametrize("head", HEADS)
+@each("head", HEADS)
 def test_cost_agrees_with_torchs_counter(small_config, head):
     architecture, options = HEADS[head]
     config = small_config(architecture, ("attention",), head=options)
@@ -149,8 +150,8 @@ def test_configurations_hold_a_head_where_there_is_one(small_config):
     assert not differences(with_defaults(before), RunConfig())
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
+@each(
+    "fields, words",
     [
         ({"head": {"outputs": -1}}, "model.head.outputs = -1: must be 1 or more, or 0 to take it from the data"),
         ({"head": {"pooling": "max"}}, "model.head.pooling = 'max'; known: cls, mean"),

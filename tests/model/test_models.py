@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from failures import each
 
 from matmix.model import build_model, initialize
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
@@ -28,8 +29,8 @@ CU_SEQLENS = [0, 3, 4, 15, 24, 36]
 CLOSE = {"rtol": 1e-5, "atol": 5e-5}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("norm", ["pre", "post"])
+@each("kind", KINDS)
+@each("norm", ["pre", "post"])
 def test_every_parameter_gets_a_gradient(small_model, kind, norm):
     model = small_model(*KINDS[kind], norm=norm, norm_bias=True, mlp_bias=True)
     ids = torch.randint(61, (2, 12))
@@ -41,7 +42,7 @@ def test_every_parameter_gets_a_gradient(small_model, kind, norm):
         assert parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_neighbouring_documents_do_not_matter(small_model, kind):
     model = small_model(*KINDS[kind])
     ids = torch.randint(61, (2, 18))
@@ -56,7 +57,7 @@ def test_neighbouring_documents_do_not_matter(small_model, kind):
         torch.testing.assert_close(logits[start:end], alone, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_padding_does_not_matter(small_model, kind):
     model = small_model(*KINDS[kind])
     ids = torch.randint(61, (3, 14))
@@ -93,7 +94,7 @@ def test_a_row_without_tokens_is_harmless(small_model, kind):
     assert logits.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_select_and_readout_see_the_final_features(small_model, kind):
     model = small_model(*KINDS[kind])
     ids, select = torch.randint(61, (2, 9)), torch.tensor([1, 7, 16])
@@ -112,7 +113,7 @@ def test_select_and_readout_see_the_final_features(small_model, kind):
     torch.testing.assert_close(value, logits.flatten(0, 1)[select], **CLOSE)
 
 
-@pytest.mark.parametrize("kind", LANGUAGE_MODELS)
+@each("kind", LANGUAGE_MODELS)
 def test_generation_equals_the_parallel_form(small_model, kind):
     model = small_model(*KINDS[kind])
     ids = torch.randint(61, (2, 12))

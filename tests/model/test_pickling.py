@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
+from failures import each
 from mixer_cases import CASES, D_MODEL
 from paths import GOLDEN
 from safetensors.torch import load_file
@@ -35,7 +36,7 @@ def _check(model, *inputs, **more):
         assert [name for name, _ in other.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_every_mixer(name, randomize):
     _check(randomize(CASES[name].build()).eval(), torch.randn(2, 8, D_MODEL, requires_grad=True))
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from every_mixer import language_model_of_all
+from failures import each
 from mixer_cases import CASES, D_MODEL, small_config
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +41,7 @@ def addresses(state):
     return found
 
 
-@pytest.mark.parametrize("name", STATIC)
+@each("name", STATIC)
 @torch.no_grad()
 def test_states_keep_their_shapes(name, randomize):
     mixer = randomize(MIXERS[name](D_MODEL, small_config(name), causal=True, max_seqlen=16, output_std=0.1))
@@ -53,9 +54,7 @@ def test_the_mixers_that_it_is_for_have_it():
     assert not {"attention", "hyena"} & set(STATIC)
 
 
-@pytest.mark.parametrize(
-    "case", [name for name, case in CASES.items() if case.causal and MIXERS[case.mixer].static_step]
-)
+@each("case", [name for name, case in CASES.items() if case.causal and MIXERS[case.mixer].static_step])
 @torch.inference_mode()
 def test_a_step_in_place_is_a_step(case, randomize):
     """Of every mixer with every option: the same bits, in the memory of the state that was given."""
@@ -112,7 +111,7 @@ class NothingFromTheHost(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", [*STATIC, "mru, cayley", "mru, ldu with dropout and decay"])
+@each("name", [*STATIC, "mru, cayley", "mru, ldu with dropout and decay"])
 def test_nothing_comes_back_from_the_device(name):
     """On a GPU without memory, which refuses to give a value out, too."""
     options = small_config(name.split(",")[0])

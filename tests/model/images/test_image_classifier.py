@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from failures import each
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -44,7 +45,7 @@ IMAGES = [
 ]
 
 
-@pytest.mark.parametrize("image", IMAGES)
+@each("image", IMAGES)
 def test_logits_of_images_of_any_size(image):
     """One row of logits for each image, which is its own: no image sees another."""
     model = make_model(image=image)
@@ -165,7 +166,7 @@ def test_layer_scale_starts_where_it_is_told():
     torch.testing.assert_close(model.blocks[0].mix(x), plain.blocks[0].mix(x) * 1e-3)
 
 
-@pytest.mark.parametrize("image", IMAGES)
+@each("image", IMAGES)
 def test_flops_agree_with_torchs_counter(image):
     config = make_config(("attention",), image, head=HeadConfig(outputs=5, hidden=False))
     model = build_model(config, device="meta").eval()
@@ -189,8 +190,8 @@ def test_configurations_are_written_and_read():
     assert "image" not in model_config_to_dict(ModelConfig(vocab_size=5))
 
 
-@pytest.mark.parametrize(
-    ("image", "changes", "words"),
+@each(
+    "image, changes, words",
     [
         ({"size": 15}, {}, "model.image.size = 15 is no multiple of model.image.patch = 4; use 12 or 16"),
         ({"patch": 0}, {}, "model.image.patch = 0: must be 1 or more"),
@@ -225,8 +226,8 @@ def test_other_architectures_have_no_images(change):
         ModelConfig(architecture="encoder", vocab_size=5, layers=("hydra",), **change)
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"),
+@each(
+    "shape, words",
     [
         ((1, 1, 16, 16), "the model reads \\(batch, 3, height, width\\)"),
         ((3, 16, 16), "the model reads"),

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from failures import each
 from mixer_cases import CASES, D_MODEL
 
 from matmix.model.images.config import ImageConfig
@@ -29,9 +30,9 @@ def test_hilberts_curve_steps_to_neighbours(side):
     assert (y.diff().abs() + x.diff().abs() == 1).all()
 
 
-@pytest.mark.parametrize("scan", ["row", "column", "both", "snake", "hilbert"])
-@pytest.mark.parametrize("token", ["none", "first", "middle"])
-@pytest.mark.parametrize("outside", [False, True])
+@each("scan", ["row", "column", "both", "snake", "hilbert"])
+@each("token", ["none", "first", "middle"])
+@each("outside", [False, True])
 def test_orders_are_permutations_with_the_class_token_in_its_place(scan, token, outside):
     if outside and token == "none":
         return
@@ -51,7 +52,7 @@ def test_orders_are_permutations_with_the_class_token_in_its_place(scan, token, 
     assert orders.outside == (places if outside else None)
 
 
-@pytest.mark.parametrize("name", BIDIRECTIONAL)
+@each("name", BIDIRECTIONAL)
 def test_every_mixer_reads_in_every_order(name, randomize):
     mixer = randomize(CASES[name].build(max_seqlen=SIDE**2), 0.3, torch.float64)
     x = torch.randn(2, SIDE**2, D_MODEL, dtype=torch.float64)
@@ -113,8 +114,8 @@ def _dense(mixer, x, orders: ScanOrders):
     return mixer.proj(torch.einsum("bhij,bjhp->bihp", weights, v).flatten(-2))
 
 
-@pytest.mark.parametrize(("name", "options"), LIONS)
-@pytest.mark.parametrize(("token", "outside"), [("none", False), ("first", False), ("middle", True)])
+@each("name, options", LIONS)
+@each("token, outside", [("none", False), ("first", False), ("middle", True)])
 def test_snake_masks_are_averaged_before_rows_are_divided(name, options, token, outside, randomize):
     """Every form and the matrix itself against products of gates, pair by pair, with all gradients."""
     orders = scan_orders(_image(token, outside), SIDE, SIDE)

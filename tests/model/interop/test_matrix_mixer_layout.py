@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from failures import each
 from paths import GOLDEN
 from safetensors.torch import load_file
 
@@ -18,7 +19,7 @@ def _error(actual, expected):
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
+@each("name", GOLDEN_NAMES)
 def test_golden_matrix_mixers(name):
     tensors = load_file(GOLDEN / f"matrix_mixer_{name}.safetensors")
     kind, _, form = ("vandermonde_di" if name == "dft" else name).rpartition("_")
@@ -138,9 +139,9 @@ _PLAIN = {"d_model": 16, "d": 3, "headdim": 4, "expand": 1, "d_conv": 3, "bias":
 _OTHER = {"d_model": 12, "d": 5, "headdim": 12, "expand": 3, "d_conv": 5, "bias": True, "conv_bias": False}
 
 
-@pytest.mark.parametrize("as_text", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "data"),
+@each("as_text", [False, True])
+@each(
+    "kind, data",
     [
         *((kind, True) for kind in ("attention", "cauchy", "low_rank", "quasiseparable", "toeplitz", "vandermonde")),
         *((kind, False) for kind in ("attention", "cauchy", "dense", "dft", "low_rank", "quasiseparable", "toeplitz")),
@@ -174,8 +175,8 @@ def test_matrix_mixers_of_other_shapes(kind, data, as_text):
         assert _error(gradient, weights[key].grad) < 1e-10, key
 
 
-@pytest.mark.parametrize("d_conv", [1, 9, 11, 21])
-@pytest.mark.parametrize("kind", ["cauchy", "quasiseparable"])
+@each("d_conv", [1, 9, 11, 21])
+@each("kind", ["cauchy", "quasiseparable"])
 def test_convolutions_of_any_odd_width(kind, d_conv):
     """Alone and packed, and longer than the document; one kind activates its inputs and scans packed rows at once."""
     sizes, N = _PLAIN | {"d_conv": d_conv}, 14
@@ -205,8 +206,8 @@ def test_convolutions_of_any_odd_width(kind, d_conv):
     assert _error(half.float(), block(u)) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@each(
+    "change, message",
     [
         ({"matrix_mixer_type": "hankel"}, "matrix_mixer_type = 'hankel'"),
         ({"is_data_dependent": True}, "no form that depends on the data"),

@@ -9,6 +9,7 @@ attention), mru_lm_blocks_qr 92413f9, mru_lm_blocks_scaled 310a009.
 import pytest
 import torch
 import torch.nn.functional as F
+from failures import each
 from paths import GOLDEN
 from safetensors import safe_open
 
@@ -37,8 +38,8 @@ def _relative_error(actual, expected):
     return ((actual - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
+@each(
+    "name, config",
     [
         ("hydra_block_a", {"d_model": 64, "d_state": 16, "headdim": 16, "d_conv": 7, "chunk_size": 32, "bias": False}),
         ("hydra_block_a", {"d_model": "64", "d_state": "16", "headdim": "16", "d_conv": "7", "bias": "False"}),
@@ -70,8 +71,8 @@ def test_golden_hydra_encoder():
     _compare_gradients(model, gradients)
 
 
-@pytest.mark.parametrize(
-    ("name", "tolerance"),
+@each(
+    "name, tolerance",
     [
         ("a", 1e-4),
         ("first_a", 2e-5),
@@ -99,8 +100,8 @@ def test_golden_mru_language_models(name, tolerance):
         assert _relative_error(finals[int(index)], final) < 1e-4
 
 
-@pytest.mark.parametrize("order", ["Normal", "S"])
-@pytest.mark.parametrize("mask", ["Lit", "Decay", "Selective"])
+@each("order", ["Normal", "S"])
+@each("mask", ["Lit", "Decay", "Selective"])
 def test_golden_lion_layers_in_every_format(mask, order):
     """Those formats that the published code can run at this length."""
     golden, _, _, metadata = _golden("lion_formats")
@@ -178,8 +179,8 @@ def _random_hydra_state(d_model, d_state, headdim, ngroups, expand=2, d_conv=7, 
     return {prefix + name: torch.randn(shape) * 0.3 for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
+@each(
+    "sizes, options",
     [
         ({"d_model": 24, "d_state": 5, "headdim": 8, "ngroups": 3}, ()),
         ({"d_model": 16, "d_state": 4, "headdim": 4, "ngroups": 2, "expand": 3, "d_conv": 5}, ("bias",)),
@@ -414,9 +415,7 @@ def _first_mru_lm_by_definition(state, ids, *, heads, order, blocks):
     return x @ embedding.T
 
 
-@pytest.mark.parametrize(
-    ("d_model", "heads", "order", "blocks"), [(48, 4, 4, 1), (24, 2, 3, 4), (32, 1, 8, 2), (30, 5, 2, 2)]
-)
+@each("d_model, heads, order, blocks", [(48, 4, 4, 1), (24, 2, 3, 4), (32, 1, 8, 2), (30, 5, 2, 2)])
 def test_first_mru_language_models_of_other_shapes(d_model, heads, order, blocks):
     """States are as wide as the model, narrower, and wider."""
     shapes = {"lm_head_weights": (19, d_model)}
@@ -454,8 +453,8 @@ def _broken_layer(change):
     return "hydra-layer", state, config
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
+@each(
+    "change, words",
     [
         (lambda s, c: s.pop("dt_bias"), ["lacks key 'dt_bias'", "(4)"]),
         (lambda s, c: s.update(extra=torch.zeros(2, 3)), ["'extra'", "(2, 3)"]),
