@@ -19,7 +19,7 @@ from matmix.launch.loading import check_raw
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.model.config import ModelConfig
-from matmix.model.images.inputs import ImageInputs
+from matmix.model.images.config import ImageInputs
 from matmix.model.interop.importing.exported import (
     PROCESSOR,
     load_weights,

@@ -8,9 +8,9 @@ import torch
 
 from matmix.model.backbone import Backbone, final_norm
 from matmix.model.config import ModelConfig
-from matmix.model.images.embeddings import ImageEmbeddings
+from matmix.model.images.patches import ImageEmbeddings
 from matmix.model.images.patches import make_patches, patch_grid
-from matmix.model.images.positions import resized_positions
+from matmix.model.images.patches import resized_positions
 from matmix.model.images.scans import scan_count, scan_orders
 
 

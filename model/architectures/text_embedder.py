@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from matmix.model.architecture import register_architecture
-from matmix.model.architectures.encoder_trunk import EncoderTrunk
+from matmix.model.architectures.encoder import EncoderTrunk
 from matmix.model.positions import first_of_documents, mean_of_documents
 
 

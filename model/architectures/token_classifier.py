@@ -9,7 +9,7 @@ from torch import nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.architectures.classifier_head import ClassifierHead, classifier_flops
-from matmix.model.architectures.encoder_trunk import EncoderTrunk
+from matmix.model.architectures.encoder import EncoderTrunk
 from matmix.model.calls import weights_of
 from matmix.model.config import ModelConfig
 

@@ -1,15 +1,14 @@
 """From images to one vector for each patch."""
 
 from __future__ import annotations
-
 import itertools
 import math
-
 import torch
 from torch import nn
-
 from matmix.model.images.config import ImageConfig
 from matmix.model.initialization import constant_init, normal_init
+import torch.nn.functional as F
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
 def patch_grid(images: torch.Tensor, image: ImageConfig) -> tuple[int, int]:
@@ -92,3 +91,80 @@ class ConvStem(nn.Module):
 def make_patches(image: ImageConfig, d_model: int) -> LinearPatches | ConvStem:
     """The module that `image.stem` names."""
     return (ConvStem if image.stem == "conv" else LinearPatches)(image, d_model)
+
+
+# -- positions of patches in a picture, for pictures of any size -----------------------------------------------------
+
+
+def resized_positions(positions: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Learned positions (side * side, C) of a square grid -> (rows * columns, C): interpolated (bicubic), or as they
+    are where the grids are the same."""
+    side = round(positions.shape[0] ** 0.5)
+    if (rows, columns) == (side, side):
+        return positions
+    grid = positions.float().T.unflatten(1, (side, side)).unsqueeze(0)
+    grid = F.interpolate(grid, size=(rows, columns), mode="bicubic", align_corners=False, antialias=True)
+    return grid[0].flatten(1).T.to(positions.dtype)
+
+
+def sincos_positions(rows: int, columns: int, side: int, width: int, device: torch.device) -> torch.Tensor:
+    """Sines and cosines of rows and columns, (rows * columns, width) float32, width a multiple of 4: a quarter each of
+    sines and cosines of the row, and of the column.
+
+    side: patches along one side of the images in training; other grids are stretched to the same range of numbers.
+    """
+    frequencies = 10000.0 ** (-torch.arange(width // 4, device=device, dtype=torch.float32) / (width // 4))
+
+    def along(count: int) -> torch.Tensor:
+        places = (torch.arange(count, device=device, dtype=torch.float32) + 0.5) * (side / count) - 0.5
+        angles = places.unsqueeze(1) * frequencies
+        return torch.cat((angles.sin(), angles.cos()), 1)
+
+    down, across = along(rows), along(columns)
+    both = (down.unsqueeze(1).expand(-1, columns, -1), across.unsqueeze(0).expand(rows, -1, -1))
+    return torch.cat(both, 2).flatten(0, 1)
+
+
+# -- from images to the residual stream: patches, positions and the class token --------------------------------------
+
+
+class ImageEmbeddings(nn.Module):
+    """Patches + positions, and the class token among them, then dropout: (B, C, H, W) -> (B, L, d_model).
+
+    Patches stand row by row. The class token has no position: its own vector says where it is.
+    """
+
+    def __init__(self, image: ImageConfig, d_model: int, dropout: float):
+        super().__init__()
+        self.image = image
+        self.patches = make_patches(image, d_model)
+        if image.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(image.side**2, d_model))
+        if image.class_token != "none":
+            self.class_token = nn.Parameter(torch.empty(d_model))
+        self.dropout = nn.Dropout(dropout)
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return {"positions": NOT_DECAYED} if self.image.positions == "learned" else {}
+
+    def forward(
+        self, images: torch.Tensor, masked: torch.Tensor | None = None, token: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """masked: bool (B, rows, columns), patches that `token` (d_model,) stands for; no pixel of theirs is read, also
+        by the convolutions of other patches."""
+        rows, columns = patch_grid(images, self.image)
+        if masked is not None:
+            hidden = masked.repeat_interleave(self.image.patch, 1).repeat_interleave(self.image.patch, 2)
+            images = images.masked_fill(hidden.unsqueeze(1), 0.0)
+        x = self.patches(images)
+        if masked is not None:
+            x = torch.where(masked.flatten(1).unsqueeze(2), token.to(x.dtype), x)
+        if self.image.positions == "learned":
+            x = x + resized_positions(self.positions, rows, columns).to(x.dtype)
+        elif self.image.positions == "sincos":
+            x = x + sincos_positions(rows, columns, self.image.side, x.shape[2], x.device).to(x.dtype)
+        if self.image.class_token != "none":
+            place = self.image.class_place(x.shape[1])
+            token = self.class_token.to(x.dtype).expand(x.shape[0], 1, -1)
+            x = torch.cat((x[:, :place], token, x[:, place:]), 1)
+        return self.dropout(x)

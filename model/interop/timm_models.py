@@ -23,7 +23,7 @@ from torch import nn
 from matmix.model.architectures.image_classifier import ImageClassifier
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_from_dict
-from matmix.model.images.inputs import ImageInputs
+from matmix.model.images.config import ImageInputs
 from matmix.model.initialization import initialize
 from matmix.model.interop.importing.exported import read_export, read_export_config, read_image_inputs
 

@@ -12,7 +12,7 @@ from paths import GOLDEN, ROOT
 
 from matmix.data.tokenizer import train_sentencepiece
 from matmix.model import HeadConfig, ImageConfig, ModelConfig
-from matmix.model.images.inputs import ImageInputs
+from matmix.model.images.config import ImageInputs
 from matmix.model.interop.export.directory import export_model
 from matmix.model.outputs import Outputs
 

@@ -17,7 +17,7 @@ from matmix.data.images.config import ImagesConfig
 from matmix.data.images.transforms import make_transform
 from matmix.model import HeadConfig, ImageConfig, ModelConfig, build_model, initialize
 from matmix.model.config import MixerOptions
-from matmix.model.images.inputs import ImageInputs
+from matmix.model.images.config import ImageInputs
 from matmix.model.interop import read_export
 from matmix.model.interop.export.directory import export_model
 from matmix.model.interop.importing.exported import read_labels

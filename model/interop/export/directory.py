@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from matmix.model.architectures.encoder_trunk import EncoderTrunk
+from matmix.model.architectures.encoder import EncoderTrunk
 from matmix.model.backbone import Backbone
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_to_dict, used_mixers
-from matmix.model.images.inputs import ImageInputs
+from matmix.model.images.config import ImageInputs
 from matmix.model.interop.export.bundle import bundle
 from matmix.model.interop.export.forms import EXPORT, FORMS, head_fields, main_class
 from matmix.model.interop.export.model_card import model_card

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 from transformers.utils import can_return_tuple
 
 from matmix.model.architectures.encoder import Encoder
-from matmix.model.architectures.encoder_trunk import EncoderTrunk
+from matmix.model.architectures.encoder import EncoderTrunk
 from matmix.model.interop.export.base import MatmixPreTrainedModel
 from matmix.model.interop.export.config import MatmixEncoderConfig
 from matmix.model.interop.export.losses import Count, class_loss

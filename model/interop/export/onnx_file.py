@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from matmix.model.architectures.encoder_trunk import EncoderTrunk
+from matmix.model.architectures.encoder import EncoderTrunk
 from matmix.model.backbone import Backbone
 from matmix.model.interop.export.onnx_forms import (
     OnnxForm,

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from matmix.model.architectures.encoder_trunk import EncoderTrunk
+from matmix.model.architectures.encoder import EncoderTrunk
 from matmix.model.config import ModelConfig
 
 _POOLING = "1_Pooling"

@@ -12,7 +12,7 @@ import torch
 from matmix.model.backbone import Backbone
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_from_dict
-from matmix.model.images.inputs import ImageInputs
+from matmix.model.images.config import ImageInputs
 from matmix.model.interop.importing.foreign import indexed_files, read_object, read_safetensors
 
 PROCESSOR = "preprocessor_config.json"

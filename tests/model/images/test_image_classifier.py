@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from matmix.model import HeadConfig, ImageConfig, MixerOptions, ModelConfig, build_model, flops_per_image, initialize
 from matmix.model.config import model_config_from_dict, model_config_to_dict
-from matmix.model.images.positions import resized_positions, sincos_positions
+from matmix.model.images.patches import resized_positions, sincos_positions
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.scans.hydra import HydraConfig
