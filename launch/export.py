@@ -15,10 +15,10 @@ from matmix.data.loading.images import image_facts
 from matmix.data.shell import shell_line
 from matmix.data.tokenizer import Tokenizer
 from matmix.launch.export_notes import notes_on
+from matmix.model.architecture import Outputs
 from matmix.model.images.config import ImageInputs
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files
-from matmix.model.outputs import Outputs
 from matmix.train.arguments import RunFolder
 from matmix.train.checkpoint.files import sha256
 from matmix.train.config import RunConfig

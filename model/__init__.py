@@ -2,13 +2,9 @@
 
 from matmix.model.architecture import ARCHITECTURES, register_architecture
 from matmix.model.architectures.encoder import Encoder
-from matmix.model.architectures.image_classifier import ImageClassifier
+from matmix.model.architectures.images import ImageClassifier, MaskedImage
 from matmix.model.architectures.language_model import LanguageModel
-from matmix.model.architectures.masked_image import MaskedImage
-from matmix.model.architectures.sequence_classifier import SequenceClassifier
-from matmix.model.architectures.span_classifier import SpanClassifier
-from matmix.model.architectures.text_embedder import TextEmbedder
-from matmix.model.architectures.token_classifier import TokenClassifier
+from matmix.model.architectures.text_heads import SequenceClassifier, SpanClassifier, TextEmbedder, TokenClassifier
 from matmix.model.build import build_model, count_parameters
 from matmix.model.config import HeadConfig, MixerOptions, ModelConfig
 from matmix.model.flops import flops_per_image, flops_per_token

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -126,3 +126,18 @@ def register_architecture(name: str) -> Callable[[AnyArchitecture], AnyArchitect
         return architecture
 
     return register
+
+
+# -- what the outputs of a classifier stand for: the model has numbers only, exports and reports have names ----------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outputs:
+    """What the outputs of a classifier stand for, as the task that trained it knows."""
+
+    labels: tuple[str, ...] = ()
+    """Names of the classes or values, in their order; () = LABEL_0, LABEL_1 and so on."""
+    problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
+    """What transformers computes a sequence classifier's loss by."""
+    multiple_choice: bool = False
+    """A sequence classifier's one output is the score of a choice."""

@@ -1,17 +1,19 @@
 """Bidirectional encoders with a masked-LM head, in the shape of BERT and of the published Hydra."""
 
 from __future__ import annotations
+
 from types import MappingProxyType
 from typing import Any
+
 import torch
 from torch import nn
+
 from matmix.model.architecture import register_architecture
+from matmix.model.backbone import Backbone, final_norm
 from matmix.model.blocks import activate
 from matmix.model.calls import matrix_of, weight_of
 from matmix.model.config import ModelConfig
-from matmix.model.backbone import Backbone, final_norm
 from matmix.model.positions import document_positions
-
 
 # -- the body that all encoders share: embeddings, blocks that see both sides, and the final norm --------------------
 

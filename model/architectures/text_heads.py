@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from matmix.model.architecture import register_architecture
+from matmix.model.architectures.encoder import EncoderTrunk
+from matmix.model.calls import weights_of
 from matmix.model.config import ModelConfig
+from matmix.model.positions import first_of_documents, mean_of_documents
 
 
 class ClassifierHead(nn.Module):
@@ -31,3 +35,97 @@ class ClassifierHead(nn.Module):
 def classifier_flops(config: Any) -> float:
     """Forward floating-point operations of a classifier's head for one output."""
     return 2.0 * config.d_model * (config.head.count + config.head.hidden * config.d_model)
+
+
+# -- one vector for every text ---------------------------------------------------------------------------------------
+
+
+@register_architecture("text_embedder")
+class TextEmbedder(EncoderTrunk):
+    """An encoder that gives the features of the first position of every document, or their mean over all its positions
+    (model.head.pooling), (ndocs, d_model); without new layers."""
+
+    per_document = takes_head = True
+
+    @classmethod
+    def output_flops(cls, config: Any) -> float:
+        return 0.0
+
+    def pool(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """The pooled features after the final norm."""
+        if self.config.head.pooling == "cls":
+            return self.norm(first_of_documents(x, lengths))
+        return mean_of_documents(self.norm(x), lengths)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+# -- classes or values of whole texts and pairs of texts -------------------------------------------------------------
+
+
+@register_architecture("sequence_classifier")
+class SequenceClassifier(TextEmbedder):
+    """An encoder with model.head.outputs logits or values for every document, (ndocs, outputs). For multiple choice,
+    each choice is a document with one output."""
+
+    new_parameters = head_parameters = ("classifier.",)
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.classifier = ClassifierHead(config)
+
+    @classmethod
+    def output_flops(cls, config: Any) -> float:
+        return classifier_flops(config)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(x)
+
+    def output_layer(self) -> nn.Module:
+        return self.classifier.output
+
+    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return weights_of(self.classifier.output, "weight", "bias")
+
+
+# -- classes of single tokens, such as parts of speech and names -----------------------------------------------------
+
+
+@register_architecture("token_classifier")
+class TokenClassifier(EncoderTrunk):
+    """An encoder with model.head.outputs logits for every position, (B, L, outputs)."""
+
+    takes_head = True
+    new_parameters = head_parameters = ("classifier.",)
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.classifier = ClassifierHead(config)
+
+    @classmethod
+    def output_flops(cls, config: Any) -> float:
+        return classifier_flops(config)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(super().features(x))
+
+    def output_layer(self) -> nn.Module:
+        return self.classifier.output
+
+    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return weights_of(self.classifier.output, "weight", "bias")
+
+
+# -- answers that are a part of the text: where they start and where they end ----------------------------------------
+
+
+@register_architecture("span_classifier")
+class SpanClassifier(TokenClassifier):
+    """An encoder with two logits for every position, (B, L, 2): that the answer starts there, that it ends there."""
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        super().check(config)
+        if config.head.count != 2:
+            raise ValueError(f"model.head.outputs = {config.head.outputs}: a span_classifier has 2, start and end")

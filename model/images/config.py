@@ -1,9 +1,9 @@
 """The options of models that read images."""
 
 from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Literal
-
 
 _IMAGE_WORDS = {
     "stem": ("linear", "conv"),

@@ -1,13 +1,16 @@
 """From images to one vector for each patch."""
 
 from __future__ import annotations
+
 import itertools
 import math
+
 import torch
+import torch.nn.functional as F
 from torch import nn
+
 from matmix.model.images.config import ImageConfig
 from matmix.model.initialization import constant_init, normal_init
-import torch.nn.functional as F
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 

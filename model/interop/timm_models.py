@@ -20,7 +20,7 @@ import torch
 from timm.models import register_model
 from torch import nn
 
-from matmix.model.architectures.image_classifier import ImageClassifier
+from matmix.model.architectures.images import ImageClassifier
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_from_dict
 from matmix.model.images.config import ImageInputs

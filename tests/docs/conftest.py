@@ -12,9 +12,9 @@ from paths import GOLDEN, ROOT
 
 from matmix.data.tokenizer import train_sentencepiece
 from matmix.model import HeadConfig, ImageConfig, ModelConfig
+from matmix.model.architecture import Outputs
 from matmix.model.images.config import ImageInputs
 from matmix.model.interop.export.directory import export_model
-from matmix.model.outputs import Outputs
 
 # For `import small_models` and `import bare_site`, as the tests of exports do.
 sys.path.insert(0, str(ROOT / "tests/export"))

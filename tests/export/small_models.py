@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from matmix.model import HeadConfig, ModelConfig, build_model, initialize
+from matmix.model.architecture import Outputs
 from matmix.model.config import MixerOptions
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.mru import MRUConfig
 from matmix.model.mixers.scans.hydra import HydraConfig
-from matmix.model.outputs import Outputs
 
 MIXERS = MixerOptions(
     mru=MRUConfig(order=4), hydra=HydraConfig(d_state=8, headdim=8), attention=AttentionConfig(headdim=8)

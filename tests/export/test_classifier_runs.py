@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification
 from matmix.launch.cli import main
 from matmix.launch.export import export_run
 from matmix.launch.generate import generate
+from matmix.model.architecture import Outputs
 from matmix.model.interop import read_export
-from matmix.model.outputs import Outputs
 from matmix.train.tasks import TASKS, Loss, Task
 
 

@@ -22,10 +22,10 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceCl
 
 from matmix.data.examples.encoding import Encoder
 from matmix.model import build_model
+from matmix.model.architecture import Outputs
 from matmix.model.interop import read_export
 from matmix.model.interop.export.directory import export_model
-from matmix.model.interop.export.losses import classification_loss, span_loss
-from matmix.model.outputs import Outputs
+from matmix.model.interop.export.inputs import classification_loss, span_loss
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from test_round_trip import OTHER_PYTHON, run_check
 from matmix.data.images.config import ImagesConfig
 from matmix.data.images.transforms import make_transform
 from matmix.model import HeadConfig, ImageConfig, ModelConfig, build_model, initialize
+from matmix.model.architecture import Outputs
 from matmix.model.config import MixerOptions
 from matmix.model.images.config import ImageInputs
 from matmix.model.interop import read_export
@@ -24,7 +25,6 @@ from matmix.model.interop.importing.exported import read_labels
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.scans.hydra import HydraConfig
 from matmix.model.mixers.scans.lion import LionSConfig
-from matmix.model.outputs import Outputs
 
 CHECK = Path(__file__).with_name("bare_images.py")
 LABELS = ("cat", "dog", "hen")

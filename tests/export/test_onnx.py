@@ -14,9 +14,14 @@ from matmix.kernels.mru.constructions import build_state_matrices, state_element
 from matmix.model import ModelConfig
 from matmix.model.config import MixerOptions
 from matmix.model.interop.export.directory import export_model
-from matmix.model.interop.export.onnx_constructions import state_matrices_form
-from matmix.model.interop.export.onnx_file import PACKAGES, write_onnx
-from matmix.model.interop.export.onnx_forms import OnnxForm, diagonal_scatter_form, gated_norm_form, short_conv_form
+from matmix.model.interop.export.onnx.file import PACKAGES, write_onnx
+from matmix.model.interop.export.onnx.forms import (
+    OnnxForm,
+    diagonal_scatter_form,
+    gated_norm_form,
+    short_conv_form,
+    state_matrices_form,
+)
 from matmix.model.mixers.mru import MRUConfig
 from matmix.model.mixers.scans.hydra import HydraConfig
 

@@ -13,8 +13,12 @@ from small_models import MULTILINGUAL, training_text
 from tokenizers import Tokenizer as FastTokenizer
 
 from matmix.data.tokenizer import train_sentencepiece
-from matmix.model.interop.export.tokenizer import load_fast_tokenizer
-from matmix.model.interop.export.tokenizer_conversion import PROBE_TEXTS, first_difference, sentencepiece_to_fast
+from matmix.model.interop.export.tokenizer import (
+    PROBE_TEXTS,
+    first_difference,
+    load_fast_tokenizer,
+    sentencepiece_to_fast,
+)
 
 _ALPHABET = "aabbcde  \n\t▁<>/s0x4Eé́😀👍🏽中あ゙한ﬁ½ "
 

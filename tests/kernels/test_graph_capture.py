@@ -43,11 +43,10 @@ from matmix.kernels.short_conv import fused as fused_conv
 from matmix.kernels.short_conv import fused_state as fused_conv_state
 from matmix.kernels.short_conv import fused_step as fused_conv_step
 from matmix.model import build_model
-from matmix.model.decoding import decode
+from matmix.model.decoding import StaticStep, decode, has_static_step
 from matmix.model.initialization import initialize
 from matmix.model.interop.export.generation_state import map_state
 from matmix.model.mixers import MIXERS
-from matmix.model.static_step import StaticStep, has_static_step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [5, 0, 130, 1]

@@ -15,10 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from matmix.model import HeadConfig, ImageConfig, ModelConfig, build_model
 from matmix.model.calls import weights_of
-from matmix.model.decoding import decode
+from matmix.model.decoding import decode, has_static_step
 from matmix.model.interop.export.generation_state import advance, map_state, picked_rows
 from matmix.model.mixers.mru import MRU
-from matmix.model.static_step import has_static_step
 
 VOCABULARY = 29
 

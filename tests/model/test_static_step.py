@@ -12,12 +12,11 @@ from mixer_cases import CASES, D_MODEL, small_config
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from matmix.model import build_model, decoding, static_step
-from matmix.model.decoding import decode
+from matmix.model import build_model, decoding
+from matmix.model.decoding import StaticStep, decode, has_static_step
 from matmix.model.interop.export.generation_state import map_state, state_shapes
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.mru import MRUConfig
-from matmix.model.static_step import StaticStep, has_static_step
 
 STATIC = [name for name, mixer in MIXERS.items() if mixer.static_step]
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7], [9, 3, 2, 3, 8]]
@@ -193,8 +192,8 @@ def test_a_graph_is_captured_once_and_replayed_for_each_token(make, monkeypatch)
     """By default where devices take graphs. What runs before the capture leaves no trace."""
     model, graphs = make(*STATIC), []
     wanted, _ = continued(model, PROMPTS, False)
-    monkeypatch.setattr(static_step, "captured", lambda *given: graphs.append(Replays(*given)) or graphs[-1])
-    for module in (static_step, decoding):
+    monkeypatch.setattr(decoding, "captured", lambda *given: graphs.append(Replays(*given)) or graphs[-1])
+    for module in (decoding, decoding):
         monkeypatch.setattr(module, "takes_graphs", lambda device: True)
     tokens = [[] for _ in PROMPTS]
     for found in decode(model, PROMPTS, lambda _, logits: int(logits.argmax()), max_new_tokens=12):
@@ -211,8 +210,8 @@ def test_where_cuda_refuses_to_capture_a_warning_says_so(make, monkeypatch):
 
     model = make(*STATIC)
     wanted = continued(model, PROMPTS, False)[0]
-    monkeypatch.setattr(static_step, "captured", refuse)
-    monkeypatch.setattr(static_step, "takes_graphs", lambda device: True)
+    monkeypatch.setattr(decoding, "captured", refuse)
+    monkeypatch.setattr(decoding, "takes_graphs", lambda device: True)
     with pytest.warns(RuntimeWarning, match=r"CUDA graph \(operation not permitted .* capturing\); its operations run"):
         assert continued(model, PROMPTS, True)[0] == wanted
 

@@ -16,9 +16,9 @@ from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch, has_target
 from matmix.data.loading.loader import Loader, build_loader
 from matmix.data.loading.masking import MaskingConfig
+from matmix.model.architecture import Outputs
 from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
-from matmix.model.outputs import Outputs
 from matmix.train.engine.mesh import Mesh
 from matmix.train.plugins import NoOptions, read_options
 from matmix.train.tasks.config import ObjectiveConfig

@@ -13,7 +13,7 @@ from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch, image_batch
 from matmix.data.loading.images import build_image_loader, image_facts
 from matmix.data.loading.loader import Loader
-from matmix.model.outputs import Outputs
+from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Costs, Loss, Metric, Predicted, Task
 from matmix.train.tasks.finetuning.base import labelled
 from matmix.train.tasks.finetuning.classes import MOST_FREQUENT

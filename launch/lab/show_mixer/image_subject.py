@@ -13,8 +13,7 @@ from matmix.launch.export import image_inputs
 from matmix.launch.images.classifiers import load_image_model, read_pictures
 from matmix.launch.lab.show_mixer.subject import initial_model, name_of, read_recipe, state_words, where_of
 from matmix.model.backbone import Backbone
-from matmix.model.images.config import ImageConfig
-from matmix.model.images.config import ImageInputs
+from matmix.model.images.config import ImageConfig, ImageInputs
 from matmix.train.engine.full_state import Weights
 
 

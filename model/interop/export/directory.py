@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from matmix.model.architecture import Outputs
 from matmix.model.architectures.encoder import EncoderTrunk
 from matmix.model.backbone import Backbone
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_to_dict, used_mixers
 from matmix.model.images.config import ImageInputs
 from matmix.model.interop.export.bundle import bundle
-from matmix.model.interop.export.forms import EXPORT, FORMS, head_fields, main_class
+from matmix.model.interop.export.config import EXPORT, FORMS, head_fields, main_class
 from matmix.model.interop.export.model_card import model_card
-from matmix.model.interop.export.onnx_file import check_packages, write_onnx
+from matmix.model.interop.export.onnx.file import check_packages, write_onnx
 from matmix.model.interop.export.sentence_transformers import takes_layout, write_layout
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, write_tokenizer
 from matmix.model.interop.export.weights import write_weights
-from matmix.model.outputs import Outputs
 
 SUMS = "SHA256SUMS"
 _CONFIG_SOURCE = f"{EXPORT}.config"
@@ -265,7 +265,7 @@ def write_image_processor(directory: Path, config: ModelConfig, images: ImageInp
         )
     origin = f"Written by matmix {version('matmix')} from its own sources. Not meant to be edited."
     code = bundle(
-        [(f"{EXPORT}.image_processor", "MatmixImageProcessor")],
+        [(f"{EXPORT}.images", "MatmixImageProcessor")],
         header=f'{_LICENSE}"""From pictures to the inputs of a matmix model.\n\n{origin}\n"""',
         version=version("matmix"),
     )

@@ -22,8 +22,14 @@ from matmix.model.interop.export.generation_state import (
     continue_state,
     read_prompt,
 )
-from matmix.model.interop.export.inputs import columns_to_keep, documents, take_columns, tokens_or_embeddings
-from matmix.model.interop.export.losses import Count, next_token_loss
+from matmix.model.interop.export.inputs import (
+    Count,
+    columns_to_keep,
+    documents,
+    next_token_loss,
+    take_columns,
+    tokens_or_embeddings,
+)
 
 
 class MatmixLanguageModelBase(MatmixPreTrainedModel):

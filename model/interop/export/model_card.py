@@ -7,11 +7,11 @@ from importlib.metadata import version
 
 from huggingface_hub import ModelCardData
 
+from matmix.model.architecture import Outputs
 from matmix.model.build import count_parameters
 from matmix.model.config import ModelConfig, used_mixers
-from matmix.model.interop.export.forms import FORMS, main_class
+from matmix.model.interop.export.config import FORMS, main_class
 from matmix.model.interop.export.sentence_transformers import takes_layout
-from matmix.model.outputs import Outputs
 
 UNKNOWN = "unknown"
 

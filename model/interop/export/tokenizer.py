@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
-
-from matmix.model.interop.export.tokenizer_conversion import PROBE_TEXTS, first_difference, sentencepiece_to_fast
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE, Unigram
 
 CUT_MARK = "(?#special tokens)"
 """How the pattern begins that cuts special tokens in text (a comment), by which `matmix.data.unspelled` knows it."""
@@ -135,3 +134,217 @@ def special_tokens_around(
         pair=f"{before}$A{after}{second}",
         special_tokens=[(token, index) for index, token in tokens.items()],
     )
+
+
+# -- a sentencepiece model as a fast tokenizer (the `tokenizers` library) that gives the same ids --------------------
+
+
+SPACE_MARK = "▁"
+# SentencePiece.Type of the protobuf.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+# What conversions get wrong: several scripts, combining marks, emoji with joiners and skin tones, runs of
+# spaces, tabs, newlines of both kinds, leading and trailing blanks, the space mark itself, spelled-out
+# special tokens.
+PROBE_TEXTS = (
+    "To be, or not to be: that is the question.",
+    "  two leading spaces, two trailing  ",
+    "tabs\tand\nnewlines\n\n\nand\r\ncarriage returns",
+    "many      spaces   inside",
+    "Größe, naïve café — “quotes” … ½ ℌ ﬁ",
+    "Привет, мир! Γειά σου. שלום עולם مرحبا بالعالم",
+    "नमस्ते दुनिया สวัสดีชาวโลก 你好,世界。こんにちは 안녕하세요",
+    "emoji 😀😃 👩‍👩‍👧‍👦 👍🏽 🏳️‍🌈 🇫🇷 end",
+    "e\u0301 a\u0308 か\u3099 \u1112\u1161\u11ab zero\u200bwidth\u00a0nbsp\u3000wide",
+    "a ▁ literal▁mark 0x41 <0x41> <s> </s> <unk> [MASK]",
+    "aaaaaaa aaaaaaaa zzzz 1234567890 3.14159",
+    " ",
+    "\n",
+    "x",
+    "",
+)
+
+
+def _read_proto(path: Path):
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except Exception as error:  # protobuf's DecodeError; its class differs between protobuf's implementations
+        raise ValueError(f"{path} is not a sentencepiece model: {error}") from None
+    if not proto.pieces:
+        raise ValueError(f"{path} is not a sentencepiece model: it holds no pieces")
+    return proto
+
+
+def sentencepiece_to_fast(path: str | Path, *, mask: str | None = None) -> Tokenizer:
+    """A `tokenizers.Tokenizer` whose ids equal those of the sentencepiece model at `path`.
+
+    Handles BPE and unigram models, byte fallback, any normalisation table, dummy prefix and whitespace
+    options, control and user-defined symbols. Control symbols become special tokens: they are found in
+    text by default, and treated as plain text (as sentencepiece does) with `encode_special_tokens =
+    True`. The one named `mask` takes the space before it along, as the word does that it stands for.
+
+    Raises FileNotFoundError if there is no such file, ValueError for a file that is no sentencepiece model or
+    uses an option that has no counterpart (model type word, whitespace as suffix, unused pieces).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no sentencepiece model at {path}")
+    proto = _read_proto(path)
+    _refuse_unsupported(proto, path)
+    pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
+    model = _unigram(proto, pieces) if proto.trainer_spec.model_type == 1 else _bpe(proto, pieces)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = _normalizer(proto.normalizer_spec)
+    tokenizer.pre_tokenizer = _pre_tokenizer(
+        proto.normalizer_spec, pieces, whole=isinstance(model, Unigram) or model.ignore_merges
+    )
+    tokenizer.decoder = _decoder(proto.normalizer_spec)
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(piece, special=True, normalized=False, lstrip=piece == mask)
+            for piece, _, kind in pieces
+            if kind in (_UNKNOWN, _CONTROL)
+        ]
+    )
+    assert tokenizer.get_vocab_size() == len(pieces), "adding the special tokens must not make new ids"
+    return tokenizer
+
+
+def first_difference(tokenizer: Tokenizer, path: str | Path, texts: Iterable[str] = PROBE_TEXTS) -> str | None:
+    """The first of `texts` that the fast tokenizer and the sentencepiece model at `path` give different
+    ids, or None. Both read special tokens in the text as plain text."""
+    import sentencepiece
+
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    before = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = True
+    try:
+        for text in texts:
+            if tokenizer.encode(text, add_special_tokens=False).ids != reference.encode(text):
+                return text
+    finally:
+        tokenizer.encode_special_tokens = before
+    return None
+
+
+def _refuse_unsupported(proto, path: Path) -> None:
+    if proto.trainer_spec.model_type not in (1, 2, 4):  # unigram, bpe, char: a bpe without merges
+        raise ValueError(f"{path}: a sentencepiece model of words has no fast tokenizer counterpart")
+    if proto.trainer_spec.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
+        raise ValueError(f"{path}: whitespace as suffix or left unescaped has no fast tokenizer counterpart")
+    if any(piece.type == _UNUSED for piece in proto.pieces):
+        raise ValueError(f"{path}: a sentencepiece model with unused pieces has no fast tokenizer counterpart")
+
+
+def _bpe(proto, pieces: list[tuple[str, float, int]]) -> BPE:
+    """BPE with merges recovered from the scores: sentencepiece stores no merges, it joins any two neighbours
+    whose concatenation is a piece, best score first."""
+    mergeable = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
+    ids = {piece: index for index, (piece, _, _) in enumerate(pieces)}
+    merges = []
+    for piece, score in mergeable.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in mergeable and right in mergeable:
+                merges.append((-score, ids[piece], ids[left], ids[right], (left, right)))
+    merges.sort(key=lambda merge: merge[:4])
+    return BPE(
+        ids,
+        [merge[-1] for merge in merges],
+        unk_token=next((piece for piece, _, kind in pieces if kind == _UNKNOWN), None),
+        fuse_unk=True,
+        byte_fallback=proto.trainer_spec.byte_fallback,
+        # A user-defined symbol stands alone after the pre-tokenizer and no merges lead to it: looked up
+        # whole.
+        ignore_merges=any(kind == _USER_DEFINED and len(piece) > 1 for piece, _, kind in pieces),
+    )
+
+
+def _unigram(proto, pieces: list[tuple[str, float, int]]) -> Unigram:
+    """Unigram with the pieces that text must not produce (control, unknown, bytes) priced out of every path:
+    in the fast tokenizer all pieces are candidates, in sentencepiece only normal and user-defined ones."""
+    lowest = min((score for _, score, kind in pieces if kind == _NORMAL), default=0.0)
+    never = 1000.0 * (lowest - 10.0)
+    vocabulary = []
+    for piece, score, kind in pieces:
+        # Sentencepiece never splits a user-defined symbol; at zero no sum of log-probabilities beats it.
+        vocabulary.append((piece, score if kind == _NORMAL else 0.0 if kind == _USER_DEFINED else never))
+    unknown = next((index for index, (_, _, kind) in enumerate(pieces) if kind == _UNKNOWN), None)
+    return Unigram(vocabulary, unk_id=unknown, byte_fallback=proto.trainer_spec.byte_fallback)
+
+
+def _normalizer(spec) -> normalizers.Normalizer:
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        # The fast tokenizer applies the table to whole graphemes and takes the first entry that is a
+        # prefix of one; sentencepiece takes the longest entry at each character. They part where a
+        # grapheme has several characters: composing first leaves few of those, and \r\n (one grapheme) is
+        # taken apart where its halves become spaces.
+        if "nfkc" in spec.name:
+            steps.append(normalizers.NFC())
+        if spec.name.startswith("nmt"):
+            steps.append(normalizers.Replace("\r", " "))
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        # Only spaces (and, at the end, marks) count, so no Strip(), which would take newlines along. With
+        # a dummy prefix one leading space stays and stands for it; a literal mark at the start does not,
+        # so it gets a space of its own.
+        steps.append(normalizers.Replace(Regex(rf"[ {SPACE_MARK}]+\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+        start, replacement = (rf"\A{SPACE_MARK}", f" {SPACE_MARK}") if spec.add_dummy_prefix else (r"\A ", "")
+        steps.append(normalizers.Replace(Regex(start), replacement))
+    steps.append(normalizers.Replace(" ", SPACE_MARK))
+    return normalizers.Sequence(steps)
+
+
+def _pre_tokenizer(spec, pieces: list[tuple[str, float, int]], *, whole: bool) -> pre_tokenizers.PreTokenizer:
+    """whole: whether the model may look up several characters at once, and so find pieces that text must not give."""
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if spec.add_dummy_prefix:
+        # "first" prepends its mark unless the text starts with it. Sentencepiece with whitespace kept
+        # prepends always: hence a mark (a space) that the normaliser has removed, made the usual one by
+        # the next step.
+        mark = SPACE_MARK if spec.remove_extra_whitespaces else " "
+        steps.append(pre_tokenizers.Metaspace(replacement=mark, prepend_scheme="first", split=False))
+    normal = [piece for piece, _, kind in pieces if kind == _NORMAL]
+    user_defined = sorted((piece for piece, _, kind in pieces if kind == _USER_DEFINED), key=len, reverse=True)
+    # Words are cut before each mark if no piece spans such a cut: then cutting changes nothing and is faster.
+    split = not any(SPACE_MARK in piece[1:] for piece in normal + user_defined)
+    steps.append(pre_tokenizers.Metaspace(replacement=SPACE_MARK, prepend_scheme="never", split=split))
+    patterns = [re.escape(piece) for piece in user_defined]
+    if whole:
+        patterns += _cuts_in_forbidden_pieces(pieces, set("".join(normal)))
+    if patterns:
+        steps.append(pre_tokenizers.Split(Regex("|".join(patterns)), behavior="isolated"))
+    return pre_tokenizers.Sequence(steps)
+
+
+def _cuts_in_forbidden_pieces(pieces: list[tuple[str, float, int]], known: set[str]) -> list[str]:
+    """Patterns that cut one character out of text that spells a control, unknown or byte piece ("<0x41>").
+
+    Only characters that are part of no normal piece, so that the cut changes nothing else; pieces without
+    such a character need no cut, as `_unigram` has priced them out of reach.
+    """
+    patterns = []
+    for piece in [piece for piece, _, kind in pieces if kind in (_UNKNOWN, _CONTROL)]:
+        at = next((index for index, character in enumerate(piece) if character not in known), None)
+        if at is not None:
+            before = f"(?<={re.escape(piece[:at])})" if at else ""
+            after = f"(?={re.escape(piece[at + 1 :])})" if piece[at + 1 :] else ""
+            patterns.append(before + re.escape(piece[at]) + after)
+    if any(kind == _BYTE for _, _, kind in pieces):
+        forms = {"<": "<(?=0x[0-9A-F]{2}>)", "x": "(?<=<0)x(?=[0-9A-F]{2}>)", ">": "(?<=<0x[0-9A-F]{2})>"}
+        patterns += [form for character, form in forms.items() if character not in known][:1]
+    return patterns
+
+
+def _decoder(spec) -> decoders.Decoder:
+    steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if spec.remove_extra_whitespaces:
+        steps.append(decoders.Replace(Regex(r"\A +"), ""))
+    elif spec.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    return decoders.Sequence(steps)

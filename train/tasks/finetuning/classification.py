@@ -16,7 +16,7 @@ from matmix.data.examples.base import Examples
 from matmix.data.examples.texts import ClassTexts, MultiLabelTexts
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.examples import class_names
-from matmix.model.outputs import Outputs
+from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, each, labelled, with_labels
 from matmix.train.tasks.finetuning.classes import (

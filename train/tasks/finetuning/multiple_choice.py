@@ -13,7 +13,7 @@ from matmix.data.config import DataConfig
 from matmix.data.examples.base import Examples
 from matmix.data.examples.texts import Choices
 from matmix.data.loading.batch import Batch
-from matmix.model.outputs import Outputs
+from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, each, with_labels
 from matmix.train.tasks.finetuning.classes import (

@@ -18,7 +18,7 @@ from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.examples import class_names
 from matmix.data.loading.loader import Loader
-from matmix.model.outputs import Outputs
+from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.train.tasks.finetuning.classes import MOST_FREQUENT, ClassOptions, class_cost, most_frequent

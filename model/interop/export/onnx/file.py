@@ -13,7 +13,7 @@ import torch
 
 from matmix.model.architectures.encoder import EncoderTrunk
 from matmix.model.backbone import Backbone
-from matmix.model.interop.export.onnx_forms import (
+from matmix.model.interop.export.onnx.forms import (
     OnnxForm,
     diagonal_scatter_form,
     gated_norm_form,

@@ -1,0 +1,237 @@
+"""What the models of images share: patches, blocks, and a residual stream with one vector for each patch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from matmix.model.architecture import register_architecture
+from matmix.model.architectures.text_heads import ClassifierHead, classifier_flops
+from matmix.model.backbone import Backbone, final_norm
+from matmix.model.calls import weights_of
+from matmix.model.config import ModelConfig
+from matmix.model.images.patches import ImageEmbeddings, make_patches, patch_grid, resized_positions
+from matmix.model.images.scans import scan_count, scan_orders
+
+
+class ImageTrunk(Backbone):
+    """Patches -> blocks; `norm` is the final norm of pre-norm models. Subclasses make outputs of the stream."""
+
+    causal = False
+    tokens = False
+    takes_images = True
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.embeddings = ImageEmbeddings(config.image, config.d_model, config.embedding_dropout)
+        self.norm = final_norm(config)
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        super().check(config)
+        if config.image.positions == "sincos" and config.d_model % 4:
+            raise ValueError(
+                f'model.d_model = {config.d_model}: model.image.positions = "sincos" needs a multiple of 4'
+            )
+
+    @classmethod
+    def sequence_length(cls, config: Any, seqlen: int) -> int:
+        return config.image.length
+
+    @classmethod
+    def scans(cls, config: Any) -> tuple[int, bool]:
+        return scan_count(config.image), config.image.class_outside
+
+    @classmethod
+    def example_inputs(cls, config: Any, batch_size: int, seqlen: int) -> torch.Tensor:
+        image = config.image
+        return torch.zeros(batch_size, image.channels, image.size, image.size)
+
+    @classmethod
+    def input_flops(cls, config: Any) -> float:
+        with torch.device("meta"):
+            patches = make_patches(config.image, config.d_model)
+        return patches.flops() * config.image.side**2 / config.image.length
+
+    @classmethod
+    def resized_parameter(cls, name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
+        if name == "embeddings.positions":
+            return resized_positions(value, config.image.side, config.image.side)
+        return value
+
+    def embed(self, inputs: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+        return self.embeddings(inputs)
+
+    def stream(
+        self, images: torch.Tensor, streams: list[torch.Tensor] | None = None, **more: torch.Tensor
+    ) -> torch.Tensor:
+        """The residual stream (B, L, d_model) behind the last block. streams: a list that the streams before the first
+        block and after each are added to; masked: as of `ImageEmbeddings`."""
+        rows, columns = patch_grid(images, self.config.image)
+        orders = scan_orders(self.config.image, rows, columns, images.device)
+        x = self.embed(images, **more)
+        for block in self.blocks:
+            if streams is not None:
+                streams.append(x)
+            x = block(x, None, None, orders)
+        if streams is not None:
+            streams.append(x)
+        return x
+
+
+# -- classes of images: patches in the place of tokens ---------------------------------------------------------------
+
+
+@register_architecture("image_classifier")
+class ImageClassifier(ImageTrunk):
+    """Patches -> blocks -> final norm (pre-norm models) -> mean over the patches, or class token -> logits of
+    model.head.outputs classes, (B, outputs)."""
+
+    per_document = takes_head = True
+    new_parameters = head_parameters = ("classifier.",)
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.classifier = ClassifierHead(config)
+
+    @classmethod
+    def check(cls, config: Any) -> None:
+        super().check(config)
+        image = config.image
+        mixers = config.mixer_names()
+        sees = not mixers or any(not config.mixer_is_causal(name) for name in mixers)
+        if image.pooling == "cls" and image.class_token == "first" and not sees:
+            raise ValueError(
+                'model.image.class_token = "first" comes before all patches, of which causal mixers show it none; '
+                'set model.image.pooling = "mean"'
+            )
+
+    @classmethod
+    def output_flops(cls, config: Any) -> float:
+        return classifier_flops(config)
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        select: torch.Tensor | None = None,
+        readout: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], Any] | None = None,
+        streams: list[torch.Tensor] | None = None,
+    ) -> Any:
+        """Logits (B, outputs) of images (B, channels, H, W), or whatever `readout` makes of the features (B, d_model).
+
+        H and W may be any multiples of the patch. streams: as in `Backbone.forward`, L positions as `ImageEmbeddings`
+        has them. Of the other arguments images have no use: max_seqlen and select are left aside.
+        """
+        if cu_seqlens is not None or attention_mask is not None:
+            raise ValueError("an image_classifier reads whole images: give it no cu_seqlens and no attention_mask")
+        x = self.features(self.pooled(self.stream(inputs, streams)))
+        return self.project(x) if readout is None else readout(x, *self.output_projection())
+
+    def pooled(self, x: torch.Tensor) -> torch.Tensor:
+        """The stream (B, L, d_model) after the final norm -> one vector for each image, (B, d_model). The mean is over
+        the patches, without the class token."""
+        image = self.config.image
+        patches = x.shape[1] - image.class_tokens
+        place = image.class_place(patches)
+        if image.pooling == "cls":
+            return self.norm(x[:, place])
+        x = self.norm(x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        total = wide.sum(1)
+        if image.class_token != "none":
+            total = total - wide[:, place]
+        return (total / patches).to(x.dtype)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(x)
+
+    def output_layer(self) -> nn.Module:
+        return self.classifier.output
+
+    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return weights_of(self.classifier.output, "weight", "bias")
+
+
+# -- images of which some patches are hidden: the model says what their pixels are -----------------------------------
+
+
+@register_architecture("masked_image")
+class MaskedImage(ImageTrunk):
+    """Patches, a learned vector in the place of hidden ones -> blocks -> final norm (pre-norm models) -> the pixels of
+    each patch by one matrix, (B, patches, channels patch patch) in the order of `cut_patches` (arXiv 2111.09886)."""
+
+    head_parameters = ("decoder.", "mask_token")
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.mask_token = nn.Parameter(torch.empty(config.d_model))
+        self.decoder = nn.Linear(config.d_model, config.image.channels * config.image.patch**2)
+
+    @classmethod
+    def output_flops(cls, config: Any) -> float:
+        return 2.0 * config.d_model * config.image.channels * config.image.patch**2
+
+    def embed(
+        self, inputs: torch.Tensor, cu_seqlens: torch.Tensor | None = None, masked: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.embeddings(inputs, masked, self.mask_token)
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        *,
+        masked: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        select: torch.Tensor | None = None,
+        readout: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], Any] | None = None,
+        streams: list[torch.Tensor] | None = None,
+    ) -> Any:
+        """The pixels of all patches of images (B, channels, H, W), or whatever `readout` makes of the features.
+
+        masked: bool (B, rows, columns) of squares that are hidden, each of one patch, or of any number of patches in
+        height and width; None = none. select: as in `Backbone.forward`, of the flattened B * patches. Of the other
+        arguments images have no use: max_seqlen is left aside.
+        """
+        if cu_seqlens is not None or attention_mask is not None:
+            raise ValueError("a masked_image model reads whole images: give it no cu_seqlens and no attention_mask")
+        if masked is not None:
+            masked = self._of_patches(masked, inputs)
+        x = self.stream(inputs, streams, **({} if masked is None else {"masked": masked}))
+        image = self.config.image
+        if image.class_token != "none":
+            place = image.class_place(x.shape[1] - 1)
+            x = torch.cat((x[:, :place], x[:, place + 1 :]), 1)
+        if select is not None:
+            x = x.flatten(0, 1)[select]
+        x = self.features(x)
+        return self.project(x) if readout is None else readout(x, *self.output_projection())
+
+    def _of_patches(self, masked: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        """bool (B, rows, columns) of patches. Raises ValueError (one line) where the squares are no whole patches."""
+        grid = patch_grid(images, self.config.image)
+        for dim, count in enumerate(grid, start=1):
+            if count % masked.shape[dim]:
+                raise ValueError(
+                    f"{masked.shape[1]} x {masked.shape[2]} squares that are hidden are no whole patches of the "
+                    f"{grid[0]} x {grid[1]}: let a square be as large as a patch, or a multiple of it"
+                )
+            masked = masked.repeat_interleave(count // masked.shape[dim], dim)
+        return masked
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+    def output_layer(self) -> nn.Module:
+        return self.decoder
+
+    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return weights_of(self.decoder, "weight", "bias")

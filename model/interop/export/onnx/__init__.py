@@ -1,0 +1,1 @@
+"""ONNX files of exports, and the forms of layers that they hold."""
