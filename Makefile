@@ -50,7 +50,7 @@ lint: .venv/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/hadolint Dockerfile
 
 # The rooms of the package, by the names that they are imported by.
-ROOMS := kernels model data train launch
+ROOMS := kernels model data train use launch
 
 docs: .venv/installed
 	@mkdir -p build/docs/matmix

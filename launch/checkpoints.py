@@ -51,10 +51,10 @@ class Checkpoints:
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Lists, or converts; the exit code. Raises ValueError or FileNotFoundError for a mistake of the user's."""
-        from matmix.launch.convert import convert_run
         from matmix.train.checkpoint.listing import list_checkpoints
         from matmix.train.run.directory import RunDirectory
         from matmix.train.run.remote import local_outline
+        from matmix.use.converting import convert_run
 
         if self.other is not None:
             if self.source:

@@ -50,9 +50,7 @@ VERBS = {
     "plan": Branch("memory, traffic, time and risk of a run on a cluster", "matmix.launch.lab.plan.command:PlanRun"),
     "generate": Branch("sample from a run or an export", "matmix.launch.generate:Generate"),
     "evaluate": Branch("scores of any text, or of labelled examples", "matmix.launch.evaluate:Evaluate"),
-    "classify": Branch(
-        "the likeliest classes of pictures, by an image classifier", "matmix.launch.images.classify:Classify"
-    ),
+    "classify": Branch("the likeliest classes of pictures, by an image classifier", "matmix.launch.classify:Classify"),
     "embed": Branch("one vector for every text, by an encoder", "matmix.launch.embed:Embed"),
     "show-mixer": Branch(
         "draw the mixer matrices of a run or a recipe, with their ranks",

@@ -4,17 +4,11 @@ encoder on any labelled examples, or those of an image classifier on prepared pi
 from __future__ import annotations
 
 import dataclasses
-import json
 import lzma
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from matmix.data.storage.files import write_atomic
-from matmix.launch.examples import Judge, judge, judge_of_run, judge_of_task, say, task_of
-from matmix.launch.images.scores import classifies_images, say_images, score_images
-from matmix.launch.loading import Source, load_source
-from matmix.launch.scoring import Score, score_texts, score_with_state
 from matmix.launch.texts import TextDocuments, TextFiles, read_texts
 from matmix.train.arguments import RunFolder
 from matmix.train.engine.full_state import Weights
@@ -68,88 +62,55 @@ class Evaluate:
     """Images: which split of the dataset."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Prints the scores; the exit code."""
+        """Prints the scores and returns the exit code."""
+        from matmix.launch.scores import say_examples, say_images, say_texts
+        from matmix.use.examples import score_examples, task_of
+        from matmix.use.opening import open_model
+        from matmix.use.pictures import classifies_images, score_images
+        from matmix.use.scoring import score_texts, score_with_state
+
+        opened = open_model(self.source, step=self.step, weights=self.weights)
         files = {"out": self.out, "predictions": self.predictions, "confusion": self.confusion}
-        if classifies_images(self.source):
+        if classifies_images(opened):
             if len(self.texts) > 1:
                 raise ValueError(f"{self.source}: give one dataset of pictures, or none for the run's own")
-            options = {"split": self.split, "step": self.step, "weights": self.weights}
-            say_images(score_images(self.source, *self.texts, **options), **files)
+            say_images(score_images(opened, *self.texts, split=self.split), **files)
             return 0
-        if by := self._judge():
+        given = {"columns": self.columns, "labels": self.labels, "max_length": self.max_length}
+        own = task_of(opened)
+        if own and (any(given.values()) or self.task not in ("", own)):
+            raise ValueError(f"{self.source} was fine-tuned for {own}, and knows its columns, classes and lengths")
+        if own or self.task:
             if len(self.texts) != 1:
                 raise ValueError(f"{self.source}: give one file of examples")
-            judged = judge(by, self.texts[0])
-            say(judged, **files)
+            say_examples(score_examples(opened, self.texts[0], task="" if own else self.task, **given), **files)
             return 0
+        if any(given.values()):
+            raise ValueError("--columns, --labels and --max-length belong to --task: name the task")
         if self.predictions is not None or self.confusion is not None:
             raise ValueError("--predictions and --confusion are for labelled examples: name their task, --task")
         if self.carry_state and (self.window or self.stride):
             raise ValueError("carried state has no windows: leave out --carry-state, or --window and --stride")
-        source = load_source(self.source, step=self.step, weights=self.weights)
-        config = source.model.config
-        if not config.causal:
-            raise ValueError(
-                f"{source.path} is an {config.architecture}, which gives no text a probability: name a task on "
-                "labelled examples, --task"
-            )
         options = {"text_field": self.text_field, "text_documents": self.text_documents, "doing": "scoring"}
         xz = _Xz()
-        texts = map(xz.seen, filter(None, read_texts(self.texts, **options)))
+        texts = map(xz.add, filter(None, read_texts(self.texts, **options)))
         if self.carry_state:
-            score, how = score_with_state(source, texts), "state carried through each document"
+            score = score_with_state(opened, texts)
         else:
-            window = self.window or source.seqlen
-            stride = self.stride or max(1, window // 2)
-            config.check_seqlen(window)
-            if not 1 <= stride <= window:
-                raise ValueError(f"--stride must lie between 1 and the window of {window} tokens, got {stride}")
-            score = score_texts(source, texts, window=window, stride=stride)
-            how = f"windows of {window:,} tokens, moved by {stride:,}"
-        self._say(source, score, how, xz.bits_per_byte)
+            score = score_texts(opened, texts, window=self.window, stride=self.stride)
+        step = "" if opened.step is None else f", {opened.state}"
+        say_texts(f"{opened.path}{step}", score, xz.bits_per_byte, self.out)
         return 0
-
-    def _judge(self) -> Judge | None:
-        """What scores labelled examples; None for a language model's texts."""
-        given = self.columns or self.labels or self.max_length
-        own = task_of(self.source)
-        if own:
-            if given or self.task not in ("", own):
-                raise ValueError(f"{self.source} was fine-tuned for {own}, and knows its columns, classes and lengths")
-            return judge_of_run(self.source, step=self.step, weights=self.weights)
-        if not self.task:
-            if given:
-                raise ValueError("--columns, --labels and --max-length belong to --task: name the task")
-            return None
-        options = {"columns": self.columns, "labels": self.labels, "max_length": self.max_length, "step": self.step}
-        return judge_of_task(self.source, self.task, weights=self.weights, **options)
-
-    def _say(self, source: Source, score: Score, how: str, xz: float) -> None:
-        where = f"{source.path}" + ("" if source.step is None else f", step {source.step:,}")
-        print(f"{where}: {score.texts:,} documents, {score.tokens:,} tokens, {score.bytes:,} bytes; {how}")
-        rows = {
-            "loss": (score.nats / score.tokens, "nats per token"),
-            "perplexity": (score.perplexity, "per token"),
-            "word_perplexity": (score.word_perplexity, "per word (what stands between white space)"),
-            "bits_per_byte": (score.bits_per_byte, "bits per byte"),
-            "xz_bits_per_byte": (xz, "bits per byte by `xz -9` of the same text, for comparison"),
-        }
-        for name, (value, unit) in rows.items():
-            print(f"  {name.replace('_', ' '):<18}{value:>12.4f}  {unit}")
-        if self.out is not None:
-            numbers = {name: value for name, (value, _) in rows.items()}
-            counts = {"documents": score.texts, "tokens": score.tokens, "bytes": score.bytes, "words": score.words}
-            write_atomic(self.out, json.dumps({**numbers, **counts, "method": how}, indent=2) + "\n")
 
 
 class _Xz:
-    """What a general compressor makes of the same text: a model that does not beat it has learned little."""
+    """Compresses the same text by a general compressor: a model that does not beat it has learned little."""
 
     def __init__(self) -> None:
         self._xz, self._read, self._written = lzma.LZMACompressor(preset=9), 0, 0
 
-    def seen(self, text: str) -> str:
-        """The text, which counts from here on."""
+    def add(self, text: str) -> str:
+        """Returns the text, which counts from here on."""
         raw = text.encode("utf-8")
         self._read += len(raw)
         self._written += len(self._xz.compress(raw))
@@ -157,6 +118,6 @@ class _Xz:
 
     @property
     def bits_per_byte(self) -> float:
-        """At the end of all text."""
+        """The size per byte of text; read once, at the end of all text."""
         self._written += len(self._xz.flush())
         return 8 * self._written / self._read

@@ -15,7 +15,7 @@ from paths import ROOT
 
 import matmix
 
-ROOMS = ("kernels", "model", "data", "train", "launch")
+ROOMS = ("kernels", "model", "data", "train", "use", "launch")
 
 
 def _pyproject() -> dict:
@@ -131,7 +131,7 @@ def test_an_unknown_verb_is_one_line(tmp_path):
     assert "trian" in run.stderr
 
 
-_HEIGHT = {"kernels": 0, "model": 1, "data": 1, "train": 2, "launch": 3, "benchmarks": 4, "studies": 5}
+_HEIGHT = {"kernels": 0, "model": 1, "data": 1, "train": 2, "use": 3, "launch": 4, "benchmarks": 5, "studies": 6}
 _NAMED = re.compile(rf"(?<![.\w])matmix\.(?:{'|'.join(_HEIGHT)})(?:\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 

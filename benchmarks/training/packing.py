@@ -18,12 +18,12 @@ from torch import nn
 
 from matmix.benchmarks.measuring.timing import Clock
 from matmix.data.loading.batch import Batch
-from matmix.launch.finetune import finetuning_config
 from matmix.model import build_model, initialize
 from matmix.train.config import RunConfig
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.process.distributed import choose_device
 from matmix.train.tasks import Task
+from matmix.use.finetuning import finetuning_config
 
 PACKINGS = ("concat", "document", "rows")
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matmix.data.examples.config import ExamplesConfig
-from matmix.launch.finetune import counted, finetuning_config
 from matmix.launch.glue.check import Found
 from matmix.launch.glue.settings import Column, overrides
 from matmix.launch.glue.tasks import TASKS, GlueTask
@@ -20,6 +19,7 @@ from matmix.launch.many.table import markdown
 from matmix.launch.many.task import Task
 from matmix.train.config import InitConfig, RunConfig
 from matmix.train.run.directory import RunDirectory
+from matmix.use.finetuning import counted, finetuning_config
 
 _MNLI = TASKS["MNLI"].name
 _ALONE = "-without-MNLI"

@@ -10,12 +10,13 @@ from statistics import fmean
 
 from matmix.data.artifacts import read_json
 from matmix.data.storage.files import write_atomic
-from matmix.launch.examples import judge, judge_of_run
 from matmix.launch.glue.control import most_frequent
 from matmix.launch.glue.plan import GlueRun, Plan
 from matmix.launch.glue.tasks import TASKS, GlueTask
 from matmix.launch.many.settings import other_settings
 from matmix.train.run.directory import RunDirectory
+from matmix.use.examples import score_examples
+from matmix.use.opening import open_model
 
 SECOND = "second.json"
 """In a run directory: the metrics on the task's second file."""
@@ -89,8 +90,8 @@ def score_second(task: GlueTask, folder: Path, run: RunDirectory) -> None:
 
     Raises FileNotFoundError or ValueError (one line).
     """
-    judged = judge(judge_of_run(run.path), str(folder / task.name / task.second))
-    record = {**judged.metrics(), "file": task.second, "examples": len(judged.examples)}
+    scores = score_examples(open_model(run.path), str(folder / task.name / task.second))
+    record = {**scores.metrics(), "file": task.second, "examples": len(scores.examples)}
     write_atomic(run.path / SECOND, json.dumps(record, indent=2) + "\n")
 
 

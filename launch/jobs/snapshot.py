@@ -19,7 +19,7 @@ from pathlib import Path
 from matmix.data.storage.files import first_free
 from matmix.train.run.revision import git
 
-ROOMS = ("kernels", "model", "data", "train", "launch")
+ROOMS = ("kernels", "model", "data", "train", "use", "launch")
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 

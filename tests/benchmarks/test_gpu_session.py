@@ -23,7 +23,7 @@ from matmix.kernels.semiseparable.fused.configs import measured, usual
 from matmix.kernels.tiles import table
 
 CPU = torch.device("cpu")
-ROOMS = ("kernels", "model", "data", "train", "launch", "benchmarks")
+ROOMS = ("kernels", "model", "data", "train", "use", "launch", "benchmarks")
 
 
 def session(out, only="", *, toy=True, seconds=300.0) -> Session:

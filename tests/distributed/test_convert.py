@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from saved_weights import read_weights
 
 from matmix.launch import cli
-from matmix.launch.convert import convert_checkpoint, convert_run
 from matmix.train.checkpoint.files import describe_files, find_problem, list_files, read_manifest, write_manifest
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
 from matmix.train.engine.kinds import open_full
 from matmix.train.run.directory import RunDirectory
+from matmix.use.converting import convert_checkpoint, convert_run
 
 NAMES = list(scenarios.ENGINES)
 
@@ -259,7 +259,7 @@ def test_a_failed_conversion_leaves_nothing(run, tmp_path, monkeypatch):
     def full_disk(*_arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("matmix.launch.convert.write_manifest", full_disk)
+    monkeypatch.setattr("matmix.use.converting.write_manifest", full_disk)
     with pytest.raises(OSError, match="No space left"):
         convert_run(run, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]

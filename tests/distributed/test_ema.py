@@ -10,7 +10,7 @@ from convert_scenarios import contents
 from harness import run_distributed
 from runs import records
 
-from matmix.launch.convert import convert_run
+from matmix.use.converting import convert_run
 
 ENGINES = {
     "fsdp2": ["--engine.name", "fsdp2"],

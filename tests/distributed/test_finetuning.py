@@ -15,7 +15,8 @@ from runs import losses, records
 from seqeval import metrics as entities
 from sklearn import metrics
 
-from matmix.launch.examples import judge, judge_of_run
+from matmix.use.examples import score_examples
+from matmix.use.opening import open_model
 
 PAIRS = [{"text": row["text"], "pair": " ".join(reversed(row["text"].split()))} for row in texts(84)]
 TAGS = ("B-X", "I-X", "O")
@@ -83,7 +84,7 @@ def test_predictions_of_words_and_of_windows_come_together_from_all_ranks(ranks,
     for name in recipes:
         run = tmp_path / "many" / name
         assert losses(run) == pytest.approx(losses(tmp_path / "one" / name), rel=2e-4), name
-        judged = judge(judge_of_run(run), str(tmp_path / name / "validation.jsonl"))
+        judged = score_examples(open_model(run), str(tmp_path / name / "validation.jsonl"))
         assert len(set(judged.predicted.numbers.tolist())) >= 31
         expected = (_scores_of_tags if name == "tokens" else _scores_of_answers)(judged)
         found = records(run, "validation")[-1]

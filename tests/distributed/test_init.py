@@ -10,9 +10,9 @@ from runs import losses, run_recipe
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from matmix.launch.export import export_run
 from matmix.train.config import InitConfig
 from matmix.train.init.sources import source_of
+from matmix.use.exporting import export_run
 
 ENGINES = {
     "fsdp2": ["--engine.name", "fsdp2"],

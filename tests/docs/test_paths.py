@@ -7,7 +7,7 @@ import re
 from pages import spans
 from paths import ROOT
 
-ROOMS = ("kernels", "model", "data", "train", "launch", "tests")
+ROOMS = ("kernels", "model", "data", "train", "use", "launch", "tests")
 
 
 def test_files_that_pages_name_exist():

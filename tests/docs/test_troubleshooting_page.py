@@ -11,7 +11,7 @@ from paths import ROOT
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 HEADINGS = re.findall(r"^### (.+)$", PAGE, flags=re.MULTILINE)
 QUOTED = [code for heading in HEADINGS for code in re.findall("`([^`]+)`", heading) if code != "loss nan"]
-ROOMS = ("kernels", "model", "data", "train", "launch")
+ROOMS = ("kernels", "model", "data", "train", "use", "launch")
 
 
 @functools.cache

@@ -11,11 +11,11 @@ from runs import losses, run_recipe, weights
 from transformers import AutoModelForSequenceClassification
 
 from matmix.launch.cli import main
-from matmix.launch.export import export_run
-from matmix.launch.generate import generate
+from matmix.launch.generate import Generate
 from matmix.model.architecture import Outputs
 from matmix.model.interop import read_export
 from matmix.train.tasks import TASKS, Loss, Task
+from matmix.use.exporting import export_run
 
 
 class FirstToken(Task):
@@ -62,7 +62,7 @@ def test_a_classifier_goes_the_whole_way(known, dataset, tmp_path, capsys):
     ids = torch.randint(8, 300, (2, 20))
     torch.testing.assert_close(read_export(out).eval()(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="is a sequence_classifier, which writes no text"):
-        generate(run, prompt="the <mask>")
+        Generate(source=str(run)).print(["the <mask>"], print)
     capsys.readouterr()
     assert main(["train", str(run)]) == 0
     assert f"Next: matmix export {run} --out DIR" in capsys.readouterr().out.splitlines()

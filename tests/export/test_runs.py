@@ -23,15 +23,13 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 from matmix.data.manifest import Manifest
 from matmix.data.tokenizer import Tokenizer
 from matmix.launch.cli import main
-from matmix.launch.continuation import continue_texts
-from matmix.launch.export import export_run, import_reference
-from matmix.launch.filling import fill_masks
-from matmix.launch.generate import generate
-from matmix.launch.loading import load_source
-from matmix.launch.sampling import Sampling
+from matmix.launch.generate import Generate
 from matmix.model import count_parameters
 from matmix.model.interop.export.directory import longest_text
 from matmix.train.run.directory import RunDirectory
+from matmix.use.exporting import export_run, import_reference
+from matmix.use.generation import Sampling, fill_masks, generate
+from matmix.use.opening import open_model
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -52,7 +50,8 @@ def encoder(dataset, tmp_path_factory) -> Path:
 
 def output_of(source, **options) -> str:
     pieces: list[str] = []
-    assert generate(source, write=pieces.append, **options) == 0
+    prompt = options.pop("prompt", "")
+    Generate(source=str(source), **options).print([prompt] if isinstance(prompt, str) else prompt, pieces.append)
     return "".join(pieces)
 
 
@@ -72,7 +71,7 @@ def test_a_run_becomes_an_export(kind, request, tmp_path, capsys):
     saved = weights(run_dir)
     assert {name.removeprefix("model.") for name, _ in model.named_parameters()} == set(saved)
     assert all(torch.equal(p, saved[name.removeprefix("model.")]) for name, p in model.named_parameters())
-    source = load_source(run_dir, device="cpu")
+    source = open_model(run_dir, device="cpu")
     ids = torch.randint(8, 300, (1, 20))
     with torch.no_grad():
         assert (source.model(ids) - model.eval()(ids).logits).abs().max() <= 1e-4
@@ -161,7 +160,7 @@ def test_the_tokenizer_cuts_texts_at_the_length_of_the_training(encoder, tmp_pat
     assert AutoTokenizer.from_pretrained(out).model_max_length == config.data.seqlen
     assert json.loads((out / "sentence_bert_config.json").read_text())["max_seq_length"] == config.data.seqlen
     assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == config.data.seqlen
-    assert load_source(out).seqlen == load_source(encoder).seqlen == config.data.seqlen
+    assert open_model(out).seqlen == open_model(encoder).seqlen == config.data.seqlen
     positions = dataclasses.replace(config.model, position_embeddings=True)
     assert longest_text(positions, config.data.seqlen) == config.model.max_seqlen
 
@@ -210,10 +209,10 @@ def test_bfloat16(language_model, tmp_path):
 
 
 def test_export_mistakes(language_model, tmp_path):
-    with pytest.raises(FileNotFoundError, match="run directory not found"):
+    with pytest.raises(FileNotFoundError, match="no run or export at"):
         export_run(tmp_path / "absent", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"is not a run directory: it has no config\.toml"):
+    with pytest.raises(ValueError, match="is neither a run"):
         export_run(tmp_path / "empty", tmp_path / "out")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "config.toml").write_text((language_model / "config.toml").read_text())
@@ -248,7 +247,7 @@ def test_other_projects_checkpoints_become_exports(kind, golden, tmp_path):
     logits = model.eval()(tensors["input_ids"]).logits
     assert (logits - tensors["logits"]).abs().max() <= 1e-4
     with pytest.raises(ValueError, match="has no tokenizer to turn a prompt into tokens"):
-        generate(out, prompt="x")
+        output_of(out, prompt="x")
 
 
 def test_an_imported_checkpoint_brings_its_tokenizer(tmp_path, tokenizer):
@@ -281,21 +280,23 @@ def test_import_mistakes(tmp_path):
 
 
 def test_generation_carries_state_and_is_that_of_the_whole_text(language_model):
-    source = load_source(language_model, device="cpu")
-    ids = source.tokenizer.encode("the king").ids
-    (found,) = continue_texts(source, ["the king"], max_new_tokens=12, sampling=GREEDY)
+    source = open_model(language_model, device="cpu")
+    ids = source.reader.marking.encode("the king").ids
+    (found,) = generate(source, ["the king"], max_new_tokens=12, sampling=GREEDY)
     expected, logprob = list(ids), 0.0
     for _ in range(12):
         with torch.no_grad():
             logits = source.model(torch.tensor([expected]))[0, -1]
         shares = logits.log_softmax(0)
-        logits[[index for index in source.special.values() if index != source.special["eos"]]] = -torch.inf
-        token = int(logits[: source.tokenizer.get_vocab_size()].argmax())
-        if token == source.special["eos"]:
+        logits[
+            [index for index in source.reader.special.values() if index != source.reader.special["eos"]]
+        ] = -torch.inf
+        token = int(logits[: source.reader.marking.get_vocab_size()].argmax())
+        if token == source.reader.special["eos"]:
             break
         logprob += float(shares[token])
         expected.append(token)
-    assert source.tokenizer.decode(expected) == "the king" + found.text
+    assert source.reader.marking.decode(expected) == "the king" + found.text
     assert found.tokens == expected[len(ids) :]
     assert found.logprob == pytest.approx(logprob, abs=1e-4)
 
@@ -387,7 +388,7 @@ def test_a_text_ends_before_a_stop_string(language_model, capsys):
 
 def test_the_end_token_is_told_beside_the_text(language_model, monkeypatch, capsys):
     """Here every token is the end token."""
-    end = load_source(language_model, device="cpu").special["eos"]
+    end = open_model(language_model, device="cpu").reader.special["eos"]
     monkeypatch.setattr(Sampling, "draw", lambda *_: end)
     assert main(["generate", str(language_model), "--prompt", "the"]) == 0
     assert capsys.readouterr() == ("the\n", "(ended at the end token, after 0 tokens)\n")
@@ -438,15 +439,15 @@ def test_mistakes_in_a_file_of_prompts_are_one_line(language_model, tmp_path, na
 
 
 def test_a_special_tokens_name_in_a_prompt_is_text(language_model):
-    source = load_source(language_model, device="cpu")
+    source = open_model(language_model, device="cpu")
     ids = source.reader.ids("a </s> b")
     assert ids == [*source.reader.before, *source.reader.tokenizer.encode("a </s> b")]
-    assert source.special["eos"] not in ids[1:]
-    assert source.tokenizer.decode(ids) == "a </s> b"
+    assert source.reader.special["eos"] not in ids[1:]
+    assert source.reader.marking.decode(ids) == "a </s> b"
 
 
 def test_encoders_fill_in_masks(encoder):
-    source = load_source(encoder, device="cpu")
+    source = open_model(encoder, device="cpu")
     lines = str(fill_masks(source, "the <mask> speaks to <mask> crown")).splitlines()
     assert lines[0] == "<mask> 1 of 2:"
     assert lines[6] == "<mask> 2 of 2:"
@@ -455,44 +456,44 @@ def test_encoders_fill_in_masks(encoder):
     assert "<mask>" not in "\n".join(lines[12:])
     assert "speaks to" in "\n".join(lines[12:])
     best = lines[1].split("  ")[-1]
-    ids = [source.special["cls"], *source.tokenizer.encode("the <mask> speaks to <mask> crown").ids[1:]]
+    ids = [source.reader.special["cls"], *source.reader.marking.encode("the <mask> speaks to <mask> crown").ids[1:]]
     with torch.no_grad():
-        logits = source.model(torch.tensor([ids]))[0, ids.index(source.special["mask"])]
+        logits = source.model(torch.tensor([ids]))[0, ids.index(source.reader.special["mask"])]
     logits[:7] = -torch.inf
-    assert best == repr(source.tokenizer.decode([int(logits[: source.tokenizer.get_vocab_size()].argmax())]))
+    assert best == repr(source.reader.marking.decode([int(logits[: source.reader.marking.get_vocab_size()].argmax())]))
 
 
 def test_generate_mistakes(language_model, encoder, head_exports, tmp_path):
     with pytest.raises(ValueError, match="is a text_embedder, which writes no text"):
-        generate(head_exports / "embedder" / "export", prompt="the <mask>")
+        output_of(head_exports / "embedder" / "export", prompt="the <mask>")
     with pytest.raises(FileNotFoundError, match="no run or export at"):
-        generate(tmp_path / "absent")
+        output_of(tmp_path / "absent")
     with pytest.raises(ValueError, match="is neither a run"):
-        generate(tmp_path)
+        output_of(tmp_path)
     with pytest.raises(ValueError, match="is an encoder, which fills in words: put <mask>"):
-        generate(encoder, prompt="the king")
+        output_of(encoder, prompt="the king")
     with pytest.raises(ValueError, match="temperature must be 0 or more"):
-        generate(language_model, temperature=-1.0)
+        output_of(language_model, temperature=-1.0)
     with pytest.raises(ValueError, match="top_p must be above 0"):
-        generate(language_model, top_p=0.0)
+        output_of(language_model, top_p=0.0)
     with pytest.raises(ValueError, match="top_k must be 0 or more"):
-        generate(language_model, top_k=-1)
+        output_of(language_model, top_k=-1)
     with pytest.raises(ValueError, match="max_new_tokens must be 0 or more"):
-        generate(language_model, max_new_tokens=-1)
+        output_of(language_model, max_new_tokens=-1)
     with pytest.raises(ValueError, match="num_samples must be 1 or more"):
-        generate(language_model, num_samples=0)
+        output_of(language_model, num_samples=0)
     with pytest.raises(ValueError, match="at temperature 0 all samples of a prompt are the same"):
-        generate(language_model, num_samples=2, temperature=0.0)
+        output_of(language_model, num_samples=2, temperature=0.0)
     with pytest.raises(ValueError, match="--stop is empty"):
-        generate(language_model, stop=("",))
+        output_of(language_model, stop=("",))
     with pytest.raises(ValueError, match="is an encoder, which fills in words: leave --num-samples and --stop out"):
-        generate(encoder, prompt="the <mask>", stop=(".",))
+        output_of(encoder, prompt="the <mask>", stop=(".",))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ValueError, match="is not an export of matmix"):
-        generate(tmp_path)
+    with pytest.raises(ValueError, match="is no run, no export, and no known checkpoint"):
+        output_of(tmp_path)
     out = export_run(language_model, tmp_path / "out")
     with pytest.raises(ValueError, match="is an export, which has no steps"):
-        generate(out, step=2)
+        output_of(out, step=2)
     (out / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"is not complete: it lacks model\.safetensors"):
-        generate(out, prompt="x")
+        output_of(out, prompt="x")

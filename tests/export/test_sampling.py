@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from matmix.launch.sampling import Sampling, TextStream
+from matmix.use.generation import Sampling, TextStream
 
 PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
 LOGITS = torch.tensor(PROBABILITIES).log()

@@ -7,7 +7,7 @@ from runs import run_recipe
 
 from matmix.launch.checkpoints import Convert, format_size
 from matmix.launch.cli import main
-from matmix.launch.convert import MAX_FILE_BYTES
+from matmix.use.converting import MAX_FILE_BYTES
 
 
 @pytest.fixture(scope="module")

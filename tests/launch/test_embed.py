@@ -14,9 +14,9 @@ from runs import run_recipe
 from transformers import AutoModel, AutoTokenizer
 
 from matmix.launch.cli import main
-from matmix.launch.embed import as_embedder, embed_texts
-from matmix.launch.export import export_run
-from matmix.launch.loading import load_source
+from matmix.use.embedding import Embedder
+from matmix.use.exporting import export_run
+from matmix.use.opening import open_model
 
 TEXTS = ["the king speaks", "soft", " ", "but death rises over the crown and the queen gives her sword " * 3]
 
@@ -61,21 +61,21 @@ def test_vectors_are_those_of_each_text_alone(run, file, wanted, pooling, tmp_pa
     assert found.dtype == np.float32
     assert np.abs(found - wanted[pooling]).max() < 1e-5
     assert f"{len(TEXTS)} vectors of {found.shape[1]}" in capsys.readouterr().out
-    monkeypatch.setattr("matmix.launch.embed._PACK", 5)
-    monkeypatch.setattr("matmix.launch.embed._TEXTS", 2)
+    monkeypatch.setattr("matmix.use.embedding._PACK", 5)
+    monkeypatch.setattr("matmix.use.embedding._TEXTS", 2)
     assert main([*words[:4], str(tmp_path / "again.npy"), *words[5:]]) == 0
     assert np.abs(np.load(tmp_path / "again.npy") - wanted[pooling]).max() < 1e-5
 
 
 def test_a_text_that_spells_special_tokens_is_text(run, file, wanted, tmp_path):
     """As it was in training."""
-    text, source = "a </s> king<mask>", load_source(run, device="cpu")
-    ids = [source.special["cls"], *source.reader.tokenizer.encode(text), source.special["sep"]]
-    model = as_embedder(source, "mean")
-    ((_, vectors),) = embed_texts(source, model, [text], max_length=24)
+    text, opened = "a </s> king<mask>", open_model(run, device="cpu")
+    reader, embedder = opened.reader, Embedder(opened, max_length=24)
+    ids = [reader.special["cls"], *reader.tokenizer.encode(text), reader.special["sep"]]
+    ((_, vectors),) = embedder.batches([text])
     with torch.no_grad():
-        assert torch.equal(vectors, model(torch.tensor([ids])))
-    assert source.tokenizer.decode(ids) == text
+        assert torch.equal(vectors, embedder.model(torch.tensor([ids])))
+    assert reader.marking.decode(ids) == text
 
 
 def test_parquet_and_unit_length(run, file, wanted, tmp_path):

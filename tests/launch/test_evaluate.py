@@ -14,11 +14,10 @@ import torch
 from runs import run_recipe
 
 from matmix.launch.cli import main
-from matmix.launch.continuation import continue_texts
-from matmix.launch.export import export_run
-from matmix.launch.loading import Source, load_source
-from matmix.launch.sampling import Sampling
-from matmix.launch.scoring import score_texts, score_with_state, windows_of
+from matmix.use.exporting import export_run
+from matmix.use.generation import Sampling, generate
+from matmix.use.opening import TrainedModel, open_model
+from matmix.use.scoring import score_texts, score_with_state, windows_of
 
 LM_EVAL_PYTHON = os.environ.get("MATMIX_LM_EVAL_PYTHON")
 TEXTS = ["the king speaks to the queen under the night " * 3, "soft", "but death rises over the crown"]
@@ -32,15 +31,15 @@ def run(dataset, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def source(run) -> Source:
-    return load_source(run, device="cpu")
+def source(run) -> TrainedModel:
+    return open_model(run, device="cpu")
 
 
-def ids_of(source: Source, text: str) -> list[int]:
-    return [source.start, *source.tokenizer.encode(text, add_special_tokens=False).ids]
+def ids_of(source: TrainedModel, text: str) -> list[int]:
+    return [source.reader.start, *source.reader.marking.encode(text, add_special_tokens=False).ids]
 
 
-def nats_of(source: Source, read: list[int], wanted: list[int]) -> float:
+def nats_of(source: TrainedModel, read: list[int], wanted: list[int]) -> float:
     """Of the last tokens that follow those that are read, in one plain forward pass."""
     with torch.no_grad():
         logits = source.model(torch.tensor([read]))[0, -len(wanted) :].double()
@@ -84,7 +83,7 @@ def test_sliding_windows_are_those_of_the_definition(source):
 
 
 def test_carried_state_goes_beyond_one_step(source, monkeypatch):
-    monkeypatch.setattr("matmix.launch.scoring._CARRIED", 7)
+    monkeypatch.setattr("matmix.use.scoring._CARRIED", 7)
     whole = score_texts(source, TEXTS, window=500, stride=500)
     assert score_with_state(source, TEXTS).nats == pytest.approx(whole.nats, rel=1e-5)
 
@@ -177,26 +176,26 @@ def run_lm_eval(export: Path, work: Path, tasks: list[str], *more: str) -> tuple
     return json.loads(results.read_text())["results"], samples
 
 
-def check_choices(source: Source, samples: list[dict], window: int, *, special: bool) -> None:
+def check_choices(source: TrainedModel, samples: list[dict], window: int, *, special: bool) -> None:
     """Log-likelihoods of the choices after each text; window: as many tokens as the model reads; special: whether the
     tokenizer's own token stands before them."""
     assert len(samples) == len(TEXTS)
     for sample in samples:
         text = sample["doc"]["text"]
         # There, spaces at the end of a text belong to the choice.
-        read = source.tokenizer.encode(text.rstrip(), add_special_tokens=special).ids
+        read = source.reader.marking.encode(text.rstrip(), add_special_tokens=special).ids
         for choice, (value, _) in zip((" king", " xqz xqz"), sample["filtered_resps"], strict=True):
-            both = source.tokenizer.encode(text + choice, add_special_tokens=special).ids
+            both = source.reader.marking.encode(text + choice, add_special_tokens=special).ids
             wanted = -nats_of(source, both[-window - 1 : -1], both[len(read) :])
             assert float(value) == pytest.approx(wanted, abs=1e-4), (text, choice)
 
 
-def check_continuations(source: Source, samples: list[dict]) -> None:
+def check_continuations(source: TrainedModel, samples: list[dict]) -> None:
     """The likeliest tokens, one after the other."""
     assert len(samples) == len(TEXTS)
     for sample in samples:
         prompt, greedy = sample["doc"]["text"], Sampling(temperature=0)
-        wanted = continue_texts(source, [prompt], max_new_tokens=12, sampling=greedy)[0].text
+        wanted = generate(source, [prompt], max_new_tokens=12, sampling=greedy)[0].text
         assert sample["resps"][0][0] == wanted, prompt
 
 
@@ -204,8 +203,8 @@ def check_continuations(source: Source, samples: list[dict]) -> None:
 def test_several_prompts_are_continued_as_each_alone(source, sampling):
     """With the seed of each; the empty one starts as documents do."""
     prompts, options = [*TEXTS, "", "soft"], {"max_new_tokens": 12, "sampling": sampling}
-    alone = [continue_texts(source, [prompt], seeds=[3], **options)[0].tokens for prompt in prompts]
-    found = continue_texts(source, prompts, seeds=[3] * len(prompts), **options)
+    alone = [generate(source, [prompt], seeds=[3], **options)[0].tokens for prompt in prompts]
+    found = generate(source, prompts, seeds=[3] * len(prompts), **options)
     assert [one.tokens for one in found] == alone
     assert len(set(map(tuple, alone))) > 1
 

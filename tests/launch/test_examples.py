@@ -14,10 +14,10 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score
 
 from matmix.launch.cli import main
-from matmix.launch.export import export_run
 from matmix.model.interop.importing.exported import read_labels
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
+from matmix.use.exporting import export_run
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,9 @@ from paths import ROOT
 from runs import losses, records, run_recipe, weights
 
 from matmix.launch.cli import main
-from matmix.launch.finetune import counted, finetuning_config, planned_config
-from matmix.launch.fitting import fitted_rate
 from matmix.train.recipe import load_config
 from matmix.train.recipe_files import find_recipe
+from matmix.use.finetuning import counted, finetuning_config, fitted_rate, planned_config
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +172,7 @@ def test_bundled_recipes_fit_an_encoder(task):
         ({1: "causal_lm"}, "has architecture encoder: matmix finetune takes sequence_classification, multi_label, "),
         ({1: "causal_lm"}, "goes on with masked_lm"),
         ({1: "sequence_clasification"}, "recipe not found: sequence_clasification"),
-        ({0: "no/run"}, "there is no no/run"),
+        ({0: "no/run"}, "no run or export at no/run"),
         ({3: "no.jsonl"}, "examples not found: no.jsonl"),
     ],
 )

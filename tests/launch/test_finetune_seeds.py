@@ -16,9 +16,9 @@ from runs import losses, run_recipe, weights
 
 from matmix.data.cores import cores
 from matmix.launch.cli import main
-from matmix.launch.finetune import finetuning_config
 from matmix.train.loop import train
 from matmix.train.process.exits import EXIT_STOPPED
+from matmix.use.finetuning import finetuning_config
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from runs import losses, records, run_recipe
 
-from matmix.launch.convert import convert_run
-from matmix.launch.export import export_run
-from matmix.launch.generate import generate
+from matmix.launch.generate import Generate
 from matmix.train.entry import main
+from matmix.use.converting import convert_run
+from matmix.use.exporting import export_run
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_a_model_that_was_edited_by_hand_is_refused(run, capsys) -> None:
     for look in (
         lambda: export_run(run, run.parent / "export"),
         lambda: convert_run(run, run.parent / "converted"),
-        lambda: generate(run, prompt="a", max_new_tokens=1),
+        lambda: Generate(source=str(run), max_new_tokens=1).print(["a"], print),
     ):
         with pytest.raises(ValueError, match="is not the config that the run's checkpoint was made with") as caught:
             look()
@@ -76,7 +76,7 @@ def test_a_flipped_bit_in_the_tokenizer_is_refused(run, capsys) -> None:
     path.write_bytes(content)
     for look in (
         lambda: export_run(run, run.parent / "export"),
-        lambda: generate(run, prompt="a", max_new_tokens=1),
+        lambda: Generate(source=str(run), max_new_tokens=1).print(["a"], print),
     ):
         with pytest.raises(ValueError, match=r"is not the tokenizer that .*step-00000004 was trained with") as caught:
             look()

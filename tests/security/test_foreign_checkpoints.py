@@ -14,10 +14,10 @@ import torch
 from paths import GOLDEN
 from safetensors.torch import save_file
 
-from matmix.launch.images.classifiers import read_inputs
-from matmix.launch.loading import load_source
 from matmix.model.interop import read_checkpoint
+from matmix.model.interop.importing.exported import read_image_inputs
 from matmix.model.interop.importing.foreign import indexed_files, read_safetensors
+from matmix.use.opening import open_model
 
 
 class Payload:
@@ -144,7 +144,7 @@ def test_exports_that_are_none_are_one_line(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"^\S") as raised:
-        load_source(tmp_path)
+        open_model(tmp_path)
     assert "\n" not in str(raised.value)
 
 
@@ -171,9 +171,9 @@ def test_image_processors_that_do_not_fit_are_one_line(tmp_path, changes):
     fine = {"mean": [0.5], "std": [0.5], "crop": 0.875, "size": 8, "interpolation": "bicubic"}
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(fine))
-    assert read_inputs(tmp_path).size == 8
+    assert read_image_inputs(tmp_path).size == 8
     for text in (json.dumps({**fine, **changes}), "[" * 100_000, "[]", "{}"):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"^\S") as raised:
-            read_inputs(tmp_path)
+            read_image_inputs(tmp_path)
         assert "\n" not in str(raised.value)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 from saved_weights import read_weights
 
-from matmix.launch.convert import convert_checkpoint
 from matmix.train.checkpoint.files import MANIFEST, find_problem, list_files, write_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.use.converting import convert_checkpoint
 
 
 @functools.cache

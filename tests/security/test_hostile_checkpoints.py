@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from saved_weights import read_weights
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
 
-from matmix.launch.convert import convert_checkpoint
 from matmix.train.checkpoint.files import MANIFEST, find_problem, read_manifest
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.use.converting import convert_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ import torch
 from runs import losses, records, run_recipe, weights
 from safetensors.torch import load_file
 
-from matmix.launch.export import export_run
-from matmix.launch.loading import load_source
 from matmix.train.checkpoint.files import read_manifest
 from matmix.train.engine.kinds import open_full
 from matmix.train.estimate.plan import make_plan
 from matmix.train.optim.averaging import ENTRIES
 from matmix.train.recipe import load_config
 from matmix.train.run.trained import open_trained
+from matmix.use.exporting import export_run
+from matmix.use.opening import open_model
 
 EMA = ["--ema.decay", "0.7", "--evaluation.every", "4"]
 
@@ -91,10 +91,10 @@ def test_the_export_has_the_weights_that_were_asked_for(run, dataset, tmp_path, 
     key = next(key for key, tensor in found["raw"].items() if torch.equal(tensor, trained[name]))
     assert torch.equal(found["ema"][key], kept[f"optimizer.{name}.ema"])
     assert not torch.equal(found["ema"][key], found["raw"][key])
-    source = load_source(run, weights="ema", device="cpu")
+    source = open_model(run, weights="ema", device="cpu")
     assert torch.equal(dict(source.model.named_parameters())[name], kept[f"optimizer.{name}.ema"])
-    with pytest.raises(ValueError, match="is no run"):
-        load_source(tmp_path / "raw", weights="ema")
+    with pytest.raises(ValueError, match="only runs have averaged weights"):
+        open_model(tmp_path / "raw", weights="ema")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What `init.from` names, as weights by our names: a run, an export, or a checkpoint of the papers' code."""
+"""Finds trained weights and reads them by our names: of a run, an export, or a checkpoint of the papers' code."""
 
 from __future__ import annotations
 
@@ -41,8 +41,12 @@ class InitSource:
     """Special token before every document, as in data.prefix."""
     suffix: str
     """Special token after every document, as in data.suffix."""
+    path: Path
+    """Where it lies on this machine."""
     images: ImagesConfig | None = None
     """Of a run on pictures: how it reads them, with their mean and spread."""
+    run: Trained | None = None
+    """The checkpoint of a run; None for an export or a checkpoint of the papers' code."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,14 +102,14 @@ def _find(path: Path, fetched: Path | None, init: InitConfig) -> _Found:
         trained = find_trained(RunDirectory(path), init.step or None, whole=fetched, weights=init.weights)
         averaged = ", averaged" if init.weights == "ema" else ""
         return _Found("run", path, f"{trained.checkpoint.name} of {init.from_}{averaged}", trained.checkpoint)
-    if init.step:
-        raise ValueError(f"init.step = {init.step}: {init.from_} is no run, which has checkpoints to choose from")
-    if init.weights != "raw":
-        raise ValueError(
-            f'init.weights = "{init.weights}": {init.from_} is no run, which may have an average beside it'
-        )
     config = path / "config.json"
-    if config.is_file() and "matmix" in read_object(config):
+    exported = config.is_file() and "matmix" in read_object(config)
+    kind = "an export" if exported else "no run"
+    if init.step:
+        raise ValueError(f"{init.from_} is {kind}, which has no steps to choose from: leave step out")
+    if init.weights != "raw":
+        raise ValueError(f"{init.from_} is {kind}, and only runs have averaged weights: leave weights out")
+    if exported:
         return _Found("export", path, f"the export {init.from_}")
     return _Found("checkpoint", path, init.from_)
 
@@ -116,16 +120,17 @@ def _open_run(found: _Found, init: InitConfig) -> InitSource:
     config = run.read_config()
     state = open_weights(found.checkpoint, manifest["layout"], init.weights)
     reads_text = config.model.model_class.tokens and not config.data.synthetic.task
-    tokenizer = Trained(run, found.checkpoint, config, manifest).tokenizer if reads_text else None
+    trained = Trained(run, found.checkpoint, config, manifest, init.weights)
+    tokenizer = trained.tokenizer if reads_text else None
     around = (config.data.prefix, config.data.suffix)
-    return InitSource(found.words, config.model, state, tokenizer, *around, config.data.images)
+    return InitSource(found.words, config.model, state, tokenizer, *around, found.path, config.data.images, trained)
 
 
 def _open_export(found: _Found, init: InitConfig) -> InitSource:
     model = read_export_config(found.path)
     state = TensorFiles(weight_files(found.path), f"the export {found.path} is damaged")
     tokenizer = _tokenizer_in(found.path)
-    return InitSource(found.words, model, state, tokenizer, *_put_around(tokenizer))
+    return InitSource(found.words, model, state, tokenizer, *_put_around(tokenizer), found.path)
 
 
 def _open_checkpoint(found: _Found, init: InitConfig) -> InitSource:
@@ -139,9 +144,9 @@ def _open_checkpoint(found: _Found, init: InitConfig) -> InitSource:
         # The encoders of that project were trained on [CLS] text [SEP]; its language models on bare text.
         around = ("none", "none") if model.causal else ("cls", "sep")
         words = f"the {project} checkpoint {found.words}"
-        return InitSource(words, model, _Mapped(tensors), _tokenizer_in(folder), *around)
+        return InitSource(words, model, _Mapped(tensors), _tokenizer_in(folder), *around, found.path)
     reasons = "; ".join(f"{project}: {error}" for project, error in problems.items())
-    raise ValueError(f"init.from: {found.path} is no run, no export, and no known checkpoint ({reasons})")
+    raise ValueError(f"{found.path} is no run, no export, and no known checkpoint ({reasons})")
 
 
 _KINDS: dict[str, Callable[[_Found, InitConfig], InitSource]] = {

@@ -15,7 +15,6 @@ import dacite
 import tomli_w
 
 from matmix.data.storage.files import write_atomic
-from matmix.launch.finetune import planned_config
 from matmix.launch.glue.check import notes_on, whole
 from matmix.launch.glue.plan import GlueRun, Plan, begins_alone, check_options, run_in
 from matmix.launch.glue.results import TaskScores, average, collect, read_run
@@ -29,6 +28,7 @@ from matmix.model.config import ModelConfig
 from matmix.train.arguments import DACITE, field_names, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.recipe_files import read_toml
+from matmix.use.finetuning import planned_config
 
 NAME = "glue"
 PREFIX = f"{NAME}:"

@@ -14,7 +14,6 @@ from typing import Any
 import tomli_w
 
 from matmix.data.storage.files import write_atomic
-from matmix.launch.finetune import finetuning_config, on_examples, planned_config, read_task
 from matmix.launch.lab.compare.config import FINETUNED, Comparison
 from matmix.launch.lab.compare.finetuned import Finetuned, ScoreColumn, Scores, as_begun, check_alike
 from matmix.launch.many.finetunings import Scores as OwnScores
@@ -25,6 +24,7 @@ from matmix.train.recipe_files import find_recipe
 from matmix.train.run.directory import RunDirectory
 from matmix.train.tasks.base import Metric
 from matmix.train.tasks.metrics import control_words
+from matmix.use.finetuning import finetuning_config, on_examples, planned_config, read_task
 
 _RECIPE = "recipe.toml"
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from matmix.launch.export import image_inputs
-from matmix.launch.images.classifiers import load_image_model, read_pictures
-from matmix.launch.lab.show_mixer.subject import initial_model, name_of, read_recipe, state_words, where_of
+from matmix.launch.lab.show_mixer.subject import initial_model, label_of, name_of, read_recipe, where_of
 from matmix.model.backbone import Backbone
 from matmix.model.images.config import ImageConfig, ImageInputs
 from matmix.train.engine.full_state import Weights
+from matmix.use.opening import image_inputs, open_model
+from matmix.use.pictures import read_pictures
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class ImageSubject:
 
 def trained_on_images(source: str, file: str, step: int | None, weights: Weights = "raw") -> ImageSubject:
     """The model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
-    loaded = load_image_model(source, step=step, device="cpu", weights=weights)
-    state, label = state_words(loaded.step, averaged=loaded.averaged)
-    images, picture = _read(file, loaded.inputs, loaded.model)
-    return ImageSubject(name_of(source), where_of(source), state, label, loaded.model, file, images, picture, [])
+    opened = open_model(source, step=step, device="cpu", weights=weights)
+    images, picture = _read(file, opened.image_inputs, opened.model)
+    named = (name_of(source), where_of(source), opened.state, label_of(opened))
+    return ImageSubject(*named, opened.model, file, images, picture, [])
 
 
 def fresh_on_images(source: str, file: str, overrides: Sequence[str]) -> ImageSubject:

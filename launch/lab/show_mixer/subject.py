@@ -15,18 +15,17 @@ from matmix.data.storage.storage import Storage
 from matmix.data.synthetic import make_task
 from matmix.data.synthetic.vocabulary import TaskTokenizer
 from matmix.data.tokenizer import Tokenizer
-from matmix.launch.filling import MASK
-from matmix.launch.loading import TextReader, load_source, reader_of
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.model.config import ModelConfig
 from matmix.model.initialization import initialize
-from matmix.model.interop.export.tokenizer import load_fast_tokenizer
 from matmix.train.config import RunConfig
 from matmix.train.engine.full_state import Weights
 from matmix.train.loaders import with_vocabulary
 from matmix.train.recipe import load_config
 from matmix.train.recipe_files import find_recipe, read_toml
+from matmix.use.generation import MASK
+from matmix.use.opening import TextReader, TrainedModel, open_model
 
 MOST_TOKENS = 128
 BYTES = 256
@@ -57,17 +56,15 @@ class Subject:
 
 def trained(source: str, text: str, step: int | None, max_tokens: int | None, weights: Weights = "raw") -> Subject:
     """The model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
-    loaded = load_source(source, step=step, device="cpu", weights=weights)
-    state, label = state_words(loaded.step, averaged=weights == "ema")
-    ids, pieces, notes = _encode(loaded.model, loaded.reader, loaded.tokenizer, text, max_tokens)
-    return Subject(name_of(source), where_of(source), state, label, loaded.model, text, ids, pieces, notes)
+    opened = open_model(source, step=step, device="cpu", weights=weights)
+    ids, pieces, notes = _encode(opened.model, opened.reader, text, max_tokens)
+    named = (name_of(source), where_of(source), opened.state, label_of(opened))
+    return Subject(*named, opened.model, text, ids, pieces, notes)
 
 
-def state_words(step: int | None, *, averaged: bool) -> tuple[str, str]:
-    """Which weights a model has, for people and as a part of a file's name. step: of a run; None = an export."""
-    if step is None:
-        return "export", "export"
-    return f"step {step:,}" + averaged * ", averaged weights", f"step-{step}" + averaged * "-ema"
+def label_of(opened: TrainedModel) -> str:
+    """Returns the weights of a model as a part of a file's name, such as "step-1000"."""
+    return "export" if opened.step is None else f"step-{opened.step}" + opened.averaged * "-ema"
 
 
 def check_no_comparison(source: str) -> None:
@@ -138,11 +135,11 @@ def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[st
     name, config = read_recipe(source, overrides)
     if not config.model.model_class.tokens:
         raise ValueError(f"{source} trains a {config.model.architecture}, which reads no text; give an --image")
-    found = _dataset_tokenizer(config)
-    needed = (config.model.vocab_size or BYTES) if found is None else found[0].tokenizer.vocab_size
+    reader = _dataset_reader(config)
+    needed = (config.model.vocab_size or BYTES) if reader is None else reader.tokenizer.vocab_size
     model = initial_model(with_vocabulary(config.model, needed), config.seed)
-    if found is not None:
-        ids, pieces, notes = _encode(model, *found, text, max_tokens)
+    if reader is not None:
+        ids, pieces, notes = _encode(model, reader, text, max_tokens)
     else:
         raw, notes = _fill(model, list(text.encode()[: _limit(model, max_tokens)]))
         ids = [byte % model.config.vocab_size for byte in raw]
@@ -152,12 +149,12 @@ def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[st
     return Subject(name, source, "initial weights", "initial", model, text, ids, pieces, notes, tuple(overrides))
 
 
-def _dataset_tokenizer(config: RunConfig) -> tuple[TextReader, FastTokenizer] | None:
-    """What reads texts as a recipe trains on them, and finds special tokens in them; None without the dataset."""
-    path = config.data.path or next(iter(config.data.mixture), "")
+def _dataset_reader(config: RunConfig) -> TextReader | None:
+    """Returns what reads texts as a recipe trains on them; None without the dataset."""
+    path, marking = config.data.path or next(iter(config.data.mixture), ""), None
     if config.data.synthetic.task:
         tokenizer = TaskTokenizer(make_task(config.data.synthetic))
-        fast = FastTokenizer.from_str(tokenizer.backend.to_str())
+        marking = FastTokenizer.from_str(tokenizer.backend.to_str())
     elif not path:
         return None
     else:
@@ -166,8 +163,8 @@ def _dataset_tokenizer(config: RunConfig) -> tuple[TextReader, FastTokenizer] | 
         except FileNotFoundError:
             return None
         tokenizer = Tokenizer.load(storage.file(storage.manifest.tokenizer.file))
-        fast = load_fast_tokenizer(tokenizer.path, tokenizer.special)
-    return reader_of(config, tokenizer, fast), fast
+    around = {"prefix": config.data.prefix, "suffix": config.data.suffix, "causal": config.model.causal}
+    return TextReader.of(tokenizer, **around, marking=marking)
 
 
 def _limit(model: Backbone, max_tokens: int | None) -> int:
@@ -180,18 +177,18 @@ def _limit(model: Backbone, max_tokens: int | None) -> int:
 
 
 def _encode(
-    model: Backbone, reader: TextReader, fast: FastTokenizer, text: str, max_tokens: int | None
+    model: Backbone, reader: TextReader, text: str, max_tokens: int | None
 ) -> tuple[list[int], list[str], list[str]]:
-    """Tokens as in training, the text of each, and notes about them. fast: reads texts that have masks."""
-    limit, mask = _limit(model, max_tokens), reader.tokenizer.special["mask"]
+    """Returns the tokens of a text as in training, the text of each, and notes about them."""
+    limit, mask, marking = _limit(model, max_tokens), reader.special["mask"], reader.marking
     if model.config.causal or mask is None or MASK not in text:
         whole, read = len(reader.ids(text)), reader.ids(text, limit)
     else:
         text = text.replace(MASK, reader.tokenizer.piece(mask))
-        fast.no_truncation()
-        whole = len(fast.encode(text).ids)
-        fast.enable_truncation(limit)  # keeps the special token at the end, as training does
-        read = fast.encode(text).ids
+        marking.no_truncation()
+        whole = len(marking.encode(text).ids)
+        marking.enable_truncation(limit)  # keeps the special token at the end, as training does
+        read = marking.encode(text).ids
     ids, notes = _fill(model, read)
     if whole > len(ids):
         notes.insert(0, f"The first {len(ids)} of {whole} tokens.")

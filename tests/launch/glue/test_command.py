@@ -10,9 +10,10 @@ import torch
 from runs import records, weights
 
 from matmix.launch.cli import main
-from matmix.launch.examples import judge, judge_of_run
 from matmix.launch.glue.plan import Plan
 from matmix.launch.glue.tasks import TASKS
+from matmix.use.examples import score_examples
+from matmix.use.opening import open_model
 
 FAST = ["--device", "cpu", "--global-batch-size", "4", "--epochs", "2", "--optimizer.lr", "1e-3"]
 FAST += ["--logging.tensorboard", "False", "--logging.progress", "False", "--logging.picture", "False"]
@@ -42,9 +43,9 @@ def test_two_tasks_and_the_second_begins_with_the_weights_of_the_first(
     assert rte["classifier.output.weight"].shape == (2, 32)
     said = capsys.readouterr().out
     accuracy = records(out / "MNLI" / "seed-5", "validation")[-1]["accuracy"]
-    mismatched = judge(judge_of_run(out / "MNLI" / "seed-5"), str(glue / "MNLI" / "dev_mismatched.tsv")).metrics()[
-        "accuracy"
-    ]
+    mismatched = score_examples(
+        open_model(out / "MNLI" / "seed-5"), str(glue / "MNLI" / "dev_mismatched.tsv")
+    ).metrics()["accuracy"]
     rows = list(csv.DictReader((out / "table.csv").open()))
     assert [float(row["mean"]) for row in rows[:2]] == pytest.approx([accuracy, mismatched])
     assert f"{100 * mismatched:.1f}" in said
@@ -58,7 +59,7 @@ def test_two_tasks_and_the_second_begins_with_the_weights_of_the_first(
         assert plan.runs()[0].config.run_dir == str(out / folder / "seed-5")
 
     # The same again trains and scores nothing, and neither does a report.
-    monkeypatch.setattr("matmix.launch.glue.results.judge", None)
+    monkeypatch.setattr("matmix.launch.glue.results.score_examples", None)
     for more in ([], ["--report"]):
         assert main([*command, *more]) == 0
         assert capsys.readouterr().out.strip() == said.strip()

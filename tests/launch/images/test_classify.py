@@ -12,10 +12,10 @@ from runs import run_recipe
 
 from matmix.data.loading.images import build_image_loader
 from matmix.launch.cli import main
-from matmix.launch.export import export_run
-from matmix.launch.images.classifiers import load_image_model, read_pictures
-from matmix.launch.images.classify import classify
 from matmix.train.recipe import load_config
+from matmix.use.exporting import export_run
+from matmix.use.opening import open_model
+from matmix.use.pictures import classify, read_pictures
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,11 @@ def test_probabilities_are_those_of_the_run_s_evaluation(run, tmp_path):
     config = load_config(str(run))
     loader = build_image_loader(config.data, split="validation", global_batch_size=4, micro_batch_size=4, one_pass=True)
     batch = next(iter(loader))
-    loaded = load_image_model(run)
+    loaded = open_model(run)
     with torch.inference_mode():
         expected = loaded.model(batch.inputs).softmax(1)
     sources = sorted((run.parent / "tree").glob("*/*.png"))
-    read = read_pictures(sources, loaded.inputs)
+    read = read_pictures(sources, loaded.image_inputs)
     for row, probabilities in zip(batch.inputs, expected, strict=True):
         (same,) = (read == row).flatten(1).all(1).nonzero()[:1].flatten().tolist() or [None]
         assert same is not None
@@ -61,7 +61,7 @@ def test_an_export_says_the_same_as_its_run(run, export, photo, capsys):
 
 
 def test_averaged_weights_give_other_probabilities(run, photo, capsys):
-    found = [list(classify(load_image_model(run, weights=weights), [photo])) for weights in ("raw", "ema")]
+    found = [list(classify(open_model(run, weights=weights), [photo])) for weights in ("raw", "ema")]
     assert found[0] != found[1]
     assert sum(value for _, value in found[1][0]) == pytest.approx(1)
     assert main(["classify", str(run), str(photo), "--weights", "ema"]) == 0
@@ -80,7 +80,7 @@ def test_pictures_of_any_mode_and_size(run, tmp_path):
     }
     for name, image in files.items():
         image.save(tmp_path / name)
-    loaded = load_image_model(run)
+    loaded = open_model(run)
     found = dict(zip(files, classify(loaded, [tmp_path / name for name in files]), strict=True))
     for name in ("deep.png", "clear.png"):  # the same pixels, otherwise stored
         assert found[name] == found["grey.png"]
@@ -120,7 +120,7 @@ def test_mistakes_are_one_line(run, export, photo, dataset, tmp_path, capsys):
         ([str(text), picture], "'encoder', which reads no pictures; matmix generate"),
         ([str(tmp_path / "no_run"), picture], "no run or export at"),
         ([str(tmp_path), picture], "is neither a run (no config.toml) nor an export"),
-        ([str(export), picture, "--weights", "ema"], "leave --weights out"),
+        ([str(export), picture, "--weights", "ema"], "leave weights out"),
         ([str(export), picture, "--step", "6"], "no steps to choose from"),
         ([str(bare), picture], "has no preprocessor_config.json"),
         ([str(broken), picture], "does not say how to read pictures"),

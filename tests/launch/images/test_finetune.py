@@ -7,9 +7,9 @@ from image_runs import write_image_recipe
 from runs import records, weights
 
 from matmix.launch.cli import main
-from matmix.launch.finetune import finetuning_config
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
+from matmix.use.finetuning import finetuning_config
 
 SHORT = ["--device", "cpu", "--epochs", "0", "--steps", "2", "--global-batch-size", "4", "--data.workers", "0"]
 

@@ -8,9 +8,10 @@ import pytest
 from runs import records
 
 from matmix.launch.cli import main
-from matmix.launch.export import export_run
-from matmix.launch.images.scores import ImageScores, score_images
 from matmix.train.recipe import load_config
+from matmix.use.exporting import export_run
+from matmix.use.opening import open_model
+from matmix.use.pictures import ImageScores, score_images
 
 
 def test_scores_are_those_of_the_run_s_last_evaluation(run, tmp_path, capsys):
@@ -39,20 +40,20 @@ def test_scores_are_those_of_the_run_s_last_evaluation(run, tmp_path, capsys):
 def test_another_dataset_of_the_same_classes(run, tmp_path):
     tree = pictures.write_tree(tmp_path / "tree", pictures.samples(4))
     dataset = pictures.prepare(tree, tmp_path / "others", validation_fraction=0.5)
-    scores = score_images(run, str(dataset), split="train")
+    scores = score_images(open_model(run), str(dataset), split="train")
     assert sorted(set(scores.numbers)) == list(range(len(scores.numbers)))
     assert scores.pictures == f"{dataset}, train split"
     two = [(name, label, data) for name, label, data in pictures.samples(4) if label < 2]
     dataset = pictures.prepare(pictures.write_tree(tmp_path / "two", two), tmp_path / "fewer", validation_fraction=0.5)
     with pytest.raises(ValueError, match="has other classes than the model") as error:
-        score_images(run, str(dataset))
+        score_images(open_model(run), str(dataset))
     assert "\n" not in str(error.value)
 
 
 def test_an_export_scores_as_its_run(run, tmp_path, capsys):
     export_run(run, tmp_path / "export")
     own = load_config(str(run)).data.images.path
-    expected, found = score_images(run), score_images(tmp_path / "export", own)
+    expected, found = score_images(open_model(run)), score_images(open_model(tmp_path / "export"), own)
     assert found.metrics() == pytest.approx(expected.metrics(), rel=1e-5)
     assert found.classes == expected.classes == ("cat", "dog", "owl")
     assert main(["evaluate", str(tmp_path / "export")]) == 2

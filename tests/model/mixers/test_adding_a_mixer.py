@@ -33,7 +33,7 @@ def package(tmp_path_factory) -> Path:
     """A folder with the package as it is once the page was followed: the rooms, and a copy of `model` with the file."""
     site = tmp_path_factory.mktemp("site")
     (site / "matmix").mkdir()
-    for room in ("kernels", "data", "train", "launch"):
+    for room in ("kernels", "data", "train", "use", "launch"):
         (site / "matmix" / room).symlink_to(ROOT / room)
     shutil.copytree(ROOT / "model", site / "matmix/model", ignore=shutil.ignore_patterns("__pycache__"))
     file, registration = code_blocks("python")

@@ -13,7 +13,6 @@ from runs import losses, run_recipe, weights
 from saved_weights import read_weights
 
 from matmix.data.tokenizer import Tokenizer
-from matmix.launch.export import export_run
 from matmix.model import build_model
 from matmix.model.config import HeadConfig
 from matmix.train.config import InitConfig
@@ -21,6 +20,7 @@ from matmix.train.engine.full_state import Entry, FullState
 from matmix.train.entry import main
 from matmix.train.init.sources import source_of
 from matmix.train.init.start import check_tokenizers, plan_start
+from matmix.use.exporting import export_run
 
 WORD = "embeddings.word.weight"
 QUICK = ("--evaluation.every", "0", "--evaluation.batches", "1", "--evaluation.ablation-batches", "0")
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_the_papers_code():
     state = source.state
     key = f"model.{WORD}"
     assert torch.equal(state.read(key, 3, 11), state.read_whole(key).flatten()[3:11])
-    with pytest.raises(ValueError, match=r"^init\.from: .* is no run, no export, and no known checkpoint \(mru-lm: "):
+    with pytest.raises(ValueError, match=r"^.* is no run, no export, and no known checkpoint \(mru-lm: "):
         source_of(InitConfig(from_=str(golden), project="mru-lm"))
 
 

@@ -8,11 +8,11 @@ import small_checkpoints
 import tomli_w
 from runs import losses, records, run_recipe
 
-from matmix.launch.convert import convert_run
 from matmix.train.checkpoint.files import read_manifest
 from matmix.train.entry import main
 from matmix.train.recipe import load_config
 from matmix.train.recipe_files import read_toml
+from matmix.use.converting import convert_run
 
 RULE = '{match = "*.in_proj.weight", lr = 0.5, clip = 0.01}'
 

@@ -376,10 +376,10 @@ def test_what_somebody_reads_stays_as_it_is_whatever_others_read(store, url, dat
 def test_generate_and_export_fetch_and_hash_only_what_holds_weights_and_that_once(
     store, url, dataset, tmp_path, monkeypatch, straight
 ):
-    from matmix.launch.convert import convert_run
-    from matmix.launch.export import export_run
-    from matmix.launch.loading import load_source
     from matmix.train.checkpoint import files
+    from matmix.use.converting import convert_run
+    from matmix.use.exporting import export_run
+    from matmix.use.opening import open_model
 
     hashed: list[str] = []
     real = files.sha256
@@ -387,7 +387,7 @@ def test_generate_and_export_fetch_and_hash_only_what_holds_weights_and_that_onc
     run_recipe("debug_mru", dataset, url, *STEPS)
     convert_run(straight, tmp_path / "converted")
     for run in (straight, tmp_path / "converted", url):
-        for use in (load_source, lambda run: export_run(run, tmp_path / uuid.uuid4().hex)):
+        for use in (open_model, lambda run: export_run(run, tmp_path / uuid.uuid4().hex)):
             shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
             remote._reader.cache_clear()
             hashed.clear()

@@ -10,12 +10,13 @@ from image_runs import write_image_recipe
 from runs import losses, records, weights
 
 from matmix.data.loading.batch import Batch
-from matmix.launch.export_data import data_names
-from matmix.launch.images.scores import score_images
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
 from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.image_classification import ImageClassification, image_costs
+from matmix.use.model_card import data_names
+from matmix.use.opening import open_model
+from matmix.use.pictures import score_images
 
 
 def targets(kind: str, n: int = 9, classes: int = 7) -> torch.Tensor:
@@ -176,10 +177,10 @@ def test_a_mixture_of_datasets_is_trained_on_resumed_and_scored(recipe, tmp_path
         train(load_config(str(recipe), [*mixture, *options]))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert load_config(str(tmp_path / "run")).data.images.mixture == {first: 1.0, str(other): 3.0}
-    scores = score_images(tmp_path / "run")
+    scores = score_images(open_model(tmp_path / "run"))
     assert scores.metrics()["loss"] == pytest.approx(records(tmp_path / "run", "validation")[-1]["loss"], rel=1e-5)
     assert data_names(load_config(str(tmp_path / "run")).data) == ["pictures (25%)", "other (75%)"]
-    assert score_images(tmp_path / "run", first).pictures == f"{first}, validation split"
+    assert score_images(open_model(tmp_path / "run"), first).pictures == f"{first}, validation split"
 
 
 def test_outputs_that_are_not_given_are_the_classes_of_the_data(recipe, tmp_path):

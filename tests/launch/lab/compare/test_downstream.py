@@ -11,7 +11,6 @@ from comparisons import ENTRIES, TINY, csv_rows, finish, printed_table
 from labelled import texts, write_jsonl
 
 from matmix.launch.cli import main
-from matmix.launch.finetune import planned_config
 from matmix.launch.lab.compare.config import keep_recipe, read_comparison
 from matmix.launch.lab.compare.downstream import keep_downstream, read_downstream
 from matmix.launch.lab.compare.report import write_report
@@ -20,6 +19,7 @@ from matmix.launch.lab.compare.width import matched
 from matmix.launch.many.settings import other_settings
 from matmix.train.loop import train
 from matmix.train.recipe import write_config
+from matmix.use.finetuning import planned_config
 
 TASK = """
 steps = 3

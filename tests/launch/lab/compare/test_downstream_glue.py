@@ -11,13 +11,13 @@ from comparisons import ENTRIES, TINY, csv_rows, finish, printed_table
 from glue_files import write_glue
 
 from matmix.launch.cli import main
-from matmix.launch.finetune import planned_config
 from matmix.launch.glue.tasks import TASKS
 from matmix.launch.lab.compare.config import keep_recipe, read_comparison
 from matmix.launch.lab.compare.downstream import keep_downstream
 from matmix.launch.lab.compare.finetuned_glue import FinetunedGlue, GlueSettings
 from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import matched
+from matmix.use.finetuning import planned_config
 
 ONE = ENTRIES.split('[[comparison.entry]]\nname = "Hydra')[0].replace("[0, 1]", "[3]")
 FAST = ["--glue.device", "cpu", "--glue.global-batch-size", "4", "--glue.epochs", "1", "--glue.optimizer.lr", "1e-3"]

@@ -10,7 +10,6 @@ from image_runs import write_image_recipe
 from PIL import Image
 
 from matmix.launch.cli import main
-from matmix.launch.export import export_run
 from matmix.launch.lab.show_mixer.command import ShowMixer
 from matmix.launch.lab.show_mixer.image_pages import (
     chosen_place,
@@ -25,6 +24,7 @@ from matmix.launch.lab.show_mixer.image_subject import ImageSubject, fresh_on_im
 from matmix.model.images.scans import scan_orders
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
+from matmix.use.exporting import export_run
 
 LION = ["--model.layers", "lion_s", "--model.mixers.lion_s.headdim", "8"]
 SNAKE = [*LION, "--model.mixers.lion_s.gate_sets", "2", "--model.image.scan", "snake"]

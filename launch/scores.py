@@ -1,0 +1,98 @@
+"""Prints the scores of `matmix evaluate`, and writes them into files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from matmix.data.storage.files import write_atomic
+from matmix.launch.figures import MOST_CLASSES, confusion_picture
+from matmix.train.tasks.finetuning.base import with_labels
+from matmix.train.tasks.image_classification import ImageClassification
+from matmix.train.tasks.metrics import control_lines
+from matmix.use.examples import ExampleScores
+from matmix.use.pictures import ImageScores
+from matmix.use.scoring import Score
+
+_SHOWN = 10
+"""Classes that are shown of many: those that are recognised least."""
+
+
+def say_texts(where: str, score: Score, xz_bits_per_byte: float, out: Path | None) -> None:
+    """Prints the scores of a language model, and writes them into `out` (.json)."""
+    print(f"{where}: {score.texts:,} documents, {score.tokens:,} tokens, {score.bytes:,} bytes; {score.method}")
+    rows = {
+        "loss": (score.nats / score.tokens, "nats per token"),
+        "perplexity": (score.perplexity, "per token"),
+        "word_perplexity": (score.word_perplexity, "per word (what stands between white space)"),
+        "bits_per_byte": (score.bits_per_byte, "bits per byte"),
+        "xz_bits_per_byte": (xz_bits_per_byte, "bits per byte by `xz -9` of the same text, for comparison"),
+    }
+    for name, (value, unit) in rows.items():
+        print(f"  {name.replace('_', ' '):<18}{value:>12.4f}  {unit}")
+    if out is not None:
+        numbers = {name: value for name, (value, _) in rows.items()}
+        counts = {"documents": score.texts, "tokens": score.tokens, "bytes": score.bytes, "words": score.words}
+        write_atomic(out, json.dumps({**numbers, **counts, "method": score.method}, indent=2) + "\n")
+
+
+def say_examples(scores: ExampleScores, *, out: Path | None, predictions: Path | None, confusion: Path | None) -> None:
+    """Prints the metrics, and writes the files that are named: metrics (.json), predictions (.jsonl), picture (.png).
+
+    Raises ValueError for a picture where there are no classes, no labels, or too many classes.
+    """
+    metrics, controls = scores.metrics(), scores.controls()
+    known = {metric.name: metric for metric in scores.task.metrics}
+    if confusion is not None and (not scores.classes or not metrics or len(scores.classes) > MOST_CLASSES):
+        raise ValueError(
+            f"--confusion draws one class for each example, at most {MOST_CLASSES} of them, against its label"
+        )
+    print(f"{scores.where}: {len(scores.examples.rows):,} examples in {scores.examples.config.test}")
+    for name, value in metrics.items():
+        title = known[name].title if name in known else name.replace("_", " ")
+        print(f"  {title:<28}{known[name].number(value) if name in known else f'{value:.4f}':>12}")
+    for line in control_lines(scores.task.metrics, metrics | controls):
+        print(f"  {line}")
+    if not metrics:
+        print("  no example has a label, so there is nothing to score")
+    if out is not None:
+        write_atomic(out, json.dumps({**metrics, **controls, "examples": len(scores.examples.rows)}, indent=2) + "\n")
+    if predictions is not None:
+        write_atomic(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in scores.rows()))
+    if confusion is not None:
+        write_atomic(confusion, _picture(scores))
+
+
+def _picture(scores: ExampleScores) -> bytes:
+    values, labels = with_labels(scores.predicted)
+    title = f"{scores.where}\n{len(labels):,} examples of {scores.examples.config.test}"
+    return confusion_picture(labels, values.argmax(1), scores.classes, title)
+
+
+def say_images(scores: ImageScores, *, out: Path | None, predictions: Path | None, confusion: Path | None) -> None:
+    """Prints the scores, and writes the files that are named: all scores (.json), a JSON object for each picture
+    (.jsonl), the confusion matrix (.png). Raises ValueError for a picture of too many classes."""
+    if confusion is not None and len(scores.classes) > MOST_CLASSES:
+        raise ValueError(f"--confusion draws at most {MOST_CLASSES} classes, and there are {len(scores.classes)}")
+    metrics, classes = scores.metrics() | scores.controls(), scores.by_class()
+    print(f"{scores.where}: {len(scores.labels):,} images of {scores.pictures}")
+    for metric in (ImageClassification.loss_metric, *ImageClassification.metrics):
+        print(f"  {metric.title:<28}{metric.number(metrics[metric.name])}")
+    for line in control_lines(ImageClassification.metrics, metrics):
+        print(f"  {line}")
+    if len(classes) > 1:
+        mean = sum(row["accuracy"] for row in classes) / len(classes)
+        print(f"  {'mean over the classes':<28}{mean:.2%}")
+    worst = sorted(classes, key=lambda row: row["accuracy"])[:_SHOWN]
+    print(f"{'The classes' if len(classes) <= _SHOWN else f'The {_SHOWN} classes that are recognised least'}:")
+    for row in worst:
+        other = f"  most often taken for {row['taken_for']} ({row['times']:,})" if row["taken_for"] else ""
+        print(f"  {row['class']:<28}{row['accuracy']:>8.2%} of {row['images']:,}{other}")
+    if out is not None:
+        values = {**metrics, "images": len(scores.labels), "classes": classes}
+        write_atomic(out, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    if predictions is not None:
+        write_atomic(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in scores.rows()))
+    if confusion is not None:
+        title = f"{scores.where}\n{len(scores.labels):,} images of {scores.pictures}"
+        write_atomic(confusion, confusion_picture(scores.labels, scores.likeliest[:, 0], scores.classes, title))

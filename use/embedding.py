@@ -1,0 +1,141 @@
+"""Embeds texts: one vector for every text, by an encoder."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import torch
+
+from matmix.model import build_model
+from matmix.use.opening import TrainedModel
+
+Pooling = Literal["mean", "cls"]
+_PACK = 1 << 14  # tokens in one forward pass, except for a single longer text
+_TEXTS = 256  # that are tokenised at a time
+
+
+class Embedder:
+    """Turns texts into vectors, as the encoder of a trained model sees them; a head that the model has is left out."""
+
+    def __init__(self, opened: TrainedModel, *, pooling: Pooling = "mean", max_length: int = 0) -> None:
+        """
+        Args:
+            pooling: "mean" over all tokens of a text, special ones included, or "cls", the features of the first token.
+            max_length: tokens of a text that are read, special ones included; 0 = as many as in training.
+        Raises ValueError (one line) for models that are no encoders, or take texts of one length only.
+        """
+        config = opened.config
+        self._reader, self._device = opened.reader, opened.device
+        if config.causal:
+            raise ValueError(f"{opened.path} is a {config.architecture}, which sees no later tokens: give an encoder")
+        if fixed := config.fixed_length_mixers():
+            raise ValueError(f"{opened.path} takes texts of exactly {config.max_seqlen} tokens ({', '.join(fixed)})")
+        self.max_length, self.width = max_length or opened.seqlen, config.d_model
+        config.check_seqlen(self.max_length)
+        head = dataclasses.replace(config.head, pooling=pooling)
+        model = build_model(dataclasses.replace(config, architecture="text_embedder", head=head))
+        state = opened.model.state_dict()
+        model.load_state_dict({name: state[name] for name in model.state_dict()})
+        self.model = model.to(opened.device).eval()
+
+    def batches(self, texts: Iterable[str]) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """Yields some texts and their vectors (n, d_model), float32 on the CPU, in order; many texts are packed
+        documents of one forward pass."""
+        rest, texts = True, iter(texts)
+        waiting: list[tuple[str, list[int]]] = []
+        while rest:
+            some = list(itertools.islice(texts, _TEXTS))
+            rest = len(some) == _TEXTS
+            for text in some:
+                read = self._reader.ids(text, self.max_length)
+                if waiting and sum(len(ids) for _, ids in waiting) + len(read) > _PACK:
+                    yield self._vectors(waiting)
+                    waiting = []
+                waiting.append((text, read))
+        if waiting:
+            yield self._vectors(waiting)
+
+    @torch.inference_mode()
+    def _vectors(self, encoded: Sequence[tuple[str, list[int]]]) -> tuple[list[str], torch.Tensor]:
+        lengths = [len(ids) for _, ids in encoded]
+        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self._device)
+        read = torch.tensor([list(itertools.chain.from_iterable(ids for _, ids in encoded))], device=self._device)
+        vectors = self.model(read, cu_seqlens=bounds, max_seqlen=max(lengths))
+        return [text for text, _ in encoded], vectors.float().cpu()
+
+
+def embed(
+    opened: TrainedModel, texts: Iterable[str], *, pooling: Pooling = "mean", max_length: int = 0
+) -> torch.Tensor:
+    """Returns one vector for every text, float32 (texts, d_model) on the CPU; arguments and errors as of `Embedder`."""
+    embedder = Embedder(opened, pooling=pooling, max_length=max_length)
+    vectors = [vectors for _, vectors in embedder.batches(texts)]
+    return torch.cat(vectors) if vectors else torch.empty(0, embedder.width)
+
+
+def write_vectors(out: Path, embedder: Embedder, texts: Iterable[str], *, normalize: bool = False) -> int:
+    """Writes one vector for every text into a new file, which appears whole or not at all; returns their number.
+
+    out: .npy, float32 (texts, d_model), or .parquet with the columns text and embedding; normalize: divide every vector
+    by its length.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(f".part-{out.name}")
+    count, writer = 0, _WRITERS[out.suffix](part, embedder.width)
+    try:
+        for some, vectors in embedder.batches(texts):
+            vectors = torch.nn.functional.normalize(vectors, dim=1) if normalize else vectors
+            writer.write(some, vectors.numpy())
+            count += len(some)
+        writer.close()
+        part.rename(out)
+    finally:
+        part.unlink(missing_ok=True)
+    return count
+
+
+class _NumpyFile:
+    """A .npy file that grows with every write: its header has room for the number of rows, known at the end."""
+
+    def __init__(self, path: Path, width: int) -> None:
+        self._file, self._shape = path.open("wb"), (0, width)
+        self._write_header()
+
+    def _write_header(self) -> None:
+        facts = {"descr": "<f4", "fortran_order": False, "shape": self._shape}
+        np.lib.format.write_array_header_1_0(self._file, facts)
+
+    def write(self, texts: Sequence[str], vectors: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(vectors, dtype="<f4").tobytes())
+        self._shape = (self._shape[0] + len(vectors), self._shape[1])
+
+    def close(self) -> None:
+        self._file.seek(0)
+        self._write_header()
+        self._file.close()
+
+
+class _ParquetFile:
+    def __init__(self, path: Path, width: int) -> None:
+        vector = pyarrow.list_(pyarrow.float32(), width)
+        self._schema = pyarrow.schema({"text": pyarrow.string(), "embedding": vector})
+        self._writer = pyarrow.parquet.ParquetWriter(path, self._schema)
+
+    def write(self, texts: Sequence[str], vectors: np.ndarray) -> None:
+        flat = pyarrow.array(vectors.reshape(-1), pyarrow.float32())
+        rows = pyarrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
+        self._writer.write_table(pyarrow.Table.from_arrays([pyarrow.array(texts), rows], schema=self._schema))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+_WRITERS = {".npy": _NumpyFile, ".parquet": _ParquetFile}
+"""Suffix of a file of vectors -> its writer."""

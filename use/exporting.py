@@ -1,0 +1,171 @@
+"""Writes models as directories that transformers loads: a run, or a checkpoint of another project."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from matmix.data.artifacts import artifact_name, artifact_path
+from matmix.data.shell import shell_line
+from matmix.data.tokenizer import Tokenizer
+from matmix.model.architecture import Outputs
+from matmix.model.interop import read_checkpoint
+from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files
+from matmix.train.checkpoint.files import sha256
+from matmix.train.engine.full_state import Weights
+from matmix.train.run.trained import Trained
+from matmix.train.tasks import TASKS
+from matmix.use.model_card import notes_on
+from matmix.use.opening import TrainedModel, image_inputs, open_model
+
+
+def export_run(
+    source: TrainedModel | str | Path,
+    out_dir: str | Path,
+    *,
+    step: int | None = None,
+    weights: Weights = "raw",
+    dtype: str = "float32",
+    max_shard_bytes: int = 5 * 10**9,
+    licence: str = "",
+    languages: Sequence[str] = (),
+    controls: Sequence[str] = (),
+    onnx: bool = False,
+) -> Path:
+    """Writes the weights of a run as a directory that transformers loads without matmix, or, for an architecture that
+    transformers has no form for, as weights and configuration.
+
+    Args:
+        source: a run that was opened, or its folder or URL: its newest valid checkpoint is taken, or that of `step`.
+        out_dir: must not exist, or be empty; appears whole or not at all.
+        weights: of a run by its name: "raw", or "ema", the average that a run with [ema] keeps.
+        dtype: "float32", "bfloat16" or "float16".
+        max_shard_bytes: largest size of a file of weights, and what bounds the memory this needs.
+        licence: of the weights, for the model card; "" = unknown.
+        languages: of the texts, for the model card, such as "en"; () = unknown.
+        controls: runs whose validation losses the model card puts beside that of the model.
+        onnx: also write model.onnx.
+    Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
+    """
+    check_target(Path(out_dir))
+    opened = source if isinstance(source, TrainedModel) else open_model(source, step=step, weights=weights)
+    if (trained := opened.run) is None:
+        raise ValueError(f"{opened.name} is no run: matmix export takes the weights of one")
+    config = trained.config
+    tokenizer = trained.tokenizer if config.model.model_class.tokens else None
+    # A task from outside is not imported: it has to be known already.
+    outputs = config.task().outputs(config.data) if config.objective.name in TASKS else Outputs()
+    if onnx:
+        print("Writing model.onnx as well, which takes a minute or more ...", flush=True)
+    out = export_model(
+        config.model,
+        trained.weights(),
+        None if tokenizer is None else tokenizer.path,
+        out_dir,
+        special={} if tokenizer is None else tokenizer.special,
+        prefix=config.data.prefix,
+        suffix=config.data.suffix,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        max_length=config.data.seqlen,
+        notes=notes_on(trained, controls),
+        licence=licence,
+        languages=languages,
+        outputs=outputs,
+        images=image_inputs(config),
+        onnx=onnx,
+    )
+    which = ", averaged weights," if opened.averaged else ""
+    print(f"Exported {trained.checkpoint.name} of {opened.name}{which} to {out} ({_size(out)}).")
+    if hint := other_weights(trained):
+        print(hint)
+    return out
+
+
+def other_weights(trained: Trained) -> str:
+    """Returns a line that says so where the weights that were not chosen had the lower loss in the checkpoint's
+    evaluation, else ""."""
+    evaluation = trained.manifest["extra"].get("evaluation") or {}
+    losses = {"raw": evaluation.get("loss"), "ema": evaluation.get("ema_loss")}
+    if not all(isinstance(loss, float) for loss in losses.values()):
+        return ""
+    other = "raw" if trained.which == "ema" else "ema"
+    if losses[other] >= losses[trained.which]:
+        return ""
+    return (
+        f"Its {'averaged' if other == 'ema' else 'raw'} weights had the lower validation loss, {losses[other]:.4f} in "
+        f"place of {losses[trained.which]:.4f}: {shell_line('--weights', other)} takes those."
+    )
+
+
+def import_reference(kind: str, file: str | Path, out_dir: str | Path) -> Path:
+    """Turns a checkpoint of another project into a directory that transformers loads without matmix.
+
+    Args:
+        kind: "hydra" or "mru-lm".
+        file: the checkpoint, a file or a directory. A tokenizer.json or tokenizer.model next to the weights
+            is taken along; without one the export has no tokenizer.
+        out_dir: as for `export_run`.
+    Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
+    """
+    check_target(Path(out_dir))
+    config, state = read_checkpoint(kind, file)
+    folder = Path(file) if Path(file).is_dir() else Path(file).parent
+    files = (folder / name for name in ("tokenizer.json", "tokenizer.model"))
+    tokenizer = next((Tokenizer.load(path) for path in files if path.is_file()), None)
+    out = export_model(
+        config,
+        state,
+        None if tokenizer is None else tokenizer.path,
+        out_dir,
+        special={} if tokenizer is None else tokenizer.special,
+        # The encoders of that project were trained on [CLS] text [SEP]; its language models on bare text.
+        prefix="none" if config.causal else "cls",
+        suffix="none" if config.causal else "sep",
+        notes=f"Converted from a {kind} checkpoint by matmix.",
+    )
+    what = "without a tokenizer" if tokenizer is None else "with its tokenizer"
+    print(f"Imported {file} to {out} ({_size(out)}), {what}.")
+    return out
+
+
+def check_export(directory: str | Path) -> None:
+    """Compares every file of an export with the hash that it was written with.
+
+    Raises FileNotFoundError where there is no export, ValueError (one line) that names the first file that is missing,
+    changed, or was added.
+    """
+    directory = Path(directory)
+    sums = directory / SUMS
+    if not sums.is_file():
+        raise FileNotFoundError(f"{directory} holds no {SUMS}: it is no export, or one of an earlier version")
+    listed: dict[str, str] = {}
+    for line in sums.read_bytes().decode(errors="replace").splitlines():
+        value, separator, name = line.partition("  ")
+        if not separator or len(value) != 64:
+            raise ValueError(f"{sums} is damaged: {line[:80]!a} is no hash of a file")
+        listed[artifact_name(name, sums, nested=True)] = value
+    if (extra := _find_unlisted(directory, listed)) is not None:
+        raise ValueError(f"{directory} holds {extra!a}, which it was not written with")
+    for name, value in listed.items():
+        path = artifact_path(directory, name, sums, nested=True)
+        if not path.is_file():
+            raise ValueError(f"{directory} lacks {name}")
+        if sha256(path) != value:
+            raise ValueError(f"{path} is not as it was written: its SHA-256 differs; export again")
+    print(f"{directory}: {len(listed)} files ({_size(directory)}), all as they were written.")
+
+
+def _find_unlisted(directory: Path, listed: Collection[str]) -> str | None:
+    """Returns the first file or folder in an export that is not listed, nor the folder of a listed file."""
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if name in (*listed, SUMS) or name.partition("/")[0] in ("__pycache__", ".cache", ".git"):
+            continue
+        if path.is_symlink() or not any(other.startswith(f"{name}/") for other in listed):
+            return name
+    return None
+
+
+def _size(directory: Path) -> str:
+    return f"{sum(file.stat().st_size for file in exported_files(directory)) / 1e6:,.1f} MB"

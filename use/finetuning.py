@@ -1,0 +1,302 @@
+"""Makes the config of a run that fine-tunes a trained model: on labelled examples, or on other pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matmix.data.loading.examples import open_examples
+from matmix.data.loading.images import image_facts
+from matmix.data.shell import shell_line
+from matmix.model import ARCHITECTURES
+from matmix.model.config import ModelConfig, model_config_to_dict
+from matmix.train.config import RunConfig
+from matmix.train.init.sources import InitSource
+from matmix.train.loaders import make_loader, with_data_facts, with_outputs
+from matmix.train.plugins import find_part
+from matmix.train.recipe import config_from_dict, plain, resolved_config
+from matmix.train.recipe_files import find_recipe, read_toml
+from matmix.train.tasks import TASKS, Task
+from matmix.train.tasks.finetuning.base import ExampleTask
+from matmix.train.tasks.image_classification import ImageClassification
+from matmix.use.opening import TrainedModel, open_model
+
+logger = logging.getLogger(__name__)
+
+_OF_RECIPES = ("head", "dropout", "embedding_dropout")
+"""Fields of [model] that a recipe decides; the others are the source's."""
+_OF_TASKS, _OF_IMAGES = "finetune", "finetune_images"
+"""The bundled recipes that give the settings of a task which is named without a recipe."""
+LEAST_STEPS = 300
+"""Steps of a fine-tuning with few examples, which are read again and again."""
+EPOCHS, EPOCHS_OF_IMAGES = 3.0, 30.0
+"""Epochs of a fine-tuning with many examples: those of the BERT papers, and ours of pictures."""
+_RATE, _RATE_OF_IMAGES, _WIDTH = 5e-5, 1e-4, 768
+"""Peak learning rates of base models, and their width."""
+_HIGHEST = 2e-3
+
+
+def finetuning_config(
+    source: str, task: str, overrides: list[str], *, step: int = 0, from_scratch: bool = False
+) -> RunConfig:
+    """Returns the config of a run that fine-tunes `source` on a task.
+
+    Args:
+        source: a run, an export or a published checkpoint. task: a recipe, or the name of a task.
+        overrides: fields of a recipe as the command line has them, such as ["--epochs", "5"].
+        step: the checkpoint of a run; 0 = the newest.
+        from_scratch: take only model, tokenizer and special tokens of the source, and draw all weights from the seed.
+    Raises FileNotFoundError or ValueError (one line) for a source, a task, examples or options that cannot be used.
+    """
+    values, kind = read_task(task, overrides)
+    start = open_model(source, step=step or None).origin
+    on_images = issubclass(kind, ImageClassification)
+    if not on_images:
+        kind = on_examples(kind, values, source, start.model)
+    if from_scratch:
+        values.pop("init", None)
+    else:
+        values["init"] = {**values.get("init", {}), "from": source, "step": step}
+    data = values.setdefault("data", {})
+    if on_images:
+        values["model"] = _image_model(start, values.get("model", {}))
+        _fill_images(values, start, overrides)
+    else:
+        values["model"] = _model(start.model, start.words, kind, values.get("model", {}))
+        _fill_tokens(data, start)
+        _fill_lengths(data, start.model)
+    _fit_rate(values, start.model.d_model, on_images=on_images)
+    name = source.rstrip("/").rpartition("/")[2]
+    run_dir = values.pop("run_dir", "") or f"runs/{name}-{Path(task).stem}{'-from-scratch' if from_scratch else ''}"
+    config = resolved_config(plain(values), task, overrides, run_dir)
+    if config.model.head.outputs == 0:
+        config = _with_classes(config) if on_images else _with_outputs(config, kind)
+    typed = {word.partition("=")[0] for word in overrides}
+    return _with_fitted_steps(config, values, typed, on_images=on_images)
+
+
+def counted(config: RunConfig) -> RunConfig:
+    """Returns `config` with the steps of its epochs, which the number of examples decides.
+
+    Raises FileNotFoundError or ValueError (one line) for examples that cannot be used.
+    """
+    loader = make_loader(config, "train", 0, 1)
+    try:
+        return with_data_facts(config, loader)
+    finally:
+        loader.close()
+
+
+def planned_config(task: str, model: ModelConfig, words: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Returns the config of a run that fine-tunes a model which is yet to be trained, without its tokens and its number
+    of outputs; words: what messages call the model.
+
+    Raises FileNotFoundError or ValueError (one line) for a task or a model that cannot be used.
+    """
+    values, kind = read_task(task, overrides)
+    kind = on_examples(kind, values, words, model)
+    values["model"] = _model(model, words, kind, values.get("model", {}))
+    _fill_lengths(values.setdefault("data", {}), model)
+    _fit_rate(values, model.d_model, on_images=False)
+    return resolved_config(plain(values), task, overrides, values.get("run_dir", ""))
+
+
+def read_task(task: str, overrides: Sequence[str]) -> tuple[dict[str, Any], type[Task]]:
+    """Returns the values in the recipe of a task, and the task.
+
+    Raises FileNotFoundError or ValueError (one line) where there is no such recipe or task.
+    """
+    usual = {"image_classification": _OF_IMAGES}.get(task, _OF_TASKS)
+    values = read_toml(find_recipe(usual if task in TASKS else task))
+    objective = values.setdefault("objective", {})
+    if task in TASKS:
+        objective["name"] = task
+    objective["name"] = _typed(overrides, "--objective.name") or objective.get("name", "")
+    return values, find_part(objective["name"], TASKS, "objective.name", Task)
+
+
+def on_examples(
+    kind: type[Task], values: dict[str, Any], source: str, model: ModelConfig | None = None
+) -> type[ExampleTask]:
+    """Returns the task that the recipe `values` names, which must be one on labelled examples. source, model: the model
+    to be fine-tuned on it, as far as that is known.
+
+    Raises ValueError (one line) where it is another task, and says which ones fit the model.
+    """
+    if issubclass(kind, ExampleTask):
+        return kind
+    name = values["objective"]["name"]
+    if model is None or _fits(kind, model):
+        raise ValueError(f'"{name}" is no task on labelled examples: {_going_on(source)} goes on training with it')
+    needed = " or ".join(kind.architectures)
+    raise ValueError(
+        f'"{name}" trains architecture {needed}, and {source} has architecture {model.architecture}: '
+        + _tasks_of(model, source)
+    )
+
+
+def _going_on(source: str) -> str:
+    """Returns the command that trains a pretrained model on other data than labelled examples."""
+    return shell_line("matmix", "train", "RECIPE", "--init.from", source)
+
+
+def _fits(kind: type[Task], model: ModelConfig) -> bool:
+    """Says whether a task trains models that see as much of a text as this one: all of it, or what came before. An
+    architecture from outside fits, as nothing is known of it."""
+    known = [ARCHITECTURES[name].causal for name in kind.architectures if name in ARCHITECTURES]
+    return model.causal in known or len(known) < max(1, len(kind.architectures))
+
+
+def _tasks_of(model: ModelConfig, source: str) -> str:
+    """Lists the bundled tasks for a model, with the commands that take them."""
+    fitting = {name: kind for name, kind in TASKS.items() if _fits(kind, model)}
+    examples = ", ".join(name for name, kind in fitting.items() if issubclass(kind, ExampleTask))
+    others = " or ".join(name for name, kind in fitting.items() if not issubclass(kind, ExampleTask))
+    on_text = f"{_going_on(source)} goes on with {others}"
+    return f"matmix finetune takes {examples}, and {on_text}" if examples else on_text
+
+
+def judging_config(opened: TrainedModel, task: str) -> RunConfig:
+    """Returns the config of a run that would have made this model by training on a task, without its examples. Any
+    encoder can be an embedder, by the mean of its features unless the recipe says otherwise.
+
+    Raises FileNotFoundError or ValueError (one line) for a model or a task that cannot be used, also together.
+    """
+    start = opened.origin
+    values, kind = read_task(task, [])
+    kind = on_examples(kind, values, opened.name, start.model)
+    needed, name = kind.architectures[0], values["objective"]["name"]
+    if start.model.architecture in kind.architectures:
+        values["model"] = model_config_to_dict(start.model)
+    elif start.model.causal or needed != "text_embedder":
+        raise ValueError(
+            f"{start.words} is a model of architecture {start.model.architecture}, and {name} is scored with a "
+            f"{needed}; {shell_line('matmix', 'finetune', 'ENCODER', name)} makes one"
+        )
+    else:
+        own = values.get("model", {}).get("head", {})
+        values["model"] = _model(start.model, start.words, kind, {"head": {"pooling": "mean", **own}})
+    _fill_tokens(values.setdefault("data", {}), start)
+    _fill_lengths(values["data"], start.model)
+    return config_from_dict(plain(values), task)
+
+
+def _model(model: ModelConfig, words: str, kind: type[ExampleTask], own: dict[str, Any]) -> dict[str, Any]:
+    """Returns the table [model]: the source's with another output, and with the recipe's head and dropout."""
+    if model.causal:
+        raise ValueError(
+            f"{words} is a {model.architecture}, which sees no later tokens: give an encoder; "
+            + _tasks_of(model, "SOURCE")
+        )
+    values = model_config_to_dict(model)
+    head = {name: value for name, value in values.pop("head", {}).items() if name != "outputs"}
+    if not model.model_class.takes_head:
+        # Of the whole text the first position of an encoder holds nothing that training on masked tokens put there.
+        head["pooling"] = "mean"
+    architecture = {"architecture": kind.architectures[0]}
+    own = {name: value for name, value in own.items() if name in _OF_RECIPES}
+    return {**values, **own, **architecture, "head": {**head, **own.get("head", {})}}
+
+
+def _fill_tokens(data: dict[str, Any], start: InitSource) -> None:
+    """Sets tokenizer and special tokens to the source's, unless a recipe sets them."""
+    if start.tokenizer is None and "tokenizer" not in data.get("examples", {}):
+        raise ValueError(f"{start.words} has no tokenizer: set data.examples.tokenizer")
+    examples = data.setdefault("examples", {})
+    if start.tokenizer is not None:
+        examples.setdefault("tokenizer", str(start.tokenizer.path))
+    examples.setdefault("token_types", start.model.type_vocab_size >= 2)
+    data.setdefault("prefix", start.prefix)
+    data.setdefault("suffix", start.suffix)
+
+
+def _image_model(start: InitSource, own: dict[str, Any]) -> dict[str, Any]:
+    """Returns the table [model]: the source's as a classifier of images, with the recipe's head and dropout."""
+    if not start.model.model_class.takes_images:
+        raise ValueError(f"{start.words} is a {start.model.architecture}, which sees no images: give a model that does")
+    values = model_config_to_dict(start.model)
+    head = {name: value for name, value in values.pop("head", {}).items() if name != "outputs"}
+    own = {name: value for name, value in own.items() if name in (*_OF_RECIPES, "drop_path")}
+    # What the source has of a head is kept, so that its layers but for the last one can be taken.
+    return {**values, **own, "architecture": "image_classifier", "head": {**own.get("head", {}), **head}}
+
+
+def _fill_images(values: dict[str, Any], start: InitSource, overrides: Sequence[str]) -> None:
+    """Sets size, channels, mean and spread of the images to the source's, unless a recipe or the command line gives
+    others; the model sees images as large as those that are read."""
+    images, seen = values["data"].setdefault("images", {}), values["model"].setdefault("image", {})
+    typed = _typed(overrides, "--data.images.size") or _typed(overrides, "--model.image.size")
+    size = typed if typed and typed.isdecimal() else images.get("size", start.model.image.size)
+    images["size"] = seen["size"] = int(size)
+    images.setdefault("channels", start.model.image.channels)
+    if start.images is not None:
+        for name in ("mean", "std"):
+            images.setdefault(name, list(getattr(start.images, name)))
+
+
+def _with_classes(config: RunConfig) -> RunConfig:
+    """Returns `config` with as many outputs as the pictures have classes."""
+    model = with_outputs(config.model, len(image_facts(config.data).classes), config.data.images.named)
+    return dataclasses.replace(config, model=model)
+
+
+def _fill_lengths(data: dict[str, Any], model: ModelConfig) -> None:
+    """Sets the lengths that the model can have."""
+    longest = model.max_seqlen
+    if model.fixed_length_mixers():
+        data["packing"], data["seqlen"] = "rows", longest
+    elif model.position_embeddings:
+        data["seqlen"] = min(data.get("seqlen", longest), longest)
+
+
+def _with_outputs(config: RunConfig, kind: type[ExampleTask]) -> RunConfig:
+    """Returns `config` with as many outputs as the examples have classes or values."""
+    outputs = open_examples(kind.examples, config.data, "train").outputs
+    if outputs is None:
+        return config
+    return dataclasses.replace(config, model=with_outputs(config.model, outputs, "the training examples"))
+
+
+def _fit_rate(values: dict[str, Any], width: int, *, on_images: bool) -> None:
+    """Sets optimizer.lr, unless a recipe does: small models need larger rates."""
+    values.setdefault("optimizer", {}).setdefault("lr", fitted_rate(width, on_images=on_images))
+
+
+def fitted_rate(width: int, *, on_images: bool = False) -> float:
+    """Returns the peak learning rate for a model of d_model = `width`: at the width of base models theirs, falling with
+    the square of the width, and never above 2e-3."""
+    rate = (_RATE_OF_IMAGES if on_images else _RATE) * (_WIDTH / width) ** 2
+    return float(f"{min(rate, _HIGHEST):.2g}")
+
+
+def _with_fitted_steps(
+    config: RunConfig, recipe: Mapping[str, Any], typed: Container[str], *, on_images: bool
+) -> RunConfig:
+    """Returns `config` with as many epochs as give `LEAST_STEPS` steps, or with the usual number of epochs if that is
+    more; unchanged where the recipe or the command line (its options, `typed`) gives epochs or steps."""
+    if any(name in recipe or f"--{name}" in typed for name in ("epochs", "steps")):
+        return config
+    loader = make_loader(config, "train", 0, 1)
+    loader.close()
+    examples, usual = loader.samples_per_epoch, EPOCHS_OF_IMAGES if on_images else EPOCHS
+    needed = math.ceil(10 * LEAST_STEPS * config.global_batch_size / examples) / 10
+    if needed > usual:
+        logger.info(
+            f"{examples:,} examples are few: {needed:g} epochs in place of {usual:g}, so that there are {LEAST_STEPS} "
+            "steps; --epochs or --steps say otherwise"
+        )
+    return dataclasses.replace(config, epochs=max(usual, needed))
+
+
+def _typed(words: Sequence[str], key: str) -> str | None:
+    """Returns the value that a command line gives to an option, or None."""
+    for word, following in itertools.pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == key:
+            return value if equals else following
+    return None
