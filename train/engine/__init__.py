@@ -2,16 +2,10 @@
 
 from matmix.train.engine.base import Engine
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.mesh import Mesh, MeshShape, dimensions_of
+from matmix.train.engine.mesh import Mesh, MeshShape, make_mesh
 from matmix.train.process.distributed import Distributed
 
 __all__ = ["Engine", "EngineConfig", "Mesh", "MeshShape", "build_engine", "make_mesh"]
-
-
-def make_mesh(config: EngineConfig, distributed: Distributed) -> Mesh:
-    """Lays out the ranks of a run, on all of them together. Raises ValueError (one line) where their number does not
-    fit."""
-    return Mesh(dimensions_of(config, distributed.world_size), distributed.rank, distributed.device)
 
 
 def build_engine(config: EngineConfig, distributed: Distributed, mesh: Mesh | None = None) -> Engine:

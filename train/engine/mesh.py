@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from matmix.train.engine.config import EngineConfig
 from matmix.train.optim.base import is_sharded
+from matmix.train.process.distributed import Distributed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,17 +143,16 @@ class Mesh(MeshShape):
         return self._device_mesh({"copies": copies, "parts": parts, **{one.name: [one] for one in same}})
 
     def written_here(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns what this rank writes of a state that all ranks hold under the same keys: of sharded tensors each
-        copy writes whole ones, about as many elements as the others, and all others are the first rank's."""
-        if self.state is None:
+        """Returns what this rank writes of a state that all ranks hold under the same keys: of the sharded tensors each
+        copy of the model writes its share, whole and by number of elements, and all others are the first rank's."""
+        if self.size == 1:
             return dict(state)
-        written = [0] * self.state["copies"].size()
-        own = {}
+        copy, written, own = self._index(self.rank, lambda one: not one.shards), [0] * self.copies, {}
         for key, tensor in state.items():
             if is_sharded(tensor):
                 writer = written.index(min(written))
                 written[writer] += tensor.numel()
-                if writer == self.state["copies"].get_local_rank():
+                if writer == copy:
                     own[key] = tensor
             elif self.rank == 0:
                 own[key] = tensor
@@ -164,6 +164,12 @@ class Mesh(MeshShape):
         order = [self.dimensions.index(dimension) for axis in axes.values() for dimension in axis]
         ranks = ranks.permute(order).reshape([_size(axis) for axis in axes.values()])
         return DeviceMesh(self.device.type, ranks, mesh_dim_names=tuple(axes))
+
+
+def make_mesh(config: EngineConfig, distributed: Distributed) -> Mesh:
+    """Lays out the ranks of a run, on all of them together. Raises ValueError (one line) where their number does not
+    fit."""
+    return Mesh(dimensions_of(config, distributed.world_size), distributed.rank, distributed.device)
 
 
 def _size(dimensions: Iterable[Dimension]) -> int:
