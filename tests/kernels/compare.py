@@ -54,6 +54,20 @@ def assert_matches(
     assert not wrong, f"{wrong} for {options}"
 
 
+def assert_refused(calls: dict[str, Callable]) -> None:
+    """Each call raises a ValueError of one line that contains the text it is listed under."""
+    wrong = {}
+    for message, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            if message not in str(error) or "\n" in str(error):
+                wrong[message] = str(error)
+        else:
+            wrong[message] = "no error"
+    assert not wrong, wrong
+
+
 def on_triton(op: Callable, device: str) -> Callable:
     """`op` by its Triton form on `device`, from and to tensors on the CPU, arguments by name."""
 

@@ -12,6 +12,7 @@ from compare import packed
 from every_mixer import language_model_of_all
 from layers import layer_inputs
 from mru_inputs import FUSED, mixer_inputs
+from nightly import each_value_once
 from test_quasiseparable import FORMS, make_for
 from test_semiseparable import make
 from torch._subclasses import FakeTensorMode
@@ -65,9 +66,9 @@ def sides_of(inputs, cu_seqlens, gate_offset):
     return tuple(sides)
 
 
-@pytest.mark.parametrize("seqlen", [20, 136, 5000])
-@pytest.mark.parametrize("as_packed", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "as_packed", "seqlen"), each_value_once(DTYPES, [False, True, True], [20, 136, 5000])
+)
 def test_the_causal_scan_looks_at_no_value(dtype, as_packed, seqlen):
     """Fake tensors have none, and would raise; 3,000 tokens are long enough for spans."""
     documents = 4 if as_packed else 1
@@ -88,9 +89,7 @@ def test_the_causal_scan_looks_at_no_value(dtype, as_packed, seqlen):
     assert ("combine_spans" in names) == (seqlen == 5000)
 
 
-@pytest.mark.parametrize("as_packed", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "dtype", "as_packed"), each_value_once(list(FORMS), DTYPES, [True, False]))
 def test_the_bidirectional_scan_looks_at_no_value(form, dtype, as_packed):
     """With everything that the op does around the kernels."""
     documents = 4 if as_packed else 1
@@ -132,9 +131,7 @@ def test_the_small_ops_look_at_no_value():
     assert len(launches) >= 4 * 4 + 2
 
 
-@pytest.mark.parametrize("seqlen", [20, 136, 5000])
-@pytest.mark.parametrize("as_packed", [False, True])
-@pytest.mark.parametrize("directions", [1, 2])
+@pytest.mark.parametrize(("directions", "as_packed", "seqlen"), each_value_once([1, 2], [False, True], [20, 5000, 136]))
 def test_the_layers_look_at_no_value(directions, as_packed, seqlen):
     """All that the layers around a scan launch, and what PyTorch does between."""
     form = LayerForm(2, 12, 1, 6, directions, True, 0.1, 2.0)
@@ -164,8 +161,7 @@ def test_the_layers_look_at_no_value(directions, as_packed, seqlen):
     assert launches
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "in_place"), each_value_once(DTYPES, [False, True]))
 def test_the_steps_look_at_no_value(dtype, in_place):
     """One launch each, and what is in place stays there."""
     with FakeTensorMode(), record_launches() as launches:
@@ -230,12 +226,14 @@ def test_every_op_with_kernels_is_captured():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("number", range(3))
 @torch.no_grad()
-def test_replays_of_a_captured_step_carry_the_state_on(number, dtype):
+def test_replays_of_a_captured_step_carry_the_state_on():
     """In one place: each replay continues where the one before ended, as eager steps do, to the last bit."""
-    _, op, inputs, in_place = list(steps())[number]
+    for (_, op, inputs, in_place), dtype in itertools.product(steps(), DTYPES):
+        check_replays_of_a_step(op, inputs, in_place, dtype)
+
+
+def check_replays_of_a_step(op, inputs, in_place, dtype):
     narrow = {"v", "q", "k", "x", "elements"}
     held = {name: x.cuda().to(dtype if name in narrow else torch.float32) for name, x in inputs.items()}
     first = held["state"].clone()
@@ -295,11 +293,13 @@ def test_replays_of_a_models_step_are_its_steps(dtype):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("number", range(len(list(calls()))))
-def test_captured_passes_equal_eager_ones(number, dtype):
+def test_captured_passes_equal_eager_ones():
     """Replayed on new numbers, outputs and gradients are those of a call, to the last bit."""
-    _, op, inputs, options = list(calls())[number]
+    for (_, op, inputs, options), dtype in itertools.product(calls(), DTYPES):
+        check_captured_passes(op, inputs, options, dtype)
+
+
+def check_captured_passes(op, inputs, options, dtype):
     options = {name: x.cuda() if torch.is_tensor(x) else x for name, x in options.items()}
     narrow = {"v", "x", "gate", "elements", "projected", *(name for name in inputs if name[0] in "qk")}
     first = {n: x.cuda().to(dtype if n in narrow else torch.float32) for n, x in inputs.items()}

@@ -10,6 +10,7 @@ import functools
 import pytest
 import torch
 from compare import FLOAT32, rmse_ratio
+from nightly import each_value_once
 from triton_on_cpu import PoisonedTorch
 
 from matmix.kernels import short_conv
@@ -59,18 +60,19 @@ def check(device, inputs, tolerance=FLOAT32, layout=lambda x: x, **options):
             assert rmse_ratio(x.cpu(), wanted[what]) <= tolerance, (name, what)
 
 
-@pytest.mark.parametrize(("given", "returned"), STATES.values(), ids=STATES)
-@pytest.mark.parametrize("seqlen", [1, 2, 3, 4, 7, 8, 9, 31, 67, 131])
-@pytest.mark.parametrize("width", [2, 4, 9])
-def test_any_length(interpreter, width, seqlen, given, returned):
-    """Also of fewer tokens than the state holds."""
+@pytest.mark.parametrize(
+    ("states", "seqlen", "width"), each_value_once(list(STATES), [1, 2, 3, 4, 7, 8, 9, 31, 67, 131], [9, 4, 2, 9])
+)
+def test_any_length(interpreter, states, seqlen, width):
+    """Sequences may have fewer tokens than the state holds."""
+    given, returned = STATES[states]
     inputs = inputs_of(seqlen, width, given=given)
     check(interpreter, inputs, activation="silu", return_final_state=returned)
 
 
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("width", range(2, 10))
+@pytest.mark.parametrize(
+    ("width", "bias", "activation"), each_value_once(range(2, 10), [False, True, True], ["silu", None])
+)
 def test_any_width(interpreter, width, bias, activation):
     inputs = inputs_of(21, width, batch=3, bias=bias)
     check(interpreter, inputs, activation=activation, return_final_state=True)
@@ -101,8 +103,7 @@ def test_strided_inputs_and_transposed_states(interpreter):
         check(interpreter, inputs, layout=layout, return_final_state=True)
 
 
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seqlen", [2, 33])
+@pytest.mark.parametrize(("seqlen", "state_dtype"), each_value_once([2, 33], [torch.float32, torch.bfloat16]))
 def test_half_precision(interpreter, seqlen, state_dtype):
     inputs = {name: x.bfloat16() for name, x in inputs_of(seqlen, 4, d=40).items()}
     inputs["initial_state"] = inputs["initial_state"].to(state_dtype)

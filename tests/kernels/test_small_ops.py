@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compare import assert_matches, packed, rmse_ratio
+from nightly import each_value_once
 from torch.utils.flop_counter import FlopCounterMode
 
 from matmix.kernels import gated_norm, matrix_product_scan, quasiseparable_scan, short_conv
@@ -21,10 +22,12 @@ def conv_inputs(seqlen, width, *, batch=2, d=12, bias=True):
     return inputs
 
 
-@pytest.mark.parametrize("seqlen", [1, 2, 7, 129])
-@pytest.mark.parametrize(("width", "causal"), [(7, False), (3, False), (9, True), (4, True), (2, True)])
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_conv(seqlen, width, causal, activation):
+@pytest.mark.parametrize(
+    ("seqlen", "form", "activation"),
+    each_value_once([1, 2, 7, 129], [(7, False), (3, False), (9, True), (4, True), (2, True)], [None, "silu", "silu"]),
+)
+def test_conv(seqlen, form, activation):
+    width, causal = form
     inputs = conv_inputs(seqlen, width, bias=activation is not None)
     for op in (short_conv, short_conv_torch):
         assert_matches(op, short_conv_definition, inputs, causal=causal, activation=activation)

@@ -11,7 +11,7 @@ import torch
 from compare import FLOAT32, assert_matches, packed, rmse_ratio, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nightly import nightly
+from nightly import each_value_once, nightly
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import pad
 from triton_on_cpu import PoisonedTorch
@@ -87,26 +87,31 @@ def test_conv_of_any_length(interpreter, seqlen, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("width", "causal"), [*((width, True) for width in range(2, 10)), *((width, False) for width in (3, 5, 7, 9))]
+    ("shape", "bias", "activation"),
+    each_value_once(
+        [*((width, True) for width in range(2, 10)), *((width, False) for width in (3, 5, 7, 9))],
+        [False, True, True],
+        ["silu", None],
+    ),
 )
-def test_conv_of_any_width(interpreter, width, causal, bias, activation, dtype):
+def test_conv_of_any_width(interpreter, shape, bias, activation, dtype):
+    width, causal = shape
     check_conv(interpreter, conv_inputs(21, width, bias=bias), dtype, causal=causal, activation=activation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lengths", DOCUMENTS)
-@pytest.mark.parametrize(("width", "causal", "activation"), [(7, False, "silu"), (4, True, None), (9, True, "silu")])
-def test_conv_of_packed_documents(interpreter, lengths, width, causal, activation, dtype):
+@pytest.mark.parametrize(
+    ("lengths", "form"), each_value_once(DOCUMENTS, [(7, False, "silu"), (4, True, None), (9, True, "silu")])
+)
+def test_conv_of_packed_documents(interpreter, lengths, form, dtype):
+    width, causal, activation = form
     inputs = conv_inputs(sum(lengths), width, batch=1)
     check_conv(interpreter, inputs, dtype, causal=causal, activation=activation, cu_seqlens=packed(lengths))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", [strided, time_innermost])
-@pytest.mark.parametrize("config", fused_conv.configurations())
+@pytest.mark.parametrize(("config", "layout"), each_value_once(fused_conv.configurations(), [strided, time_innermost]))
 def test_every_conv_configuration(interpreter, config, layout, dtype):
     with fused_conv.force_configuration(config):
         inputs = conv_inputs(70, 7, d=config.channels + 12)
@@ -134,9 +139,9 @@ def test_changing_one_document_leaves_the_others_alone(interpreter, activation):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seqlen", LENGTHS)
-@pytest.mark.parametrize(("d", "group_size"), [(12, None), (12, 4), (100, 25), (6, 2)])
-def test_norm_of_any_length_and_width(interpreter, seqlen, d, group_size, dtype):
+@pytest.mark.parametrize(("seqlen", "widths"), each_value_once(LENGTHS, [(12, None), (12, 4), (100, 25), (6, 2)]))
+def test_norm_of_any_length_and_width(interpreter, seqlen, widths, dtype):
+    d, group_size = widths
     check_norm(interpreter, norm_inputs(1, seqlen, d), dtype, group_size=group_size)
 
 
@@ -148,8 +153,7 @@ def test_norm_of_wide_groups(interpreter, d, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", [strided, time_innermost])
-@pytest.mark.parametrize("config", fused_norm.configurations())
+@pytest.mark.parametrize(("config", "layout"), each_value_once(fused_norm.configurations(), [strided, time_innermost]))
 def test_every_norm_configuration(interpreter, config, layout, dtype):
     with fused_norm.force_configuration(config):
         check_norm(interpreter, norm_inputs(2, 35, 96), dtype, layout, group_size=24)

@@ -61,39 +61,39 @@ def test_no_gpu_has_no_architecture():
     assert table.architecture(torch.device("meta")) == ""
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ([OTHER._replace(tile=48)], "tile is 48; it has to be a power of two from 16 to 256"),
-        ([OTHER._replace(tile=128)], "tile is 128, which is longer than a chunk"),
-        ([OTHER._replace(itemsize=8)], "itemsize is 8; it has to be 2 or 4"),
-        ([OTHER._replace(mix_registers=300)], "mix_registers is 300; it has to be from 24 to 255"),
-        ([OTHER._replace(stages=0)], "stages is 0; it has to be a whole number of 1 or more"),
-        ([OTHER._replace(walk=1)], "walk is 1; it has to be true or false"),
-        ([OTHER._replace(block=64.0)], "block is 64.0; it has to be a whole number"),
-        ([OTHER, OTHER], "two configurations for 2 bytes"),
-    ],
-)
-def test_a_bad_configuration_is_one_clear_error(tmp_path, found, message):
-    write(tmp_path, *found)
-    with pytest.raises(ValueError, match=message) as error:
-        measured(tmp_path)
-    assert "sm_90.json" in str(error.value)
-    assert "\n" not in str(error.value)
+BAD_CONFIGURATIONS = {
+    "tile is 48; it has to be a power of two from 16 to 256": [OTHER._replace(tile=48)],
+    "tile is 128, which is longer than a chunk": [OTHER._replace(tile=128)],
+    "itemsize is 8; it has to be 2 or 4": [OTHER._replace(itemsize=8)],
+    "mix_registers is 300; it has to be from 24 to 255": [OTHER._replace(mix_registers=300)],
+    "stages is 0; it has to be a whole number of 1 or more": [OTHER._replace(stages=0)],
+    "walk is 1; it has to be true or false": [OTHER._replace(walk=1)],
+    "block is 64.0; it has to be a whole number": [OTHER._replace(block=64.0)],
+    "two configurations for 2 bytes": [OTHER, OTHER],
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "sm_90.json is no JSON"),
-        ("[]", '"architecture" has to be "sm_90"'),
-        ('{"architecture": "sm_80"}', '"architecture" has to be "sm_90"'),
-        ('{"architecture": "sm_90", "scan": 3}', "has to be a list"),
-        ('{"architecture": "sm_90", "scan": [3]}', "lacks fields, or has others"),
-        ('{"architecture": "sm_90", "scan": [{"itemsize": 2, "colour": 1}]}', "backward_chunk, block, colour"),
-    ],
-)
-def test_a_bad_file_is_one_clear_error(tmp_path, content, message):
-    (tmp_path / "sm_90.json").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        measured(tmp_path)
+def test_a_bad_configuration_is_one_clear_error(tmp_path):
+    for message, found in BAD_CONFIGURATIONS.items():
+        write(tmp_path, *found)
+        with pytest.raises(ValueError, match=message) as error:
+            measured(tmp_path)
+        assert "sm_90.json" in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+BAD_FILES = {
+    "{": "sm_90.json is no JSON",
+    "[]": '"architecture" has to be "sm_90"',
+    '{"architecture": "sm_80"}': '"architecture" has to be "sm_90"',
+    '{"architecture": "sm_90", "scan": 3}': "has to be a list",
+    '{"architecture": "sm_90", "scan": [3]}': "lacks fields, or has others",
+    '{"architecture": "sm_90", "scan": [{"itemsize": 2, "colour": 1}]}': "backward_chunk, block, colour",
+}
+
+
+def test_a_bad_file_is_one_clear_error(tmp_path):
+    for content, message in BAD_FILES.items():
+        (tmp_path / "sm_90.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            measured(tmp_path)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from compare import FLOAT32, assert_bit_equal_twice, on_triton, packed, rmse_ratio, run
+from compare import FLOAT32, assert_bit_equal_twice, assert_refused, on_triton, packed, rmse_ratio, run
+from nightly import each_value_once, nightly
 from triton_on_cpu import PoisonedTorch
 
 from matmix.kernels import lion_mixer
@@ -44,21 +47,19 @@ def errors(case, seqlen, device, dtype=torch.float32, cu_seqlens=None):
     return {name: rmse_ratio(got[name], x) for name, x in wanted.items()}
 
 
-@pytest.mark.parametrize("seqlen", [2, 67])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "seqlen"), each_value_once(list(CASES), [67, 2]))
 def test_output_and_gradients(interpreter, all_poisoned, case, seqlen):
     found = errors(case, seqlen, interpreter)
     assert not {name: error for name, error in found.items() if not error <= FLOAT32}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [nightly(case, condition=case in ("gates of heads", "no offset")) for case in CASES])
 def test_packed_documents(interpreter, all_poisoned, case):
     found = errors(case, 97, interpreter, cu_seqlens=packed([3, 1, 0, 64, 29]))
     assert not {name: error for name, error in found.items() if not error <= FLOAT32}
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "backend"), each_value_once(list(CASES), ["triton", "torch"]))
 def test_row_sums_and_their_gradients(interpreter, all_poisoned, case, backend):
     options, gates = CASES[case]
     given, options = inputs(19, gates, 1), options | {"nheads": HEADS, "return_row_sums": True}
@@ -74,7 +75,7 @@ def test_a_single_token_is_its_value(interpreter, all_poisoned):
     torch.testing.assert_close(y, given["qkv"][..., 2 * HEADS * HEADDIM :], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["gates of heads", "gates of tokens"])
+@pytest.mark.parametrize("case", [nightly("gates of heads"), "gates of tokens"])
 def test_in_bfloat16(interpreter, all_poisoned, case):
     found = errors(case, 131, interpreter, torch.bfloat16)
     assert not {name: error for name, error in found.items() if not error <= 2e-2}
@@ -107,18 +108,14 @@ def test_open_and_closed_gates_keep_their_digits(interpreter):
         assert rmse_ratio(got["d gates"][..., head], wanted["d gates"][..., head]) <= 10 * FLOAT32
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"nheads": 4}, "qkv has shape"),
-        ({"feature_map": "relu"}, "feature_map is 'relu'"),
-        ({"gate_offset": 2}, "gate_offset is 2"),
-        ({"gates": torch.zeros(2)}, "gates has shape"),
-        ({"eps": -1.0}, "eps is -1.0"),
-        ({"backend": "triton"}, "needs CUDA tensors"),
-    ],
-)
-def test_bad_arguments(change, message):
-    with pytest.raises(ValueError, match=message) as error:
-        lion_mixer(**inputs(8, "token", 1) | {"nheads": HEADS} | change)
-    assert "\n" not in str(error.value)
+def test_bad_arguments():
+    given = inputs(8, "token", 1) | {"nheads": HEADS}
+    changes = {
+        "qkv has shape": {"nheads": 4},
+        "feature_map is 'relu'": {"feature_map": "relu"},
+        "gate_offset is 2": {"gate_offset": 2},
+        "gates has shape": {"gates": torch.zeros(2)},
+        "eps is -1.0": {"eps": -1.0},
+        "needs CUDA tensors": {"backend": "triton"},
+    }
+    assert_refused({message: partial(lion_mixer, **given | change) for message, change in changes.items()})

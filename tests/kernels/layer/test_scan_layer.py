@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from compare import FLOAT32, assert_bit_equal_twice, on_triton, packed, rmse_ratio, run
+from compare import FLOAT32, assert_bit_equal_twice, assert_refused, on_triton, packed, rmse_ratio, run
 from layers import PARAMETERS, layer_inputs
 from nightly import nightly
 from triton_on_cpu import PoisonedTorch
@@ -67,7 +69,8 @@ OFTEN = ("hydra", "hydra, groups, states, limits", "hydra, each head its own vec
 
 @pytest.mark.parametrize(
     ("case", "seqlen"),
-    [nightly(case, n, condition=n == 67 and case not in OFTEN) for case in CASES for n in (1, 2, 67)],
+    [nightly(case, n, condition=n == 67 and case not in OFTEN) for case in CASES for n in (2, 67)]
+    + [nightly(case, 1, condition=case != "hydra") for case in CASES],
 )
 def test_output_and_gradients(interpreter, all_poisoned, case, seqlen):
     options, sizes = CASES[case]
@@ -75,7 +78,7 @@ def test_output_and_gradients(interpreter, all_poisoned, case, seqlen):
     assert not {name: error for name, error in found.items() if not error <= FLOAT32}
 
 
-@pytest.mark.parametrize("case", [nightly(case, condition=case not in OFTEN) for case in CASES])
+@pytest.mark.parametrize("case", [nightly(case, condition=case not in ("hydra", "ssd")) for case in CASES])
 def test_packed_documents(interpreter, all_poisoned, case):
     options, sizes = CASES[case]
     cu_seqlens = packed([3, 1, 0, 64, 29])
@@ -144,22 +147,17 @@ def test_large_and_small_step_sizes(interpreter):
     assert all(rmse_ratio(got[name], x) <= FLOAT32 for name, x in wanted.items())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"directions": 3}, "directions is 3"),
-        ({"nheads": 5}, "divisor of the width"),
-        ({"dt_limits": (1.0, 0.5)}, "must not be below"),
-        ({"conv_weight": torch.zeros(48, 4)}, "4 taps"),
-        ({"D": None}, "give zeros"),
-        ({"group_size": 7}, "divisor"),
-        ({"d_state": 5}, "conv_weight has shape|projected has shape"),
-        ({"backend": "triton"}, "needs CUDA tensors"),
-        ({"chunk_size": 20}, "chunk_size is 20"),
-    ],
-)
-def test_bad_arguments(change, message):
+def test_bad_arguments():
     given = layer_inputs(8, batch=1) | {"nheads": 2, "ngroups": 1, "d_state": 6}
-    with pytest.raises(ValueError, match=message) as error:
-        scan_layer(**given | change)
-    assert "\n" not in str(error.value)
+    changes = {
+        "directions is 3": {"directions": 3},
+        "divisor of the width": {"nheads": 5},
+        "must not be below": {"dt_limits": (1.0, 0.5)},
+        "4 taps": {"conv_weight": torch.zeros(48, 4)},
+        "give zeros": {"D": None},
+        "group_size is 7; use a divisor": {"group_size": 7},
+        "projected has shape": {"d_state": 5},
+        "needs CUDA tensors": {"backend": "triton"},
+        "chunk_size is 20": {"chunk_size": 20},
+    }
+    assert_refused({message: partial(scan_layer, **given | change) for message, change in changes.items()})

@@ -7,6 +7,7 @@ import torch
 from compare import assert_matches, packed, rmse_ratio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import each_value_once
 from paths import GOLDEN
 from safetensors.torch import load_file
 
@@ -24,8 +25,7 @@ def make(seqlen, *, batch=2, heads=3, order=4, states=0):
     return inputs
 
 
-@pytest.mark.parametrize("seqlen", [1, 2, 31, 64, 65, 129, 1000])
-@pytest.mark.parametrize("order", [4, 8])
+@pytest.mark.parametrize(("seqlen", "order"), each_value_once([1, 2, 31, 64, 65, 129, 1000], [4, 8]))
 def test_lengths(seqlen, order):
     inputs = make(seqlen, order=order, states=2)
     assert_matches(matrix_product_scan, matrix_product_definition, inputs, return_final_state=True)
@@ -37,10 +37,12 @@ def test_orders(order):
     assert_matches(matrix_product_chunked, matrix_product_definition, make(40, order=order - 13))
 
 
-@pytest.mark.parametrize("lengths", [[1, 7, 64, 129, 30], [1] * 9, [0, 70, 0, 1, 0], [200, 1, 1, 40]])
-@pytest.mark.parametrize("states", [False, True])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("order", [4, 16])
+@pytest.mark.parametrize(
+    ("lengths", "states", "reverse", "order"),
+    each_value_once(
+        [[1, 7, 64, 129, 30], [1] * 9, [0, 70, 0, 1, 0], [200, 1, 1, 40]], [True, False], [False, True, True], [4, 16]
+    ),
+)
 def test_packed_documents(lengths, states, reverse, order):
     inputs = make(sum(lengths), batch=1, order=order, states=len(lengths) if states else 0)
     assert_matches(

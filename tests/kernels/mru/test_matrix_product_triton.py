@@ -9,7 +9,7 @@ import compare
 import pytest
 import torch
 from compare import on_triton, packed, rmse_ratio, run
-from nightly import each_value_once
+from nightly import each_value_once, nightly
 from paths import GOLDEN
 from safetensors.torch import load_file
 from test_matrix_product import make
@@ -26,10 +26,9 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(fused, "torch", PoisonedTorch())
 
 
-@pytest.fixture(params=[4, 64])
-def chunk(request, monkeypatch) -> int:
-    monkeypatch.setattr(fused, "CHUNK", request.param)
-    return request.param
+@pytest.fixture
+def short(monkeypatch) -> None:
+    monkeypatch.setattr(fused, "CHUNK", 4)
 
 
 def on(device):
@@ -40,18 +39,19 @@ def assert_matches(device, inputs, **options):
     compare.assert_matches(on(device), matrix_product_definition, inputs, **options)
 
 
-@pytest.mark.parametrize("seqlen", [1, 2, 31, 64, 65, 130])
-def test_lengths(interpreter, chunk, seqlen):
+@pytest.mark.parametrize(("seqlen", "chunk"), each_value_once([1, 2, 31, 64, 65, 130], [4, 64]))
+def test_lengths(interpreter, monkeypatch, chunk, seqlen):
+    monkeypatch.setattr(fused, "CHUNK", chunk)
     assert_matches(interpreter, make(seqlen, order=8, batch=1, states=1), return_final_state=True)
 
 
-@pytest.mark.parametrize("order", [4, 8, 16, 32])
-@pytest.mark.parametrize("heads", [1, 5])
+@pytest.mark.parametrize(("order", "heads"), each_value_once([4, 8, 16, 32], [5, 1]))
 def test_orders_and_heads_that_do_not_fill_a_tile(interpreter, monkeypatch, order, heads):
     monkeypatch.setattr(fused, "CHUNK", 8)
     assert_matches(interpreter, make(20, order=order, heads=heads), return_final_state=True)
 
 
+@pytest.mark.slow
 def test_a_long_sequence(interpreter):
     assert_matches(interpreter, make(1000, order=8, heads=2, batch=1))
 
@@ -67,7 +67,7 @@ def test_packed_documents(interpreter, monkeypatch, lengths, states, reverse):
     assert_matches(interpreter, inputs, **options)
 
 
-def test_final_state_alone_has_a_gradient(interpreter, chunk):
+def test_final_state_alone_has_a_gradient(interpreter, short):
     inputs = make(30, batch=1, states=1)
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     on(interpreter)(**leaves, return_final_state=True)[1].square().sum().backward()
@@ -76,7 +76,7 @@ def test_final_state_alone_has_a_gradient(interpreter, chunk):
     assert all(rmse_ratio(leaves[name].grad, exact[name].grad) <= 1e-5 for name in inputs)
 
 
-def test_documents_are_bit_independent(interpreter, chunk):
+def test_documents_are_bit_independent(interpreter, short):
     """A neighbour may even overflow: states, final states and gradients of the others stay as they are."""
     lengths = [5, 20, 1, 30]
     before = make(sum(lengths), batch=1)
@@ -95,7 +95,7 @@ def test_documents_are_bit_independent(interpreter, chunk):
     assert torch.equal(plain[[0, 2, 3]], changed[[0, 2, 3]])
 
 
-def test_the_same_bits_twice_from_any_layout(interpreter, chunk):
+def test_the_same_bits_twice_from_any_layout(interpreter, short):
     inputs = make(40, order=8)
     wide = torch.randn(2, 40, 5, 8, 8)
     wide[:, :, 1:4] = inputs["x"]
@@ -126,7 +126,7 @@ def test_half_precision_inputs_keep_a_float32_state(interpreter):
 
 
 @pytest.mark.parametrize("name", ["mru_scan_1_4", "mru_scan_7_4", "mru_scan_33_8"])
-def test_golden(interpreter, chunk, name):
+def test_golden(interpreter, short, name):
     golden = {key: x.transpose(1, 2) for key, x in load_file(GOLDEN / f"{name}.safetensors").items()}
     x = golden["X"].float().to(interpreter).requires_grad_()
     h = matrix_product_scan(x, backend="triton")
@@ -155,7 +155,7 @@ def test_thousands_of_steps_lose_little_on_tensor_cores(order):
     assert rmse_ratio(h[:, -1], matrix_product_definition(x)[:, -1]) <= 1e-4
 
 
-@pytest.mark.parametrize("order", [4, 8, 16])
+@pytest.mark.parametrize("order", [nightly(4), nightly(8), 16])
 def test_thousands_of_steps_lose_little(order):
     """The same for the PyTorch form, whose arithmetic is plain float32."""
     x = torch.linalg.qr(torch.randn(1, 4096, 2, order, order))[0].contiguous()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compare import assert_bit_equal_twice, assert_matches, packed, rmse_ratio
 from mru_inputs import FUSED, mixer_inputs
+from nightly import each_value_once
 
 from matmix.kernels import matrix_product_scan, mru_mixer, mru_mixer_is_fused, mru_step
 from matmix.kernels.mru.chunked import mru_mixer_torch
@@ -19,26 +20,27 @@ from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
 from matmix.kernels.mru.op import no_kernel
 
 recomputing = functools.partial(mru_mixer, backend="torch")
+FORMS = {"parts": mru_mixer, "recomputing": recomputing, "exported": mru_mixer_torch}
 
 
-@pytest.mark.parametrize("op", [mru_mixer, recomputing, mru_mixer_torch], ids=["parts", "recomputing", "exported"])
-@pytest.mark.parametrize("construction", FUSED)
-@pytest.mark.parametrize("seqlen", [1, 2, 31, 64, 65, 1000])
+@pytest.mark.parametrize(
+    ("op", "construction", "seqlen"), each_value_once(list(FORMS), FUSED, [1, 2, 31, 64, 65, 1000])
+)
 def test_lengths(op, construction, seqlen):
     inputs = mixer_inputs(seqlen, construction, order=8, width=5, states=2)
-    assert_matches(op, mru_mixer_definition, inputs, construction=construction, return_final_state=True)
+    assert_matches(FORMS[op], mru_mixer_definition, inputs, construction=construction, return_final_state=True)
 
 
-@pytest.mark.parametrize("construction", FUSED)
-@pytest.mark.parametrize("order", [4, 16, 32])
+@pytest.mark.parametrize(("construction", "order"), each_value_once(FUSED, [4, 16, 32]))
 def test_orders(construction, order):
     inputs = mixer_inputs(40, construction, order=order, heads=2)
     assert_matches(recomputing, mru_mixer_definition, inputs, construction=construction)
 
 
-@pytest.mark.parametrize("construction", FUSED)
-@pytest.mark.parametrize("lengths", [[1, 5, 64, 3, 0, 130], [1] * 9, [0, 70, 0, 1, 0]])
-@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize(
+    ("construction", "lengths", "states"),
+    each_value_once(FUSED, [[1, 5, 64, 3, 0, 130], [1] * 9, [0, 70, 0, 1, 0]], [True, False]),
+)
 def test_packed_documents(construction, lengths, states):
     inputs = mixer_inputs(sum(lengths), construction, batch=1, states=len(lengths) if states else 0)
     options = {"cu_seqlens": packed(lengths), "return_final_state": True, "construction": construction}
@@ -46,12 +48,14 @@ def test_packed_documents(construction, lengths, states):
         assert_matches(op, mru_mixer_definition, inputs, **options)
 
 
-@pytest.mark.parametrize("op", [mru_mixer, recomputing, mru_mixer_torch], ids=["parts", "recomputing", "exported"])
-@pytest.mark.parametrize("construction", FUSED)
-@pytest.mark.parametrize(("seqlen", "order", "d_chunk"), [(1, 8, 8), (2, 4, 1), (31, 16, 7), (97, 8, 12)])
-def test_chunks(op, construction, seqlen, order, d_chunk):
+@pytest.mark.parametrize(
+    ("op", "construction", "sizes"),
+    each_value_once(list(FORMS), FUSED, [(1, 8, 8), (2, 4, 1), (31, 16, 7), (97, 8, 12)]),
+)
+def test_chunks(op, construction, sizes):
+    seqlen, order, d_chunk = sizes
     inputs = mixer_inputs(seqlen, construction, order=order, width=5, states=2, d_chunk=d_chunk)
-    assert_matches(op, mru_mixer_definition, inputs, construction=construction, return_final_state=True)
+    assert_matches(FORMS[op], mru_mixer_definition, inputs, construction=construction, return_final_state=True)
 
 
 @pytest.mark.parametrize("construction", FUSED)
@@ -160,11 +164,12 @@ def test_autocast_does_not_reach_the_states():
         assert torch.equal(final, wanted[1])
 
 
-@pytest.mark.parametrize("construction", CONSTRUCTIONS)
-@pytest.mark.parametrize(("projected", "d_chunk"), [(False, 0), (True, 0), (False, 3), (True, 3)])
+@pytest.mark.parametrize(
+    ("construction", "projected", "d_chunk"), each_value_once(CONSTRUCTIONS, [False, True], [0, 3, 3])
+)
 def test_steps_are_the_sequence(construction, projected, d_chunk):
     """Tokens one by one, from the identity."""
-    inputs = mixer_inputs(32 if d_chunk else 512, construction, order=8, d_chunk=d_chunk)
+    inputs = mixer_inputs(32 if d_chunk else 256, construction, order=8, d_chunk=d_chunk)
     weights = {"w_up": inputs["w_up"]} if d_chunk else {}
     y, final = mru_mixer(**inputs, construction=construction, return_final_state=True)
     state, steps = torch.eye(8).expand(2, 3, 8, 8).contiguous(), []
@@ -175,7 +180,7 @@ def test_steps_are_the_sequence(construction, projected, d_chunk):
             state = mru_step(elements, state, construction=construction, **weights)
             y_t = torch.einsum("bhij,hjc->bhic", state, inputs["w_down"])
         steps.append(y_t)
-    # Either way rounds each state, sums of 8 products, by 2^-24 times a few: 512 of them in a row are 1e-4 at worst.
+    # Either way rounds each state, sums of 8 products, by 2^-24 times a few: 256 of them in a row are 1e-4 at worst.
     torch.testing.assert_close(torch.stack(steps, 1), y, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state, final, rtol=1e-4, atol=1e-4)
 

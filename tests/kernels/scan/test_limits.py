@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from compare import FLOAT32, rmse_ratio
+from nightly import each_value_once
 from torch import Tensor
 
 from matmix.kernels import backend, quasiseparable_scan, semiseparable_scan
@@ -27,6 +28,7 @@ def far_apart(x: Tensor, folder) -> Tensor:
     return view.copy_(x)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes 50 GB of memory on a GPU")
 def test_heads_may_lie_further_apart_than_32_bits_count(interpreter, tmp_path):
     v, q, k = torch.randn(3, 1, 40, 4, 16).unbind(0)
@@ -42,8 +44,7 @@ def test_heads_may_lie_further_apart_than_32_bits_count(interpreter, tmp_path):
         assert rmse_ratio(got, wanted) < FLOAT32
 
 
-@pytest.mark.parametrize("how", ["torch", "triton"])
-@pytest.mark.parametrize("per", ["token", "head"])
+@pytest.mark.parametrize(("how", "per"), each_value_once(["torch", "triton"], ["token", "head"]))
 def test_a_decay_above_the_bound_is_taken_as_the_bound_and_gets_no_gradient(interpreter, how, per):
     """As on accelerators, where values are not looked at."""
     v, q, k = torch.randn(1, 40, 2, 16), torch.randn(1, 40, 1, 16), torch.randn(1, 40, 1, 16)

@@ -9,6 +9,7 @@ import torch
 from compare import assert_bit_equal_twice, assert_matches, packed, rmse_ratio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import each_value_once, nightly
 from test_semiseparable import CHUNKS, DECAYS, DOCUMENTS, LENGTHS, decays
 
 from matmix.kernels import quasiseparable_scan
@@ -31,6 +32,8 @@ FORMS = {
 """Every option at least once, and those that meet in one layer together. With a tiny eps, a token that sees only
 itself has y = v whatever its weight is: the weight's gradient would be nothing but rounding.
 """
+SOME_FORMS = [nightly(form, condition=form not in ("hydra", "unshifted both", "lion")) for form in FORMS]
+"""All forms, of which three run by day: together they hold every branch of the passes."""
 
 
 def make(
@@ -73,38 +76,33 @@ def make_for(form: str, seqlen: int, *, states: int = 0, **options):
     return make(seqlen, states=0 if normal else states, positive=normal, **options)
 
 
-@pytest.mark.parametrize("seqlen", LENGTHS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "seqlen"), each_value_once(list(FORMS), LENGTHS))
 def test_lengths(form, seqlen):
     heads = 2 if seqlen == 1000 else 4
     inputs = make_for(form, seqlen, batch=1, heads=heads, states=1)
     assert_matches(quasiseparable_scan, quasiseparable_definition, inputs, **FORMS[form])
 
 
-@pytest.mark.parametrize("kind", DECAYS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "kind"), each_value_once(list(FORMS), DECAYS))
 def test_decays(form, kind):
     inputs = make_for(form, 140, kind=kind, diagonal="head")
     assert_matches(quasiseparable_scan, quasiseparable_definition, inputs, **FORMS[form])
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "groups"), each_value_once(list(FORMS), [1, 2, 4]))
 def test_groups_and_large_steps(form, groups):
     """Heads share q and k in groups; input scales of about 50."""
     inputs = make_for(form, 90, groups=groups, scale=50.0, diagonal=None)
     assert_matches(quasiseparable_scan, quasiseparable_definition, inputs, **FORMS[form])
 
 
-@pytest.mark.parametrize("lengths", DOCUMENTS)
-@pytest.mark.parametrize("states", [False, True])
-@pytest.mark.parametrize("form", FORMS)
-def test_packed_documents(form, states, lengths):
+@pytest.mark.parametrize(("form", "lengths", "states"), each_value_once(list(FORMS), DOCUMENTS, [False, True]))
+def test_packed_documents(form, lengths, states):
     inputs = make_for(form, sum(lengths), batch=1, states=len(lengths) if states else 0)
     assert_matches(quasiseparable_scan, quasiseparable_definition, inputs, cu_seqlens=packed(lengths), **FORMS[form])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     seqlen=st.integers(1, 90),
     groups=st.sampled_from([1, 2, 4]),
@@ -157,10 +155,15 @@ def test_any_combination(
         )
 
 
-@pytest.mark.parametrize("gate_offset", [0, 1])
-@pytest.mark.parametrize("self_term", ["sum", "mean"])
-@pytest.mark.parametrize("shift", [True, False])
-@pytest.mark.parametrize("lengths", [None, [3, 1, 20, 9]])
+@pytest.mark.parametrize(
+    ("shift", "lengths", "self_term", "gate_offset"),
+    [
+        (True, None, "sum", 0),
+        (False, [3, 1, 20, 9], "mean", 1),
+        (False, None, "sum", 1),
+        (True, [3, 1, 20, 9], "sum", 1),
+    ],
+)
 def test_matrix(shift, lengths, self_term, gate_offset):
     """The op is the product with M; M's off-diagonal blocks have rank at most d_state."""
     inputs = make(33, batch=1, d_state=3)
@@ -214,7 +217,7 @@ def test_shared_vectors_accumulate_gradients():
     assert rmse_ratio(q.grad, forward.grad + backward.grad) < 1e-6
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME_FORMS)
 def test_gradcheck(form):
     inputs = make_for(form, 9, heads=2, d_state=2, headdim=2, groups=1, states=2)
     inputs = {n: x.double().requires_grad_() for n, x in inputs.items()}
@@ -225,12 +228,12 @@ def test_gradcheck(form):
     assert torch.autograd.gradcheck(op, tuple(inputs.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME_FORMS)
 def test_bit_equal_twice(form):
     assert_bit_equal_twice(quasiseparable_scan, make_for(form, 150, states=2), **FORMS[form])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME_FORMS)
 def test_documents_are_bit_independent(form):
     """Changing one document changes no bit of the others, outputs or gradients, whatever shares its chunk."""
     lengths = [5, 20, 1, 80, 30]
@@ -262,7 +265,7 @@ def test_first_and_last_token_see_only_the_other_side():
     assert v.grad[:, 1:-1].abs().sum() > 0
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SOME_FORMS)
 def test_bfloat16(form):
     """v, q, k in bfloat16, the rest in float32, as a layer has them; outputs and gradients as near as that allows."""
     inputs = make_for(form, 150)

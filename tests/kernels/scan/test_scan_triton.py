@@ -11,7 +11,7 @@ import torch
 from compare import rmse_ratio, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nightly import each_value_once
+from nightly import each_value_once, nightly
 from scans import DEFINITIONS, DTYPES, check, on
 from test_quasiseparable import FORMS, make_for
 from test_semiseparable import CHUNKS, DECAYS, LENGTHS, make
@@ -39,17 +39,8 @@ def check_form(device, form, seqlen, dtype=torch.float32, *, states=0, check_opt
         check(device, quasiseparable_scan, inputs, dtype, **check_options, **FORMS[form])
 
 
-def often(forms, lengths, always, briefly):
-    """All pairs; those of forms not in `always` with lengths not in `briefly` run only nightly."""
-    return [
-        pytest.param(form, seqlen, marks=() if form in always or seqlen in briefly else pytest.mark.slow)
-        for form in forms
-        for seqlen in lengths
-    ]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("form", "seqlen"), often([CAUSAL, *FORMS], LENGTHS[:-1], ("hydra",), (65,)))
+@pytest.mark.parametrize(("form", "seqlen"), each_value_once([CAUSAL, *FORMS], [65, *LENGTHS[:-1]]))
 def test_lengths(interpreter, form, seqlen, dtype):
     gradients = "none" if dtype == torch.bfloat16 and seqlen <= 2 else "all"
     shape = SMALL if seqlen > 2 else {"batch": 2, "heads": 2, "groups": 2}
@@ -58,9 +49,7 @@ def test_lengths(interpreter, form, seqlen, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "form", [CAUSAL, *(form if form == "hydra" else pytest.param(form, marks=pytest.mark.slow) for form in FORMS)]
-)
+@pytest.mark.parametrize("form", [nightly(form, condition=form != "hydra") for form in (CAUSAL, *FORMS)])
 def test_long(interpreter, form, dtype):
     check_form(interpreter, form, LONGEST, dtype, batch=1, heads=1, groups=1, states=1, d_state=3, headdim=4)
 
@@ -68,12 +57,7 @@ def test_long(interpreter, form, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("form", "kind"),
-    often(
-        [CAUSAL, "hydra", "halved", "product", "both", "lion"],
-        [*DECAYS, "forgets"],
-        ("hydra",),
-        ("mixed", "none"),
-    ),
+    each_value_once([CAUSAL, "hydra", "halved", "product", "both", "lion"], ["mixed", "none", *DECAYS, "forgets"]),
 )
 def test_decays(interpreter, form, kind, dtype):
     """Of every kind; "forgets" has some that are exactly 0 (log -inf)."""
@@ -98,7 +82,9 @@ def test_one_direction_without_decay(interpreter, form, which, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("form", "scales"), often([CAUSAL, *FORMS], [(0, 0), (0, 1), (1, 0)], ("hydra",), [(0, 0)]))
+@pytest.mark.parametrize(
+    ("form", "scales"), each_value_once([CAUSAL, "hydra", "product", "both", "lion"], [(0, 0), (0, 1), (1, 0)])
+)
 def test_scales(interpreter, form, scales, dtype):
     """Input scales of none, or one direction; no diagonal where there are none."""
     options = {"scales": scales, "diagonal": "token" if any(scales) else None}
@@ -106,7 +92,9 @@ def test_scales(interpreter, form, scales, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("form", "diagonal"), each_value_once([CAUSAL, *FORMS], [None, "head"]))
+@pytest.mark.parametrize(
+    ("form", "diagonal"), each_value_once([CAUSAL, "hydra", "product", "both", "lion"], [None, "head"])
+)
 def test_diagonals(interpreter, form, diagonal, dtype):
     check_form(interpreter, form, 33, dtype, batch=2, heads=1, groups=1, diagonal=diagonal)
 
@@ -126,11 +114,9 @@ def test_groups_and_large_steps(interpreter, form, groups, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("form", "widths"),
-    often(
+    each_value_once(
         [CAUSAL, "hydra", "unshifted both", "lion"],
-        [(16, 16), (16, 128), (128, 16), (128, 128), (32, 64), (64, 32), (5, 70), (70, 20), (20, 5), (1, 1)],
-        [CAUSAL],
-        [(70, 20)],
+        [(70, 20), (128, 16), (16, 128), (1, 1), (20, 5), (5, 70), (64, 32), (32, 64), (128, 128), (16, 16)],
     ),
 )
 def test_widths(interpreter, form, widths, dtype):

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from compare import packed, run
-from nightly import each_value_once
+from nightly import each_value_once, nightly
 from scans import DTYPES, check, on
 from test_quasiseparable import FORMS, make_for
 from test_semiseparable import make
@@ -65,7 +65,7 @@ def test_the_rule_picks_every_configuration_and_no_other():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("chunk", [16, nightly(32), 64, nightly(128), 256])
 def test_chunks(interpreter, chunk, dtype):
     """Asked for, and (but for 256, which no configuration has) forced: rows of the mixer in several programs."""
     inputs = make_for("unshifted", 140, **SMALL)
@@ -165,7 +165,7 @@ def flat(gradients):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["causal", "hydra", "lion"])
+@pytest.mark.parametrize("form", [nightly("causal"), "hydra", nightly("lion")])
 def test_same_bits_twice(interpreter, form, dtype):
     """Also where several programs' parts of gradients are summed."""
     lengths = [1, 5, 40, 0, 3]

@@ -37,7 +37,7 @@ def inputs_for(form, seqlen, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("form", "lengths", "chunk"),
-    each_value_once(["causal", *FORMS], list(LENGTHS), [32, 64]),
+    each_value_once(["causal", "hydra", "unshifted both", "lion"], list(LENGTHS), [32, 64]),
 )
 def test_every_form(interpreter, launched, form, lengths, chunk, dtype):
     """Rows that fill their last chunk and not, with one tile of a chunk or two."""

@@ -7,6 +7,7 @@ import torch
 from compare import assert_bit_equal_twice, assert_matches, packed, rmse_ratio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import each_value_once
 
 from matmix.kernels import semiseparable_scan
 from matmix.kernels.semiseparable.chunked import semiseparable_chunked
@@ -64,8 +65,7 @@ def test_lengths(seqlen):
     assert_matches(semiseparable_scan, semiseparable_definition, make(seqlen, states=2), return_final_state=True)
 
 
-@pytest.mark.parametrize("kind", DECAYS)
-@pytest.mark.parametrize("states", [0, 2])
+@pytest.mark.parametrize(("kind", "states"), each_value_once(DECAYS, [2, 0]))
 def test_decays(kind, states):
     inputs = make(150, kind=kind, states=states, diagonal="head")
     assert_matches(semiseparable_scan, semiseparable_definition, inputs, return_final_state=bool(states))
@@ -87,9 +87,10 @@ def test_decays_up_to_the_bound_are_exact():
         assert_matches(semiseparable_scan, semiseparable_definition, inputs, op_options={"chunk_size": chunk})
 
 
-@pytest.mark.parametrize("lengths", [*DOCUMENTS, [200, 1, 1, 40]])
-@pytest.mark.parametrize("states", [False, True])
-@pytest.mark.parametrize("kind", ["token", "mixed"])
+@pytest.mark.parametrize(
+    ("lengths", "states", "kind"),
+    each_value_once([*DOCUMENTS, [200, 1, 1, 40]], [True, False], ["token", "mixed"]),
+)
 def test_packed_documents(lengths, states, kind):
     inputs = make(sum(lengths), batch=1, kind=kind, states=len(lengths) if states else 0)
     assert_matches(

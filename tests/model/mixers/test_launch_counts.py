@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from launch_count import counted
+from nightly import nightly
 from triton_on_cpu import names
 
 from matmix.kernels import checks
@@ -70,7 +71,7 @@ def only_its_own(launches):
         ("lion_s", {"headdim": 16}, (3, 6), (8, 16)),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [nightly(False), True])
 def test_layers(on_triton, monkeypatch, randomize, name, options, products, starts, packed):
     """A batch so large that one program takes all heads of a group, as in training; figures in docs/kernels.md."""
     kind = MIXERS[name]

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from module_results import assert_close, results, rounding
+from nightly import each_value_once
 from triton_on_cpu import names
 
 from matmix.model.mixers import MIXERS
@@ -52,9 +53,9 @@ def make(randomize):
     return build
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, PACKED])
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_layer(on_triton, launched, make, name, options, cu_seqlens):
+@pytest.mark.parametrize(("case", "packed"), each_value_once(CASES, [True, False]))
+def test_layer(on_triton, launched, make, case, packed):
+    (name, options), cu_seqlens = case, PACKED if packed else None
     layer = make(name, options)
     x = torch.randn(1 if cu_seqlens is not None else 2, 40, 16)
     rounded = rounding(layer, x, cu_seqlens=cu_seqlens)

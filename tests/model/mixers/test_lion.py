@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly import each_value_once
 from paths import GOLDEN
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -53,10 +54,10 @@ def _assert_close(got, wanted, tolerance):
         assert error < tolerance, (name, error)
 
 
-@pytest.mark.parametrize(("name", "options"), KINDS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-5)])
-def test_three_forms_agree(make, name, options, dtype, tolerance):
+@pytest.mark.parametrize(("kind", "dtype"), each_value_once(KINDS, [torch.float64, torch.float32]))
+def test_three_forms_agree(make, kind, dtype):
     """Forward and all gradients, for whole rows and for packed documents, one of them empty."""
+    (name, options), tolerance = kind, {torch.float64: 1e-10, torch.float32: 2e-5}[dtype]
     x = torch.randn(1, 40, D_MODEL, dtype=dtype)
     cu_seqlens = torch.tensor([0, 1, 19, 19, 40], dtype=torch.int32)
     for documents in ((), (cu_seqlens, 21)):
@@ -116,8 +117,7 @@ def test_one_token_at_a_time_in_each_direction(make, name, options):
     torch.testing.assert_close(y, mixer(x), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("feature_map", ["elu", "silu_norm"])
+@pytest.mark.parametrize(("form", "feature_map"), each_value_once(FORMS, ["elu", "silu_norm"]))
 def test_gates_and_features_at_their_ends_stay_finite(make, form, feature_map):
     """Gates of sigmoid(-100), which is no float32 number's logarithm's argument, and of sigmoid(100); queries and keys
     that the feature map takes to 0, so that whole rows sum to nothing."""
@@ -186,8 +186,7 @@ def _state(dim, nheads, mask_type, qkv_bias):
     return {name: torch.randn(shape) * (1.0 if "a_i" in name else 0.2) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("layout", ["Attention", "RNN", "Chunk", "text"])
-@pytest.mark.parametrize("kind", ["lit", "decay"])
+@pytest.mark.parametrize(("layout", "kind"), each_value_once(["Attention", "RNN", "Chunk", "text"], ["lit", "decay"]))
 def test_golden_layers(kind, layout):
     data = load_file(GOLDEN / f"lion_{kind}.safetensors")
     state, gradients = (
@@ -208,8 +207,7 @@ def test_golden_layers(kind, layout):
     _assert_close(got, gradients | {"y": data["y"], "x": data["dx"]}, 2e-5)
 
 
-@pytest.mark.parametrize("layout", ["Attention", "RNN", "Chunk"])
-@pytest.mark.parametrize("kind", ["decay", "selective"])
+@pytest.mark.parametrize(("layout", "kind"), each_value_once(["Chunk", "RNN", "Attention"], ["selective", "decay"]))
 def test_golden_layers_in_snake_order(kind, layout):
     path = GOLDEN / f"lion_snake_{kind}.safetensors"
     data = load_file(path)
@@ -258,16 +256,19 @@ def test_published_gates_reach_the_kernels(kernels, launched, snake):
     _assert_close(results[1], results[0], 2e-5)
 
 
-@pytest.mark.parametrize("mask_type", ["Lit", "Decay", "Selective"])
 @pytest.mark.parametrize(
-    ("dim", "nheads", "length", "options"),
-    [
-        (24, 2, 1, {}),
-        (40, 5, 17, {"qkv_bias": True, "format": "Chunk", "chunk_size": 4}),
-        (24, 3, 9, {"qk_scale": 0.5}),
-    ],
+    ("mask_type", "sizes"),
+    each_value_once(
+        ["Lit", "Decay", "Selective"],
+        [
+            (24, 2, 1, {}),
+            (24, 3, 9, {"qk_scale": 0.5}),
+            (40, 5, 17, {"qkv_bias": True, "format": "Chunk", "chunk_size": 4}),
+        ],
+    ),
 )
-def test_layers_of_other_sizes(mask_type, dim, nheads, length, options):
+def test_layers_of_other_sizes(mask_type, sizes):
+    dim, nheads, length, options = sizes
     state = _state(dim, nheads, mask_type, options.get("qkv_bias", False))
     layer = from_reference("lion-attention", state, dim=dim, num_heads=nheads, mask_type=mask_type, **options)
     weights = {name: tensor.double().requires_grad_() for name, tensor in state.items()}
@@ -301,22 +302,22 @@ def test_published_gates_restart_with_every_document():
     torch.testing.assert_close(y, torch.cat([layer(x[:, :6]), layer(x[:, 6:])], 1), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"dim": 20}, "num_heads = 3 does not divide dim = 20"),
-        ({"mask_type": "Causal"}, "mask_type = 'Causal'; known: Lit, Decay, Selective"),
-        ({"format": "Scan"}, "format = 'Scan'; known: Attention, RNN, Chunk"),
-        ({"order": "Z"}, "order = 'Z'; known: Normal, S"),
-        ({"order": "S", "mask_type": "Decay"}, "lacks key 'a_i'"),
-        ({"mask_type": "Decay"}, "lacks key 'a_i' of shape \\(3\\)"),
-        ({"qkv_bais": True}, "did you mean 'qkv_bias'"),
-    ],
-)
-def test_mistakes_are_one_clear_line(changes, words):
-    with pytest.raises(ValueError, match=words) as caught:
-        from_reference("lion-attention", _state(24, 3, "Lit", False), **({"dim": 24, "num_heads": 3} | changes))
-    assert "\n" not in str(caught.value)
+MISTAKES = [
+    ({"dim": 20}, "num_heads = 3 does not divide dim = 20"),
+    ({"mask_type": "Causal"}, "mask_type = 'Causal'; known: Lit, Decay, Selective"),
+    ({"format": "Scan"}, "format = 'Scan'; known: Attention, RNN, Chunk"),
+    ({"order": "Z"}, "order = 'Z'; known: Normal, S"),
+    ({"order": "S", "mask_type": "Decay"}, "lacks key 'a_i'"),
+    ({"mask_type": "Decay"}, "lacks key 'a_i' of shape \\(3\\)"),
+    ({"qkv_bais": True}, "did you mean 'qkv_bias'"),
+]
+
+
+def test_mistakes_are_one_clear_line():
+    for changes, words in MISTAKES:
+        with pytest.raises(ValueError, match=words) as caught:
+            from_reference("lion-attention", _state(24, 3, "Lit", False), **({"dim": 24, "num_heads": 3} | changes))
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from module_results import assert_close, results, rounding
+from nightly import each_value_once
 
 from matmix.model.initialization import initialize
 from matmix.model.mixers import MIXERS
@@ -26,8 +27,7 @@ def make(randomize):
     return build
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("length", [2, 13, 40])
+@pytest.mark.parametrize(("name", "length"), each_value_once(KINDS, [13, 40, 2]))
 def test_both_orders_agree(make, name, length):
     """Forward and all gradients."""
     x = torch.randn(2, length, D_MODEL, dtype=torch.float64)
@@ -36,8 +36,7 @@ def test_both_orders_agree(make, name, length):
         assert (linear[part] - wanted).abs().max() < 1e-11 * wanted.abs().max(), part
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("length", [2, 13, 40])
+@pytest.mark.parametrize(("name", "length"), each_value_once(KINDS, [40, 2, 13]))
 def test_both_orders_agree_in_float32(make, name, length):
     x = torch.randn(2, length, D_MODEL)
     linear, quadratic = (make(name, length, torch.float32, contraction=order) for order in ("linear", "quadratic"))

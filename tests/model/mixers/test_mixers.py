@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 from flop_count import FlopCount, cost_class
-from mixer_cases import CASES, D_MODEL
+from mixer_cases import CASES, D_MODEL, VARIANTS
+from nightly import nightly
 
 from matmix.model import MixerOptions, ModelConfig, build_model
 from matmix.model.mixers import MIXERS
@@ -13,12 +14,19 @@ from matmix.model.mixers import MIXERS
 COMPLEXITIES = ("O(L)", "O(L log L)", "O(L^1.5)", "O(L^2)")
 
 
-def _select(condition):
-    return [name for name, case in CASES.items() if condition(case)]
+def _select(condition, variants_by_day=False):
+    """The cases for which `condition` holds; those with other options than the defaults run at night where a proof
+    depends on them less than `test_forward_is_matrix_times_values` and its like do."""
+    return [
+        nightly(name, condition=not variants_by_day and name.removesuffix("-causal") in VARIANTS)
+        for name, case in CASES.items()
+        if condition(case)
+    ]
 
 
+MAIN = _select(lambda case: True)
 ALIGNED = _select(lambda case: case.kind.sequence_aligned)
-CAUSAL = _select(lambda case: case.causal)
+CAUSAL = _select(lambda case: case.causal, variants_by_day=True)
 FIXED = _select(lambda case: case.kind.fixed_length)
 ANY_LENGTH = _select(lambda case: not case.kind.fixed_length)
 OF_LOW_RANK = _select(lambda case: case.kind.block_rank(case.config) is not None)
@@ -42,30 +50,28 @@ def _assert_close(y, expected, tolerance=1e-5):
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_facts_are_stated(name):
-    kind = CASES[name].kind
-    assert kind.name == CASES[name].mixer
-    assert kind.causal_form or kind.bidirectional_form
-    assert kind.complexity in COMPLEXITIES
-    # What grows with the data alone knows no length of its own, and the other way round.
-    assert not (kind.sequence_aligned and kind.fixed_length)
-    assert kind.data_dependent or not kind.sequence_aligned
-    assert all(field.default is not dataclasses.MISSING for field in dataclasses.fields(kind.Config))
+def test_facts_are_stated():
+    for name, kind in MIXERS.items():
+        assert kind.name == name
+        assert kind.causal_form or kind.bidirectional_form, name
+        assert kind.complexity in COMPLEXITIES, name
+        # What grows with the data alone knows no length of its own, and the other way round.
+        assert not (kind.sequence_aligned and kind.fixed_length), name
+        assert kind.data_dependent or not kind.sequence_aligned, name
+        assert all(field.default is not dataclasses.MISSING for field in dataclasses.fields(kind.Config)), name
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_forward_is_matrix_times_values(make, name, dtype):
+def test_forward_is_matrix_times_values(make, name):
     """At every length that a mixer takes, which may be longer than the one it was made for."""
-    for length in (1, 2, 13):
+    for length, dtype in ((1, torch.float64), (2, torch.float64), (13, torch.float64), (13, torch.float32)):
         mixer = make(name, dtype, max_seqlen=length if CASES[name].kind.fixed_length else 8)
         x = _draw(2, length, dtype=dtype)
         expected = mixer.combine(mixer.mix(mixer.matrix(x), mixer.values(x)), x)
         _assert_close(mixer(x), expected, 1e-8 if dtype == torch.float64 else 1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MAIN)
 def test_causality_is_as_stated(make, name):
     """Which tokens an output depends on, by the Jacobian."""
     length = 7
@@ -88,11 +94,11 @@ def test_causality_is_as_stated(make, name):
     assert (influence[seen] > 1e-12).all()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_matrix_depends_on_the_data_as_stated(make, name):
-    mixer = make(name, torch.float64, max_seqlen=9)
-    one, other = (mixer.matrix(_draw(1, 9)) for _ in range(2))
-    assert torch.equal(one, other) is not mixer.data_dependent
+def test_the_matrix_depends_on_the_data_as_stated(make):
+    for name in CASES:
+        mixer = make(name, torch.float64, max_seqlen=9)
+        one, other = (mixer.matrix(_draw(1, 9)) for _ in range(2))
+        assert torch.equal(one, other) is not mixer.data_dependent, name
 
 
 @pytest.mark.parametrize("name", ALIGNED)
@@ -120,7 +126,7 @@ def test_blocks_off_the_diagonal_have_at_most_the_stated_rank(make, name):
         assert (singular[..., bound:] <= 1e-12 * singular[..., :1]).all()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MAIN)
 def test_every_parameter_gets_a_gradient(name):
     """In the second step from the initial weights, some of which may be zero in the first."""
     mixer = CASES[name].build(max_seqlen=11).train()
@@ -143,7 +149,7 @@ def test_every_parameter_gets_a_gradient(name):
         assert gradient.abs().max() > 0, key
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MAIN)
 def test_the_input_gets_the_right_gradient(make, name):
     mixer = make(name, torch.float64, max_seqlen=5)
     x, direction = _draw(1, 5).requires_grad_(), _draw(1, 5)
@@ -179,23 +185,16 @@ def test_packed_documents_are_mixed_one_by_one(make, name):
     lengths = [1, 7, 2, 16, 9, 3]
     x = _draw(1, sum(lengths), dtype=torch.float32) * 0.3
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    y = mixer(x, cu_seqlens, max(lengths))
+    clean = mixer(x, cu_seqlens, max(lengths))
     separate = torch.cat([mixer(document) for document in x.split(lengths, dim=1)], dim=1)
-    _assert_close(y, separate)
-
-
-@pytest.mark.parametrize("name", ANY_LENGTH)
-def test_nothing_leaks_into_another_document(make, name):
-    mixer = make(name)
-    x = _draw(1, 24, dtype=torch.float32)
-    cu_seqlens = torch.tensor([0, 5, 13, 24], dtype=torch.int32)
-    clean = mixer(x, cu_seqlens, 11)
-    changed = x.clone()
-    changed[:, 5:13] += 30 * _draw(1, 8, dtype=torch.float32)
-    y = mixer(changed, cu_seqlens, 11)
-    assert not torch.isclose(y[:, 5:13], clean[:, 5:13]).all(-1).any()
-    assert torch.equal(y[:, :5], clean[:, :5])
-    assert torch.equal(y[:, 13:], clean[:, 13:])
+    _assert_close(clean, separate)
+    # Nothing leaks into another document, not even a rounding.
+    changed, there = x.clone(), slice(10, 26)
+    changed[:, there] += 30 * _draw(1, 16, dtype=torch.float32)
+    y = mixer(changed, cu_seqlens, max(lengths))
+    assert not torch.isclose(y[:, there], clean[:, there]).all(-1).any()
+    assert torch.equal(y[:, :10], clean[:, :10])
+    assert torch.equal(y[:, 26:], clean[:, 26:])
 
 
 @pytest.mark.parametrize("name", ANY_LENGTH)
@@ -232,8 +231,14 @@ def test_a_fixed_length_is_kept(make, name):
         mixer(_draw(1, 8, dtype=torch.float32), torch.tensor([0, 3, 8], dtype=torch.int32), 5)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bf16_autocast_stays_close(make, name):
+@pytest.mark.parametrize("name", MAIN)
+def test_bfloat16_stays_close(make, name):
+    """Autocast, against float32; then weights of bfloat16, against float32 from the same rounded weights and inputs."""
+    check_autocast(make, name)
+    check_weights_of_bfloat16(name)
+
+
+def check_autocast(make, name):
     mixer = make(name, max_seqlen=40)
     x = 0.3 * _draw(2, 40, dtype=torch.float32)
     with torch.no_grad():
@@ -244,10 +249,9 @@ def test_bf16_autocast_stays_close(make, name):
     assert (y.float() - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bf16_weights_stay_close(name):
-    """Against float32 from the same rounded weights and inputs; at a length whose positions bf16 cannot count, with
-    initial weights: what is random grows without bound where transitions are not contractions."""
+def check_weights_of_bfloat16(name):
+    """The length is one whose positions bfloat16 cannot count. The weights are the initial ones: with random ones,
+    states would grow without bound where transitions are not contractions."""
     mixer = CASES[name].build(max_seqlen=300).bfloat16()
     x = _draw(1, 300, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -257,7 +261,7 @@ def test_bf16_weights_stay_close(name):
     assert (y.float() - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MAIN)
 def test_cost_grows_as_stated(name):
     case, costs = CASES[name], []
     for length in (256, 1024, 4096):
@@ -367,7 +371,7 @@ def test_attention_dropout_is_off_in_eval_mode(randomize):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MAIN)
 def test_transforms_of_torch_func_follow_a_layer(make, name):
     """Gradients of each sample by vmap over grad, and a row of the Jacobian, as call by call."""
     mixer = make(name, torch.float64)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from nightly import nightly
+from nightly import each_value_once, nightly
 
 from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, CONSTRUCTIONS, state_elements
 from matmix.model import build_model, initialize
@@ -32,9 +32,12 @@ def _train(model, steps, length=64):
         optimizer.step()
 
 
-@pytest.mark.parametrize(("form", "decay"), [("dense", False), ("dense", True), ("chunked", False)])
-@pytest.mark.parametrize("construction", CONSTRUCTIONS)
-def test_every_construction_trains_all_its_parameters(small_config, construction, form, decay):
+@pytest.mark.parametrize(
+    ("construction", "options"),
+    each_value_once(CONSTRUCTIONS, [("dense", False), ("dense", True), ("chunked", False)]),
+)
+def test_every_construction_trains_all_its_parameters(small_config, construction, options):
+    form, decay = options
     mru = MRUConfig(order=4, construction=construction, decay=decay, input=form)
     model = build_model(small_config(mru=mru))
     initialize(model, 0)
@@ -194,8 +197,7 @@ def test_generation_stops_before_finite_states_make_logits_nan(small_model):
         model.step(torch.zeros(1, dtype=torch.int64), state)
 
 
-@pytest.mark.parametrize("construction", CONSTRUCTIONS)
-@pytest.mark.parametrize("order", [2, 3, 5, 12])
+@pytest.mark.parametrize(("construction", "order"), each_value_once(CONSTRUCTIONS, [2, 3, 5, 12]))
 def test_orders_between_those_of_the_scan_are_padded(construction, order):
     layer = MRU(
         4 * order, MRUConfig(order=order, nheads=2, construction=construction), causal=True, max_seqlen=9, output_std=1
