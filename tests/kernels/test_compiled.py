@@ -15,7 +15,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from nightly import nightly
 
 from matmix.benchmarks.compiling import HARDWARE, Resources, amdgcn_report, compilation, compiled, problem, ptxas_report
 from matmix.benchmarks.kernels.resources import NOT_ON_AMD
@@ -61,12 +60,8 @@ def fault_of(line: dict) -> str:
     return ""
 
 
-_BY_DAY = ("scan_layer", "mru_mixer")
-"""They launch the scans' kernels and those of the convolution and the norm as well; the others are compiled every
-night."""
-
-
-@pytest.mark.parametrize("op", [op if op in _BY_DAY else nightly(op) for op in _TRITON_FORMS])
+@pytest.mark.slow
+@pytest.mark.parametrize("op", _TRITON_FORMS)
 def test_a_sample_fits_sm_90(tmp_path, op):
     """Each kernel in each dtype; the slow tests below compile every configuration, for every GPU."""
     found = resources_of(tmp_path, op, "--scope", "sample", "--target", "sm_90")
@@ -133,6 +128,7 @@ def print_jobs():
     print(json.dumps({"keys": keys, "precisions": precisions}))
 
 
+@pytest.mark.slow
 def test_arguments_are_specialised_as_triton_does():
     done = run("-c", "import test_compiled; test_compiled.print_jobs()")
     assert done.returncode == 0, done.stderr
@@ -156,6 +152,7 @@ def print_products():
     print(json.dumps([x._asdict() | {"problem": problem(x)} for x in found]))
 
 
+@pytest.mark.slow
 def test_what_a_compiled_kernel_takes_is_read():
     done = run("-c", "import test_compiled; test_compiled.print_products()")
     assert done.returncode == 0, done.stderr

@@ -63,7 +63,7 @@ def test_a_long_sequence(interpreter, construction):
 
 
 @pytest.mark.parametrize(
-    ("construction", "shape"), each_value_once(FUSED, [(4, 1, 4), (4, 5, 7), (8, 3, 1), (16, 2, 16), (8, 2, 12)])
+    ("construction", "shape"), each_value_once(FUSED, [(16, 2, 16), (4, 5, 7), (8, 3, 1), (4, 1, 4), (8, 2, 12)])
 )
 def test_orders_heads_and_widths_that_do_not_fill_a_tile(interpreter, short, construction, shape):
     order, heads, width = shape
@@ -158,7 +158,7 @@ def test_incoming_gradients_are_not_modified(interpreter):
     assert all(torch.equal(x, y) for x, y in zip(cotangents, kept, strict=True))
 
 
-@pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
+@pytest.mark.parametrize("size", [nightly(1.0), 100.0, nightly(1e4)])
 def test_cayley_stays_orthogonal_whatever_the_elements(interpreter, size):
     """A projection by the identity shows the states themselves; they must have no part in growing or shrinking."""
     order, seqlen = 8, 100
@@ -191,7 +191,7 @@ def test_state_matrices_are_orthogonal_to_rounding(interpreter, order, size, chu
     torch.testing.assert_close(y[:-2], wanted[:-2], rtol=0, atol=max(1e-6, 1e-7 * size))
 
 
-@pytest.mark.parametrize("size", [100.0, 1000.0])
+@pytest.mark.parametrize("size", [nightly(100.0), 1000.0])
 def test_cayley_with_large_elements(interpreter, short, size):
     """Elements in float32 determine X to about 1e-7 times their size where some combination of them is small. Gradients
     come from X + I, which is small where elements are large and loses as many digits as X does."""
@@ -288,7 +288,7 @@ def test_no_value_is_looked_at_and_no_state_stored(construction, packed_row, chu
 @pytest.mark.parametrize(("construction", "d_chunk"), each_value_once(FUSED, [0, 5]))
 def test_step(interpreter, construction, d_chunk):
     """Token by token, from state to state, the outputs are those of the whole sequence."""
-    inputs = mixer_inputs(3 if d_chunk else 5, construction, order=8, d_chunk=d_chunk)
+    inputs = mixer_inputs(2 if d_chunk else 4, construction, order=8, d_chunk=d_chunk)
     w_up = inputs.get("w_up")
     y, final = on(interpreter)(**inputs, construction=construction, return_final_state=True)
     state = torch.eye(8).expand(2, 3, 8, 8).contiguous()
