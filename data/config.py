@@ -1,18 +1,210 @@
-"""What the data part of a run is made of: the `[data]` table of a recipe.
+"""The `[data]` table of a recipe: where the data is, and how it is read.
 
-Only the fields are checked here; what needs the files themselves (is there a split, are there enough
-tokens for one sequence, is the special id in the vocabulary) is checked by
-`matmix.data.loading.loader.build_loader`.
+Each table belongs to a modality (`matmix.data.modalities`): `[data]` itself to text, `[data.images]`, `[data.examples]`
+and `[data.synthetic]` to the others, and `[data.options]` to a modality of your own. Only the fields are checked here;
+the modality checks the files when it opens them.
 """
+
+from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from matmix.data.examples.config import ExamplesConfig
-from matmix.data.images.config import ImagesConfig
 from matmix.data.storage.remote import refuse_secrets
-from matmix.data.synthetic import SyntheticConfig, make_task
+
+_CROPS = ("random_resized", "shift", "none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyntheticConfig:
+    task: str = ""
+    """Task whose samples are generated while training, in place of a prepared dataset: parity, s3, a5, s5, mqar,
+    selective_copying or listops, or your own "package.module:Name". Empty = none."""
+    symbols: int = 32
+    """mqar: keys, and as many values; selective_copying: tokens that may have to be copied."""
+    items: int = 8
+    """mqar: pairs of a key and a value in a sample; selective_copying: tokens to copy in a sample."""
+    depth: int = 5
+    """listops: operators inside one another, at most."""
+    arguments: int = 5
+    """listops: arguments of an operator, at most."""
+    validation_samples: int = 512
+    """Samples of the validation split. The training split has no end."""
+    eval_lengths: tuple[int, ...] = ()
+    """Multiples of data.seqlen at which accuracy is measured after the last step; empty = those of 1, 2, 4 and 8 that
+    the model can take."""
+
+    def __post_init__(self) -> None:
+        least = {"symbols": 2, "items": 1, "depth": 1, "arguments": 2, "validation_samples": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"data.synthetic.{name} must be at least {low}, got {getattr(self, name)}")
+        for multiple in self.eval_lengths:
+            if multiple < 1:
+                raise ValueError(f"data.synthetic.eval_lengths must be multiples of 1 or more, got {multiple}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExamplesConfig:
+    train: str = ""
+    """Training examples: a .tsv, .csv, .jsonl or .parquet file, or a folder with a folder of text files for each
+    class. Empty = none; the data is then another one."""
+    validation: str = ""
+    """Validation examples, in the same form."""
+    test: str = ""
+    """Test examples, which may lack labels; training does not touch them."""
+    tokenizer: str = ""
+    """File or folder of the tokenizer, such as RUN/tokenizer."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """What the task reads -> column of the files that holds it: text and label, and for pairs of texts pair; those left
+    out have the same name. Columns of files without a header are numbers from 0 on. Several columns that make up one
+    list are divided by commas."""
+    labels: tuple[str, ...] = ()
+    """Classes in the order of the model's outputs; empty = those of the training examples, sorted."""
+    header: bool = True
+    """The first line of .tsv and .csv files names the columns."""
+    skip_malformed: bool = False
+    """Leave out lines of .tsv and .csv files that have another number of fields than the first one; a warning counts
+    them."""
+    more_fields: bool = False
+    """Lines of .tsv and .csv files may have more fields than the first one; nobody reads those."""
+    truncate: bool | None = None
+    """Cut texts to data.seqlen tokens, the longer one of a pair first, or refuse longer ones. Left out: cut, but with
+    data.packing = "rows", for models of a fixed length, refuse."""
+    token_types: bool = True
+    """Tell the model which tokens are those of the second text of a pair."""
+    stride: int = 128
+    """Question answering: tokens that two windows of a document which is longer than data.seqlen share."""
+
+    def __post_init__(self) -> None:
+        if self.stride < 0:
+            raise ValueError(f"data.examples.stride must be 0 or more, got {self.stride}")
+        if len(set(self.labels)) != len(self.labels):
+            raise ValueError("data.examples.labels names a class twice")
+        if self.validation and not self.train:
+            raise ValueError("data.examples has no train: name the training examples, too")
+
+    def path(self, split: str) -> str:
+        """The file of a split. Raises ValueError (one line) where there is none."""
+        if not (path := getattr(self, split)):
+            raise ValueError(f"no examples given: set data.examples.{split} to a file or a folder")
+        return path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImagesConfig:
+    path: str = ""
+    """Dataset of pictures: a folder made by `matmix prepare-images`, or the URL of a copy of one. Empty = none; the
+    data is then another one."""
+    mixture: dict[str, float] = field(default_factory=dict)
+    """Datasets of the same classes with their weights (any scale), in place of `path`. In each stretch of samples they
+    have shares in that proportion; validation takes the validation splits of all of them, once."""
+    validation_path: str = ""
+    """Dataset whose validation split is used instead of those of `path` or `mixture`."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes in the order of their numbers; empty = those of the dataset. A run keeps them here."""
+    size: int = 224
+    """Height and width of what the model reads, in pixels."""
+    channels: int = 3
+    """3 for red, green and blue; 1 for brightness."""
+    mean: tuple[float, ...] = ()
+    """Of each channel, from 0 to 1, subtracted; empty = that of the training split."""
+    std: tuple[float, ...] = ()
+    """Of each channel, divided by; empty = that of the training split."""
+    interpolation: Literal["bilinear", "bicubic", "random"] = "bicubic"
+    """How pictures are resized. random: bilinear or bicubic in training, bicubic in evaluation."""
+    crop: float = 0.875
+    """Evaluation: share of the resized picture's short side that the central crop keeps."""
+    train_crop: Literal["random_resized", "shift", "none"] = "random_resized"
+    """Training: a part of random size and shape, resized; the whole picture, resized and shifted by up to `shift`
+    pixels; or the crop of the evaluation."""
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Smallest and largest share of the picture's area, for random_resized."""
+    ratio: tuple[float, float] = (0.75, 4 / 3)
+    """Smallest and largest ratio of width to height, for random_resized."""
+    shift: int = 4
+    """Pixels, for shift; what comes from outside of the picture is black."""
+    hflip: float = 0.5
+    """Probability of mirroring left and right."""
+    vflip: float = 0.0
+    """Probability of mirroring top and bottom."""
+    color_jitter: float = 0.0
+    """Largest relative change of brightness, contrast and saturation; not applied beside `augment`."""
+    augment: str = ""
+    """RandAugment, AutoAugment or AugMix in timm's notation, such as "rand-m9-mstd0.5-inc1". Empty = none."""
+    erasing: float = 0.0
+    """Probability of erasing a rectangle."""
+    erasing_mode: Literal["const", "rand", "pixel"] = "pixel"
+    """What it is filled with: the mean, one random colour, or random pixels."""
+    erasing_count: int = 1
+    """Rectangles, at most."""
+    repeats: int = 1
+    """Repeated augmentation: each picture comes so often in a row, augmented anew each time, and an epoch of as many
+    samples takes only that share of the pictures."""
+    mixup: float = 0.0
+    """Parameter of the beta distribution of mixup; 0 = none."""
+    cutmix: float = 0.0
+    """Parameter of the beta distribution of CutMix; 0 = none. With both, each draw takes one of them."""
+    mix_probability: float = 1.0
+    """Probability that a draw mixes at all."""
+    mix_switch: float = 0.5
+    """Probability of CutMix where there are both."""
+    mix_mode: Literal["batch", "pair"] = "batch"
+    """One draw for each global batch, or for each pair of pictures in it."""
+    smoothing: float = 0.0
+    """Label smoothing: so much of the target is spread over all classes."""
+
+    @property
+    def datasets(self) -> dict[str, float]:
+        """The datasets to train on with their weights; {} where none are named."""
+        return datasets_of(self)
+
+    @property
+    def named(self) -> str:
+        """The datasets, for messages."""
+        return ", ".join(self.datasets)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether training pictures are mixed with others."""
+        return self.mix_probability > 0 and (self.mixup > 0 or self.cutmix > 0)
+
+    @property
+    def soft(self) -> bool:
+        """Whether training targets are shares of the classes instead of their numbers."""
+        return self.mixes or self.smoothing > 0
+
+    def __post_init__(self) -> None:
+        _check_datasets(self, "data.images")
+        if self.validation_path and not self.datasets:
+            raise ValueError("data.images has no path: name the pictures to train on, too")
+        for name, fine, allowed in (
+            ("size", self.size >= 1, "at least 1"),
+            ("channels", self.channels in (1, 3), "1 or 3"),
+            ("interpolation", self.interpolation in ("bilinear", "bicubic", "random"), "bilinear, bicubic or random"),
+            ("crop", 0 < self.crop <= 1, "in (0, 1]"),
+            ("train_crop", self.train_crop in _CROPS, f"one of {', '.join(_CROPS)}"),
+            ("scale", _is_range(self.scale) and self.scale[1] <= 1, "two shares in (0, 1], the smaller first"),
+            ("ratio", _is_range(self.ratio), "two positive numbers, the smaller first"),
+            ("shift", self.shift >= 0, "0 or more"),
+            ("color_jitter", self.color_jitter >= 0, "0 or more"),
+            ("erasing_mode", self.erasing_mode in ("const", "rand", "pixel"), "const, rand or pixel"),
+            ("erasing_count", self.erasing_count >= 1, "at least 1"),
+            ("repeats", self.repeats >= 1, "at least 1"),
+            ("mixup", self.mixup >= 0, "0 or more"),
+            ("cutmix", self.cutmix >= 0, "0 or more"),
+            ("mix_mode", self.mix_mode in ("batch", "pair"), "batch or pair"),
+            ("smoothing", 0 <= self.smoothing < 1, "in [0, 1)"),
+            *(
+                (name, 0 <= getattr(self, name) <= 1, "in [0, 1]")
+                for name in ("hflip", "vflip", "erasing", "mix_probability", "mix_switch")
+            ),
+            *((name, len(getattr(self, name)) in (0, self.channels), "one a channel") for name in ("mean", "std")),
+            ("std", all(value > 0 for value in self.std), "positive"),
+        ):
+            if not fine:
+                raise ValueError(f"data.images.{name} must be {allowed}, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +221,8 @@ class DataConfig:
     """Files of labelled examples instead of `path` or `mixture`, to fine-tune on."""
     images: ImagesConfig = field(default_factory=ImagesConfig)
     """A dataset of pictures instead of `path` or `mixture`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """A table with the fields of your own modality."""
     validation_path: str = ""
     """Prepared dataset whose validation split is used instead of that of `path` or `mixture`."""
     seqlen: int = 1024
@@ -70,13 +264,8 @@ class DataConfig:
         return -1 if math.isinf(self.cache_gigabytes) else int(self.cache_gigabytes * 1e9)
 
     def __post_init__(self) -> None:
-        for name in ("path", "mixture", "validation_path", "cache_dir"):
-            refuse_secrets(getattr(self, name), f"data.{name}")
-        if self.path and self.mixture:
-            raise ValueError("data.path and data.mixture are both given: keep one of them")
-        for path, weight in self.mixture.items():
-            if not (isinstance(weight, int | float) and math.isfinite(weight) and weight > 0):
-                raise ValueError(f"data.mixture: the weight of {path} must be a positive number, got {weight}")
+        _check_datasets(self, "data")
+        refuse_secrets(self.cache_dir, "data.cache_dir")
         for name in ("seqlen", "shuffle_block", "prefetch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name} must be at least 1, got {getattr(self, name)}")
@@ -84,15 +273,12 @@ class DataConfig:
             raise ValueError(f"data.cache_gigabytes must be 0 or more, got {self.cache_gigabytes}")
         if self.workers < 0:
             raise ValueError(f"data.workers must be 0 or more, got {self.workers}")
-        if self.examples.train:
-            self._refuse_other_data("data.examples.train")
-        if self.images.datasets:
-            self._refuse_other_data("data.images.path")
-            for name, given in (("examples.train", self.examples.train), ("synthetic.task", self.synthetic.task)):
-                if given:
-                    raise ValueError(f"data.{name} and data.images.path are both given: keep one of them")
-        if self.synthetic.task:
-            self._check_synthetic()
+        self._check_one_kind()
+        if self.synthetic.task and self.packing != "rows":
+            raise ValueError(
+                f'the samples of data.synthetic.task are rows of one document each: set data.packing = "rows", '
+                f'not "{self.packing}"'
+            )
         choices = {
             "packing": ("concat", "document", "rows"),
             "prefix": ("none", "bos", "cls"),
@@ -103,20 +289,39 @@ class DataConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"data.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
 
-    def _refuse_other_data(self, name: str, hint: str = "") -> None:
-        for other in ("path", "mixture", "validation_path"):
-            if getattr(self, other):
-                raise ValueError(f"data.{other} and {name} are both given: keep one of them{hint}")
+    def _check_one_kind(self) -> None:
+        """Raises ValueError (one line) where data of two kinds is given."""
+        kinds = {
+            "path": self.path,
+            "mixture": self.mixture,
+            "validation_path": self.validation_path,
+            "examples.train": self.examples.train,
+            "synthetic.task": self.synthetic.task,
+            "images.path": self.images.datasets,
+        }
+        first, *others = [name for name, given in kinds.items() if given] or [""]
+        for other in others:
+            if "." in other:
+                hint = ' (data.synthetic.task = "" generates nothing)' if other == "synthetic.task" else ""
+                raise ValueError(f"data.{first} and data.{other} are both given: keep one of them{hint}")
 
-    def _check_synthetic(self) -> None:
-        if self.examples.train:
-            raise ValueError("data.examples.train and data.synthetic.task are both given: keep one of them")
-        self._refuse_other_data("data.synthetic.task", ' (data.synthetic.task = "" generates nothing)')
-        if self.packing != "rows":
-            raise ValueError(
-                f'the samples of data.synthetic.task are rows of one document each: set data.packing = "rows", '
-                f'not "{self.packing}"'
-            )
-        # A task from outside is found when a run begins: reading somebody else's configuration imports nothing.
-        if ":" not in self.synthetic.task:
-            make_task(self.synthetic).check(self.seqlen)
+
+def datasets_of(config: DataConfig | ImagesConfig, split: str = "train") -> dict[str, float]:
+    """Returns the prepared datasets that a split is read from, each with its weight; {} where none are named."""
+    if split == "validation" and config.validation_path:
+        return {config.validation_path: 1.0}
+    return dict(config.mixture) or ({config.path: 1.0} if config.path else {})
+
+
+def _check_datasets(config: DataConfig | ImagesConfig, table: str) -> None:
+    for name in ("path", "mixture", "validation_path"):
+        refuse_secrets(getattr(config, name), f"{table}.{name}")
+    if config.path and config.mixture:
+        raise ValueError(f"{table}.path and {table}.mixture are both given: keep one of them")
+    for path, weight in config.mixture.items():
+        if not (isinstance(weight, int | float) and math.isfinite(weight) and weight > 0):
+            raise ValueError(f"{table}.mixture: the weight of {path} must be a positive number, got {weight}")
+
+
+def _is_range(values: tuple[float, ...]) -> bool:
+    return len(values) == 2 and 0 < values[0] <= values[1]

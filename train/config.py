@@ -7,13 +7,14 @@ Order of precedence: the defaults here, then the recipe (TOML), then the command
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from matmix.data.config import DataConfig
+from matmix.data.modalities import Modality, modality_of
 from matmix.data.storage.remote import refuse_secrets
-from matmix.data.synthetic import TASKS
 from matmix.model.config import ModelConfig
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import Weights
@@ -270,44 +271,37 @@ class RunConfig:
         require(self.max_bad_steps >= 1, f"max_bad_steps must be >= 1, got {self.max_bad_steps}")
         require(self.gc_every >= 0, f"gc_every must be >= 0, got {self.gc_every}")
         require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
-        if ":" not in self.objective.name:  # Python imports your own only where they train or evaluate
-            self.task()
-        self.model.check_seqlen(self.data.seqlen)
-        if self.data.synthetic.task and ":" not in self.data.synthetic.task:  # of one from outside its loader tells
-            self._check_generated()
-        if self.data.images.datasets and self.model.model_class.takes_images:
-            for name in ("size", "channels"):
-                read, seen = getattr(self.data.images, name), getattr(self.model.image, name)
-                require(
-                    read == seen, f"data.images.{name} = {read}, but model.image.{name} = {seen}; set both to the same"
-                )
-        fixed = [] if self.model.model_class.takes_images else self.model.fixed_length_mixers()
-        if fixed:
-            require(
-                self.data.packing == "rows",
-                f"{fixed[0]} takes sequences of exactly model.max_seqlen tokens and no shorter documents, which "
-                f'data.packing = "{self.data.packing}" makes; set data.packing = "rows"',
-            )
+        outside = ":" in self.objective.name  # Python imports your own only where they train or evaluate
+        self._check_data(modality_of(self.data) if outside else self.modality)
 
-    def _check_generated(self) -> None:
-        name = self.data.synthetic.task
-        causal = self.model.causal
-        fits = TASKS[name].causal_form if causal else TASKS[name].bidirectional_form
-        models = "language models" if causal else "encoders"
-        require(
-            fits,
-            f'data.synthetic.task = "{name}" has no form for {models} (objective.name = "{self.objective.name}"); '
-            "change one of the two",
-        )
+    def _check_data(self, modality: Modality) -> None:
+        """Raises ValueError (one line) where data and model do not fit together."""
+        self.model.check_seqlen(self.data.seqlen)
+        if modality.given(self.data):
+            modality.check(self.data, causal=self.model.causal)
+            for name, name_in_model in modality.agreeing.items():
+                read, seen = (_at(table, path) for table, path in ((self.data, name), (self.model, name_in_model)))
+                require(read == seen, f"data.{name} = {read}, but model.{name_in_model} = {seen}; set both to the same")
         for multiple in self.data.synthetic.eval_lengths:
             try:
                 self.model.check_seqlen(multiple * self.data.seqlen)
             except ValueError as error:
                 raise ValueError(f"data.synthetic.eval_lengths: {multiple} x data.seqlen: {error}") from None
+        if fixed := self.model.fixed_length_mixers():
+            require(
+                modality.packing(self.data) == "rows",
+                f"{fixed[0]} takes sequences of exactly model.max_seqlen tokens and no shorter documents, which "
+                f'data.packing = "{self.data.packing}" makes; set data.packing = "rows"',
+            )
 
     def task(self) -> Task:
         """What `objective` names; Python imports your own. Raises ValueError (one line) where that cannot be."""
         return make_task(self.objective, self.model)
+
+    @property
+    def modality(self) -> Modality:
+        """The kind of data that the run is on, of those that its task takes. Raises as `task`."""
+        return self.task().modality(self.data)
 
     @property
     def positions(self) -> int:
@@ -346,3 +340,8 @@ class RunConfig:
             f"passes have {micro} sequences: the largest number up to micro_batch_size = {self.micro_batch_size} that "
             f"divides a rank's {share} (global_batch_size {self.global_batch_size} over {data_size} ranks)"
         )
+
+
+def _at(table: Any, path: str) -> Any:
+    """Returns the field of a config that a dotted name stands for."""
+    return functools.reduce(getattr, path.split("."), table)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
-from matmix.data.examples.base import Examples
-from matmix.data.loading.examples import ExampleFacts
-from matmix.data.loading.images import ImageFacts
+from matmix.data.loading.facts import Facts
 from matmix.data.loading.loader import Loader
-from matmix.data.synthetic import TASKS
+from matmix.data.synthetic import GENERATED
 from matmix.model.config import ModelConfig
 from matmix.train.config import RunConfig
 from matmix.train.plugins import find_part
@@ -25,7 +22,7 @@ def make_loader(
     have been prepared with; None = any tokenizer.
     """
     if generated := config.data.synthetic.task:
-        TASKS[generated] = find_part(generated, TASKS, "generated task")
+        GENERATED[generated] = find_part(generated, GENERATED, "generated task")
     return config.task().make_loader(
         config.data,
         split=split,
@@ -46,28 +43,30 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
 
     Raises ValueError (one line) where the model reads tokens and the data holds none, or the other way round.
     """
-    if config.model.model_class.tokens != (loader.tokenizer is not None):
-        held = "no tokens" if loader.tokenizer is None else "tokens"
-        verb = "reads" if loader.tokenizer is None else "does not read"
-        raise ValueError(f"the data holds {held}, but a {config.model.architecture} {verb} them; change one of the two")
+    facts, model = loader.facts, config.model
+    if model.model_class.tokens != (facts.tokenizer is not None):
+        held = "no tokens" if facts.tokenizer is None else "tokens"
+        verb = "reads" if facts.tokenizer is None else "does not read"
+        raise ValueError(f"the data holds {held}, but a {model.architecture} {verb} them; change one of the two")
     config = with_steps(config, loader)
-    if isinstance(loader.facts, ImageFacts):
-        return _with_images(config, loader.facts)
-    if loader.tokenizer is None:
-        return config
-    if isinstance(loader.facts, ExampleFacts):
-        config = _with_examples(config, loader.facts.examples, loader.dataset.token_types)
-        if names := loader.facts.examples.classes.names:
-            examples = dataclasses.replace(config.data.examples, labels=names)
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, examples=examples))
-    return dataclasses.replace(config, model=with_vocabulary(config.model, loader.vocab_size))
+    if facts.outputs is not None and model.model_class.takes_head:
+        model = with_outputs(model, facts)
+    if facts.token_types and model.type_vocab_size < 2:
+        raise ValueError(
+            f"pairs of texts have two token types, but model.type_vocab_size = {model.type_vocab_size}; "
+            "set it to 2, or data.examples.token_types = false"
+        )
+    if facts.vocab_size:
+        model = with_vocabulary(model, facts.vocab_size)
+    return dataclasses.replace(config, model=model, data=facts.fill(config.data))
 
 
 def with_steps(config: RunConfig, loader: Loader) -> RunConfig:
-    """`config` with the steps of its `epochs`, if it has any. Raises ValueError (one line) for generated samples."""
+    """Returns `config` with the steps of its `epochs`, if it has any. Raises ValueError (one line) for data that has no
+    epochs."""
     if not config.epochs:
         return config
-    if config.data.synthetic.task:
+    if loader.samples_per_epoch is None:
         raise ValueError("generated samples have no epochs: set steps in place of epochs")
     steps = math.ceil(config.epochs * loader.samples_per_epoch / config.global_batch_size)
     return dataclasses.replace(config, steps=max(1, steps))
@@ -87,42 +86,14 @@ def with_vocabulary(model: ModelConfig, needed: int) -> ModelConfig:
     return model
 
 
-def with_outputs(model: ModelConfig, needed: int, where: str) -> ModelConfig:
-    """The config of a model for data of so many classes or values; where: the data and their number, for messages.
-    Raises ValueError (one line) where its own number is another one."""
+def with_outputs(model: ModelConfig, facts: Facts) -> ModelConfig:
+    """Returns the config of a model for the classes or values of the data. Raises ValueError (one line) where its own
+    number of outputs is another one."""
     if model.head.outputs == 0:
-        return dataclasses.replace(model, head=dataclasses.replace(model.head, outputs=needed))
-    if model.head.outputs != needed:
-        raise ValueError(f"model.head.outputs = {model.head.outputs}, but {where}; set it to {needed}, or leave it out")
-    return model
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
-
-
-def _with_images(config: RunConfig, facts: ImageFacts) -> RunConfig:
-    """Raises ValueError (one line) where the model's outputs are not the classes of the data."""
-    images, classes = config.data.images, tuple(facts.classes)
-    if config.model.model_class.takes_head:
-        where = f"{images.named} has {len(classes)} classes ({_listed(classes)})"
-        config = dataclasses.replace(config, model=with_outputs(config.model, len(classes), where))
-    if images.classes and images.classes != classes:
-        raise ValueError(f"data.images.classes are not those of {images.named}; leave them out, or prepare it again")
-    images = dataclasses.replace(images, classes=classes, mean=tuple(facts.mean), std=tuple(facts.std))
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, images=images))
-
-
-def _with_examples(config: RunConfig, examples: Examples, token_types: bool) -> RunConfig:
-    """Raises ValueError (one line) where the model's outputs or inputs are not those of labelled examples."""
-    model, outputs = config.model, examples.outputs
-    if outputs is not None:
-        names = examples.classes.names
-        held = f"classes ({_listed(names)})" if names else "value(s)"
-        model = with_outputs(model, outputs, f"the training examples have {outputs} {held}")
-    if token_types and model.type_vocab_size < 2:
+        return dataclasses.replace(model, head=dataclasses.replace(model.head, outputs=facts.outputs))
+    if model.head.outputs != facts.outputs:
         raise ValueError(
-            f"pairs of texts have two token types, but model.type_vocab_size = {model.type_vocab_size}; "
-            "set it to 2, or data.examples.token_types = false"
+            f"model.head.outputs = {model.head.outputs}, but {facts.outputs_words}; set it to {facts.outputs}, or "
+            "leave it out"
         )
-    return dataclasses.replace(config, model=model)
+    return model

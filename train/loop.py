@@ -70,7 +70,8 @@ class Trainer:
         self.loader = make_loader(config, "train", *data, self.run.tokenizer_sha256())
         self.config = config = with_data_facts(config, self.loader)
         self.run.check(config)
-        tokenizer, histogram = self.loader.tokenizer, self.loader.token_histogram  # None where there are no tokens
+        facts = self.loader.facts
+        tokenizer, histogram = facts.tokenizer, facts.token_histogram  # None where there are no tokens
         self.tokenizer_sha256 = None if tokenizer is None else tokenizer.sha256
         # Now, so that what is wrong with it is said before hours of training.
         self.validation = make_loader(config, "validation", *data, self.tokenizer_sha256)
@@ -122,11 +123,7 @@ class Trainer:
         """Tells people at once what they have started; the first record may be minutes away."""
         config = self.config
         ranks = "" if distributed.world_size == 1 else f" on {distributed.world_size} ranks"
-        data = config.data.images.named or config.data.path or config.data.synthetic.task or "the recipe's data"
-        if config.data.mixture:
-            data = f"a mixture of {len(config.data.mixture)} datasets"
-        elif config.data.examples.train:
-            data = str(config.data.examples.train)
+        data = self.task.modality(config.data).named(config.data) or "the recipe's data"
         saved = list_steps(self.run.checkpoints, written=True)
         begins = f"from the newest checkpoint, step {saved[-1]}" if saved else "from the first"
         parameters = short_number(count_parameters(config.model))
@@ -319,7 +316,7 @@ class Trainer:
         if newest is None:
             self.goodput.begin(first_start(self.run.path, write=False))
             if self.config.init.from_:
-                start_weights(self.config, self.engine, self.loader.tokenizer)
+                start_weights(self.config, self.engine, self.loader.facts.tokenizer)
         else:
             changes = self.load(newest)
             if (left := self.config.last_step - self.state.step) > 0:
@@ -330,7 +327,7 @@ class Trainer:
         if self.engine.rank == 0:
             if newest is None and self.config.checkpoint.start_over:
                 self.run.set_aside_records()
-            self.run.begin(self.config, self.state.step, self.loader.tokenizer, changes)
+            self.run.begin(self.config, self.state.step, self.loader.facts.tokenizer, changes)
             first_start(self.run.path, write=True)
         self.run.lead(self.checkpoints)
         if newest is None:
@@ -342,7 +339,7 @@ class Trainer:
         extra = read_manifest(newest)["extra"]
         check_extra(extra, newest)
         changes = self.run.changes_since(extra, self.config)
-        check_tokenizer(extra, self.loader.tokenizer, newest)
+        check_tokenizer(extra, self.loader.facts.tokenizer, newest)
         self.checkpoints.load(newest, self.engine)
         self.state = TrainState(**extra["train_state"])
         if self.state.step > self.config.steps:

@@ -93,7 +93,7 @@ def score_examples(
     loader = kind.make_loader(
         data, split="test", global_batch_size=_BATCH, micro_batch_size=_BATCH, one_pass=True, seed=config.seed
     )
-    examples, outputs = loader.dataset.examples, config.model.head.count
+    examples, outputs = loader.facts.examples, config.model.head.count
     if examples.outputs not in (None, outputs):
         raise ValueError(f"{opened.where} has {outputs} outputs, and {file} is read as examples of {examples.outputs}")
     parts = []

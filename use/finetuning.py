@@ -10,8 +10,6 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matmix.data.loading.examples import open_examples
-from matmix.data.loading.images import image_facts
 from matmix.data.shell import shell_line
 from matmix.model import ARCHITECTURES
 from matmix.model.config import ModelConfig, model_config_to_dict
@@ -75,7 +73,7 @@ def finetuning_config(
     run_dir = values.pop("run_dir", "") or f"runs/{name}-{Path(task).stem}{'-from-scratch' if from_scratch else ''}"
     config = resolved_config(plain(values), task, overrides, run_dir)
     if config.model.head.outputs == 0:
-        config = _with_classes(config) if on_images else _with_outputs(config, kind)
+        config = _with_outputs(config)
     typed = {word.partition("=")[0] for word in overrides}
     return _with_fitted_steps(config, values, typed, on_images=on_images)
 
@@ -239,10 +237,12 @@ def _fill_images(values: dict[str, Any], start: InitSource, overrides: Sequence[
             images.setdefault(name, list(getattr(start.images, name)))
 
 
-def _with_classes(config: RunConfig) -> RunConfig:
-    """Returns `config` with as many outputs as the pictures have classes."""
-    model = with_outputs(config.model, len(image_facts(config.data).classes), config.data.images.named)
-    return dataclasses.replace(config, model=model)
+def _with_outputs(config: RunConfig) -> RunConfig:
+    """Returns `config` with as many outputs as the data has classes or values."""
+    facts = config.modality.facts(config.data, **config.task().asks("train"))
+    if facts.outputs is None:
+        return config
+    return dataclasses.replace(config, model=with_outputs(config.model, facts))
 
 
 def _fill_lengths(data: dict[str, Any], model: ModelConfig) -> None:
@@ -252,14 +252,6 @@ def _fill_lengths(data: dict[str, Any], model: ModelConfig) -> None:
         data["packing"], data["seqlen"] = "rows", longest
     elif model.position_embeddings:
         data["seqlen"] = min(data.get("seqlen", longest), longest)
-
-
-def _with_outputs(config: RunConfig, kind: type[ExampleTask]) -> RunConfig:
-    """Returns `config` with as many outputs as the examples have classes or values."""
-    outputs = open_examples(kind.examples, config.data, "train").outputs
-    if outputs is None:
-        return config
-    return dataclasses.replace(config, model=with_outputs(config.model, outputs, "the training examples"))
 
 
 def _fit_rate(values: dict[str, Any], width: int, *, on_images: bool) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.artifacts import one_line, read_json_lines
-from matmix.data.config import DataConfig
 from matmix.data.manifest import Manifest
-from matmix.data.storage.remote import is_url
+from matmix.data.modalities import Modality, modality_of
 from matmix.data.storage.storage import Storage
 from matmix.model.build import count_parameters
 from matmix.model.config import ModelConfig
@@ -102,12 +101,13 @@ def _numbers(config: RunConfig, found: dict[str, Any], where: str) -> Iterator[t
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KnownData:
-    """The prepared datasets of a run."""
+    """The data of a run."""
 
+    modality: Modality
     names: tuple[str, ...]
     """URLs as they are, local ones by their last folder or file: a card is for others."""
-    manifests: tuple[Manifest | None, ...] = ()
-    """Of the datasets in `names`; None where one is not at hand, or was made again with another tokenizer since."""
+    manifests: tuple[Manifest | None, ...]
+    """Of the prepared datasets in `names`; None where one is not at hand, or was made again with another tokenizer."""
 
     def rows(self) -> dict[str, str]:
         """Returns names and values for the card's table."""
@@ -115,16 +115,19 @@ class KnownData:
         for name, manifest in zip(self.names, self.manifests, strict=False):
             if manifest is not None:
                 which = f" of {name}" if len(self.names) > 1 else ""
-                rows[f"documents{which}"] = _counts(manifest)
+                splits = manifest.splits.items()
+                rows[f"documents{which}"] = "; ".join(
+                    f"{one} {self.modality.split_words(info)}" for one, info in splits
+                )
         return rows
 
     def trivial_losses(self, trained: Trained) -> list[tuple[str, float]]:
         """Returns the losses in nats of models that know nothing, or only frequencies: for tokens and images."""
         config = trained.config
         task = find_part(config.objective.name, TASKS, "objective.name", Task)
-        if config.model.model_class.takes_images and issubclass(task, ImageClassification):
+        if issubclass(task, ImageClassification):
             return [(f"every class alike: ln {config.model.head.outputs:,}", math.log(config.model.head.outputs))]
-        if not issubclass(task, TokenPrediction) or config.data.synthetic.task:
+        if not issubclass(task, TokenPrediction) or not self.manifests:
             return []
         losses = [(f"every token alike: ln {config.model.vocab_size:,}", math.log(config.model.vocab_size))]
         if len(self.manifests) == 1 and self.manifests[0] is not None and self.manifests[0].unigram_entropy:
@@ -133,26 +136,11 @@ class KnownData:
 
 
 def known_data(trained: Trained) -> KnownData:
-    """Finds the datasets of a run, as far as they are at hand."""
+    """Finds the data of a run, as far as it is at hand. A task from outside is not imported for that."""
     data = trained.config.data
-    if data.synthetic.task or data.examples.train:
-        return KnownData(names=tuple(data_names(data)))
-    paths = list(data.images.datasets) or list(data.mixture) or [data.path]
-    return KnownData(names=tuple(data_names(data)), manifests=tuple(_manifest(path, trained) for path in paths))
-
-
-def data_names(data: DataConfig) -> list[str]:
-    """Names the datasets of a run: URLs as they are, local ones by their last folder, shares of a mixture in percent;
-    of labelled examples the file."""
-    if data.synthetic.task:
-        return [f"{data.synthetic.task} (generated)"]
-    if data.examples.train:
-        return [f"{Path(data.examples.train).name} (labelled examples)"]
-    mixture = data.images.mixture or data.mixture
-    total = sum(mixture.values())
-    shares = {path: f" ({weight / total:.0%})" for path, weight in mixture.items()}
-    shares = shares or {data.images.path or data.path: ""}
-    return [(path if is_url(path) else Path(path).name) + share for path, share in shares.items()]
+    modality = modality_of(data)
+    manifests = tuple(_manifest(path, trained) for path in modality.datasets(data))
+    return KnownData(modality=modality, names=tuple(modality.names(data)), manifests=manifests)
 
 
 def _manifest(path: str, trained: Trained) -> Manifest | None:
@@ -163,17 +151,6 @@ def _manifest(path: str, trained: Trained) -> Manifest | None:
     wanted = trained.manifest["extra"].get("tokenizer_sha256")
     same = manifest.tokenizer is None or wanted in (None, manifest.tokenizer.sha256)
     return manifest if same else None
-
-
-def _counts(manifest: Manifest) -> str:
-    """Counts documents and tokens, or pictures, of the splits."""
-    words = []
-    for name, split in manifest.splits.items():
-        if manifest.tokenizer is None:
-            words.append(f"{name} {split.documents:,} pictures")
-        else:
-            words.append(f"{name} {split.documents:,} with {split.tokens:,} tokens")
-    return "; ".join(words)
 
 
 # -- Losses of other models --------------------------------------------------------------------------------------------

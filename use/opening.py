@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer as FastTokenizer
 
-from matmix.data.loading.images import image_facts
 from matmix.data.storage.remote import is_url
 from matmix.data.tokenizer import Tokenizer
 from matmix.model import build_model
@@ -29,7 +28,6 @@ from matmix.train.config import InitConfig, RunConfig
 from matmix.train.engine.full_state import Weights
 from matmix.train.init.sources import InitSource, source_of
 from matmix.train.run.trained import Trained
-from matmix.train.tasks.image_classification import class_names
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,7 +172,11 @@ class TrainedModel:
         of an export without names they are "class 0" and so on."""
         takes_images, outputs = self.config.model_class.takes_images, self.config.head.count
         if self.run is not None:
-            return class_names(self.run.config.data) if takes_images else self.run.config.data.examples.labels
+            return (
+                self.run.config.modality.class_names(self.run.config.data)
+                if takes_images
+                else self.run.config.data.examples.labels
+            )
         names = read_labels(self.path)
         if takes_images and len(names or range(outputs)) != outputs:
             raise ValueError(f"{self.path}/config.json names {len(names)} classes, but the model has {outputs} outputs")
@@ -223,7 +225,7 @@ def image_inputs(config: RunConfig) -> ImageInputs | None:
         return None
     mean, std = images.mean, images.std
     if not mean or not std:
-        facts = image_facts(config.data)
+        facts = config.modality.facts(config.data)
         mean, std = mean or facts.mean, std or facts.std
     interpolation = "bicubic" if images.interpolation == "random" else images.interpolation
     return ImageInputs(mean=mean, std=std, crop=images.crop, size=images.size, interpolation=interpolation)

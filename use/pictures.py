@@ -13,11 +13,10 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from matmix.data.config import DataConfig
-from matmix.data.images.config import ImagesConfig
+from matmix.data.config import DataConfig, ImagesConfig
 from matmix.data.images.decode import UnreadablePicture, decode
 from matmix.data.images.transforms import make_transform
-from matmix.data.loading.images import image_facts
+from matmix.data.modalities import MODALITIES
 from matmix.model.images.config import ImageInputs
 from matmix.model.interop.importing.exported import read_labels
 from matmix.train.tasks.config import ObjectiveConfig
@@ -184,7 +183,7 @@ def _with_dataset(data: DataConfig, dataset: str) -> DataConfig:
     """Returns `data` with another dataset of the same classes, normalised as the one that the model was trained on."""
     images = data.images
     other = dataclasses.replace(data, images=dataclasses.replace(images, path=dataset, mixture={}, validation_path=""))
-    classes = tuple(image_facts(other).classes)
+    classes = MODALITIES["pictures"].facts(other).classes
     if images.classes and classes != images.classes:
         named = next((name for name in classes if name not in images.classes), classes[0] if classes else "none")
         raise ValueError(

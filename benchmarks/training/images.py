@@ -15,11 +15,10 @@ from typing import Annotated
 
 import tyro
 
-from matmix.data.config import DataConfig
+from matmix.data.config import DataConfig, ImagesConfig
 from matmix.data.formats.base import unpack
-from matmix.data.images.config import ImagesConfig
 from matmix.data.images.decode import decode
-from matmix.data.loading.images import build_image_loader
+from matmix.data.modalities import build_loader
 from matmix.data.splits.reader import open_pictures
 
 IMAGENET = ImagesConfig(
@@ -93,7 +92,7 @@ def _alone(options: Options, work: Callable[[memoryview], object]) -> Iterator[i
 
 
 def _loaded(options: Options, data: DataConfig, *, one_pass: bool) -> Iterator[int]:
-    loader = build_image_loader(
+    loader = build_loader(
         data,
         split=options.split,
         global_batch_size=options.batch,

@@ -13,8 +13,9 @@ from typing import Annotated
 import tyro
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.loader import Loader, build_loader
+from matmix.data.loading.loader import Loader
 from matmix.data.loading.masking import MaskingConfig
+from matmix.data.modalities import build_loader
 
 
 @dataclass(frozen=True, kw_only=True)

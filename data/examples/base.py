@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from matmix.data.examples.config import ExamplesConfig
+from matmix.data.config import ExamplesConfig
 from matmix.data.examples.encoding import Document, Encoder
 from matmix.data.examples.labels import Classes
 from matmix.data.examples.readers import read_rows

@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 
 from matmix.data.artifacts import errors_in_one_line, one_line, parse_json
-from matmix.data.examples.config import ExamplesConfig
+from matmix.data.config import ExamplesConfig
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import numpy as np
 
+from matmix.data.config import ExamplesConfig
 from matmix.data.examples.base import Example, Examples
-from matmix.data.examples.config import ExamplesConfig
 from matmix.data.examples.encoding import Document, Encoder
 from matmix.data.examples.labels import Classes, as_list, read_number
 from matmix.data.labels import IGNORED

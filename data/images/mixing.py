@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from matmix.data.images.config import ImagesConfig
+from matmix.data.config import ImagesConfig
 from matmix.data.images.randomness import seed_generators
 from matmix.data.rng import MIXING, generator
 

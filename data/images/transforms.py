@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from matmix.data.images.config import ImagesConfig
+from matmix.data.config import ImagesConfig
 
 Transform = Callable[[Image.Image], torch.Tensor]
 

@@ -17,49 +17,18 @@ once, in order: its last global batch is filled with rows of padding without lab
 has the same number of micro-batches and every token counts once.
 """
 
-import math
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.facts import DataFacts, GeneratedFacts, PreparedFacts
-from matmix.data.loading.generated_rows import GeneratedRows
-from matmix.data.loading.loader_parts import (
-    check_batch_sizes,
-    check_same_tokenizer,
-    data_digest,
-    first_difference,
-    make_masker,
-    make_packing,
-    manifest_facts,
-)
-from matmix.data.loading.masking import MaskingConfig
-from matmix.data.loading.micro_batches import Failure, MicroBatches
-from matmix.data.loading.mixture import Mixture
+from matmix.data.loading.facts import Facts
 from matmix.data.loading.reading_processes import reading_context, worker_beginning
-from matmix.data.splits.reader import open_dataset
-from matmix.data.synthetic import make_task
-
-if TYPE_CHECKING:
-    from matmix.data.tokenizer import Tokenizer
-
-
-class Rows(Protocol):
-    """What makes micro-batches from the numbers of their samples."""
-
-    limit: int | None
-    """Samples of one pass; None = without end."""
-
-    @property
-    def samples_per_epoch(self) -> int: ...
-
-    def __getitems__(self, samples: list[int]) -> Batch | Failure: ...
+from matmix.data.loading.rows import Failure, Rows
 
 
 class _Plan:
@@ -94,7 +63,7 @@ class _Readers(DataLoader):
 
 
 class Loader:
-    """Iterates micro-batches of one rank; made by `build_loader`.
+    """Iterates micro-batches of one rank; made by `Modality.loader`.
 
     `samples` counts the samples, over all ranks, of the global batches handed out in full (batches that
     workers have prepared ahead do not count). A new iteration goes on from there; that of a one-pass
@@ -104,7 +73,7 @@ class Loader:
     def __init__(
         self,
         dataset: Rows,
-        facts: DataFacts,
+        facts: Facts,
         config: DataConfig,
         *,
         fingerprint: dict[str, Any],
@@ -135,39 +104,13 @@ class Loader:
         return self.dataset.limit
 
     @property
-    def samples_per_epoch(self) -> int:
+    def samples_per_epoch(self) -> int | None:
         return self.dataset.samples_per_epoch
 
     @property
     def micro_batches_per_step(self) -> int:
         """Micro-batches of this rank in one global batch."""
         return self.global_batch_size // (self.micro_batch_size * self.data_size)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Global batches in an epoch: of a one-pass loader all of them, else the whole ones (at least 1)."""
-        if self.limit is not None:
-            return math.ceil(self.samples_per_epoch / self.global_batch_size)
-        return max(1, self.samples_per_epoch // self.global_batch_size)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.facts.vocab_size
-
-    @property
-    def bytes_per_target(self) -> float | None:
-        """See `PreparedFacts`; None for generated samples, which are no text."""
-        return self.facts.bytes_per_target
-
-    @property
-    def token_histogram(self) -> np.ndarray | None:
-        """int64 (vocab_size,): how often each id is a target in the training split; None without tokens."""
-        return self.facts.token_histogram
-
-    @property
-    def tokenizer(self) -> "Tokenizer | None":
-        """None where the inputs are no tokens."""
-        return self.facts.tokenizer
 
     def __iter__(self) -> Iterator[Batch]:
         if self.limit is not None and not self._loaded:
@@ -221,10 +164,7 @@ class Loader:
         if not isinstance(saved, dict) or not isinstance(state.get("samples"), int) or state["samples"] < 0:
             raise ValueError("the saved data position is damaged: it needs samples and a fingerprint")
         for key in sorted(self.fingerprint.keys() | saved.keys()):
-            # Positions saved by earlier versions do not say it.
-            if key == _MANIFEST and key not in saved:
-                continue
-            if difference := first_difference(saved.get(key), self.fingerprint.get(key), key):
+            if difference := _first_difference(saved.get(key), self.fingerprint.get(key), key):
                 name, was, now = difference
                 raise ValueError(
                     f"the saved data position belongs to other data: {name} was {was!r} and is now {now!r}; "
@@ -242,135 +182,32 @@ def _as_is(batch: Batch | Failure) -> Batch | Failure:
     return batch
 
 
-def build_loader(
-    config: DataConfig,
-    *,
-    split: str = "train",
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_rank: int = 0,
-    data_size: int = 1,
-    seed: int = 0,
-    masking: MaskingConfig | None = None,
-    one_pass: bool = False,
-    tokenizer_sha256: str | None = None,
-) -> Loader:
-    """Opens the data, or readies the task that generates them, and makes the loader of one rank.
-
-    global_batch_size: sequences in one optimizer step over all ranks; micro_batch_size: sequences in one
-    `Batch`. masking: masked-LM batches (a generated task puts its own masks); None = causal ones. one_pass:
-    read the split once, in order. tokenizer_sha256: refuse data prepared with another tokenizer than this.
-
-    Raises FileNotFoundError where files are missing, ValueError where something is damaged, does not fit
-    together, or there are too few tokens for one sequence.
-    """
-    check_batch_sizes(global_batch_size, micro_batch_size, data_size)
-    assert 0 <= data_rank < data_size
-    if config.synthetic.task:
-        parts = _generated(config, split, seed, masking is None, one_pass)
-    else:
-        parts = _prepared(config, split, seed, masking, one_pass, tokenizer_sha256)
-    dataset, facts, fingerprint = parts
-    return Loader(
-        dataset,
-        facts,
-        config,
-        fingerprint=fingerprint,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        data_rank=data_rank,
-        data_size=data_size,
-    )
-
-
-_MANIFEST = "manifest"
-
-_Parts = tuple[MicroBatches | GeneratedRows, DataFacts, dict[str, Any]]
-"""What makes rows, what is known about them, and what a saved position belongs to."""
-
-
-def _generated(config: DataConfig, split: str, seed: int, causal: bool, one_pass: bool) -> _Parts:
-    options, task = config.synthetic, make_task(config.synthetic)
-    task.check(config.seqlen)
-    if not (task.causal_form if causal else task.bidirectional_form):
+def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_size: int) -> None:
+    """Raises ValueError unless the global batch is a whole number of micro-batches on every rank."""
+    for name, value in (("global batch", global_batch_size), ("micro-batch", micro_batch_size)):
+        if value < 1:
+            raise ValueError(f"the {name} must hold at least 1 sequence, got {value}")
+    unit = micro_batch_size * data_size
+    if global_batch_size % unit:
+        below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
-            f'data.synthetic.task = "{options.task}" has no form for models that '
-            f"{'predict what comes next' if causal else 'read the whole sequence'}"
+            f"a global batch of {global_batch_size} cannot be divided into micro-batches of "
+            f"{micro_batch_size} on {data_size} rank(s): it must be a multiple of {unit}, "
+            f"the nearest are {nearest}"
         )
-    facts = GeneratedFacts(task, config.seqlen)
-    dataset = GeneratedRows(
-        task,
-        config.seqlen,
-        seed=seed,
-        split=split,
-        causal=causal,
-        limit=options.validation_samples if one_pass else None,
-    )
-    fingerprint = {
-        "task": options.task,
-        **{name: getattr(options, name) for name in ("symbols", "items", "depth", "arguments")},
-        "split": split,
-        "seqlen": config.seqlen,
-        "seed": seed,
-        "objective": "causal" if causal else "masked",
-    }
-    return dataset, facts, fingerprint
 
 
-def _prepared(
-    config: DataConfig,
-    split: str,
-    seed: int,
-    masking: MaskingConfig | None,
-    one_pass: bool,
-    tokenizer_sha256: str | None,
-) -> _Parts:
-    sources = dict(config.mixture) or {config.path: 1.0}
-    if split == "validation" and config.validation_path:
-        sources = {config.validation_path: 1.0}
-    if "" in sources:
-        raise ValueError("no data given: set data.path to a prepared dataset, or data.mixture, or data.synthetic.task")
-    shards = [
-        open_dataset(
-            path,
-            split,
-            cache_dir=config.cache_dir,
-            verify=config.verify,
-            # A sequence may cross into the next block: keep two blocks open.
-            keep_open=2 * config.shuffle_block + 2,
-            tokenizer_sha256=tokenizer_sha256,
-            skip_damaged=config.skip_damaged,
-            cache_bytes=config.cache_bytes,
-        )
-        for path in sources
-    ]
-    check_same_tokenizer(shards)
-    shuffle = config.shuffle and not one_pass
-    packings = [make_packing(s, config, shuffle, seed, masking is None, one_pass) for s in shards]
-    mixture = Mixture([len(p) for p in packings], None if one_pass else list(sources.values()))
-    masker = None if masking is None else make_masker(shards[0], masking, seed)
-    pad_id = shards[0].manifest.tokenizer.special.get("pad")
-    dataset = MicroBatches(
-        packings,
-        mixture,
-        masker,
-        packing=config.packing,
-        pad_id=0 if pad_id is None else pad_id,
-        limit=mixture.samples_per_epoch if one_pass else None,
-        skip_damaged=config.skip_damaged,
-    )
-    fingerprint = {
-        "data": [data_digest(s) for s in shards],
-        _MANIFEST: [manifest_facts(s) for s in shards],
-        "weights": list(sources.values()),
-        "split": split,
-        "seqlen": config.seqlen,
-        "packing": config.packing,
-        "prefix": config.prefix,
-        "suffix": config.suffix,
-        "shuffle": shuffle,
-        "shuffle_block": config.shuffle_block,
-        "seed": seed,
-        "objective": "causal" if masking is None else "masked",
-    }
-    return dataset, PreparedFacts(shards, config), fingerprint
+def _first_difference(saved: Any, found: Any, name: str) -> tuple[str, Any, Any] | None:
+    """Where two values of JSON first differ: dotted name, the one value and the other; None where they are equal."""
+    if saved == found:
+        return None
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(saved, dict) and isinstance(found, dict):
+        pairs = [(f"{name}.{key}", saved.get(key), found.get(key)) for key in sorted(saved.keys() | found.keys())]
+    elif isinstance(saved, list) and isinstance(found, list) and len(saved) == len(found) == 1:
+        pairs = [(name, saved[0], found[0])]
+    elif isinstance(saved, list) and isinstance(found, list) and len(saved) == len(found):
+        pairs = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(saved, found, strict=True))]
+    differences = (_first_difference(a, b, where) for where, a, b in pairs)
+    return next((difference for difference in differences if difference), (name, saved, found))

@@ -1,20 +1,22 @@
-"""Tasks that are generated while training, by name.
+"""Samples that are generated while training, by name.
 
 To add one: write its file, and add its line here. Or name yours in a recipe: data.synthetic.task =
-"my_package.module:Name", a subclass of `Task` or, for inputs that are no tokens, of `GeneratedSamples`.
+"my_package.module:Name", a subclass of `Puzzle` or, for inputs that are no tokens, of `GeneratedSamples`.
 """
 
 import difflib
 
-from matmix.data.synthetic.config import SyntheticConfig
+from matmix.data.config import SyntheticConfig
+from matmix.data.synthetic.base import GeneratedSamples, Puzzle
 from matmix.data.synthetic.copying import SelectiveCopying
 from matmix.data.synthetic.listops import ListOps
 from matmix.data.synthetic.parity import Parity
 from matmix.data.synthetic.recall import MultiQueryRecall
-from matmix.data.synthetic.task import GeneratedSamples, Task
 from matmix.data.synthetic.word_problems import A5, S3, S5
 
-TASKS: dict[str, type[GeneratedSamples]] = {
+__all__ = ["GENERATED", "GeneratedSamples", "Puzzle", "SyntheticConfig", "make_generated"]
+
+GENERATED: dict[str, type[GeneratedSamples]] = {
     "parity": Parity,
     "s3": S3,
     "a5": A5,
@@ -25,16 +27,15 @@ TASKS: dict[str, type[GeneratedSamples]] = {
 }
 """Name in a configuration -> class. One from outside is added under its "package.module:Name" (see `train.loaders`)."""
 
-__all__ = ["TASKS", "GeneratedSamples", "SyntheticConfig", "Task", "make_task"]
-
-for _name, _task in TASKS.items():
-    _task.name = _name
+for _name, _kind in GENERATED.items():
+    _kind.name = _name
 
 
-def make_task(config: SyntheticConfig) -> GeneratedSamples:
-    """The task of a configuration. Raises ValueError (one line) for an unknown one, or for options that do not fit."""
-    if config.task not in TASKS:
-        near = difflib.get_close_matches(config.task, TASKS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(TASKS)}"
+def make_generated(config: SyntheticConfig) -> GeneratedSamples:
+    """Returns what generates the samples of a configuration. Raises ValueError (one line) for an unknown name, or for
+    options that do not fit."""
+    if config.task not in GENERATED:
+        near = difflib.get_close_matches(config.task, GENERATED, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(GENERATED)}"
         raise ValueError(f"data.synthetic.task = {config.task!r} is no task; {hint}")
-    return TASKS[config.task](config)
+    return GENERATED[config.task](config)

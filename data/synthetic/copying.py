@@ -9,11 +9,11 @@ many tokens and more noise.
 
 import numpy as np
 
-from matmix.data.synthetic.config import SyntheticConfig
-from matmix.data.synthetic.task import Task
+from matmix.data.config import SyntheticConfig
+from matmix.data.synthetic.base import Puzzle
 
 
-class SelectiveCopying(Task):
+class SelectiveCopying(Puzzle):
     """Tokens are uniform, so a constant guess is right once in `symbols` times."""
 
     bidirectional_form = True

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from matmix.data.rng import GENERATED_ANSWERS, generator
-from matmix.data.synthetic.task import Task
+from matmix.data.synthetic.base import Puzzle
 
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,
@@ -73,7 +73,7 @@ def expression(draw: np.random.Generator, size: int, depth: int, arguments: int)
     return tokens
 
 
-class ListOps(Task):
+class ListOps(Puzzle):
     """Minima are often 0 and maxima often 9, so the best constant guess is right more often than once in ten times."""
 
     bidirectional_form = True

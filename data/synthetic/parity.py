@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from matmix.data.synthetic.task import Task
+from matmix.data.synthetic.base import Puzzle
 
 
-class Parity(Task):
+class Parity(Puzzle):
     """The word problem of the group with two elements, the least state there is.
 
     Any length; bits are fair, so half of the answers are 1.

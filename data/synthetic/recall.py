@@ -10,11 +10,11 @@ fillers, as in Zoology's figures over sequence lengths; the vocabulary stays.
 
 import numpy as np
 
-from matmix.data.synthetic.config import SyntheticConfig
-from matmix.data.synthetic.task import Task
+from matmix.data.config import SyntheticConfig
+from matmix.data.synthetic.base import Puzzle
 
 
-class MultiQueryRecall(Task):
+class MultiQueryRecall(Puzzle):
     """Values are uniform, so a constant guess is right once in `symbols` times; one of the sample's own values, once in
     `items` times."""
 

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from matmix.data.synthetic.config import SyntheticConfig
-from matmix.data.synthetic.task import Task
+from matmix.data.config import SyntheticConfig
+from matmix.data.synthetic.base import Puzzle
 
 Permutation = tuple[int, ...]
 
@@ -52,7 +52,7 @@ def group(degree: int, even: bool) -> tuple[tuple[Permutation, ...], np.ndarray]
     return elements, np.array([[number[compose(p, q)] for q in elements] for p in elements], dtype=np.int64)
 
 
-class WordProblem(Task):
+class WordProblem(Puzzle):
     """Any length; products of uniform elements are uniform, so a constant guess is right once in `order` times."""
 
     bidirectional_form = False

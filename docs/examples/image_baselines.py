@@ -13,9 +13,8 @@ import numpy as np
 import tyro
 from sklearn.linear_model import LogisticRegression
 
-from matmix.data.config import DataConfig
-from matmix.data.images.config import ImagesConfig
-from matmix.data.loading.images import build_image_loader
+from matmix.data.config import DataConfig, ImagesConfig
+from matmix.data.modalities import build_loader
 from matmix.train.arguments import parse_arguments
 from matmix.train.process.console import guarded
 
@@ -43,10 +42,10 @@ class Baselines:
 
 def pixels(dataset: str, split: str, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Brightness of the pixels of all pictures of a split, normalised, float32 (N, size * size), and their classes,
-    int64 (N,). Raises as `build_image_loader`."""
+    int64 (N,). Raises as `build_loader`."""
     images = ImagesConfig(path=dataset, size=size, channels=1, crop=1.0, interpolation="bilinear")
     data = DataConfig(images=images, workers=0)
-    loader = build_image_loader(data, split=split, global_batch_size=64, micro_batch_size=64, one_pass=True)
+    loader = build_loader(data, split=split, global_batch_size=64, micro_batch_size=64, one_pass=True)
     found, labels = [], []
     for batch in loader:
         there = batch.labels >= 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from matmix.data.examples.config import ExamplesConfig
+from matmix.data.config import ExamplesConfig
 from matmix.data.examples.labels import Classes, read_number
 from matmix.data.examples.readers import read_rows
 from matmix.data.shell import shell_line

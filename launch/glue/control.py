@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 
 from matmix.data.examples.labels import name_of
-from matmix.data.loading.examples import open_examples
+from matmix.data.modalities.examples import open_examples
 from matmix.train.config import RunConfig
 from matmix.train.tasks.base import Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask

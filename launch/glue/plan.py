@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matmix.data.examples.config import ExamplesConfig
+from matmix.data.config import ExamplesConfig
 from matmix.launch.glue.check import Found
 from matmix.launch.glue.settings import Column, overrides
 from matmix.launch.glue.tasks import TASKS, GlueTask

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from matmix.data.examples.config import ExamplesConfig
+from matmix.data.config import ExamplesConfig
 from matmix.train.recipe import config_from_dict
 from matmix.train.recipe_files import find_recipe, read_toml
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from matmix.data.config import DataConfig
 from matmix.data.labels import IGNORED
-from matmix.data.loading.loader import build_loader
+from matmix.data.modalities import build_loader
 from matmix.kernels.mru.constructions import CONSTRUCTIONS
 from matmix.kernels.mru.norms import log_norms
 from matmix.model import build_model, initialize

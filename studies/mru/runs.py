@@ -78,7 +78,7 @@ def run(config: RunConfig, weights: Path | None = None) -> dict[str, Any]:
             pass  # it diverged, which is the result
         if weights is not None:
             model = model_config_to_dict(trainer.config.model)
-            sha256 = trainer.loader.tokenizer.sha256
+            sha256 = trainer.loader.facts.tokenizer.sha256
             torch.save({"model": model, "state": trainer.engine.module.state_dict(), "tokenizer": sha256}, weights)
         positions = {name.removeprefix(PREFIX): finite(metrics[name]) for name in metrics if name.startswith(PREFIX)}
         return {

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.loader import build_loader
 from matmix.data.loading.masking import MaskingConfig
-from matmix.data.synthetic import TASKS, GeneratedSamples, SyntheticConfig
+from matmix.data.modalities import build_loader
+from matmix.data.synthetic import GENERATED, GeneratedSamples, SyntheticConfig
 
 NAME = f"{__name__}:Waves"
 
@@ -40,7 +40,7 @@ class Waves(GeneratedSamples):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    monkeypatch.setitem(TASKS, NAME, Waves)
+    monkeypatch.setitem(GENERATED, NAME, Waves)
 
 
 def loader_of(*, workers=0, world=1, rank=0, micro=4, seqlen=12, **options):
@@ -87,9 +87,9 @@ def test_a_pass_over_the_validation_split_counts_each_sample_once():
 
 def test_there_are_no_tokens():
     loader = loader_of()
-    assert loader.tokenizer is None
-    assert loader.vocab_size == 0
-    assert loader.token_histogram is None
+    assert loader.facts.tokenizer is None
+    assert loader.facts.vocab_size == 0
+    assert loader.facts.token_histogram is None
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):
@@ -101,6 +101,6 @@ def test_what_does_not_fit_is_refused(monkeypatch):
 
 
 def test_only_a_run_imports_a_source_from_outside(monkeypatch):
-    monkeypatch.delitem(TASKS, NAME)
+    monkeypatch.delitem(GENERATED, NAME)
     with pytest.raises(ValueError, match="is no task"):
         loader_of()

@@ -11,18 +11,19 @@ import torch
 from matmix.data.config import DataConfig
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.loader import Loader, build_loader
+from matmix.data.loading.loader import Loader
 from matmix.data.loading.masking import MaskingConfig
-from matmix.data.synthetic import TASKS, SyntheticConfig, Task, make_task
+from matmix.data.modalities import MODALITIES, build_loader
+from matmix.data.synthetic import GENERATED, Puzzle, SyntheticConfig, make_generated
 from matmix.data.synthetic.listops import evaluate
 from matmix.data.synthetic.word_problems import cycles, group
 
 GLOBAL = 8
-BIDIRECTIONAL = [name for name, task in TASKS.items() if task.bidirectional_form]
+BIDIRECTIONAL = [name for name, task in GENERATED.items() if task.bidirectional_form]
 
 
-def task_of(name: str, **options) -> Task:
-    return make_task(SyntheticConfig(task=name, **{"symbols": 7, "items": 5, **options}))
+def task_of(name: str, **options) -> Puzzle:
+    return make_generated(SyntheticConfig(task=name, **{"symbols": 7, "items": 5, **options}))
 
 
 def config_of(task: str = "mqar", *, seqlen: int = 24, workers: int = 0, **options) -> DataConfig:
@@ -77,7 +78,7 @@ def test_word_problems_move_things(name, things):
 
 @pytest.mark.parametrize(("name", "order"), [("s3", 6), ("a5", 60), ("s5", 120)])
 def test_groups(name, order):
-    elements, table = group(TASKS[name].degree, TASKS[name].even)
+    elements, table = group(GENERATED[name].degree, GENERATED[name].even)
     assert len(elements) == len(set(map(cycles, elements))) == order
     everything = np.arange(order)
     assert (table[0] == everything).all()
@@ -182,13 +183,13 @@ def test_the_parser_refuses(text, message):
         evaluate(text.split())
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", GENERATED)
 def test_a_constant_guess_is_right_as_often_as_the_histogram_says(name):
     loader = loader_of(config_of(name))
-    histogram = loader.token_histogram
-    assert histogram.shape == (loader.vocab_size,)
+    histogram = loader.facts.token_histogram
+    assert histogram.shape == (loader.facts.vocab_size,)
     labels = torch.cat([batch.labels[batch.labels != IGNORED] for batch in take(loader, 500)])
-    found = torch.bincount(labels, minlength=loader.vocab_size).numpy() / len(labels)
+    found = torch.bincount(labels, minlength=loader.facts.vocab_size).numpy() / len(labels)
     said = histogram / histogram.sum()
     # Six standard deviations of a share of so many answers, twice that where answers of a sample depend on one another.
     assert (np.abs(found - said) <= 12 * np.sqrt(said * (1 - said) / len(labels))).all()
@@ -239,7 +240,7 @@ def test_splits_and_seeds_are_different_streams_and_validation_is_fixed():
     assert len(batches) == 6  # 20 samples in global batches of 8: the last is filled with rows of padding
     assert sum(batch.n_tokens for batch in batches) == 20 * 24
     ids, labels = torch.cat([b.input_ids for b in batches]), torch.cat([b.labels for b in batches])
-    assert (ids[20:] == validation.tokenizer.special["pad"]).all()
+    assert (ids[20:] == validation.facts.tokenizer.special["pad"]).all()
     assert (labels[20:] == IGNORED).all()
     assert (labels[:20] != IGNORED).all()
     held_out = {row.numpy().tobytes() for row in ids[:20]}
@@ -253,30 +254,30 @@ def test_masked_batches_select_the_masks(name):
     loader = loader_of(config_of(name), masking=MaskingConfig())
     for batch in take(loader, 5):
         assert batch.cu_seqlens is batch.attention_mask is None
-        masks = (batch.input_ids == loader.tokenizer.special["mask"]).flatten()
+        masks = (batch.input_ids == loader.facts.tokenizer.special["mask"]).flatten()
         assert torch.equal(batch.select, masks.nonzero()[:, 0])
         assert torch.equal(batch.select, (batch.labels.flatten() != IGNORED).nonzero()[:, 0])
 
 
 def test_longer_samples_have_the_same_vocabulary_and_as_many_items():
     short, long = (loader_of(config_of(seqlen=seqlen)) for seqlen in (24, 192))
-    assert short.tokenizer.sha256 == long.tokenizer.sha256
+    assert short.facts.tokenizer.sha256 == long.facts.tokenizer.sha256
     for loader in (short, long):
         assert ((take(loader, 1)[0].labels != IGNORED).sum(dim=1) == 5).all()
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", GENERATED)
 def test_the_tokenizer_reads_and_writes_the_tokens(name, tmp_path):
     from matmix.data.tokenizer import Tokenizer
 
     loader = loader_of(config_of(name))
-    tokenizer = loader.tokenizer
-    text = " ".join(make_task(loader.config.synthetic).tokens)
+    tokenizer = loader.facts.tokenizer
+    text = " ".join(make_generated(loader.config.synthetic).tokens)
     ids = list(range(len(text.split())))
     assert tokenizer.encode(text) == ids
     assert tokenizer.decode(ids) == text
     assert tokenizer.ordinary_ids().tolist() == ids
-    assert loader.vocab_size == len(ids) + 3
+    assert loader.facts.vocab_size == len(ids) + 3
     tokenizer.save(tmp_path)
     again = Tokenizer.load(tmp_path)
     assert (again.sha256, again.special, again.encode(text)) == (tokenizer.sha256, tokenizer.special, ids)
@@ -303,7 +304,7 @@ def test_the_tokenizer_reads_and_writes_the_tokens(name, tmp_path):
 )  # fmt: skip
 def test_config_refused(options, message):
     with pytest.raises(ValueError, match=message) as error:
-        config_of(**options)
+        MODALITIES["samples"].check(config_of(**options), causal=True)
     assert "\n" not in str(error.value)
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_round_trip import OTHER_PYTHON, run_check
 
-from matmix.data.images.config import ImagesConfig
+from matmix.data.config import ImagesConfig
 from matmix.data.images.transforms import make_transform
 from matmix.model import HeadConfig, ImageConfig, ModelConfig, build_model, initialize
 from matmix.model.architecture import Outputs

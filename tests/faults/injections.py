@@ -305,15 +305,15 @@ def clock_offset(seconds: float) -> None:
 
 def slow_reader(seconds: float) -> None:
     """Every micro-batch takes this much longer to read."""
-    from matmix.data.loading.micro_batches import MicroBatches
+    from matmix.data.loading.rows import TokenRows
 
-    read = MicroBatches.__getitems__
+    read = TokenRows.__getitems__
 
     def slow(self: Any, numbers: Any) -> Any:
         time.sleep(seconds)
         return read(self, numbers)
 
-    MicroBatches.__getitems__ = slow
+    TokenRows.__getitems__ = slow
 
 
 def little_memory(step: int, more: int) -> None:

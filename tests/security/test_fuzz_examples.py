@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from labelled import write_tokenizer
 from mutations import fuzz, mutated, works_or_is_one_line
 
-from matmix.data.config import DataConfig
+from matmix.data.config import DataConfig, ExamplesConfig
 from matmix.data.examples.answers import Answers
-from matmix.data.examples.config import ExamplesConfig
 from matmix.data.examples.texts import ClassTexts, MultiLabelTexts, ValueTexts
 from matmix.data.examples.words import Words
-from matmix.data.loading.examples import open_examples
+from matmix.data.modalities.examples import open_examples
 
 
 def _parquet() -> bytes:

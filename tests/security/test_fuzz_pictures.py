@@ -14,14 +14,13 @@ from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 from pictures import encoded, pixels, prepare, samples, write_tar, write_tree
 from pyarrow import parquet
 
-from matmix.data.config import DataConfig
-from matmix.data.images.config import ImagesConfig
+from matmix.data.config import DataConfig, ImagesConfig
 from matmix.data.images.decode import decode
 from matmix.data.images.prepare.folders import read_table
 from matmix.data.images.prepare.parquet import ParquetFile
 from matmix.data.images.prepare.tars import TarFile
-from matmix.data.loading.images import build_image_loader
 from matmix.data.manifest import Manifest
+from matmix.data.modalities import build_loader
 
 FILES = [encoded(pixels(1, 24, 24), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
 TABLES = {"a.csv": b"image,label\n1.png,0\n2.png,owl\n", "a.json": b'{"1.png": 0}'}
@@ -42,7 +41,7 @@ def dataset(request, tmp_path_factory):
 
 def _read(path):
     config = DataConfig(images=ImagesConfig(path=str(path), size=4), workers=0, verify=False)
-    list(build_image_loader(config, global_batch_size=6, micro_batch_size=6, one_pass=True))
+    list(build_loader(config, global_batch_size=6, micro_batch_size=6, one_pass=True))
 
 
 def _signed(values):

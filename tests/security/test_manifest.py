@@ -12,8 +12,8 @@ from hostile_data import edit_manifest, prepared, snapshot
 from manifests import set_value
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.loader import build_loader
 from matmix.data.manifest import Manifest
+from matmix.data.modalities import build_loader
 from matmix.data.splits.reader import open_dataset
 
 

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from matmix.data.loading.micro_batches import Failure, errors_as_failures
+from matmix.data.loading.rows import Failure, errors_as_failures
 from matmix.data.prepare import pool
 from matmix.data.storage.remote import RemoteError, persist
 from matmix.data.tokenizer import Tokenizer

@@ -5,13 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from matmix.data.config import DataConfig
-from matmix.data.manifest import MANIFEST_NAME, Manifest
-from matmix.data.storage.remote import is_url
-from matmix.data.synthetic import TASKS, make_task
-from matmix.data.synthetic.vocabulary import TaskTokenizer
 from matmix.model import build_model
 from matmix.train.config import RunConfig
 from matmix.train.engine.costs import Sizes
@@ -23,7 +17,6 @@ from matmix.train.loaders import with_vocabulary as sized_for
 from matmix.train.optim import optimizer_class
 from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
 from matmix.train.run.remote import has_begun
-from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.train.words import short_number
 
 ASSUMED_VOCABULARY = 32768
@@ -73,22 +66,26 @@ class Plan:
 
     def batch_words(self, config: RunConfig) -> str:
         """What a step reads, in words."""
-        if self.unit == "images":
-            return f"{config.global_batch_size} images"
+        if self.units_per_step == config.global_batch_size:
+            return f"{config.global_batch_size} {self.unit}"
         return (
-            f"{config.global_batch_size} sequences of {config.data.seqlen} = {short_number(self.units_per_step)} tokens"
+            f"{config.global_batch_size} sequences of {config.data.seqlen} = {short_number(self.units_per_step)} "
+            f"{self.unit}"
         )
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """`config` with a vocabulary size: where it is left to the data, theirs, or a usual one where they are not here.
-    Of images, instead, with as many outputs as there are classes, where that is left to data that is here."""
-    if config.model.model_class.takes_head and not config.model.head.outputs and (classes := data_classes(config.data)):
-        config = dataclasses.replace(config, model=with_outputs(config.model, classes, config.data.images.named))
-    if config.model.vocab_size or not config.model.model_class.tokens:
-        return config
-    needed = data_vocabulary(config.data) or ASSUMED_VOCABULARY
-    return dataclasses.replace(config, model=sized_for(config.model, needed))
+    """Returns `config` with a vocabulary and a number of outputs: where they are left to the data, the data's as far as
+    it is on this machine, else a usual vocabulary.
+
+    Raises ValueError (one line) for a damaged manifest, or generated samples whose options do not fit.
+    """
+    model, facts = config.model, config.modality.facts_here(config.data)
+    if model.model_class.takes_head and not model.head.outputs and facts.outputs:
+        model = with_outputs(model, facts)
+    if not model.vocab_size and model.model_class.tokens:
+        model = sized_for(model, facts.vocab_size or ASSUMED_VOCABULARY)
+    return dataclasses.replace(config, model=model)
 
 
 def with_steps_of_epochs(config: RunConfig) -> tuple[RunConfig, str]:
@@ -99,40 +96,11 @@ def with_steps_of_epochs(config: RunConfig) -> tuple[RunConfig, str]:
     if not config.epochs:
         return config, ""
     told = f"epochs = {config.epochs:g}"
-    data = config.data
-    paths = list(data.images.datasets) or list(dict(data.mixture)) or [data.path]
-    here = all(path and not is_url(path) and (Path(path) / MANIFEST_NAME).is_file() for path in paths)
-    if isinstance(config.task(), ExampleTask):
-        train = data.examples.train
-        here = bool(train and data.examples.tokenizer) and Path(train).exists()
-    if not here:
+    if not config.modality.is_here(config.data):
         return config, f"assumed, {told} will be counted once the data is there"
     loader = make_loader(config, "train", 0, 1)
     loader.close()
     return with_steps(config, loader), told
-
-
-def data_vocabulary(data: DataConfig) -> int:
-    """Number of ids of the data's tokenizer; 0 where it is not on this machine, or another source is set.
-
-    Raises ValueError (one line) for a damaged manifest or a synthetic task whose options do not fit.
-    """
-    if data.synthetic.task:
-        return TaskTokenizer(make_task(data.synthetic)).vocab_size if data.synthetic.task in TASKS else 0
-    path = data.path or next(iter(dict(data.mixture)), "")
-    if not path or is_url(path) or not (Path(path) / MANIFEST_NAME).is_file():
-        return 0
-    return Manifest.load(Path(path)).tokenizer.vocab_size
-
-
-def data_classes(data: DataConfig) -> int:
-    """Number of classes of the data's pictures; 0 where there are none on this machine. Raises ValueError (one line)
-    for a damaged manifest."""
-    path = next(iter(data.images.datasets), "")
-    if not path or is_url(path) or not (Path(path) / MANIFEST_NAME).is_file():
-        return 0
-    images = Manifest.load(Path(path)).images
-    return 0 if images is None else len(images.classes)
 
 
 def vocabulary_words(config: RunConfig) -> str:
@@ -142,8 +110,8 @@ def vocabulary_words(config: RunConfig) -> str:
         return "no vocabulary"
     if config.model.vocab_size:
         return f"vocabulary {size}"
-    from_data = "the data's" if data_vocabulary(config.data) else "assumed, training takes the data's"
-    return f"vocabulary {size}, {from_data}"
+    known = config.modality.facts_here(config.data).vocab_size
+    return f"vocabulary {size}, {'the data' if known else 'assumed, training takes the data'}'s"
 
 
 def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Plan:

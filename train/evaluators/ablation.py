@@ -83,7 +83,7 @@ def mixing_metrics(
         return {}
     outputs = torch.zeros(len(blocks), engine.module.config.d_model, dtype=torch.float64, device=engine.device)
     predicting = torch.empty(0, dtype=torch.int64)
-    images = engine.module.takes_images
+    images = engine.module.per_document
 
     def noted(place: int, mix: Callable[..., Tensor], x: Tensor, *documents: Any) -> Tensor:
         y = mix(x, *documents)

@@ -26,7 +26,8 @@ class AccuracyByLength(Evaluator):
 
     @classmethod
     def applies(cls, config: RunConfig, task: Task) -> bool:
-        return bool(config.data.synthetic.task) and isinstance(task, TokenPrediction)
+        longer = task.modality(config.data).stretched(config.data, 1)
+        return longer is not None and isinstance(task, TokenPrediction)
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         metrics = {}
@@ -68,9 +69,7 @@ def _at_multiple(config: RunConfig, multiple: int, data_size: int) -> RunConfig:
     so far."""
     micro = config.micro_batch(data_size)
     fitting = [size for size in range(1, micro + 1) if micro % size == 0 and size * multiple <= micro]
-    # Reading processes would take longer to start than the samples to make.
-    alone = dataclasses.replace(config.data.synthetic, eval_lengths=())  # which are multiples of the length of training
-    data = dataclasses.replace(config.data, seqlen=multiple * config.data.seqlen, synthetic=alone, workers=0)
+    data = config.modality.stretched(config.data, multiple)
     return dataclasses.replace(config, data=data, micro_batch_size=max(fitting, default=1))
 
 

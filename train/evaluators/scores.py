@@ -28,7 +28,7 @@ class Scores(Evaluator):
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         predicted = in_order(evaluation.gather(self.found))
-        examples = evaluation.loader.dataset.examples
+        examples = evaluation.loader.facts.examples
         return self.task.scores(predicted, examples) | as_controls(self.task.control(predicted, examples))
 
 

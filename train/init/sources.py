@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from matmix.data.images.config import ImagesConfig
+from matmix.data.config import ImagesConfig
 from matmix.data.storage.remote import is_url
 from matmix.data.tokenizer import FastTokenizer, Tokenizer
 from matmix.model.config import ModelConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from matmix.data.modalities import MODALITIES
 from matmix.model.config import ModelConfig
 from matmix.train.plugins import find_part
 from matmix.train.tasks.base import Costs, Loss, Metric, Task
@@ -51,4 +52,4 @@ def make_task(objective: ObjectiveConfig, model: ModelConfig) -> Task:
 def unit_of(objective: str) -> str:
     """What the counters of a run with this objective.name count. One from outside is not imported for that: those of
     tokens are."""
-    return TASKS.get(objective, Task).unit
+    return MODALITIES[TASKS.get(objective, Task).modalities[0]].unit

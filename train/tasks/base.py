@@ -7,15 +7,15 @@ number of targets of the whole global batch, wherever its pieces were computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch, has_target
-from matmix.data.loading.loader import Loader, build_loader
-from matmix.data.loading.masking import MaskingConfig
+from matmix.data.loading.loader import Loader
+from matmix.data.modalities import MODALITIES, Modality, modality_of
 from matmix.model.architecture import Outputs
 from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
@@ -64,8 +64,8 @@ class Task:
     """The values of model.architecture that it trains; () = all."""
     Options: ClassVar[type] = NoOptions
     """Frozen dataclass of its options in [objective.options]; every field has a default."""
-    unit: ClassVar[Literal["tokens", "images"]] = "tokens"
-    """What `Batch.n_tokens` counts, and with it throughput, counters and utilisation."""
+    modalities: ClassVar[tuple[str, ...]] = ("text", "samples")
+    """The names in `MODALITIES` of the kinds of data that it is learned from. Of several the recipe names one."""
     recorded: ClassVar[tuple[str, ...]] = ()
     """Names of what is summed besides the loss; training records have the means over the targets."""
     loss_metric: ClassVar[Metric] = Metric(name="loss", title="loss", unit="nats per target")
@@ -83,13 +83,22 @@ class Task:
 
     # -- batches -------------------------------------------------------------------------------------------------
 
-    def masking(self, split: str) -> MaskingConfig | None:
-        """How the loader masks the batches of a split; None = it does not."""
-        return None
+    def modality(self, data: DataConfig) -> Modality:
+        """Returns the kind of data that it is learned from in a run on `data`."""
+        return modality_of(data, self.modalities)
+
+    @property
+    def unit(self) -> str:
+        """What is counted: `Modality.unit`."""
+        return MODALITIES[self.modalities[0]].unit
+
+    def asks(self, split: str) -> dict[str, Any]:
+        """Returns what it asks of its modality besides, as arguments of `Modality.open`."""
+        return {}
 
     def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
-        """The batches of a split; options: those of `build_loader`. What it returns has the attributes of `Loader`."""
-        return build_loader(data, split=split, masking=self.masking(split), **options)
+        """Returns the loader of a split; options: those of `Modality.loader`."""
+        return self.modality(data).loader(data, split=split, **self.asks(split), **options)
 
     def example_batch(self, inputs: Tensor) -> Batch:
         """A batch of made-up inputs (B, L, ...) with as many targets as in training, for estimates and benchmarks."""
@@ -109,15 +118,15 @@ class Task:
         return 1.0
 
     def units(self, seqlen: int) -> int:
-        """How many units a sample of data.seqlen = `seqlen` is."""
-        return seqlen if self.unit == "tokens" else 1
+        """Returns how many units a sample of data.seqlen = `seqlen` is."""
+        return MODALITIES[self.modalities[0]].units(seqlen)
 
     def flops(self, model: ModelConfig, seqlen: int) -> float:
         """Floating-point operations (2 per multiply-add) of one forward pass for one unit, in a sample of data.seqlen =
         `seqlen`. A training step costs about three times as much."""
         positions = model.model_class.sequence_length(model, seqlen)
         share = flops_per_token(model, positions, head_share=self.target_share)
-        return share if self.unit == "tokens" else share * positions
+        return share * (positions / self.units(seqlen))
 
     def count_targets(self, batch: Batch) -> int:
         """Number of targets of a micro-batch, by which the sums of `loss` are divided (computed on the host): positions

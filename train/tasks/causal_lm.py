@@ -17,6 +17,6 @@ class CausalLM(TokenPrediction):
 
     def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
         metrics = super().measures(means, loader)
-        if loader.bytes_per_target is not None:
-            metrics["bits_per_byte"] = means["loss"] / math.log(2) / loader.bytes_per_target
+        if (size := loader.facts.bytes_per_target) is not None:
+            metrics["bits_per_byte"] = means["loss"] / math.log(2) / size
         return metrics

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -11,7 +9,6 @@ from torch import Tensor, nn
 
 from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch, image_batch
-from matmix.data.loading.images import build_image_loader, image_facts
 from matmix.data.loading.loader import Loader
 from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Costs, Loss, Metric, Predicted, Task
@@ -28,16 +25,13 @@ class ImageClassification(Task):
     (B, classes), NaN = none; of shares the largest one counts as the right class."""
 
     architectures = ("image_classifier",)
-    unit = "images"
+    modalities = ("pictures",)
     recorded = ("accuracy", "top5")
     loss_metric = Metric(name="loss", title="loss", unit="nats per image")
     metrics = (
         Metric(name="accuracy", title="top-1 accuracy", **_SHARE, control=MOST_FREQUENT),
         Metric(name="top5", title="top-5 accuracy", **_SHARE, control="the five most frequent classes"),
     )
-
-    def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
-        return build_image_loader(data, split=split, **options)
 
     def count_targets(self, batch: Batch) -> int:
         return int(labelled(batch.labels).sum())
@@ -66,10 +60,10 @@ class ImageClassification(Task):
         return image_batch(inputs, labels, examples=torch.arange(len(inputs)))
 
     def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
-        return means | as_controls(image_controls(loader.dataset.class_counts))
+        return means | as_controls(image_controls(loader.facts.class_counts))
 
     def outputs(self, data: DataConfig) -> Outputs:
-        return Outputs(labels=class_names(data), problem_type="single_label_classification")
+        return Outputs(labels=self.modality(data).class_names(data), problem_type="single_label_classification")
 
 
 def image_controls(counts: np.ndarray) -> dict[str, float]:
@@ -78,12 +72,6 @@ def image_controls(counts: np.ndarray) -> dict[str, float]:
     shares = np.sort(counts)[::-1] / counts.sum()
     found = {"accuracy": float(shares[0]), "top5": float(shares[:_TOP].sum())}
     return found if len(counts) > _TOP else {"accuracy": found["accuracy"]}
-
-
-def class_names(data: DataConfig) -> tuple[str, ...]:
-    """Names of the classes in the order of the model's outputs, as the config of a run keeps them, or as the dataset
-    has them. Raises as `image_facts`."""
-    return data.images.classes or tuple(image_facts(data).classes)
 
 
 def image_costs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

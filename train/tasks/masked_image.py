@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch, image_batch
-from matmix.data.loading.images import build_image_loader
-from matmix.data.loading.loader import Loader, Rows
-from matmix.data.loading.micro_batches import Failure
+from matmix.data.loading.loader import Loader
+from matmix.data.loading.rows import Failure, Rows
 from matmix.data.rng import MASKS, generator
 from matmix.model.images.patches import cut_patches
 from matmix.train.tasks.base import Loss, Metric, Task
@@ -35,7 +33,7 @@ class MaskedImageOptions:
             raise ValueError(f"objective.options.square must be 1 or more, got {self.square}")
 
 
-class MaskedRows(Dataset):
+class MaskedRows:
     """Adds to the images of `rows` which of their squares are hidden: `extra["masked"]`, bool (B, side, side), of each
     image drawn from (seed, number of the sample). Empty places of a batch have none."""
 
@@ -48,7 +46,7 @@ class MaskedRows(Dataset):
         return self.rows.limit
 
     @property
-    def samples_per_epoch(self) -> int:
+    def samples_per_epoch(self) -> int | None:
         return self.rows.samples_per_epoch
 
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
@@ -74,7 +72,7 @@ class MaskedImage(Task):
 
     architectures = ("masked_image",)
     Options = MaskedImageOptions
-    unit = "images"
+    modalities = ("pictures",)
     recorded = ("mean_colour_error",)
     loss_metric = Metric(name="loss", title="loss", unit="standard deviations")
     metrics = (Metric(name="mean_colour_error", title="error of the mean colour"),)
@@ -87,7 +85,7 @@ class MaskedImage(Task):
                 f"objective.options.square = {square} does not divide data.images.size = {size} into two or more; "
                 "set one of the two"
             )
-        loader = build_image_loader(data, split=split, seed=seed, **options)
+        loader = super().make_loader(data, split=split, seed=seed, **options)
         loader.dataset = MaskedRows(loader.dataset, side, self.options, seed)
         loader.fingerprint |= {"objective": "masked images", "masking": [self.options.ratio, square]}
         return loader

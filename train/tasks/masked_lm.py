@@ -21,8 +21,8 @@ class MaskedLM(TokenPrediction):
     accuracy = "masked_accuracy"
     metrics = (Metric(name="masked_accuracy", title="masked accuracy", unit="%", higher_is_better=True, digits=1),)
 
-    def masking(self, split: str) -> MaskingConfig:
-        return self.objective.masking if split == "train" else self.objective.evaluation_masking
+    def asks(self, split: str) -> dict[str, MaskingConfig]:
+        return {"masking": self.objective.masking if split == "train" else self.objective.evaluation_masking}
 
     def example_batch(self, inputs: torch.Tensor) -> Batch:
         select = torch.arange(max(1, int(inputs.numel() * self.target_share)))

@@ -40,8 +40,8 @@ class TokenPrediction(Task):
         """Perplexity and accuracy; of generated samples also the accuracy of a constant guess."""
         metrics = {"loss": means["loss"], "perplexity": math.exp(min(means["loss"], 700.0))}
         metrics[self.accuracy] = means["accuracy"]
-        if loader.config.synthetic.task:
-            metrics |= {"accuracy": means["accuracy"], "chance_accuracy": chance_accuracy(loader)}
+        if (chance := loader.facts.chance_accuracy) is not None:
+            metrics |= {"accuracy": means["accuracy"], "chance_accuracy": chance}
         return metrics
 
     def progress(self, metrics: Mapping[str, float]) -> list[str]:
@@ -53,12 +53,6 @@ class TokenPrediction(Task):
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
         """Nothing of generated samples, of which the accuracies by length say more."""
         return [] if "chance_accuracy" in metrics else super().summary(metrics)
-
-
-def chance_accuracy(loader: Loader) -> float:
-    """Accuracy of the best constant guess on generated samples."""
-    histogram = loader.token_histogram
-    return float(histogram.max() / histogram.sum())
 
 
 def row_losses(model: nn.Module, batch: Batch) -> RowCrossEntropy:

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import tyro
 
-from matmix.data.manifest import Manifest
 from matmix.data.shell import shell_line
 from matmix.launch.lab.plan.estimate import (
     ASSUMED_EFFICIENCY,
@@ -40,18 +39,8 @@ MANY_EPOCHS = 4  # up to about four passes repeated data are nearly as good as n
 
 
 def data_tokens(config: RunConfig) -> int | None:
-    """Tokens of the training split, or images; None where it is not on this machine, or generated."""
-    if config.data.synthetic.task:
-        return None
-    images = list(config.data.images.datasets)
-    paths = images or list(dict(config.data.mixture)) or [config.data.path]
-    total = 0
-    for path in paths:
-        if not (Path(path) / "manifest.json").is_file():
-            return None
-        split = Manifest.load(Path(path)).splits["train"]
-        total += split.documents if images else split.tokens
-    return total
+    """Returns the tokens of the training split, or images; None where it is not on this machine, or has no end."""
+    return config.modality.size(config.data)
 
 
 def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
@@ -65,8 +54,8 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
     tokens = plan.micro_batch_size * config.positions
     if tokens < FEW_TOKENS:
         found.append(
-            f"global batch too small for the mesh: a rank sees {tokens} {_POSITIONS[plan.unit]} in a pass, which "
-            f"leaves most of a {cluster.gpu} idle; use fewer GPUs or a larger global_batch_size"
+            f"global batch too small for the mesh: a rank sees {tokens} {_POSITIONS.get(plan.unit, plan.unit)} in a "
+            f"pass, which leaves most of a {cluster.gpu} idle; use fewer GPUs or a larger global_batch_size"
         )
     if one.traffic_seconds > one.compute_seconds:
         found.append(

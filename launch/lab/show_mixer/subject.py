@@ -12,8 +12,6 @@ from tokenizers import Tokenizer as FastTokenizer
 from matmix.data.shell import shell_line
 from matmix.data.storage.remote import is_url
 from matmix.data.storage.storage import Storage
-from matmix.data.synthetic import make_task
-from matmix.data.synthetic.vocabulary import TaskTokenizer
 from matmix.data.tokenizer import Tokenizer
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
@@ -153,7 +151,7 @@ def _dataset_reader(config: RunConfig) -> TextReader | None:
     """Returns what reads texts as a recipe trains on them; None without the dataset."""
     path, marking = config.data.path or next(iter(config.data.mixture), ""), None
     if config.data.synthetic.task:
-        tokenizer = TaskTokenizer(make_task(config.data.synthetic))
+        tokenizer = config.modality.facts(config.data).tokenizer
         marking = FastTokenizer.from_str(tokenizer.backend.to_str())
     elif not path:
         return None

@@ -7,14 +7,13 @@ import pytest
 from labelled import CLASSES, FIRST, WORDS, texts, write_jsonl, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from matmix.data.config import DataConfig
+from matmix.data.config import DataConfig, ExamplesConfig
 from matmix.data.examples.answers import Answers
-from matmix.data.examples.config import ExamplesConfig
 from matmix.data.examples.encoding import longest_first
 from matmix.data.examples.texts import Choices, ClassTexts, MultiLabelTexts, ValueTexts
 from matmix.data.examples.words import Words
 from matmix.data.labels import IGNORED
-from matmix.data.loading.examples import open_examples
+from matmix.data.modalities.examples import open_examples
 
 CLS, SEP = 4, 5
 

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from labelled import texts, write_jsonl, write_tsv
 
-from matmix.data.examples.config import ExamplesConfig
+from matmix.data.config import ExamplesConfig
 from matmix.data.examples.readers import read_rows
 
 ROWS = [{"sentence": 'He said "no', "grade": "bad"}, {"sentence": "a, b", "grade": "good"}]

@@ -13,8 +13,8 @@ import pytest
 from matmix.data.config import DataConfig
 from matmix.data.formats import FORMATS, mds
 from matmix.data.formats.base import DamagedShard, OpenShard, ShardFormat, damaged
-from matmix.data.loading.loader import build_loader
 from matmix.data.manifest import Manifest
+from matmix.data.modalities import build_loader
 from matmix.data.prepare import command
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.merge import merge

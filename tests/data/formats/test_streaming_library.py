@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import sys
 from matmix.data.config import DataConfig
-from matmix.data.loading.loader import build_loader
+from matmix.data.modalities import build_loader
 
 config = DataConfig(path=sys.argv[1], seqlen=24, workers=0)
 next(iter(build_loader(config, global_batch_size=4, micro_batch_size=4)))

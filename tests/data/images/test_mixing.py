@@ -7,7 +7,7 @@ import pytest
 import torch
 from timm.data import Mixup
 
-from matmix.data.images.config import ImagesConfig
+from matmix.data.config import ImagesConfig
 from matmix.data.images.mixing import draw_mix, partner_of, soft_target
 from matmix.data.images.randomness import borrowed_generators, seed_generators
 from matmix.data.rng import MIXING, generator

@@ -6,7 +6,7 @@ import torch
 from pictures import pixels
 from PIL import Image
 
-from matmix.data.images.config import ImagesConfig
+from matmix.data.config import ImagesConfig
 from matmix.data.images.randomness import borrowed_generators, seed_generators
 from matmix.data.images.transforms import make_transform
 

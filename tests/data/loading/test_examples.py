@@ -8,11 +8,10 @@ import pytest
 import torch
 from labelled import texts, write_jsonl, write_tokenizer
 
-from matmix.data.config import DataConfig
-from matmix.data.examples.config import ExamplesConfig
+from matmix.data.config import DataConfig, ExamplesConfig
 from matmix.data.examples.texts import ClassTexts
 from matmix.data.examples.words import Words
-from matmix.data.loading.examples import build_example_loader
+from matmix.data.modalities import build_loader
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +49,14 @@ def _documents(loader, batches=None):
 @pytest.mark.parametrize("packing", ["concat", "document"])
 def test_ranks_workers_and_micro_batches_do_not_change_the_order(data, packing):
     options = {"global_batch_size": 8, "seed": 3}
-    whole = _documents(build_example_loader(ClassTexts, data(packing=packing), micro_batch_size=8, **options), 14)
+    whole = _documents(build_loader(data(packing=packing), kind=ClassTexts, micro_batch_size=8, **options), 14)
     assert len({number for number, _, _ in whole[:53]}) == 53
     assert [number for number, _, _ in whole[:53]] != [number for number, _, _ in whole[53:106]]
     ranks = [
         _documents(
-            build_example_loader(
-                ClassTexts,
+            build_loader(
                 data(packing=packing, workers=rank % 2),
+                kind=ClassTexts,
                 micro_batch_size=1,
                 data_rank=rank,
                 data_size=4,
@@ -73,15 +72,15 @@ def test_ranks_workers_and_micro_batches_do_not_change_the_order(data, packing):
 
 def test_a_saved_position_goes_on_where_it_was(data):
     options = {"global_batch_size": 8, "micro_batch_size": 4}
-    whole = _documents(build_example_loader(ClassTexts, data(), **options), 20)
-    first = build_example_loader(ClassTexts, data(), **options)
+    whole = _documents(build_loader(data(), kind=ClassTexts, **options), 20)
+    first = build_loader(data(), kind=ClassTexts, **options)
     assert _documents(first, 7)[:24] == whole[:24]
-    second = build_example_loader(ClassTexts, data(), **options)
+    second = build_loader(data(), kind=ClassTexts, **options)
     second.load_state_dict(first.state_dict())
     assert second.samples == 24
     assert _documents(second, 14) == whole[24:80]
     with pytest.raises(ValueError, match="belongs to other data: seqlen was 16 and is now 12"):
-        build_example_loader(ClassTexts, data(seqlen=12), **options).load_state_dict(first.state_dict())
+        build_loader(data(seqlen=12), kind=ClassTexts, **options).load_state_dict(first.state_dict())
 
 
 @pytest.mark.parametrize("kind", [ClassTexts, Words])
@@ -94,9 +93,9 @@ def test_evaluation_sees_each_of_a_prime_number_of_examples_once(data, kind, tmp
     else:
         config = data()
     loaders = [
-        build_example_loader(
-            kind,
+        build_loader(
             config,
+            kind=kind,
             split="validation",
             global_batch_size=8,
             micro_batch_size=2,
@@ -115,14 +114,14 @@ def test_evaluation_sees_each_of_a_prime_number_of_examples_once(data, kind, tmp
         labels = torch.cat([batch.labels for each in batches for batch in each])
         assert (labels[numbers < 0] == -100).all()
     assert sum(batch.n_tokens for each in batches for batch in each) == sum(
-        len(document.ids) for n in range(31) for document in loaders[0].dataset.examples[n].documents
+        len(document.ids) for n in range(31) for document in loaders[0].facts.examples[n].documents
     )
 
 
 def test_batches_move_with_all_they_hold(data):
     path = data().examples.train
     config = data(examples=ExamplesConfig(train=path, tokenizer=data().examples.tokenizer, columns={"pair": "text"}))
-    batch = next(iter(build_example_loader(ClassTexts, config, global_batch_size=4, micro_batch_size=4)))
+    batch = next(iter(build_loader(config, kind=ClassTexts, global_batch_size=4, micro_batch_size=4)))
     moved = batch.to("meta")
     assert moved.extra["token_type_ids"].device.type == "meta"
     assert moved.examples.device.type == "meta"

@@ -10,14 +10,13 @@ import torch
 from pictures import encoded, pixels, prepare, samples, write_tree
 from PIL import Image
 
-from matmix.data.config import DataConfig
-from matmix.data.images.config import ImagesConfig
+from matmix.data.config import DataConfig, ImagesConfig
 from matmix.data.images.decode import decode
 from matmix.data.images.prepare.command import prepare_images
 from matmix.data.images.prepare.config import PrepareImagesConfig
 from matmix.data.labels import IGNORED
-from matmix.data.loading.images import build_image_loader, image_facts
 from matmix.data.manifest import Manifest
+from matmix.data.modalities import MODALITIES, build_loader
 from matmix.data.splits.reader import open_pictures
 
 GLOBAL = 16
@@ -58,7 +57,7 @@ def loader_of(
         skip_damaged=skip_damaged,
     )
     sizes = {"global_batch_size": total, "micro_batch_size": micro, "data_rank": rank, "data_size": world}
-    return build_image_loader(config, **{"seed": 3, **sizes, **options})
+    return build_loader(config, **{"seed": 3, **sizes, **options})
 
 
 def ranks(path="", world=1, **options):
@@ -182,14 +181,14 @@ def test_evaluation_resizes_and_crops_the_middle(tmp_path):
 
 
 def test_pictures_are_normalised_by_the_training_split(prepared):
-    facts = image_facts(DataConfig(images=ImagesConfig(path=str(prepared))))
+    facts = MODALITIES["pictures"].facts(DataConfig(images=ImagesConfig(path=str(prepared))))
     images = Manifest.load(prepared).images
     assert (facts.mean, facts.std) == (images.mean[:3], images.std[:3])
     options = {"train_crop": "none", "crop": 1.0, "hflip": 0.0, "total": 42, "micro": 42, "size": 10}
     ((inputs, _, _),) = global_batches([loader_of(prepared, **options)], 1)
     assert inputs.mean(dim=(0, 2, 3)).abs().max() < 0.2
     assert ((inputs.std(dim=(0, 2, 3)) - 1).abs() < 0.2).all()
-    grey = image_facts(DataConfig(images=ImagesConfig(path=str(prepared), channels=1)))
+    grey = MODALITIES["pictures"].facts(DataConfig(images=ImagesConfig(path=str(prepared), channels=1)))
     assert grey.mean == images.mean[3:]
 
 
@@ -290,7 +289,7 @@ def test_evaluation_reads_every_dataset_of_a_mixture_once(two):
 
 
 def test_mean_and_spread_of_a_mixture_are_those_of_its_pixels(two):
-    facts = image_facts(DataConfig(images=ImagesConfig(mixture=two)))
+    facts = MODALITIES["pictures"].facts(DataConfig(images=ImagesConfig(mixture=two)))
     first, second = (Manifest.load(path).images for path in two)
     mean = 0.75 * np.array(first.mean[:3]) + 0.25 * np.array(second.mean[:3])
     squares = [np.array(one.std[:3]) ** 2 + np.array(one.mean[:3]) ** 2 for one in (first, second)]

@@ -15,8 +15,9 @@ from matmix.benchmarks.__main__ import main as benchmark
 from matmix.data.config import DataConfig
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.loader import Loader, build_loader
+from matmix.data.loading.loader import Loader
 from matmix.data.loading.masking import MaskingConfig
+from matmix.data.modalities import build_loader
 from matmix.data.prepare.command import PrepareConfig, prepare
 
 GLOBAL = 16
@@ -273,7 +274,7 @@ def test_one_pass_counts_every_token_once(small, data, world, kind):
     options = KINDS[kind]
     loaders = ranks(small, world, micro=2, split="train", one_pass=True, **options)
     batches = [list(loader) for loader in loaders]
-    assert {len(b) for b in batches} == {loaders[0].batches_per_epoch * loaders[0].micro_batches_per_step}
+    assert {len(b) for b in batches} == {-(-loaders[0].samples_per_epoch // GLOBAL) * loaders[0].micro_batches_per_step}
     flat = [b for rank in batches for b in rank]
     documents = [d.tolist() for d in data.documents(43)]
     if kind == "causal":  # eos after each document: as many targets as tokens of text
@@ -350,17 +351,17 @@ def test_prepared_text_comes_back(tmp_path, kind, compression):
         loader = loader_of(tmp_path / "out", split=split, one_pass=True, workers=1, seqlen=50)
         assert loader.dataset.packings[0].shards.n_shards > (split == "train")
         ids = np.concatenate([b.input_ids.flatten().numpy() for b in loader])
-        *documents, padding = np.split(ids, np.flatnonzero(ids == loader.tokenizer.special["eos"]) + 1)
-        assert (padding == loader.tokenizer.special["pad"]).all()
-        found += [loader.tokenizer.decode(document[:-1]) for document in documents]
+        *documents, padding = np.split(ids, np.flatnonzero(ids == loader.facts.tokenizer.special["eos"]) + 1)
+        assert (padding == loader.facts.tokenizer.special["pad"]).all()
+        found += [loader.facts.tokenizer.decode(document[:-1]) for document in documents]
         tokens = sum(len(document) - 1 for document in documents)
-        text_bytes += loader.bytes_per_target * tokens
+        text_bytes += loader.facts.bytes_per_target * tokens
         text_tokens += tokens
-        assert loader.token_histogram.sum() == (text_tokens if split == "train" else text_tokens - tokens)
+        assert loader.facts.token_histogram.sum() == (text_tokens if split == "train" else text_tokens - tokens)
     assert sorted(found) == sorted(texts)
     assert text_bytes == pytest.approx(sum(len(text.encode()) for text in texts))
     masked = loader_of(tmp_path / "out", masking=MaskingConfig(), prefix="cls", suffix="sep")
-    assert all((b.input_ids == loader.tokenizer.special["mask"]).any() for b in take(masked, 5))
+    assert all((b.input_ids == loader.facts.tokenizer.special["mask"]).any() for b in take(masked, 5))
 
 
 # -- mixtures
@@ -406,7 +407,7 @@ def test_mixture_read_once_over(mixture):
 def test_targets_of_a_causal_pass_times_bytes_a_target_are_the_bytes_of_the_text(small, prefix, suffix):
     loader = loader_of(small, one_pass=True, prefix=prefix, suffix=suffix)
     targets = sum(int((batch.labels != IGNORED).sum()) for batch in loader)
-    assert targets * loader.bytes_per_target == pytest.approx(loader.facts.shards[0].info.bytes)
+    assert targets * loader.facts.bytes_per_target == pytest.approx(loader.facts.shards[0].info.bytes)
 
 
 def test_facts(small, data):
@@ -414,12 +415,10 @@ def test_facts(small, data):
     documents = data.documents(43)
     tokens = sum(map(len, documents))
     assert loader.samples_per_epoch == (tokens + 43 - 1) // 24
-    assert loader.batches_per_epoch == loader.samples_per_epoch // GLOBAL
-    assert loader_of(small, total=4096).batches_per_epoch == 1
-    assert loader.vocab_size == loader.tokenizer.vocab_size == data.vocab_size
-    assert loader.bytes_per_target == 3.0
+    assert loader.facts.vocab_size == loader.facts.tokenizer.vocab_size == data.vocab_size
+    assert loader.facts.bytes_per_target == 3.0
     histogram = np.bincount(np.concatenate(documents), minlength=data.vocab_size)
-    assert np.array_equal(loader.token_histogram, histogram)
+    assert np.array_equal(loader.facts.token_histogram, histogram)
 
 
 # -- bad input

@@ -15,13 +15,13 @@ from matmix.data.loading.reading_processes import reading_context, worker_beginn
 
 PROGRAM = """
 import sys, time
-import matmix.data.loading.loader as module
 from matmix.data.config import DataConfig
+from matmix.data.modalities import build_loader
 
 def main():
     path, start, mode = sys.argv[1:]
     config = DataConfig(path=path, seqlen=24, workers=2, prefetch=1, worker_start=start)
-    loader = module.build_loader(config, global_batch_size=4, micro_batch_size=4)
+    loader = build_loader(config, global_batch_size=4, micro_batch_size=4)
     batches = iter(loader)
     next(batches)
     print("reading", flush=True)
@@ -104,7 +104,7 @@ def test_an_orderly_end_is_quick_and_silent(tmp_path, small, mode):
 def test_a_reader_that_hangs_does_not_hold_up_the_end(data, tmp_path):
     """A worker that sleeps in its storage when the loader is closed is ended, by the signal that is not ignored."""
     from matmix.data.config import DataConfig
-    from matmix.data.loading.loader import build_loader
+    from matmix.data.modalities import build_loader
 
     path = data.write(tmp_path / "data", data.documents(43))
     config = DataConfig(path=str(path), seqlen=24, workers=1, prefetch=1)

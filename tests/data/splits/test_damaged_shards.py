@@ -10,8 +10,8 @@ import torch
 
 from matmix.data.config import DataConfig
 from matmix.data.labels import IGNORED
-from matmix.data.loading.loader import build_loader
 from matmix.data.loading.masking import MaskingConfig
+from matmix.data.modalities import build_loader
 from matmix.data.splits.reader import open_dataset
 
 GLOBAL = 16

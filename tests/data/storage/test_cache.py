@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.loader import build_loader
+from matmix.data.modalities import build_loader
 from matmix.data.splits.reader import open_dataset
 from matmix.data.storage import cache as module
 from matmix.data.storage import storage

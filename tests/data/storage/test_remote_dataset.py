@@ -9,7 +9,7 @@ import pytest
 from object_store import running_store
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.loader import build_loader
+from matmix.data.modalities import build_loader
 from matmix.data.prepare.command import prepare
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.upload import prepare_to_url

@@ -7,7 +7,7 @@ from glue_files import BROKEN, write_glue
 from labelled import write_tokenizer
 
 from matmix.data.examples.readers import read_rows
-from matmix.data.loading.examples import open_examples
+from matmix.data.modalities.examples import open_examples
 from matmix.launch.cli import main
 from matmix.launch.glue.tasks import TASKS
 from matmix.train.recipe import load_config

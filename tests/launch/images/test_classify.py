@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from runs import run_recipe
 
-from matmix.data.loading.images import build_image_loader
+from matmix.data.modalities import build_loader
 from matmix.launch.cli import main
 from matmix.train.recipe import load_config
 from matmix.use.exporting import export_run
@@ -32,7 +32,7 @@ def photo(tmp_path):
 
 def test_probabilities_are_those_of_the_run_s_evaluation(run, tmp_path):
     config = load_config(str(run))
-    loader = build_image_loader(config.data, split="validation", global_batch_size=4, micro_batch_size=4, one_pass=True)
+    loader = build_loader(config.data, split="validation", global_batch_size=4, micro_batch_size=4, one_pass=True)
     batch = next(iter(loader))
     loaded = open_model(run)
     with torch.inference_mode():

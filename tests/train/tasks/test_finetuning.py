@@ -256,7 +256,7 @@ def test_answers_are_compared_as_squad_does():
 def test_the_best_window_answers(tmp_path):
     config = _config(tmp_path, "question_answering", "--steps", "1")
     task, loader = config.task(), make_loader(config, "validation", 0, 1)
-    examples, parts = loader.dataset.examples, []
+    examples, parts = loader.facts.examples, []
     assert len(examples) > len(examples.rows)
     for batch in loader:
         # An oracle, surer of windows that hold the answer.

@@ -14,7 +14,6 @@ from matmix.train.loop import train
 from matmix.train.recipe import load_config
 from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.image_classification import ImageClassification, image_costs
-from matmix.use.model_card import data_names
 from matmix.use.opening import open_model
 from matmix.use.pictures import score_images
 
@@ -179,7 +178,7 @@ def test_a_mixture_of_datasets_is_trained_on_resumed_and_scored(recipe, tmp_path
     assert load_config(str(tmp_path / "run")).data.images.mixture == {first: 1.0, str(other): 3.0}
     scores = score_images(open_model(tmp_path / "run"))
     assert scores.metrics()["loss"] == pytest.approx(records(tmp_path / "run", "validation")[-1]["loss"], rel=1e-5)
-    assert data_names(load_config(str(tmp_path / "run")).data) == ["pictures (25%)", "other (75%)"]
+    assert MODALITIES["pictures"].names(load_config(str(tmp_path / "run")).data) == ["pictures (25%)", "other (75%)"]
     assert score_images(open_model(tmp_path / "run"), first).pictures == f"{first}, validation split"
 
 

@@ -9,12 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from matmix.data.config import DataConfig
 from matmix.data.examples.base import Examples
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.examples import build_example_loader
-from matmix.data.loading.loader import Loader
 from matmix.train.tasks.base import Costs, Loss, Predicted, Task
 
 
@@ -22,10 +19,11 @@ class ExampleTask(Task):
     """A task on labelled examples. A subclass says what the examples are, the cost of the model's outputs, what it
     predicts from them, and how predictions are scored."""
 
+    modalities = ("examples",)
     examples: ClassVar[type[Examples]]
 
-    def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
-        return build_example_loader(self.examples, data, split=split, **options)
+    def asks(self, split: str) -> dict[str, type[Examples]]:
+        return {"kind": self.examples}
 
     def count_targets(self, batch: Batch) -> int:
         """Labels that are there; an example with several values counts once."""

@@ -15,7 +15,6 @@ from matmix.data.config import DataConfig
 from matmix.data.examples.base import Examples
 from matmix.data.examples.texts import ClassTexts, MultiLabelTexts
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.examples import class_names
 from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, each, labelled, with_labels
@@ -84,7 +83,7 @@ class SequenceClassification(ExampleTask):
             yield number, {**row, "values": values}
 
     def outputs(self, data: DataConfig) -> Outputs:
-        names = class_names(self.examples, data)
+        names = self.modality(data).class_names(data, kind=self.examples)
         return Outputs(labels=names, problem_type="single_label_classification")
 
 
@@ -164,5 +163,5 @@ class MultiLabel(ExampleTask):
         return batch
 
     def outputs(self, data: DataConfig) -> Outputs:
-        names = class_names(self.examples, data)
+        names = self.modality(data).class_names(data, kind=self.examples)
         return Outputs(labels=names, problem_type="multi_label_classification")

@@ -16,7 +16,6 @@ from matmix.data.examples.labels import as_list, name_of
 from matmix.data.examples.words import Words
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.examples import class_names
 from matmix.data.loading.loader import Loader
 from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
@@ -53,7 +52,7 @@ class TokenClassification(ExampleTask):
     def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
         """Raises ValueError (one line) for names of classes that entities cannot be read from."""
         loader = super().make_loader(data, split=split, **options)
-        names = loader.dataset.examples.classes.names
+        names = loader.facts.examples.classes.names
         if _spell_entities(names) and "" in names:
             raise ValueError('a class has an empty name, and others spell entities, such as B-...; name it, as in "O"')
         if _spell_entities(names) and self.options.strict:
@@ -112,7 +111,7 @@ class TokenClassification(ExampleTask):
         return batch
 
     def outputs(self, data: DataConfig) -> Outputs:
-        return Outputs(labels=class_names(self.examples, data))
+        return Outputs(labels=self.modality(data).class_names(data, kind=self.examples))
 
 
 def _spell_entities(names: Sequence[str]) -> bool:

@@ -15,19 +15,18 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
+from matmix.data.config import ImagesConfig
 from matmix.data.formats.base import DamagedShard, unpack
-from matmix.data.images.config import ImagesConfig
 from matmix.data.images.decode import UnreadablePicture, decode
 from matmix.data.images.mixing import Mix, draw_mix, partner_of, soft_target
 from matmix.data.images.randomness import borrowed_generators, seed_generators
 from matmix.data.images.transforms import Transform, make_transform
 from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch, image_batch
-from matmix.data.loading.micro_batches import Failure, errors_as_failures
 from matmix.data.loading.mixture import Mixture
 from matmix.data.loading.order import Order
+from matmix.data.loading.rows import Failure, errors_as_failures
 from matmix.data.rng import AUGMENTATION, generator
 from matmix.data.splits.reader import TokenShards
 
@@ -35,8 +34,8 @@ _Read = tuple[torch.Tensor, int]
 """A picture as the model reads it, float32 (C, H, W), and its class."""
 
 
-class ImageRows(Dataset):
-    """As `MicroBatches`: an item is a whole micro-batch, and numbers at or above `limit` give empty pictures.
+class ImageRows:
+    """`Rows` of pictures; numbers at or above `limit` give empty ones.
 
     shards, weights: of each dataset, all of which have the same classes. mean, std: one a channel. global_batch:
     samples in a step, which are mixed with each other. one_pass: the evaluation's, which takes one dataset after
@@ -82,11 +81,6 @@ class ImageRows(Dataset):
     @property
     def samples_per_epoch(self) -> int:
         return self.mixture.samples_per_epoch
-
-    @property
-    def class_counts(self) -> np.ndarray:
-        """int64 (classes,): pictures of each class in the split, of all datasets together."""
-        return np.sum([one.manifest.images.counts[one.split] for one in self.shards], axis=0)
 
     @errors_as_failures
     def __getitems__(self, samples: list[int]) -> Batch | Failure:

@@ -1,13 +1,12 @@
-"""Makes one micro-batch from the numbers of its samples; reading processes run this."""
+"""Micro-batches from the numbers of their samples; reading processes make them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from matmix.data.artifacts import panics_as_errors
 from matmix.data.formats.base import DamagedShard
@@ -25,6 +24,19 @@ class Failure:
         kinds = (FileNotFoundError, RemoteError, ValueError)
         self.kind = next((kind for kind in kinds if isinstance(error, kind)), OSError)
         self.message = str(error)
+
+
+class Rows(Protocol):
+    """Makes micro-batches from the numbers of their samples, which count up over all epochs."""
+
+    limit: int | None
+    """Samples of one pass; None = without end. Higher numbers give rows of padding without targets."""
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples in an epoch; None = there are no epochs."""
+
+    def __getitems__(self, samples: list[int]) -> Batch | Failure: ...
 
 
 _Rows = TypeVar("_Rows")
@@ -46,13 +58,8 @@ def errors_as_failures(
     return wrapped
 
 
-class MicroBatches(Dataset):
-    """Map-style dataset whose item is a whole micro-batch: `__getitems__` takes the sample numbers of
-    its rows.
-
-    Numbers at or above `limit` (one-pass reading) give rows of padding; with `skip_damaged` so do those that need a
-    damaged shard.
-    """
+class TokenRows:
+    """`Rows` of prepared text. With `skip_damaged`, samples that need a damaged shard are rows of padding, too."""
 
     def __init__(
         self,

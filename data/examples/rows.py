@@ -12,16 +12,15 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from matmix.data.examples.base import Example, Examples
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.micro_batches import Failure, errors_as_failures
+from matmix.data.loading.rows import Failure, errors_as_failures
 from matmix.data.rng import EXAMPLES, generator
 
 
-class ExampleRows(Dataset):
-    """As `MicroBatches`: an item is a whole micro-batch. packing: that of `DataConfig`; shuffle: anew in every
+class ExampleRows:
+    """`Rows` of labelled examples. packing: that of `DataConfig`; shuffle: anew in every
     epoch; token_types: batches come with them."""
 
     def __init__(

@@ -5,14 +5,14 @@ from typing import ClassVar
 
 import numpy as np
 
+from matmix.data.config import SyntheticConfig
 from matmix.data.labels import IGNORED
-from matmix.data.synthetic.config import SyntheticConfig
 
 
 class GeneratedSamples(abc.ABC):
     """Makes samples of any length: inputs that a model reads, and labels.
 
-    Subclass `Task` for tokens. A source of other inputs (values, patches, bytes) subclasses this, gives `padding` and
+    Subclass `Puzzle` for tokens. A source of other inputs (values, patches, bytes) subclasses this, gives `padding` and
     `fill`, and is named in a recipe as data.synthetic.task = "my_package.module:Name".
     """
 
@@ -52,7 +52,7 @@ class GeneratedSamples(abc.ABC):
         return len(inputs)
 
 
-class Task(GeneratedSamples):
+class Puzzle(GeneratedSamples):
     """Samples of tokens with ids 0, 1, 2, ...; the special tokens <unk>, <pad> and <mask> come after them."""
 
     answers: range

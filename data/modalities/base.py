@@ -1,0 +1,209 @@
+"""The base class of modalities. A modality is a kind of data, with all that is particular to it: where its samples come
+from, how they are read and put into batches, and what a model needs to know of them.
+
+A modality is one file with a subclass of `Modality`, and one line in `MODALITIES`. A task names the modality that it
+takes; the loader, the config, estimates and exports ask the modality, and no one asks which one it is.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from matmix.data.config import DataConfig, datasets_of
+from matmix.data.loading.facts import Facts
+from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
+from matmix.data.storage.remote import is_url
+
+if TYPE_CHECKING:
+    from matmix.data.loading.loader import Loader
+    from matmix.data.loading.rows import Rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How a split is read."""
+
+    split: str = "train"
+    seed: int = 0
+    one_pass: bool = False
+    """Read the split once, in order; else for ever, epoch after epoch."""
+    global_batch_size: int = 1
+    """Samples in one optimizer step over all ranks."""
+    tokenizer_sha256: str | None = None
+    """Refuse data made with another tokenizer than this; None = any."""
+
+
+class Opened(NamedTuple):
+    """A split that is ready to be read."""
+
+    rows: Rows
+    facts: Facts
+    fingerprint: dict[str, Any]
+    """What a saved position in the data belongs to: JSON values."""
+
+
+class Modality(abc.ABC):
+    """A kind of data. A subclass must define `open`; the defaults are those of prepared datasets."""
+
+    unit: ClassVar[str] = "tokens"
+    """What `Batch.n_tokens` counts, and with it throughput, counters and utilisation."""
+    agreeing: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Fields of [data] -> fields of [model] that must have the same value, by their dotted names."""
+    Options: ClassVar[type] | None = None
+    """Frozen dataclass of the fields in [data.options], every one with a default; None = it has none."""
+
+    # -- the recipe ----------------------------------------------------------------------------------------------
+
+    def options(self, data: DataConfig) -> Any:
+        """Returns the `Options` in [data.options]. Raises ValueError (one line) for an unknown field."""
+        known = [] if self.Options is None else [field.name for field in dataclasses.fields(self.Options)]
+        for name in data.options:
+            if name not in known:
+                there = ", ".join(known) or "none"
+                raise ValueError(f"data.options.{name}: the data of this run has no such option; it has {there}")
+        return None if self.Options is None else self.Options(**data.options)
+
+    def given(self, data: DataConfig) -> bool:
+        """Returns whether a recipe names data of this kind."""
+        return bool(self.datasets(data))
+
+    def check(self, data: DataConfig, *, causal: bool) -> None:
+        """Raises ValueError (one line) for a recipe that no data of this kind can have; looks at no file.
+
+        causal: whether the model predicts what comes next.
+        """
+        self.options(data)
+
+    def packing(self, data: DataConfig) -> str:
+        """Returns how documents share the rows of a batch, in the words of `data.packing`."""
+        return data.packing
+
+    def units(self, seqlen: int) -> int:
+        """Returns how many units a sample of data.seqlen = `seqlen` is."""
+        return seqlen
+
+    def stretched(self, data: DataConfig, multiple: int) -> DataConfig | None:
+        """Returns the config of samples that are so many times as long; None where the samples are as long as they
+        are."""
+        return None
+
+    # -- the data, without reading it ----------------------------------------------------------------------------
+
+    def datasets(self, data: DataConfig, split: str = "train") -> dict[str, float]:
+        """Returns the prepared datasets that a split is read from, each with its weight; {} where there are none."""
+        return datasets_of(data, split)
+
+    def named(self, data: DataConfig) -> str:
+        """Returns the data in a few words, for a line of progress; "" where none is given."""
+        paths = list(self.datasets(data))
+        return f"a mixture of {len(paths)} datasets" if len(paths) > 1 else ", ".join(paths)
+
+    def names(self, data: DataConfig) -> list[str]:
+        """Returns the names of the data for others: URLs as they are, folders and files without where they lie, shares
+        of a mixture in percent."""
+        weights = self.datasets(data)
+        total = sum(weights.values())
+        shares = {path: f" ({weight / total:.0%})" if len(weights) > 1 else "" for path, weight in weights.items()}
+        return [(path if is_url(path) else Path(path).name) + share for path, share in shares.items()]
+
+    def is_here(self, data: DataConfig) -> bool:
+        """Returns whether the training split can be read on this machine without fetching anything."""
+        paths = self.datasets(data)
+        return bool(paths) and all(not is_url(path) and (Path(path) / MANIFEST_NAME).is_file() for path in paths)
+
+    def size(self, data: DataConfig) -> int | None:
+        """Returns the units of the training split; None where it is not on this machine, or has no end.
+
+        Raises ValueError (one line) for a damaged manifest.
+        """
+        if not self.is_here(data):
+            return None
+        return sum(self.split_size(Manifest.load(path).splits["train"]) for path in self.datasets(data))
+
+    def split_size(self, split: SplitInfo) -> int:
+        """Returns the units of a split by its manifest."""
+        return split.documents
+
+    def split_words(self, split: SplitInfo) -> str:
+        """Returns what a split holds in words, such as "1,000 with 234,567 tokens"."""
+        return f"{split.documents:,} {self.unit}"
+
+    def facts_here(self, data: DataConfig) -> Facts:
+        """Returns what is known of the data on this machine, without reading or fetching it, for estimates.
+
+        Raises ValueError (one line) for a damaged manifest.
+        """
+        if not self.is_here(data):
+            return Facts()
+        return self.manifest_facts(data, [Manifest.load(path) for path in self.datasets(data)])
+
+    def manifest_facts(self, data: DataConfig, manifests: Sequence[Manifest]) -> Facts:
+        """Returns the sizes that the manifests of the datasets tell: `vocab_size` and `outputs`."""
+        return Facts()
+
+    # -- the data itself -----------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def open(self, data: DataConfig, reading: Reading, **asked: Any) -> Opened:
+        """Opens a split. asked: what a task wants besides, such as `masking`.
+
+        Raises FileNotFoundError where files are missing, ValueError (one line) where something is damaged, does not fit
+        together, or there is too little of it.
+        """
+
+    def facts(self, data: DataConfig, **asked: Any) -> Facts:
+        """Returns the facts about the training split. Arguments and errors as of `open`."""
+        return self.open(data, Reading(), **asked).facts
+
+    def class_names(self, data: DataConfig, **asked: Any) -> tuple[str, ...]:
+        """Returns the names of the classes in the order of a classifier's outputs: as a run's config keeps them, or as
+        the data has them. Arguments and errors as of `open`."""
+        return self.facts(data, **asked).classes
+
+    def loader(
+        self,
+        data: DataConfig,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+        split: str = "train",
+        seed: int = 0,
+        one_pass: bool = False,
+        tokenizer_sha256: str | None = None,
+        **asked: Any,
+    ) -> Loader:
+        """Returns the loader of one rank.
+
+        global_batch_size: samples in one optimizer step over all ranks; micro_batch_size: samples in one `Batch`. The
+        other arguments are those of `Reading` and `open`, and so are the errors; ValueError also where the global batch
+        is no whole number of micro-batches on each rank.
+        """
+        from matmix.data.loading.loader import Loader, check_batch_sizes
+
+        check_batch_sizes(global_batch_size, micro_batch_size, data_size)
+        assert 0 <= data_rank < data_size
+        reading = Reading(
+            split=split,
+            seed=seed,
+            one_pass=one_pass,
+            global_batch_size=global_batch_size,
+            tokenizer_sha256=tokenizer_sha256,
+        )
+        rows, facts, fingerprint = self.open(data, reading, **asked)
+        return Loader(
+            rows,
+            facts,
+            data,
+            fingerprint=fingerprint,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            data_rank=data_rank,
+            data_size=data_size,
+        )

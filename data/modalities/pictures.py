@@ -1,0 +1,152 @@
+"""Pictures: prepared datasets of encoded pictures with a class each, read by `matmix.data.images.rows`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from matmix.data.config import DataConfig, datasets_of
+from matmix.data.loading.facts import Facts
+from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo
+from matmix.data.modalities.base import Modality, Opened, Reading
+from matmix.data.splits.reader import open_pictures
+from matmix.data.storage.storage import Storage
+
+
+class PictureFacts(Facts):
+    """Facts about prepared pictures, from the manifests of their datasets."""
+
+    def __init__(self, data: DataConfig, infos: Sequence[ImagesInfo]) -> None:
+        config = data.images
+        mean, std = _pixels(infos, list(config.datasets.values()), config.channels)
+        self.classes = infos[0].classes
+        self.mean, self.std = config.mean or mean, config.std or std
+        self.outputs = len(self.classes)
+        shown = f"{', '.join(self.classes[:10])}{', ...' if self.outputs > 10 else ''}"
+        self.outputs_words = f"{', '.join(config.datasets)} has {self.outputs} classes ({shown})"
+
+    def fill(self, data: DataConfig) -> DataConfig:
+        images = data.images
+        if images.classes and images.classes != self.classes:
+            named = ", ".join(images.datasets)
+            raise ValueError(f"data.images.classes are not those of {named}; leave them out, or prepare it again")
+        images = dataclasses.replace(images, classes=self.classes, mean=tuple(self.mean), std=tuple(self.std))
+        return dataclasses.replace(data, images=images)
+
+
+class Pictures(Modality):
+    """Each sample is a picture, which has no positions of its own."""
+
+    unit = "images"
+    agreeing = MappingProxyType({"images.size": "image.size", "images.channels": "image.channels"})
+
+    def datasets(self, data: DataConfig, split: str = "train") -> dict[str, float]:
+        return datasets_of(data.images, split)
+
+    def packing(self, data: DataConfig) -> str:
+        return "rows"
+
+    def units(self, seqlen: int) -> int:
+        return 1
+
+    def split_words(self, split: SplitInfo) -> str:
+        return f"{split.documents:,} pictures"
+
+    def manifest_facts(self, data: DataConfig, manifests: Sequence[Manifest]) -> Facts:
+        infos = [manifest.images for manifest in manifests if manifest.images is not None]
+        return PictureFacts(data, infos) if len(infos) == len(manifests) else Facts()
+
+    def facts(self, data: DataConfig) -> PictureFacts:
+        """Reads no shard. Raises FileNotFoundError or ValueError (one line) where there is no dataset of pictures, or
+        they have other classes."""
+        paths = self.datasets(data)
+        if not paths:
+            raise ValueError("no pictures given: set data.images.path to a folder made by `matmix prepare-images`")
+        infos = []
+        for path in paths:
+            if (info := Storage(path, data.cache_dir).manifest.images) is None:
+                raise ValueError(f"{path} holds text, not pictures; make one with `matmix prepare-images`")
+            infos.append(info)
+            _check_classes(path, info.classes, infos[0].classes, next(iter(paths)))
+        return PictureFacts(data, infos)
+
+    def class_names(self, data: DataConfig) -> tuple[str, ...]:
+        return data.images.classes or self.facts(data).classes
+
+    def open(self, data: DataConfig, reading: Reading) -> Opened:
+        from matmix.data.images.rows import ImageRows
+        from matmix.data.images.transforms import make_transform
+
+        config, facts, sources = data.images, self.facts(data), self.datasets(data, reading.split)
+        shards = [
+            open_pictures(
+                path,
+                reading.split,
+                cache_dir=data.cache_dir,
+                verify=data.verify,
+                keep_open=2 * data.shuffle_block + 2,
+                skip_damaged=data.skip_damaged,
+                cache_bytes=data.cache_bytes,
+            )
+            for path in sources
+        ]
+        for path, one in zip(sources, shards, strict=True):
+            _check_classes(path, one.manifest.images.classes, facts.classes, next(iter(config.datasets)))
+        shuffle = data.shuffle and not reading.one_pass
+        rows = ImageRows(
+            shards,
+            list(sources.values()),
+            config,
+            facts.mean,
+            facts.std,
+            seed=reading.seed,
+            shuffle=shuffle,
+            shuffle_block=data.shuffle_block,
+            global_batch=reading.global_batch_size,
+            one_pass=reading.one_pass,
+        )
+        for path, size in zip(sources, rows.sizes, strict=True):
+            if not size:
+                raise ValueError(f"the {reading.split} split of {path} holds no pictures")
+        # What is wrong with the options is said now, and not by a reading process.
+        make_transform(config, facts.mean, facts.std, training=not reading.one_pass)
+        facts.class_counts = np.sum([one.manifest.images.counts[one.split] for one in shards], axis=0)
+        contents = [[[shard.documents, shard.tokens, shard.sha256] for shard in one.info.shards] for one in shards]
+        fingerprint = {
+            "data": [hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16] for content in contents],
+            **({"weights": list(sources.values())} if len(sources) > 1 else {}),
+            "classes": list(facts.classes),
+            "split": reading.split,
+            "shuffle": shuffle,
+            "shuffle_block": data.shuffle_block,
+            "repeats": config.repeats,
+            "seed": reading.seed,
+            "objective": "images",
+        }
+        return Opened(rows, facts, fingerprint)
+
+
+def _check_classes(path: str, found: tuple[str, ...], classes: tuple[str, ...], first: str) -> None:
+    if found != classes:
+        raise ValueError(f"{path} has other classes than {first}; prepare both with the same --classes")
+
+
+def _pixels(infos: Sequence[ImagesInfo], weights: list[float], channels: int) -> tuple[tuple[float, ...], ...]:
+    """Returns mean and spread of each channel; of several datasets those of the mixture, in which each counts by its
+    weight."""
+    which = slice(0, 3) if channels == 3 else slice(3, 4)
+    mean, std = infos[0].mean[which], infos[0].std[which]
+    if len(infos) > 1:
+        shares = np.array(weights)[:, None] / sum(weights)
+        means, spreads = (np.array([getattr(info, name)[which] for info in infos]) for name in ("mean", "std"))
+        mixed = (shares * means).sum(0)
+        squares = (shares * (spreads**2 + means**2)).sum(0)
+        found = (mixed, np.sqrt(np.maximum(squares - mixed**2, 0.0)))
+        mean, std = (tuple(round(float(value), 6) for value in values) for values in found)
+    # A channel that is the same everywhere has no spread to divide by.
+    return mean, tuple(value or 1.0 for value in std)

@@ -1,0 +1,214 @@
+"""Text: prepared datasets of tokens, cut into sequences by `matmix.data.loading.packing`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from matmix.data.arrays import read_vector
+from matmix.data.config import DataConfig
+from matmix.data.loading.facts import Facts
+from matmix.data.loading.masking import Masker, MaskingConfig
+from matmix.data.loading.mixture import Mixture
+from matmix.data.loading.packing import ConcatPacking, DocumentPacking, Packing
+from matmix.data.manifest import Manifest, SplitInfo
+from matmix.data.modalities.base import Modality, Opened, Reading
+from matmix.data.splits.reader import TokenShards, open_dataset
+from matmix.data.storage.files import sha256_of
+
+if TYPE_CHECKING:
+    from matmix.data.tokenizer import Tokenizer
+
+
+class TextFacts(Facts):
+    """Facts about prepared texts (all of a mixture), from their manifests."""
+
+    def __init__(self, manifests: Sequence[Manifest], shards: Sequence[TokenShards] = (), around: int = 0) -> None:
+        """around: special tokens put around a document."""
+        self.shards, self.around = shards, around
+        self.vocab_size = manifests[0].tokenizer.vocab_size
+
+    @property
+    def bytes_per_target(self) -> float:
+        """Bits per byte = loss in nats per token / ln 2 / this. Special tokens around a document are predicted, its
+        very first token is not."""
+        targets = sum(one.info.tokens + (self.around - 1) * one.info.documents for one in self.shards)
+        return sum(one.info.bytes for one in self.shards) / max(1, targets)
+
+    @property
+    def token_histogram(self) -> np.ndarray:
+        return np.sum([_histogram(one) for one in self.shards], axis=0)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return _load_tokenizer(self.shards[0])
+
+
+class Text(Modality):
+    """Each sample is a sequence of data.seqlen tokens, for causal models with the token behind it."""
+
+    def split_size(self, split: SplitInfo) -> int:
+        return split.tokens
+
+    def split_words(self, split: SplitInfo) -> str:
+        return f"{split.documents:,} with {split.tokens:,} tokens"
+
+    def manifest_facts(self, data: DataConfig, manifests: Sequence[Manifest]) -> Facts:
+        return TextFacts(manifests) if manifests[0].tokenizer else Facts()
+
+    def open(self, data: DataConfig, reading: Reading, *, masking: MaskingConfig | None = None) -> Opened:
+        """masking: makes masked-LM batches; None = causal ones."""
+        from matmix.data.loading.rows import TokenRows
+
+        sources = self.datasets(data, reading.split)
+        if not sources:
+            raise ValueError(
+                "no data given: set data.path to a prepared dataset, or data.mixture, or data.synthetic.task"
+            )
+        shards = [
+            open_dataset(
+                path,
+                reading.split,
+                cache_dir=data.cache_dir,
+                verify=data.verify,
+                # A sequence may cross into the next block: keep two blocks open.
+                keep_open=2 * data.shuffle_block + 2,
+                tokenizer_sha256=reading.tokenizer_sha256,
+                skip_damaged=data.skip_damaged,
+                cache_bytes=data.cache_bytes,
+            )
+            for path in sources
+        ]
+        _check_same_tokenizer(shards)
+        shuffle = data.shuffle and not reading.one_pass
+        packings = [_make_packing(one, data, reading, shuffle, masking is None) for one in shards]
+        weights = list(sources.values())
+        mixture = Mixture([len(packing) for packing in packings], None if reading.one_pass else weights)
+        rows = TokenRows(
+            packings,
+            mixture,
+            None if masking is None else _make_masker(shards[0], masking, reading.seed),
+            packing=data.packing,
+            pad_id=shards[0].manifest.tokenizer.special.get("pad") or 0,
+            limit=mixture.samples_per_epoch if reading.one_pass else None,
+            skip_damaged=data.skip_damaged,
+        )
+        fingerprint = {
+            "data": [_digest(one) for one in shards],
+            "manifest": [_manifest_facts(one) for one in shards],
+            "weights": weights,
+            "split": reading.split,
+            **{name: getattr(data, name) for name in ("seqlen", "packing", "prefix", "suffix")},
+            "shuffle": shuffle,
+            "shuffle_block": data.shuffle_block,
+            "seed": reading.seed,
+            "objective": "causal" if masking is None else "masked",
+        }
+        around = (data.prefix != "none") + (data.suffix != "none")
+        return Opened(rows, TextFacts([one.manifest for one in shards], shards, around), fingerprint)
+
+
+def _make_packing(shards: TokenShards, data: DataConfig, reading: Reading, shuffle: bool, causal: bool) -> Packing:
+    options = {
+        "seqlen": data.seqlen,
+        "causal": causal,
+        "prefix": _special_id(shards, "prefix", data.prefix),
+        "suffix": _special_id(shards, "suffix", data.suffix),
+        "shuffle": shuffle,
+        "shuffle_block": data.shuffle_block,
+        "seed": reading.seed,
+    }
+    where = f"the {shards.split} split of {shards.storage.path}"
+    if data.packing == "document":
+        packing: Packing = DocumentPacking(shards, **options)
+        if len(packing) == 0:
+            raise ValueError(f"{where} holds no documents")
+        return packing
+    packing = ConcatPacking(shards, keep_last=reading.one_pass, **options)
+    if len(packing) == 0:
+        need = 2 if reading.one_pass else packing.width
+        raise ValueError(
+            f"{where} holds {packing.order.total_tokens} tokens (special ones included), fewer than the "
+            f"{need} of one sequence (data.seqlen = {data.seqlen}); take a smaller data.seqlen or more text"
+        )
+    return packing
+
+
+def _special_id(shards: TokenShards, which: str, name: str) -> int | None:
+    if name == "none":
+        return None
+    token = shards.manifest.tokenizer.special.get(name)
+    if token is None:
+        raise ValueError(
+            f"data.{which} = {name!r}, but the tokenizer of {shards.storage.path} has no {name} token; "
+            f'set data.{which} = "none" or prepare the data with a tokenizer that has it'
+        )
+    return token
+
+
+def _make_masker(shards: TokenShards, masking: MaskingConfig, seed: int) -> Masker:
+    info = shards.manifest.tokenizer
+    if info.special.get("mask") is None:
+        raise ValueError(
+            f"masked-LM batches need a mask token, and the tokenizer of {shards.storage.path} has none; "
+            "prepare the data with a tokenizer that has one ([MASK] or <mask>)"
+        )
+    tokenizer = _load_tokenizer(shards)
+    return Masker(
+        masking,
+        seed=seed,
+        mask_id=info.special["mask"],
+        special_ids=sorted(tokenizer.silent_ids),
+        ordinary_ids=tokenizer.ordinary_ids(),
+        vocab_size=info.vocab_size,
+    )
+
+
+def _load_tokenizer(shards: TokenShards) -> Tokenizer:
+    from matmix.data.tokenizer import Tokenizer
+
+    return Tokenizer.load(shards.storage.file(shards.manifest.tokenizer.file))
+
+
+def _histogram(shards: TokenShards) -> np.ndarray:
+    name, where = shards.manifest.token_histogram, shards.storage.path
+    counts = read_vector(
+        shards.storage.file(name), "int64", f"{where}: {name}", length=shards.manifest.tokenizer.vocab_size
+    )
+    if len(counts) and counts.min() < 0:
+        raise ValueError(f"{where}: {name} has negative counts")
+    return counts
+
+
+def _check_same_tokenizer(shards: Sequence[TokenShards]) -> None:
+    first = shards[0]
+    for other in shards[1:]:
+        if other.manifest.tokenizer.sha256 != first.manifest.tokenizer.sha256:
+            raise ValueError(
+                f"the datasets of a mixture need one tokenizer, but {first.storage.path} and "
+                f"{other.storage.path} were prepared with different ones"
+            )
+
+
+def _manifest_facts(shards: TokenShards) -> dict[str, Any]:
+    """Returns what else the manifest of a dataset decides, of batches or of metrics, whatever path it lies at."""
+    manifest, info = shards.manifest, shards.info
+    return {
+        "bytes": info.bytes,
+        "dtype": manifest.dtype,
+        "special": dict(manifest.tokenizer.special),
+        "token_histogram": sha256_of(shards.storage.file(manifest.token_histogram)),
+        "vocab_size": manifest.tokenizer.vocab_size,
+    }
+
+
+def _digest(shards: TokenShards) -> str:
+    """Returns a digest of all that the sequences of a split depend on, whatever path it lies at."""
+    content = [[shard.documents, shard.tokens, shard.sha256] for shard in shards.info.shards]
+    content.append(shards.manifest.tokenizer.sha256)
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
