@@ -115,10 +115,8 @@ class KnownData:
         for name, manifest in zip(self.names, self.manifests, strict=False):
             if manifest is not None:
                 which = f" of {name}" if len(self.names) > 1 else ""
-                splits = manifest.splits.items()
-                rows[f"documents{which}"] = "; ".join(
-                    f"{one} {self.modality.split_words(info)}" for one, info in splits
-                )
+                held = [f"{split} {self.modality.split_words(info)}" for split, info in manifest.splits.items()]
+                rows[f"documents{which}"] = "; ".join(held)
         return rows
 
     def trivial_losses(self, trained: Trained) -> list[tuple[str, float]]:

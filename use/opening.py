@@ -172,11 +172,8 @@ class TrainedModel:
         of an export without names they are "class 0" and so on."""
         takes_images, outputs = self.config.model_class.takes_images, self.config.head.count
         if self.run is not None:
-            return (
-                self.run.config.modality.class_names(self.run.config.data)
-                if takes_images
-                else self.run.config.data.examples.labels
-            )
+            data = self.run.config.data
+            return self.run.config.modality.class_names(data) if takes_images else data.examples.labels
         names = read_labels(self.path)
         if takes_images and len(names or range(outputs)) != outputs:
             raise ValueError(f"{self.path}/config.json names {len(names)} classes, but the model has {outputs} outputs")

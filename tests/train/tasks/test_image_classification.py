@@ -10,6 +10,7 @@ from image_runs import write_image_recipe
 from runs import losses, records, weights
 
 from matmix.data.loading.batch import Batch
+from matmix.data.modalities import MODALITIES
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
 from matmix.train.tasks.config import ObjectiveConfig
