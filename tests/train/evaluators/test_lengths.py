@@ -207,7 +207,10 @@ def test_a_recipe_shows_its_initial_mixers_on_the_tokens_of_its_task(parity):
         (["--data.synthetic.task", "mqar"], ["data.seqlen = 4", "8 pairs", "32"]),
         (["--data.path", "somewhere"], ["data.path and data.synthetic.task"]),
         (["--model.vocab-size", "4"], ["model.vocab_size = 4", "5 pieces"]),
-        ([*RECALL, "--data.synthetic.task", "parity"], ['"parity" has no form for models that read the whole sequence', "objective.name"]),
+        (
+            [*RECALL, "--data.synthetic.task", "parity"],
+            ['"parity" has no form for models that read the whole sequence', "objective.name"],
+        ),
         (
             [*RECALL, *FIXED, "--data.synthetic.eval-lengths", "1", "2"],
             ["data.synthetic.eval_lengths: 2 x data.seqlen", "dense", "model.max_seqlen = 8", "16"],
