@@ -133,7 +133,7 @@ def register_architecture(name: str) -> Callable[[AnyArchitecture], AnyArchitect
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """What the outputs of a classifier stand for, as the task that trained it knows."""
+    """Names the outputs of a classifier, as the task that trained it knows them."""
 
     labels: tuple[str, ...] = ()
     """Names of the classes or values, in their order; () = LABEL_0, LABEL_1 and so on."""

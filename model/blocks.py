@@ -118,8 +118,8 @@ class Block(Called):
         max_seqlen: int | None = None,
         orders: ScanOrders | None = None,
     ) -> torch.Tensor:
-        """What the mixer adds to the stream x (B, L, d_model), same shape; read in `orders` where they are given, and
-        then without cu_seqlens."""
+        """Returns what the mixer adds to the stream x (B, L, d_model), same shape; read in `orders` where they are
+        given, then without cu_seqlens."""
         x = self.norm_mixer(x) if self.pre else x
         if orders is None:
             return self.scale_mixer(self.mixer(x, cu_seqlens, max_seqlen))

@@ -32,7 +32,7 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadConfig:
-    """What classifiers and embedders make of the features of the last layer."""
+    """Says what classifiers and embedders make of the features of the last layer."""
 
     outputs: int = 0
     """Classes, or values to predict; 1 for multiple choice. 0 = as many as the training data has."""
@@ -201,7 +201,7 @@ class ModelConfig:
 
     @property
     def causal(self) -> bool:
-        """Whether no output may depend on later tokens."""
+        """True where no output may depend on later tokens."""
         return self.model_class.causal
 
     @property
@@ -210,7 +210,7 @@ class ModelConfig:
         return ARCHITECTURES[self.architecture]
 
     def mixer_is_causal(self, name: str) -> bool:
-        """Whether a mixer is built in its causal form."""
+        """Returns True where a mixer is built in its causal form."""
         return self.causal or not MIXERS[name].bidirectional_form
 
     def mixer_config(self, name: str) -> Any:

@@ -141,9 +141,9 @@ def _alike(batches: list[_Rows]) -> list[list[_Rows]]:
 
 
 def has_static_step(model: LanguageModel) -> bool:
-    """Whether a step of the model keeps all shapes and reads nothing back from the device: layers of attention, whose
-    states grow, do not, and MATMIX_CHECK_VALUES=1 reads all values. Nor may anything wait for calls of its modules,
-    which a graph does not replay."""
+    """Returns True where a step of the model keeps all shapes and reads nothing back from the device: layers of
+    attention, whose states grow, do not, and MATMIX_CHECK_VALUES=1 reads all values. Nor may anything wait for calls of
+    its modules, which a graph does not replay."""
     return all(mixer.static_step for mixer in _mixers(model)) and not values_wanted() and not is_hooked(model)
 
 
@@ -186,7 +186,7 @@ class StaticStep:
         map_state(lambda x: x.copy_(x[index]), self.state)
 
     def advance(self) -> None:
-        """What the graph holds: from the buffers of tokens and states to those of logits and states."""
+        """Does the work that the graph holds: from the buffers of tokens and states to those of logits and states."""
         logits = self.model(self.token_ids, self.state, method="step_in_place")
         watched = [x for mixer in _mixers(self.model) if (x := mixer.watched()) is not None]
         self.logits = _kept(self.logits, logits)
@@ -210,13 +210,13 @@ class StaticStep:
 
 
 def takes_graphs(device: torch.device) -> bool:
-    """Whether steps on this device are captured."""
+    """Returns True where steps on this device are captured."""
     return device.type == "cuda"
 
 
 def captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
-    """What `run` launches, as a graph. It is run twice before, so that kernels are compiled and loaded, on a stream of
-    its own as PyTorch asks. Raises RuntimeError for what cannot be captured."""
+    """Captures what `run` launches as a graph. It is run twice before, so that kernels are compiled and loaded, on a
+    stream of its own as PyTorch asks. Raises RuntimeError for what cannot be captured."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

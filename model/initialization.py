@@ -90,7 +90,7 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
 
 
 def default_init_rule(module: nn.Module, name: str, std: float = INIT_STD) -> InitRule:
-    """What a parameter without a rule of its own starts as."""
+    """Returns the initial values of a parameter without a rule of its own."""
     if name == "bias":
         return constant_init(0.0)
     if isinstance(module, nn.LayerNorm):

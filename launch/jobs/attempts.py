@@ -82,7 +82,7 @@ class PastAttempt:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """What follows, and why in one line."""
+    """Says whether a run is started again, and why in one line."""
 
     again: bool
     why: str
@@ -100,7 +100,7 @@ def describe(code: int | None) -> str:
 
 
 def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQUEUES) -> Decision:
-    """What follows from a run's attempts, the one that has just ended last."""
+    """Decides from a run's attempts, the one that has just ended last."""
     last = attempts[-1]
     if last.finished:
         return Decision(False, "finished")
@@ -125,7 +125,8 @@ def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQU
 
 
 def _fails_again(attempts: Sequence[PastAttempt]) -> bool:
-    """Whether the run's failure before the last was at the same step, and no attempt since has gone past it."""
+    """Returns True where the run's failure before the last was at the same step, and no attempt since has gone past
+    it."""
     *earlier, last = attempts
     for attempt in reversed(earlier if last.step is not None else []):
         if attempt.failed:
@@ -163,7 +164,7 @@ def read_attempts(run: Path) -> list[PastAttempt]:
 
 
 def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> PastAttempt:
-    """What the ranks of an attempt wrote about its end, or `code` where they wrote nothing."""
+    """Reads what the ranks of an attempt wrote about its end, or takes `code` where they wrote nothing."""
     run = local_folder(read_url(run) or run, 0)  # where rank 0 writes
     outcomes = read_outcomes(run, name)
     saved = [outcome.saved_step for outcome in outcomes.values() if outcome.saved_step is not None]

@@ -60,7 +60,7 @@ class Local:
 
 
 def _command(folder: Path) -> list[str]:
-    """What each rank runs: the config in RUN/launch/<id>."""
+    """Returns the command of each rank, with the config in RUN/launch/<id>."""
     return rank_command([str(folder / "config.toml")])
 
 

@@ -195,7 +195,7 @@ def say_failure(name: str, process: int, code: int) -> int:
 
 
 def _new_name() -> str:
-    """What no other start on this host is called."""
+    """Returns a name that no other start on this host has."""
     return f"{os.getpid()}-{time.time_ns()}"
 
 

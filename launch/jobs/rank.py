@@ -1,4 +1,4 @@
-"""What a launcher starts once per rank: `python -m matmix.launch.jobs.rank RECIPE [--key value ...]`.
+"""Starts one rank: `python -m matmix.launch.jobs.rank RECIPE [--key value ...]`.
 
 Everything that must be right before torch is imported happens here: who this rank is (torchrun's variables, or
 Slurm's), the environment's defaults, where its output goes. Then it is `matmix train`.

@@ -42,7 +42,7 @@ class Status:
 
 
 def status_lines(home: Path) -> list[str]:
-    """What is known of the launches in `home`. Raises SlurmError if Slurm does not answer."""
+    """Tells what is known of the launches in `home`. Raises SlurmError if Slurm does not answer."""
     jobs = read_jobs(home)
     # A preparation's last job waits for its parts, which are shown with it.
     shown = [job for job in jobs[-2:] if jobs and job.job in (jobs[-1].job, jobs[-1].after)]
@@ -74,7 +74,7 @@ def runs_of(home: Path, job: Job) -> list[Path]:
 
 
 def is_active(job: Job) -> bool:
-    """Whether it is queued or running."""
+    """Returns True for a job that is queued or running."""
     return bool(local_process(job) if job.kind == "local" else scheduler.active_states(job.job))
 
 

@@ -1,4 +1,4 @@
-"""What the models of images share: patches, blocks, and a residual stream with one vector for each patch."""
+"""Holds the models of images: patches, blocks, and a residual stream with one vector for each patch."""
 
 from __future__ import annotations
 

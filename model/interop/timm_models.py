@@ -90,7 +90,8 @@ def new_classifier(width: int, num_classes: int) -> nn.Module:
 
 
 def timm_description(config: ModelConfig, inputs: ImageInputs | None) -> dict[str, Any]:
-    """What `timm.data.resolve_model_data_config` reads; without the inputs of an export, timm's own defaults."""
+    """Returns what `timm.data.resolve_model_data_config` reads; without the inputs of an export, timm's own
+    defaults."""
     image = config.image
     known = {
         "architecture": "matmix_image_classifier",

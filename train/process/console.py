@@ -32,7 +32,7 @@ job_output: TextIO | None = None
 
 
 def begin_process() -> None:
-    """What a process of ours does before it imports torch.
+    """Prepares a process before it imports torch.
 
     It ends with its launcher, if it has one.
     `python -m` and `torchrun -m` put the working directory on sys.path; from the root of a checkout our folders `data`
@@ -54,7 +54,7 @@ def begin_process() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, on one line."""
+    """Returns the text of an error on one line."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename2 or error.filename}"  # of a copy, the target is the second
     return " ".join(str(error).split()) or type(error).__name__
@@ -96,8 +96,8 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether one line says all about `error`: the user's mistakes, a diverged model, a system that failed (full disk,
-    killed process), Ctrl-C. Anything else is a mistake of ours, whose traceback is needed."""
+    """Returns True where one line says all about `error`: the user's mistakes, a diverged model, a system that failed
+    (full disk, killed process), Ctrl-C. Anything else is a mistake of ours, whose traceback is needed."""
     return isinstance(error, (*USER_ERRORS, RunFailure, OverflowError, OSError, KeyboardInterrupt))
 
 

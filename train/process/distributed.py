@@ -144,7 +144,7 @@ class FolderGroup:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank makes, renames and clears what is in the folder."""
+        """True where this rank makes, renames and clears what is in the folder."""
         return self.index == 0
 
     @classmethod

@@ -33,7 +33,7 @@ _REDUCE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What one rank found on its node."""
+    """Holds what one rank found on its node."""
 
     rank: int
     node: str
@@ -46,7 +46,7 @@ class NodeReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-    """What all ranks found together, the same on every rank."""
+    """Holds what all ranks found together, the same on every rank."""
 
     ranks: int
     nodes: int
@@ -152,7 +152,7 @@ def _time_all_reduce(distributed: Distributed) -> float:
 
 
 def find_warnings(reports: list[NodeReport]) -> list[str]:
-    """What does not forbid training but should be looked at, naming the nodes."""
+    """Returns lines, with nodes named, about what does not forbid training but should be looked at."""
     found = []
     by_node: dict[str, NodeReport] = {}
     for report in reports:

@@ -29,8 +29,8 @@ def share(folder: Path) -> None:
 
 
 def is_first(what: str, seconds: float) -> bool | None:
-    """Whether this rank is the one to say `what`: no other rank has said it, nor does within `seconds`, nor before this
-    process is asked to stop. None where ranks share no folder, and nobody can tell."""
+    """Returns True where this rank is the one to say `what`: no other rank has said it, nor does within `seconds`, nor
+    before this process is asked to stop. None where ranks share no folder, and nobody can tell."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True
     name = hashlib.sha256(what.encode()).hexdigest()[:16]

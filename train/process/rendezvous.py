@@ -31,7 +31,7 @@ _LATE = 8.0  # how much longer a rank waits for rank 0's verdict than rank 0 wai
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meeting:
-    """What a process knows before it has met the others."""
+    """Holds what a process knows before it has met the others."""
 
     rank: int
     world_size: int
@@ -140,7 +140,7 @@ def _wait_until_reachable(meeting: Meeting, here: str, seconds: float) -> None:
 
 
 def _start_mark(environment: Mapping[str, str], one_host: bool) -> str:
-    """What no other start's processes know: their keys in the store are not ours, nor ours theirs."""
+    """Returns a word that no other start's processes know: their keys in the store are not ours, nor ours theirs."""
     if secret := environment.get(SECRET_VARIABLE):
         return secret
     # A folder of torchrun's with a random name: .../torchelastic_RANDOM/ID_RANDOM/attempt_0/0/error.json.

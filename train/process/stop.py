@@ -103,7 +103,7 @@ def _handle(number: int, _frame: object) -> None:
 
 
 def _note(number: int) -> bool:
-    """Whether this is the second Ctrl-C, which means "at once"."""
+    """Notes a signal; returns True for the second Ctrl-C, which means "at once"."""
     global _interrupted_at
     first, now = not _received, time.monotonic()
     request(number)

@@ -34,7 +34,7 @@ class Slurm:
 
     @property
     def first(self) -> tuple[str, str]:
-        """What comes first, and how the verb is used."""
+        """Names the first argument, and tells how the verb is used."""
         if self.prepare:
             return "input", "--prepare --parts N INPUT ... --out DIR"
         return "recipe", "RECIPE [--key value ...]"

@@ -1,4 +1,4 @@
-"""What a Slurm job is asked for: defaults < site profile < command line.
+"""Holds the options of a Slurm job: defaults < site profile < command line.
 
 A site profile holds what is the same for all jobs on a cluster; its keys are the fields of `SlurmOptions`:
 
@@ -146,13 +146,14 @@ FIELDS = {field.name: field for field in dataclasses.fields(SlurmOptions)}
 
 
 class SlurmWords(Options):
-    """What is given overrides the profile; lists and tables are added to its own."""
+    """Reads the options of the command line: a given one overrides the profile; lists and tables are added to its
+    own."""
 
     described: ClassVar[type] = SlurmOptions
 
     @classmethod
     def option(cls, field: StructFieldSpec) -> StructFieldSpec:
-        """What is not given is None or ()."""
+        """Makes an option's default None or (), which stand for "not given"."""
         flag = {"container_mounts": "container-mount", "sbatch": "sbatch-option"}.get(field.name)
         if FIELDS[field.name].type in ("int", "str"):
             shown = f"(default: {field.default})" if FIELDS[field.name].type == "int" else ""

@@ -98,7 +98,8 @@ def extra_directive(text: str) -> str:
 
 
 def mounts(needed: Iterable[str | Path], options: SlurmOptions) -> list[str]:
-    """What a container sees: working directory and what is `needed` under their own names, then what the user adds."""
+    """Returns the mounts of a container: working directory and what is `needed` under their own names, then what the
+    user adds."""
     folders: list[Path] = []
     for folder in (Path.cwd(), *(Path.cwd() / path for path in needed if path and "://" not in str(path))):
         if not any(folder.is_relative_to(other) for other in folders):

@@ -27,7 +27,7 @@ _OPTIONS = ("setup", "env", "runtime", "container", "gpus", "master_addr", "max_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What goes to Slurm, before anything is written."""
+    """Holds all that goes to Slurm, before anything is written."""
 
     home: Path  # folder with launch/ and logs/
     job: Job  # without its number

@@ -53,7 +53,8 @@ class MatmixPreTrainedModel(PreTrainedModel):
     def run(
         self, inputs: torch.Tensor, keywords: dict[str, Any], **more: Any
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """What `self.model` gives, and the hidden states where keywords ask for them; others are refused."""
+        """Returns the outputs of `self.model`, and the hidden states where keywords ask for them; others are
+        refused."""
         streams = self.streams(keywords)
         return self.model(inputs, streams=streams, **more), self.hidden_states(streams)
 
@@ -131,7 +132,7 @@ class MatmixPreTrainedModel(PreTrainedModel):
         gradient_checkpointing_func: Callable[..., Any] | None = None,
         every_n_layers: int = 1,
     ) -> None:
-        """What transformers calls to switch it on and off: every n-th block then runs under the given function."""
+        """Switches checkpointing on and off for transformers: every n-th block then runs under the given function."""
         self.gradient_checkpointing = enable
         for index, block in enumerate(self.model.blocks):
             # The forward pass itself is called so where the hooks of accelerate stand in `forward`.

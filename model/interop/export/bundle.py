@@ -88,7 +88,7 @@ class Definition:
 
 @dataclass(slots=True)
 class Module:
-    """What a source file defines and imports."""
+    """Holds what a source file defines and imports."""
 
     name: str
     definitions: list[Definition] = field(default_factory=list)

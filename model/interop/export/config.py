@@ -170,7 +170,8 @@ def main_class(config: ModelConfig, outputs: Outputs) -> str:
 
 
 def head_fields(config: ModelConfig, outputs: Outputs) -> dict[str, Any]:
-    """What config.json says of a head. Raises ValueError (one line) where the names do not fit the outputs."""
+    """Returns the fields of config.json for a head. Raises ValueError (one line) where the names do not fit the
+    outputs."""
     if not config.model_class.takes_head:
         return {}
     head, labels = config.head, outputs.labels or tuple(f"LABEL_{index}" for index in range(config.head.count))

@@ -39,7 +39,8 @@ def state_shapes(state: Any) -> tuple:
 
 
 class CarriedState:
-    """What `generate` carries as `past_key_values`: for each group of rows, their numbers and their state.
+    """Carries a model's state through `generate` as `past_key_values`: for each group of rows, their numbers and their
+    state.
 
     What transformers asks of its own caches is here under its names. Continuing leaves a state as it is and gives a new
     one, so that a state of a beginning can be continued in many ways.

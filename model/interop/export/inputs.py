@@ -1,4 +1,4 @@
-"""What exported models make of the arguments that transformers' own classes take: inputs, documents in a row, columns
+"""Reads the arguments that transformers' own classes take: inputs, documents in a row, columns
 of logits. What they have no meaning for is refused in one line, as it would otherwise be lost without a word."""
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _rights(config: ModelConfig, licence: str, languages: Sequence[str]) -> str:
 
 
 def _head(config: ModelConfig, outputs: Outputs) -> str:
-    """What the outputs of a classifier or an embedder are computed from, and what they stand for."""
+    """Tells what the outputs of a classifier or an embedder are computed from, and what they stand for."""
     if not config.model_class.takes_head:
         return ""
     source = "every position of a text"
@@ -90,7 +90,7 @@ def _head(config: ModelConfig, outputs: Outputs) -> str:
 
 
 def _images(config: ModelConfig) -> str:
-    """What images the model reads."""
+    """Tells what images the model reads."""
     if not config.model_class.takes_images:
         return ""
     image, fixed = config.image, config.fixed_length_mixers()

@@ -16,8 +16,8 @@ _POOLING = "1_Pooling"
 
 
 def takes_layout(config: ModelConfig) -> bool:
-    """Whether a model gives features that can be pooled to one vector for each text of any length: embedders, and
-    encoders that still have the output of their pretraining."""
+    """Returns True where a model gives features that can be pooled to one vector for each text of any length:
+    embedders, and encoders that still have the output of their pretraining."""
     embeds = config.architecture == "text_embedder" or not config.model_class.takes_head
     return embeds and issubclass(config.model_class, EncoderTrunk) and not config.fixed_length_mixers()
 

@@ -122,7 +122,8 @@ def write_tokenizer(
 def special_tokens_around(
     tokenizer: Tokenizer, prefix: int | None, suffix: int | None
 ) -> processors.TemplateProcessing | None:
-    """What puts the special tokens of the training around a text, or two texts with types 0 and 1."""
+    """Returns a post-processor that puts the special tokens of the training around a text, or two texts with types 0
+    and 1."""
     if prefix is None and suffix is None:
         return None
     tokens = {index: tokenizer.id_to_token(index) for index in (prefix, suffix) if index is not None}

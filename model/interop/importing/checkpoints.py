@@ -46,8 +46,9 @@ def read_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[Mo
 
 
 def open_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """As `read_checkpoint`, with the tensors as they lie in the file, in its types of numbers. Those of .safetensors
-    files, and of torch files since version 1.6, are views of a map of the file: what nobody touches is not read."""
+    """Reads as `read_checkpoint` does, with the tensors as they lie in the file, in its types of numbers. Those of
+    .safetensors files, and of torch files since version 1.6, are views of a map of the file: what nobody touches is not
+    read."""
     if source not in SOURCES:
         raise ValueError(f"cannot import from {source!r}; known: {', '.join(SOURCES)}")
     path = Path(path)

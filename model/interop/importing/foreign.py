@@ -57,7 +57,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
 
 
 def read_torch(path: Path) -> Any:
-    """What a torch file holds, read without unpickling code. Raises ValueError, FileNotFoundError."""
+    """Returns the content of a torch file, read without unpickling code. Raises ValueError, FileNotFoundError."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}")
     try:

@@ -111,7 +111,8 @@ def rename_state(
 
 
 def is_tied(layout_kind: str, state: Mapping[str, torch.Tensor], output: str, embedding: str) -> bool:
-    """Whether the output projection is the embedding: it is missing in the checkpoint, or equal to the embedding."""
+    """Returns True where the output projection is the embedding: it is missing in the checkpoint, or equal to the
+    embedding."""
     if output not in state or embedding not in state:
         return True
     if state[output].shape != state[embedding].shape:

@@ -42,7 +42,8 @@ class ScalarAsVector:
     """A module with one parameter of one entry that is a scalar without dimensions in the original code."""
 
     def reference_gradients(self) -> dict[str, torch.Tensor]:
-        """As `FromReference.reference_gradients`, with that number's gradient in its shape there."""
+        """Returns the gradients of `FromReference.reference_gradients`, with that number's gradient in its shape
+        there."""
         gradients = super().reference_gradients()
         return {name: grad.reshape(()) if name == _SCALAR else grad for name, grad in gradients.items()}
 

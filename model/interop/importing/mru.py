@@ -134,7 +134,7 @@ def layer_names(kind: str, ours: str, theirs: str, norm: str) -> dict[str, str]:
 
 
 def is_first_form(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> bool:
-    """Whether the network is that of December 2024: as configured, or by the name of an input's weights."""
+    """Returns True for the network of December 2024: as configured, or by the name of an input's weights."""
     form = config.get("form", "")
     if form not in ("", "first"):
         raise ValueError(f'mru-lm: form = {form!r}; known: "first" (of December 2024), or leave it out')

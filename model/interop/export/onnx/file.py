@@ -120,7 +120,7 @@ def _decompositions() -> dict:
 
 
 def _difference(model: Backbone, path: Path, inputs: tuple[torch.Tensor, ...]) -> float:
-    """Of what onnxruntime and the model make of the same inputs, as a share of the largest output."""
+    """Returns how far onnxruntime and the model differ on the same inputs, as a share of the largest output."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
