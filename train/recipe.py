@@ -90,9 +90,11 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     return result
 
 
-def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """The run's config from a recipe (path or bundled name) or a run (folder or URL), and command-line overrides
-    such as ``--optimizer.lr 3e-4``.
+def load_config(recipe: str, overrides: Mapping[str, Any] | Sequence[str] = ()) -> RunConfig:
+    """Reads the config of a recipe (path or bundled name) or of a run (folder or URL).
+
+    overrides: fields that differ, as words of a command line such as ["--optimizer.lr", "3e-4"], or as a mapping such
+    as {"optimizer.lr": 3e-4}.
 
     Raises FileNotFoundError for a missing recipe and ValueError (one line) for a bad key, type or value.
     """
@@ -101,7 +103,23 @@ def load_config(recipe: str, overrides: list[str] | tuple[str, ...] = ()) -> Run
         raise ValueError(
             f"{path} has several phases ([[{_PHASES}]]), which only {shell_line('matmix', 'train', recipe)} trains"
         )
-    return resolved_config(values, str(path), overrides, _own_run_dir(recipe, path, values))
+    where, run_dir = str(path), _own_run_dir(recipe, path, values)
+    if isinstance(overrides, Mapping):
+        if "steps" in overrides:  # in place of the recipe's epochs, as on the command line
+            values.pop("epochs", None)
+        values, run_dir = merged(values, _nested(overrides)), overrides.get("run_dir") or run_dir
+        where, overrides = f"{path} with overrides", ()
+    return resolved_config(values, where, overrides, run_dir)
+
+
+def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns {"optimizer.lr": 3e-4} as {"optimizer": {"lr": 3e-4}}."""
+    values: dict[str, Any] = {}
+    for key, value in overrides.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        values = merged(values, value)
+    return values
 
 
 def load_phases(recipe: str, overrides: Sequence[str] = ()) -> list[RunConfig]:

@@ -29,6 +29,7 @@ def runnable(found: list[Snippet], exported: dict[str, Path], folder: Path) -> l
     def code(snippet: Snippet) -> str:
         named = _CLASS.search(snippet.code)
         usual = "AutoModelForImageClassification" if "timm" in snippet.code else "AutoModelForMaskedLM"
+        usual = "AutoModelForCausalLM" if "matmix.generate(" in snippet.code else usual
         path = exported[named[0] if named else usual]
         return _FOLDER.sub(lambda match: json.dumps(str(path)), snippet.code)
 
